@@ -1,0 +1,52 @@
+"""Every semi-private PyTorch call that dmuon makes, behind one version check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+__all__ = [
+    "current_backward",
+    "local_tensor",
+    "on_backward_end",
+    "require_supported_torch",
+    "row_sharded_spec",
+]
+
+_OLDEST = (2, 11)
+
+
+def require_supported_torch() -> None:
+    """Raise RuntimeError when the installed PyTorch is older than what dmuon supports."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < _OLDEST:
+        raise RuntimeError(
+            f"dmuon needs PyTorch >= {_OLDEST[0]}.{_OLDEST[1]}, found {torch.__version__}: upgrade torch"
+        )
+
+
+def row_sharded_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """Spec of a contiguous ``(m, n)`` tensor sharded by rows over a 1-D ``mesh``, evenly or not."""
+    meta = TensorMeta(shape=shape, stride=(shape[1], 1), dtype=dtype)
+    return DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The storage that this rank holds of ``tensor``: itself, or a DTensor's local tensor without autograd or a view."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def current_backward() -> int | None:
+    """Identity of the backward pass that runs now (nested ones differ), or None outside of one."""
+    task: int = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward pass that runs now has computed its last gradient."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

@@ -1,0 +1,142 @@
+"""Averages the gradients of parameters that nobody shards, in buckets, while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from dmuon.comm import Comm
+
+__all__ = ["GradAverager"]
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+class _Bucket:
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.ready: set[int] = set()
+        self.late: set[int] = set()
+        self.used: dict[int, bool] = {}
+        self.flat: Tensor | None = None
+        self.work: dist.Work | None = None
+
+    def launch(self, comm: Comm) -> None:
+        with torch.no_grad():
+            flat = torch.empty(
+                sum(p.numel() for p in self.params), dtype=self.params[0].dtype, device=self.params[0].device
+            )
+            for param, slot in zip(self.params, flat.split([p.numel() for p in self.params]), strict=True):
+                self.used[id(param)] = param.grad is not None
+                if param.grad is None:
+                    slot.zero_()
+                else:
+                    slot.copy_(param.grad.flatten())
+        with comm.streams.reduce():
+            self.work = dist.all_reduce(flat, dist.ReduceOp.AVG, group=comm.average_group, async_op=True)
+        self.flat = flat
+
+    def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Wait and write the averages back; returns ``(param, average)`` of what got no gradient on this rank."""
+        assert self.flat is not None and self.work is not None
+        self.work.wait()
+        undecided = []
+        for param, slot in zip(self.params, self.flat.split([p.numel() for p in self.params]), strict=True):
+            if id(param) in self.late:
+                continue
+            if self.used[id(param)]:
+                assert param.grad is not None
+                param.grad.copy_(slot.view_as(param))
+            else:
+                undecided.append((param, slot.view_as(param)))
+        return undecided
+
+
+class GradAverager:
+    """Data parallelism for replicated parameters.
+
+    A bucket leaves when all its gradients are there and every earlier bucket has left, so that all ranks launch in
+    one order whichever of their parameters got gradients; what is missing counts as zero. The average of
+    ``previous average + new gradient`` is exact, because the previous average is the same on all ranks.
+
+    Args:
+        params: plain tensors that require gradients, in registration order.
+        on_gradient: called when a gradient arrives; tells whether this backward synchronizes.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], comm: Comm, on_gradient: Callable[[], bool]) -> None:
+        self.params = list(params)
+        self._comm = comm
+        self._on_gradient = on_gradient
+        self._bucket_of: dict[int, int] = {}
+        self._buckets: list[list[nn.Parameter]] = []
+        self._active: list[_Bucket] = []
+        self._next = 0
+        self._build()
+        for param in self.params:
+            param.register_post_accumulate_grad_hook(self._arrived)
+
+    def _build(self) -> None:
+        open_buckets: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
+        for param in reversed(self.params):  # backward reaches the last parameters first
+            key = (param.dtype, param.device)
+            index, size = open_buckets.get(key, (-1, _BUCKET_BYTES))
+            if size >= _BUCKET_BYTES:
+                index, size = len(self._buckets), 0
+                self._buckets.append([])
+            self._buckets[index].append(param)
+            self._bucket_of[id(param)] = index
+            open_buckets[key] = (index, size + param.numel() * param.element_size())
+
+    def _arrived(self, param: nn.Parameter) -> None:
+        if not self._on_gradient():
+            return
+        if not self._active:
+            self._start()
+        bucket = self._active[self._bucket_of[id(param)]]
+        if bucket.work is not None:
+            bucket.late.add(id(param))  # a second arrival after the bucket left: average it again at the end
+            return
+        bucket.ready.add(id(param))
+        while self._next < len(self._active) and len(self._active[self._next].ready) == len(
+            self._active[self._next].params
+        ):
+            self._launch_next()
+
+    def _start(self) -> None:
+        self._active = [_Bucket([p for p in params if p.requires_grad]) for params in self._buckets]
+        self._next = 0
+
+    def _launch_next(self) -> None:
+        bucket = self._active[self._next]
+        self._next += 1
+        if bucket.params:
+            bucket.launch(self._comm)
+
+    def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Average whatever is left and write the averages back.
+
+        Returns:
+            ``(param, average)`` of what got no gradient on this rank.
+        """
+        if not self._active:
+            self._start()
+        while self._next < len(self._active):
+            self._launch_next()
+        undecided = [item for bucket in self._active if bucket.params for item in bucket.finish()]
+        late = [p for bucket in self._active for p in bucket.params if id(p) in bucket.late]
+        for param in late:
+            dist.all_reduce(param.grad, dist.ReduceOp.AVG, group=self._comm.average_group)
+        self._active = []
+        return undecided
+
+    def reset(self) -> None:
+        """Forget a backward that did not finish."""
+        for bucket in self._active:
+            if bucket.work is not None:
+                bucket.work.wait()
+        self._active = []

@@ -1,0 +1,1 @@
+"""Console scripts: ``dmuon-profile`` and ``dmuon-plan``."""

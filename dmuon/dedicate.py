@@ -1,0 +1,274 @@
+"""``dedicate_params``: from a replicated model to one owner per matrix."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from dmuon._torch import require_supported_torch
+from dmuon.comm import Comm, agree, make_comm
+from dmuon.device import mesh_device
+from dmuon.group import OwnerGroup
+from dmuon.owned_tensor import OwnedTensor
+from dmuon.plan import Costs, OwnerPlan, make_plan
+from dmuon.policy import BlockPredicate, Route, Select, route_parameters
+from dmuon.runtime import Runtime
+from dmuon.solver import SolveOptions
+from dmuon.state_dict import hook_state_dicts
+
+__all__ = ["Dedication", "dedicate_params", "dedications", "fully_shard", "owned_parameters"]
+
+_ATTRIBUTE = "_dmuon_dedication"
+
+
+class Dedication:
+    """What ``dedicate_params`` leaves on a model: the plan, the routes, and the runtime that moves the weights."""
+
+    def __init__(self, plan: OwnerPlan, routes: list[Route], runtime: Runtime) -> None:
+        self.plan = plan
+        self.reasons = {r.fqn: (r.muon, r.reason) for r in routes}  # routes themselves would keep the parameters alive
+        self.runtime = runtime
+
+
+def dedicate_params(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    select: Select | None = None,
+    blocks: Sequence[nn.Module] | BlockPredicate | None = None,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    costs: Costs = None,
+    solve: SolveOptions | None = None,
+) -> OwnerPlan:
+    """Give every matrix of every block to one owner rank; afterwards the others hold zero-size placeholders.
+
+    Finds what orthogonalization costs on this device (a cached measurement, or a short one now), assigns owners so
+    that the slowest rank is as fast as it can be, moves the owned matrices to the mesh's device, and makes rank 0's
+    initial weights everyone's. Owners keep masters in fp32 (or wider). Gradients of parameters that nobody shards
+    are averaged over the mesh. Call it after tensor parallelism, before ``dmuon.fully_shard`` and before building
+    the optimizer. Collective over the mesh.
+
+    Args:
+        mesh: 1-D device mesh over which the model is data parallel.
+        select: ``select(fqn, module, param) -> bool`` decides which matrices Muon takes. Default: every trainable
+            matrix inside a block.
+        blocks: the units of communication, as modules or as ``blocks(fqn, module) -> bool``. Default: the elements
+            of the outermost ``ModuleList``s and ``Sequential``s.
+        reshard_after_forward: free whole weights after forward and fetch them again for backward. False keeps them.
+            Governs the owned matrices only.
+        mp_policy: ``param_dtype`` is the dtype of owned weights in forward, backward and communication (default:
+            the model's own), ``reduce_dtype`` that of their gradient reductions (default: fp32, or the model's own
+            when wider). Governs the owned matrices only.
+        costs: ``None`` finds or measures; ``"flops"`` measures nothing; a path reads a cost cache; a ``CostTable``
+            is used as it is.
+        solve: options of the solver.
+
+    Returns:
+        The plan: owners, predicted loads, and a report.
+
+    Raises:
+        TypeError, ValueError: on every rank, naming the parameter, option or rank and the remedy.
+    """
+    require_supported_torch()
+    group = _mesh_group(mesh)
+    routes: list[Route] = []
+    error: str | None = None
+    try:
+        policy = _checked_policy(mp_policy)
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
+        _check_model(model)
+        routes = route_parameters(model, select, blocks)
+        _check_parameters(routes, mesh)
+    except (TypeError, ValueError) as fault:
+        error = str(fault)
+    agree(group, error)
+    plan = make_plan(
+        routes,
+        group,
+        mesh_device(mesh.device_type),
+        costs=costs,
+        solve=solve,
+        comm_itemsize=lambda r: (policy.param_dtype or r.param.dtype).itemsize,
+    )
+    comm = make_comm(mesh)
+    _share_initial_values(model, routes, comm)
+    groups = _make_groups(routes, plan, comm, policy, keep=not reshard_after_forward)
+    runtime = Runtime(model, groups, comm, plan.chunks)
+    hook_state_dicts(runtime)
+    setattr(model, _ATTRIBUTE, Dedication(plan, routes, runtime))
+    return plan
+
+
+def fully_shard(module: nn.Module, **kwargs: object) -> nn.Module:
+    """Torch's ``fully_shard`` for everything in ``module`` that dmuon does not own.
+
+    Args:
+        kwargs: as for ``torch.distributed.fsdp.fully_shard``; ``ignored_params`` is extended by the owned ones.
+    """
+    given = kwargs.pop("ignored_params", None) or set()
+    if not isinstance(given, (set, frozenset)):
+        raise TypeError(f"ignored_params must be a set of parameters, got {type(given).__name__}")
+    ignored = set(given) | owned_parameters(module)
+    result: nn.Module = torch_fully_shard(module, ignored_params=ignored, **kwargs)  # type: ignore[call-overload]
+    return result
+
+
+def owned_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters of ``module`` that dmuon owns, in their resting form.
+
+    Raises:
+        RuntimeError: inside a forward or backward pass, when the modules hold whole weights instead.
+    """
+    return {p for p in module.parameters() if isinstance(p, OwnedTensor)}  # type: ignore[misc]
+
+
+def dedications(module: nn.Module) -> list[Dedication]:
+    """What ``dedicate_params`` left in ``module`` or below it, outermost first."""
+    found = (m.__dict__.get(_ATTRIBUTE) for m in module.modules())
+    return [d for d in found if d is not None]
+
+
+def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}")
+    if not dist.is_initialized():
+        raise ValueError(
+            "mesh: torch.distributed is not initialized (or was torn down after the mesh was made); call "
+            "init_process_group and init_device_mesh first. In one process, dmuon.Muon(model) alone is enough"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; dedicate_params takes a 1-D mesh: pass the "
+            "data-parallel one, for example mesh['shard']"
+        )
+    if any("replicate" in name for name in mesh.mesh_dim_names or ()):
+        raise ValueError("mesh is a replicate dimension; dedicate_params takes a sharding mesh: rename the dimension")
+    ranks = mesh.mesh.flatten().tolist()
+    world = dist.get_world_size()
+    if mesh.get_coordinate() is None or any(not 0 <= r < world for r in ranks):
+        raise ValueError(
+            f"mesh holds ranks {ranks}, which does not match the process group: this is rank {dist.get_rank()} of "
+            f"{world}; build the mesh with init_device_mesh over the current process group"
+        )
+    return mesh.get_group()
+
+
+def _checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    if policy is None:
+        return MixedPrecisionPolicy()
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}")
+    if policy.output_dtype is not None:
+        raise ValueError(
+            "mp_policy.output_dtype governs modules, not weights: pass it to dmuon.fully_shard instead of dedicate_params"
+        )
+    for name in ("param_dtype", "reduce_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"mp_policy.{name} must be a floating-point dtype, got {dtype}")
+    return policy
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if _ATTRIBUTE in module.__dict__:
+            raise ValueError(f"dedicate_params was called on {name or 'this model'!r} already; call it once per model")
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"module {name or 'model'!r} is sharded by fully_shard already; call dedicate_params before fully_shard"
+            )
+
+
+def _check_parameters(routes: Sequence[Route], mesh: DeviceMesh) -> None:
+    owned = [r for r in routes if r.muon]
+    for route in routes:
+        if route.param.is_meta:
+            raise ValueError(
+                f"parameter {route.fqn!r} is on the meta device; materialize the model (to_empty and its "
+                "initialization) before dedicate_params"
+            )
+    for route in owned:
+        if isinstance(route.param, DTensor):
+            raise ValueError(
+                f"parameter {route.fqn!r} is a DTensor with placements {route.param.placements}; dedicate_params takes "
+                "whole matrices: call it before anything shards the model, or exclude it with select=…"
+            )
+        for module, name in route.sites:
+            if name in getattr(module, "parametrizations", {}):
+                raise ValueError(f"parameter {route.fqn!r} is parametrized; remove the parametrization or exclude it")
+    _check_optimizers({id(r.param): r.fqn for r in owned})
+
+
+def _check_optimizers(owned: dict[int, str]) -> None:
+    """An optimizer built earlier would go on updating tensors that the model no longer uses."""
+
+    def holder() -> tuple[str, str] | None:
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), torch.optim.Optimizer):
+                for group in getattr(candidate, "param_groups", ()):
+                    for param in group["params"]:
+                        if id(param) in owned:
+                            return type(candidate).__name__, owned[id(param)]
+        return None
+
+    found = holder()
+    if found is not None:
+        gc.collect()  # it may be one that nobody can reach any more
+        found = holder()
+    if found is not None:
+        raise ValueError(
+            f"optimizer {found[0]} already holds parameter {found[1]!r}; build the optimizer after dedicate_params"
+        )
+
+
+def _share_initial_values(model: nn.Module, routes: Sequence[Route], comm: Comm) -> None:
+    """Rank 0's values of everything that dmuon does not own; owned matrices follow when they are placed."""
+    if comm.world == 1:
+        return
+    tensors = [r.param for r in routes if not r.muon and not isinstance(r.param, DTensor)]
+    with torch.no_grad():
+        for tensor in [*tensors, *model.buffers()]:
+            value = tensor.detach().to(comm.device).contiguous()
+            dist.broadcast(value, src=comm.ranks[0], group=comm.fill_group)
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(value)
+
+
+def _make_groups(
+    routes: Sequence[Route], plan: OwnerPlan, comm: Comm, policy: MixedPrecisionPolicy, *, keep: bool
+) -> list[OwnerGroup]:
+    owners = plan.owners
+    members: dict[str, list[Route]] = {}
+    for route in routes:
+        if route.block is not None:
+            members.setdefault(route.block, []).append(route)
+    groups = []
+    for name, block_routes in members.items():
+        module = block_routes[0].block_module
+        assert module is not None
+        for dtype in dict.fromkeys(policy.param_dtype or r.param.dtype for r in block_routes):
+            same = [r for r in block_routes if (policy.param_dtype or r.param.dtype) == dtype]
+            groups.append(
+                OwnerGroup(
+                    name,
+                    module,
+                    [(r.fqn, r.param, r.sites, owners[r.fqn]) for r in same],
+                    comm,
+                    comm_dtype=dtype,
+                    reduce_dtype=policy.reduce_dtype or torch.promote_types(dtype, torch.float32),
+                    keep=keep,
+                )
+            )
+    return groups

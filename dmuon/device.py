@@ -1,0 +1,84 @@
+"""Device specifics: communication streams and phase timing. CPU code paths pay nothing for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["CommStreams", "PhaseTimer", "mesh_device"]
+
+
+def mesh_device(device_type: str) -> torch.device:
+    """The device that this process uses on a mesh of ``device_type``."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(device_type)
+    return torch.device(device_type, module.current_device())
+
+
+class CommStreams:
+    """One high-priority stream for fills and one for reductions; on the CPU neither exists."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self._fill = None if self._module is None else self._module.Stream(device, priority=-1)
+        self._reduce = None if self._module is None else self._module.Stream(device)
+
+    @contextmanager
+    def fill(self) -> Iterator[None]:
+        """Collectives started inside run after everything queued so far, beside everything queued later."""
+        with self._beside(self._fill):
+            yield
+
+    @contextmanager
+    def reduce(self) -> Iterator[None]:
+        """As :meth:`fill`, on the stream of reductions."""
+        with self._beside(self._reduce):
+            yield
+
+    @contextmanager
+    def _beside(self, stream: torch.Stream | None) -> Iterator[None]:
+        if self._module is None or stream is None:
+            yield
+            return
+        stream.wait_stream(self._module.current_stream())
+        with self._module.stream(stream):
+            yield
+
+
+class PhaseTimer:
+    """Seconds per named phase of the last step; events on an accelerator (read lazily), the wall clock on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self._wall: dict[str, float] = {}
+        self._events: list[tuple[str, torch.Event, torch.Event]] = []
+
+    def reset(self) -> None:
+        self._wall.clear()
+        self._events.clear()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if self._module is None:
+            start = time.perf_counter()
+            yield
+            self._wall[name] = self._wall.get(name, 0.0) + time.perf_counter() - start
+            return
+        begin = self._module.Event(enable_timing=True)
+        end = self._module.Event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._events.append((name, begin, end))
+
+    def seconds(self) -> dict[str, float]:
+        """Phase name to seconds. On an accelerator this waits for the step to finish: call it outside the hot path."""
+        total = dict(self._wall)
+        for name, begin, end in self._events:
+            end.synchronize()
+            total[name] = total.get(name, 0.0) + begin.elapsed_time(end) / 1e3
+        return total

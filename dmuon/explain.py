@@ -1,0 +1,83 @@
+"""A table for people: who owns what, why, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn as nn
+
+from dmuon.dedicate import dedications
+from dmuon.muon import Muon
+
+__all__ = ["explain"]
+
+
+def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """Routes with reasons, owners per matrix, predicted loads, dtypes, and what the optimizer did last.
+
+    Args:
+        model: a model that went through ``dedicate_params``.
+        optimizer: a ``dmuon.Muon``, to add counters of its last step on this rank.
+
+    Raises:
+        ValueError: the model was not dedicated.
+        TypeError: ``optimizer`` is not a ``dmuon.Muon``.
+    """
+    found = dedications(model)
+    if not found:
+        raise ValueError("model was not dedicated: call dmuon.dedicate_params(model, mesh) first")
+    if optimizer is not None and not isinstance(optimizer, Muon):
+        raise TypeError(f"optimizer must be a dmuon.Muon, got {type(optimizer).__name__}")
+    lines: list[str] = []
+    for dedication in found:
+        plan, runtime = dedication.plan, dedication.runtime
+        owners = plan.owners
+        lines += ["owned matrices"]
+        rows = [("matrix", "shape", "block", "owner", "why")]
+        rows += [
+            (m.name, f"{m.rows}x{m.cols}", m.block, str(owners[m.name]), dedication.reasons[m.name][1])
+            for m in plan.matrices
+        ]
+        lines += _table(rows)
+        rest = [(name, why) for name, (muon, why) in dedication.reasons.items() if not muon]
+        lines += ["", "on AdamW"]
+        lines += _table([("parameter", "why"), *rest])
+        elements = sum(m.rows * m.cols for m in plan.matrices)
+        lines += [
+            "",
+            f"Muon: {len(plan.matrices)} matrices, {elements:,} elements; AdamW: {len(rest)} parameters",
+        ]
+        group = runtime.groups[0]
+        kept = "kept after forward" if group.keep else "freed after forward"
+        lines += [
+            f"owned weights: {len(runtime.groups)} blocks, forward in {group.entries[0].full.dtype}, masters in "
+            f"{group.entries[0].master.dtype}, gradients reduced in {group.reduce_dtype}, {kept}",
+            *_fsdp_line(model),
+            "",
+            plan.report(),
+        ]
+    if optimizer is not None:
+        stats = optimizer.last_step
+        phases = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in stats.seconds.items())
+        lines += [
+            "",
+            f"last step on this rank: {stats.ns_matrices} matrices orthogonalized in {stats.ns_batches} batches; "
+            f"{phases or 'no step yet'}",
+        ]
+    return "\n".join(lines)
+
+
+def _fsdp_line(model: nn.Module) -> list[str]:
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = sum(isinstance(m, FSDPModule) for m in model.modules())
+    return [
+        f"the rest: sharded by FSDP2 in {sharded} modules" if sharded else "the rest: replicated, averaged by dmuon"
+    ]
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    table = list(rows)
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]

@@ -1,0 +1,168 @@
+"""Parameter groups of the optimizer: which route each takes and the options it understands."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon.dedicate import dedications
+from dmuon.kernels import coefficient_sequence, update_scale
+from dmuon.owned_tensor import OwnedTensor
+from dmuon.policy import Select, route_parameters
+
+__all__ = ["ADAMW_OPTIONS", "MUON_OPTIONS", "check_group", "groups_from", "param_groups"]
+
+MUON_OPTIONS = (
+    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "adjust_lr_fn",
+)  # fmt: skip
+ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
+
+_log = logging.getLogger("dmuon")
+
+
+def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[str, Any]]:
+    """Groups with ``use_muon`` flags, by the same policy as ``dmuon.Muon(model)``.
+
+    Returns:
+        Up to three groups: matrices for Muon; tensors of two or more dimensions for AdamW; the rest for AdamW with
+        ``weight_decay=0``.
+
+    Raises:
+        ValueError: no matrix was selected; ``select`` beside ``dedicate_params``, which has routed already.
+    """
+    found = dedications(model)
+    if found:
+        if select is not None:
+            raise ValueError("select: dedicate_params has routed this model already; pass select to dedicate_params")
+        if "_dmuon_dedication" not in model.__dict__:
+            raise ValueError(
+                "dedicate_params was called on a part of this model only; call it on the whole model, or pass groups"
+            )
+        muon = [p for p in model.parameters() if isinstance(p, OwnedTensor)]
+        rest = [p for p in model.parameters() if not isinstance(p, OwnedTensor)]
+    else:
+        routes = route_parameters(model, select)
+        muon = [r.param for r in routes if r.muon]
+        rest = [r.param for r in routes if not r.muon]
+    groups: list[dict[str, Any]] = [{"params": muon, "use_muon": True}]
+    matrices = [p for p in rest if p.ndim >= 2]
+    vectors = [p for p in rest if p.ndim < 2]
+    if matrices:
+        groups.append({"params": matrices, "use_muon": False})
+    if vectors:
+        groups.append({"params": vectors, "use_muon": False, "weight_decay": 0.0})
+    return groups
+
+
+def groups_from(
+    params: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]], select: Select | None
+) -> list[dict[str, Any]]:
+    """What the user passed to ``Muon``, as groups with a ``use_muon`` flag each."""
+    if isinstance(params, nn.Module):
+        return param_groups(params, select)
+    if select is not None:
+        raise ValueError("select needs the model: call Muon(model, select=…), or set use_muon in each group")
+    if isinstance(params, Tensor):
+        raise TypeError("params must be a module, an iterable of tensors or an iterable of groups, got one tensor")
+    if isinstance(params, (set, frozenset)):
+        params = _ordered(params)
+    items = list(params)
+    if not items:
+        raise ValueError("params is empty: Muon got no parameters")
+    if all(isinstance(item, Mapping) for item in items):
+        groups = [dict(item) for item in items]  # type: ignore[call-overload]
+        for index, group in enumerate(groups):
+            if not isinstance(group.get("use_muon"), bool):
+                raise ValueError(f"group {index} lacks use_muon; set it to True (Muon) or False (AdamW)")
+        return groups
+    if not all(isinstance(item, Tensor) for item in items):
+        raise TypeError("params mixes tensors, groups or other things; pass tensors only or groups only")
+    matrices = [p for p in items if p.ndim >= 2]  # type: ignore[union-attr]
+    vectors = [p for p in items if p.ndim < 2]  # type: ignore[union-attr]
+    if vectors:
+        _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", len(vectors))
+    groups = [{"params": matrices, "use_muon": True}] if matrices else []
+    if vectors:
+        groups.append({"params": vectors, "use_muon": False, "weight_decay": 0.0})
+    return groups
+
+
+def _ordered(params: set[Any] | frozenset[Any]) -> list[Tensor]:
+    """A set has no order that all ranks share; owned parameters carry one."""
+    if not all(isinstance(p, OwnedTensor) for p in params):
+        raise TypeError("params is a set, whose order differs between ranks; pass a list, or owned_parameters(model)")
+    return sorted(params, key=lambda p: p.fqn)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise ValueError or TypeError for an option or a parameter that the group's route cannot take."""
+    use_muon = group["use_muon"]
+    known = MUON_OPTIONS if use_muon else ADAMW_OPTIONS
+    for name in group:
+        if name not in (*known, "params", "use_muon", "initial_lr", "param_names"):
+            route = "Muon" if use_muon else "AdamW"
+            raise ValueError(f"option {name!r} is unknown to a {route} group; it takes {', '.join(known)}")
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must have one element, got a tensor of shape {tuple(lr.shape)}")
+    _in_range("lr", lr, 0.0, math.inf)
+    _in_range("weight_decay", group["weight_decay"], 0.0, math.inf)
+    _in_range("eps", group["eps"], 0.0, math.inf)
+    if use_muon:
+        _check_muon_options(group)
+    else:
+        betas = group["betas"]
+        if not isinstance(betas, Sequence) or len(betas) != 2:
+            raise ValueError(f"betas must be two numbers, got {betas!r}")
+        for i, beta in enumerate(betas):
+            _in_range(f"betas[{i}]", beta, 0.0, 1.0, open_above=True)
+    for param in group["params"]:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"params holds {type(param).__name__}; pass tensors")
+        _check_param(param, use_muon)
+
+
+def _check_muon_options(group: Mapping[str, Any]) -> None:
+    _in_range("momentum", group["momentum"], 0.0, 1.0, open_above=True)
+    if not isinstance(group["nesterov"], bool):
+        raise TypeError(f"nesterov must be True or False, got {group['nesterov']!r}")
+    if group["ns_dtype"] is not None and not isinstance(group["ns_dtype"], torch.dtype):
+        raise TypeError(f"ns_dtype must be a torch.dtype or None, got {group['ns_dtype']!r}")
+    coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
+    update_scale(group["adjust_lr_fn"], (2, 2))
+
+
+def _check_param(param: Tensor, use_muon: bool) -> None:
+    name = getattr(param, "fqn", f"of shape {tuple(param.shape)}")
+    if not use_muon:
+        if isinstance(param, OwnedTensor):
+            raise ValueError(f"parameter {name!r} is owned by dmuon and cannot be in a group with use_muon=False")
+        return
+    if param.ndim != 2:
+        raise ValueError(
+            f"parameter {name} has {param.ndim} dimensions; Muon takes matrices: put it in a group with use_muon=False"
+        )
+    if not param.is_floating_point():
+        raise ValueError(f"parameter {name} is {param.dtype}; Muon takes floating-point matrices")
+    if isinstance(param, DTensor) and not isinstance(param, OwnedTensor):
+        raise ValueError(
+            f"parameter {name} is a DTensor with placements {param.placements}; Newton-Schulz needs whole matrices: call "
+            "dmuon.dedicate_params before fully_shard"
+        )
+
+
+def _in_range(name: str, value: Any, low: float, high: float, *, open_above: bool = False) -> None:
+    number = value if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) else None
+    if number is None:
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    number = float(number)
+    if not (low <= number and (number < high if open_above else number <= high)):
+        bound = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g}{')' if open_above else ']'}"
+        raise ValueError(f"{name} must be {bound}, got {number}")

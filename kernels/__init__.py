@@ -1,0 +1,19 @@
+"""Newton–Schulz orthogonalization and the Muon update. Depends on torch only and knows no process group."""
+
+from .coefficients import PRESETS, amplification, coefficient_sequence, is_safe, safe_restarts
+from .newton_schulz import iteration_flops, orthogonalize
+from .update import apply_update_, momentum_update, muon_update_, update_scale
+
+__all__ = [
+    "PRESETS",
+    "amplification",
+    "apply_update_",
+    "coefficient_sequence",
+    "is_safe",
+    "iteration_flops",
+    "momentum_update",
+    "muon_update_",
+    "orthogonalize",
+    "safe_restarts",
+    "update_scale",
+]

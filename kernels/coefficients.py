@@ -1,0 +1,222 @@
+"""Newton–Schulz coefficients: presets, how many steps each defines, and when the Gram form must restart.
+
+One step maps the singular values of ``X`` by the odd quintic ``p(s) = a s + b s³ + c s⁵``. A preset is a
+sequence of ``(a, b, c)``; the sequence used is a prefix of it, or a continuation where the method defines
+one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+import torch
+
+Coefficients: TypeAlias = "tuple[tuple[float, float, float], ...]"
+Preset: TypeAlias = Literal["classic", "you", "polar_express"]
+
+# Keller Jordan, "Muon: An optimizer for hidden layers in neural networks"; also torch.optim.Muon's default.
+_CLASSIC = (3.4445, -4.7750, 2.0315)
+
+# Jiacheng You's five-step schedule, as used by the modded-nanogpt speed runs.
+_YOU: Coefficients = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+# Polar Express (arXiv 2505.16932): smallest singular value aimed at, the ratio of the interval's ends below
+# which a step optimizes for a narrower interval, and the divisor that keeps rounding from leaving the
+# interval.
+_POLAR_LOWER = 1e-3
+_POLAR_CUSHION = 0.02407327424182761
+_POLAR_SAFETY = 1.05
+
+PRESETS: tuple[Preset, ...] = ("classic", "you", "polar_express")
+
+# Rounding noise in near-null directions of the Gram form grows by a² a step, so the amplification A times
+# the unit roundoff u bounds the damage. The fp16 and bf16 limits come from stress sets (no NaN, singular
+# values in range); those of fp32 and fp64 keep the Gram form within 5e-4 and 1e-9 of the standard form.
+_UNIT_ROUNDOFF = {
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+    torch.float32: 2.0**-24,
+    torch.float64: 2.0**-53,
+}
+_AMPLIFICATION_LIMIT = {torch.float16: 0.1, torch.bfloat16: 0.05, torch.float32: 1e-5, torch.float64: 1e-9}
+
+
+def coefficient_sequence(
+    coefficients: str | Sequence[float] | Sequence[Sequence[float]], steps: int
+) -> Coefficients:
+    """The ``(a, b, c)`` of each of ``steps`` Newton–Schulz steps.
+
+    Args:
+        coefficients: a preset name, one ``(a, b, c)`` that every step repeats (as ``torch.optim.Muon``), or a
+            sequence of ``(a, b, c)``, of which the first ``steps`` are used.
+        steps: number of steps, at least 1.
+
+    Raises:
+        ValueError: unknown preset, malformed coefficients, or more steps than the preset or sequence has.
+        TypeError: ``steps`` is no integer.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"steps must be an int, got {steps!r}; pass steps=5 for the presets' full length")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}; pass steps=5 for the presets' full length")
+    if isinstance(coefficients, str):
+        if coefficients == "classic":
+            return (_CLASSIC,) * steps
+        if coefficients == "polar_express":
+            return polar_express(steps)
+        if coefficients == "you":
+            return _prefix(_YOU, steps, "coefficients='you'")
+        raise ValueError(
+            f"coefficients={coefficients!r} is no preset; use one of {', '.join(PRESETS)} or (a, b, c) values"
+        )
+    sequence = _explicit(coefficients) if isinstance(coefficients, Sequence) else None
+    if sequence is None:
+        raise ValueError(
+            f"coefficients={coefficients!r} is no sequence of finite (a, b, c); "
+            f"use one of {', '.join(PRESETS)}, (a, b, c), or ((a, b, c), ...)"
+        )
+    # One triple repeats, as in torch.optim.Muon; a sequence of triples means itself.
+    repeats = len(sequence) == 1 and isinstance(coefficients[0], (int, float))
+    return sequence * steps if repeats else _prefix(sequence, steps, "the coefficients sequence")
+
+
+def _prefix(sequence: Coefficients, steps: int, name: str) -> Coefficients:
+    if steps > len(sequence):
+        raise ValueError(
+            f"steps={steps}, but {name} defines {len(sequence)}; pass steps={len(sequence)} or fewer, "
+            "or coefficients='polar_express', which defines any number"
+        )
+    return sequence[:steps]
+
+
+def _explicit(coefficients: Sequence[object]) -> Coefficients | None:
+    """``coefficients`` as triples, a single one alone; ``None`` if malformed."""
+    rows: list[object] = [coefficients] if _is_triple(coefficients) else list(coefficients)
+    if not rows or not all(_is_triple(row) for row in rows):
+        return None
+    return tuple((float(row[0]), float(row[1]), float(row[2])) for row in rows)  # type: ignore[index]
+
+
+def _is_triple(row: object) -> bool:
+    return (
+        isinstance(row, Sequence)
+        and len(row) == 3
+        and all(isinstance(v, (int, float)) and math.isfinite(v) for v in row)
+    )
+
+
+@lru_cache(maxsize=64)
+def polar_express(steps: int) -> Coefficients:
+    """Polar Express coefficients: each step is the minimax odd quintic for what the steps before it left.
+
+    Amsel et al., "The Polar Express" (arXiv 2505.16932), with its cushion; divided by the safety factor as
+    ``(a/s, b/s³, c/s⁵)`` so that singular values slightly above one stay inside the interval.
+    """
+    lower, upper = _POLAR_LOWER, 1.0
+    sequence = []
+    for _ in range(steps):
+        a, b, c = _minimax_quintic(max(lower, _POLAR_CUSHION * upper), upper)
+        if _POLAR_CUSHION * upper > lower:
+            # Optimal for a narrower interval: recentre the image of [lower, upper] on one.
+            scale = 2.0 / (_quintic(lower, a, b, c) + _quintic(upper, a, b, c))
+            a, b, c = a * scale, b * scale, c * scale
+        sequence.append((a / _POLAR_SAFETY, b / _POLAR_SAFETY**3, c / _POLAR_SAFETY**5))
+        lower = _quintic(lower, a, b, c)
+        upper = 2.0 - lower
+    return tuple(sequence)
+
+
+def _quintic(s: float, a: float, b: float, c: float) -> float:
+    return s * (a + s * s * (b + s * s * c))
+
+
+def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float]:
+    """``(a, b, c)`` that minimizes ``max |1 - p(s)|`` over ``[lower, upper]``, by the Remez exchange."""
+    if lower >= (1.0 - 5e-6) * upper:  # the limit for a vanishing interval: the Padé (Newton–Schulz) quintic
+        return 1.875 / upper, -1.25 / upper**3, 0.375 / upper**5
+    # Four alternation points: the ends, and the two interior extrema, which the exchange moves.
+    inner, outer = (3 * lower + upper) / 4, (lower + 3 * upper) / 4
+    error = math.inf
+    for _ in range(100):
+        points = (lower, inner, outer, upper)
+        rows = [[s, s**3, s**5, sign] for s, sign in zip(points, (1.0, -1.0, 1.0, -1.0), strict=True)]
+        solved = torch.linalg.solve(
+            torch.tensor(rows, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+        ).tolist()
+        a, b, c, new_error = (float(v) for v in solved)
+        if abs(error - new_error) <= 1e-15:
+            break
+        error = new_error
+        root = math.sqrt(9 * b * b - 20 * a * c)  # p'(s) = a + 3b s² + 5c s⁴
+        inner, outer = (math.sqrt((-3 * b + sign * root) / (10 * c)) for sign in (-1.0, 1.0))
+    return a, b, c
+
+
+def amplification(coefficients: Coefficients, restarts: Sequence[int]) -> float:
+    """How much the Gram form magnifies noise: largest ``Π a²`` over a restart block but its last step."""
+    edges = [0, *restarts, len(coefficients)]
+    return max(
+        math.prod(a * a for a, _, _ in coefficients[start : stop - 1])
+        for start, stop in itertools.pairwise(edges)
+    )
+
+
+def is_safe(coefficients: Coefficients, restarts: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether the Gram form in ``dtype`` storage keeps amplified rounding noise below the limit."""
+    return amplification(coefficients, restarts) * _UNIT_ROUNDOFF[dtype] <= _AMPLIFICATION_LIMIT[dtype]
+
+
+@lru_cache(maxsize=256)
+def safe_restarts(coefficients: Coefficients, dtype: torch.dtype) -> tuple[int, ...]:
+    """The fewest restarts that are safe in ``dtype``; among equals, the least amplification.
+
+    A restart ``i`` comes before the 0-based step ``i``. All presets at five steps: ``(2,)`` in fp16 and
+    fp32.
+    """
+    for count in range(len(coefficients)):
+        schedules = itertools.combinations(range(1, len(coefficients)), count)
+        best = min(schedules, key=lambda restarts: amplification(coefficients, restarts))
+        if is_safe(coefficients, best, dtype):
+            return best
+    # A restart before every step leaves nothing to amplify, so the loop above always returns.
+    raise AssertionError("a restart before every step is always safe")
+
+
+def checked_restarts(
+    restarts: Literal["auto"] | Sequence[int], coefficients: Coefficients, dtype: torch.dtype
+) -> tuple[int, ...]:
+    """``restarts`` as a tuple, chosen by ``safe_restarts`` if ``"auto"``.
+
+    Raises:
+        ValueError: not strictly increasing indices inside ``1 … steps-1``, or unsafe in ``dtype``.
+    """
+    if isinstance(restarts, str):
+        if restarts != "auto":
+            raise ValueError(f"restarts={restarts!r} is unknown; use 'auto' or step indices such as (2,)")
+        return safe_restarts(coefficients, dtype)
+    steps = len(coefficients)
+    schedule = tuple(restarts)
+    if any(isinstance(r, bool) or not isinstance(r, int) or not 0 < r < steps for r in schedule):
+        raise ValueError(
+            f"restarts={schedule!r} must be step indices from 1 to {steps - 1}; or use restarts='auto'"
+        )
+    if any(later <= earlier for earlier, later in itertools.pairwise(schedule)):
+        raise ValueError(f"restarts={schedule!r} must be strictly increasing; or use restarts='auto'")
+    if not is_safe(coefficients, schedule, dtype):
+        noise = amplification(coefficients, schedule) * _UNIT_ROUNDOFF[dtype]
+        raise ValueError(
+            f"restarts={schedule!r} is unsafe for these coefficients in {dtype}: amplified rounding noise "
+            f"{noise:.2g} is above {_AMPLIFICATION_LIMIT[dtype]:g}; use restarts='auto' "
+            f"({safe_restarts(coefficients, dtype)!r}) or method='standard'"
+        )
+    return schedule

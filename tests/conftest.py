@@ -1,0 +1,32 @@
+"""Session set-up: a private cache folder, loopback for gloo, and the `ranks` fixture."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+from pool import RankPool
+
+_cache = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_cache] = tempfile.mkdtemp(prefix="dmuon-test-cache-")
+    os.environ["XDG_CACHE_HOME"] = config.stash[_cache]  # no test reads or writes the user's cache
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_cache], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """`ranks(world, fn, *args)` runs `fn(rank, world, *args)` on every rank of a fresh gloo group."""
+    pool = RankPool()
+    yield pool
+    pool.close()

@@ -67,19 +67,19 @@ class _Config:
         value = self.data.get(name)
         if value is None and default is not None:
             return default
-        self._require(name, isinstance(value, int) and not isinstance(value, bool), "an integer", value)
+        self.check(name, isinstance(value, int) and not isinstance(value, bool), "an integer", value)
         assert isinstance(value, int)
-        self._require(name, value >= least, f"at least {least}", value)
+        self.check(name, value >= least, f"at least {least}", value)
         return value
 
     def flag(self, name: str) -> bool:
         value = self.data.get(name)
-        self._require(name, isinstance(value, bool), "true or false", value)
+        self.check(name, isinstance(value, bool), "true or false", value)
         return bool(value)
 
     def text(self, name: str) -> str:
         value = self.data.get(name)
-        self._require(name, isinstance(value, str) and value != "", "a non-empty string", value)
+        self.check(name, isinstance(value, str) and value != "", "a non-empty string", value)
         return str(value)
 
     def integers(self, name: str) -> list[int]:
@@ -87,7 +87,7 @@ class _Config:
         value = self.data.get(name)
         if value is None:
             return []
-        self._require(
+        self.check(
             name,
             isinstance(value, list) and all(type(item) is int for item in value),
             "a list of integers",
@@ -97,7 +97,7 @@ class _Config:
 
     def objects(self, name: str) -> list[_Config]:
         value = self.data.get(name)
-        self._require(
+        self.check(
             name,
             isinstance(value, list) and value != [] and all(isinstance(item, dict) for item in value),
             "a non-empty list of objects",
@@ -105,7 +105,7 @@ class _Config:
         )
         return [_Config(self.path, item, f"{name}[{i}].") for i, item in enumerate(value or [])]
 
-    def _require(self, name: str, holds: bool, what: str, value: object) -> None:
+    def check(self, name: str, holds: bool, what: str, value: object) -> None:
         if not holds:
             state = "is missing" if name not in self.data else f"is {value!r}"
             raise ValueError(f"{self.path}: field '{self.where}{name}' {state}; set it to {what}")
@@ -184,11 +184,19 @@ def _towers(config: _Config) -> Iterator[MatrixShape]:
 def _attention(config: _Config, block: str) -> Iterator[MatrixShape]:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     shared = config.integer("num_key_value_heads", heads)
-    width = config.integer("head_dim", hidden // heads)
+    width = config.integer("head_dim", _even_share(config, hidden, heads))
     yield _matrix(block, "self_attn.q_proj", heads * width, hidden)
     yield _matrix(block, "self_attn.k_proj", shared * width, hidden)
     yield _matrix(block, "self_attn.v_proj", shared * width, hidden)
     yield _matrix(block, "self_attn.o_proj", hidden, heads * width)
+
+
+def _even_share(config: _Config, hidden: int, heads: int) -> int | None:
+    """The head width that a config without ``head_dim`` implies."""
+    if config.data.get("head_dim") is not None:
+        return None
+    config.check("num_attention_heads", hidden % heads == 0, f"a divisor of {hidden}, or add head_dim", heads)
+    return hidden // heads
 
 
 def _latent_attention(config: _Config, block: str, hidden: int, heads: int) -> Iterator[MatrixShape]:

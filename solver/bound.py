@@ -22,9 +22,7 @@ def lower_bound(problem: Problem) -> int:
     makespan. *Pigeonhole*: some rank holds at least ``ceil(N_s / R)`` matrices of class ``s``. ``ΣT(1) / R`` is no
     bound, since a batch costs less than its matrices one by one.
     """
-    pigeonhole = max(
-        int(cost[-(-count // problem.ranks)]) for count, cost in zip(problem.members, problem.costs, strict=True)
-    )
+    even = [int(cost[-(-n // problem.ranks)]) for n, cost in zip(problem.members, problem.costs, strict=True)]
     averages = [
         np.minimum.accumulate(cost[1:] / np.arange(1, len(cost))) for cost in problem.costs
     ]  # best average with at most k matrices; costs are isotonic, so "at most k" is "at most C"
@@ -38,8 +36,5 @@ def lower_bound(problem: Problem) -> int:
             needed += count * float(average[most - 1])
         return needed * _SLACK <= problem.ranks * capacity
 
-    # The pigeonhole bound is where the search starts, and with every class on every rank it ends.
-    highest = sum(
-        int(cost[-(-count // problem.ranks)]) for count, cost in zip(problem.members, problem.costs, strict=True)
-    )
-    return bisect_left(range(highest), True, lo=pigeonhole, key=fits)
+    # From the pigeonhole bound up to even shares of every class on every rank, which are a packing.
+    return bisect_left(range(sum(even)), True, lo=max(even), key=fits)

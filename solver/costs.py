@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,6 +132,6 @@ def _one_chunk(entries: Mapping[int, int]) -> tuple[int, ...]:
     chunk = next(i for i in range(len(sizes)) if times[i] * sizes[best] * of <= times[best] * sizes[i] * above)
     table = [0, times[0]]
     points = list(zip(sizes, times, strict=True))[: chunk + 1]
-    for (low, t_low), (high, t_high) in zip(points, points[1:], strict=False):
+    for (low, t_low), (high, t_high) in pairwise(points):
         table += [t_low + (t_high - t_low) * (k - low) // (high - low) for k in range(low + 1, high + 1)]
     return tuple(table)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ __all__ = ["MilpResult", "SolverFailed", "search_space", "solve_milp"]
 _LARGEST_MODEL = 50_000  # binaries; beyond it, building the model takes longer than any time limit
 _SCALE = 1000.0  # the makespan to beat in the units of the model; nanoseconds would drown in the solver's tolerances
 _TOLERANCE = 1e-6
+_ROOM = 1 + 1e-4  # above the makespan to beat: exactly at an optimum, rounding makes CBC call the model infeasible
 
 
 class SolverFailed(Exception):
@@ -61,7 +64,10 @@ def solve_milp(problem: Problem, start: Counts, bound: int, options: SolveOption
     try:
         import pulp
 
-        status, objective, counts = _run(pulp, problem, start, bound, options)
+        with warnings.catch_warnings():
+            # PuLP 3.3 announces what 4.0 removes; the dependency is pinned below 4.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            status, objective, counts = _run(pulp, problem, start, bound, options)
     except ImportError as error:
         raise SolverFailed(f"PuLP cannot be imported ({error}); install pulp>=3.3,<4") from error
     except Exception as error:  # PuLP raises what its solvers and their files do; a plan must not end with it
@@ -72,12 +78,12 @@ def solve_milp(problem: Problem, start: Counts, bound: int, options: SolveOption
     if status != "optimal":
         return MilpResult(counts, 0, f"stopped at the time limit of {options.time_limit_s:g} s")
     # PuLP and CBC have called answers optimal that were not; what they claim must match what the answer costs.
-    if found > best or abs(objective - found) > _TOLERANCE * best * 10 or found < bound:
+    if found > best or abs(objective - found) > 10 * _TOLERANCE * best or found < bound:
         raise SolverFailed(
             f"the solver claims an optimum of {objective:.0f} ns; its assignment takes {found} ns, {best} ns was known"
         )
-    proven = int(found * (1 - options.gap_target) - _TOLERANCE * best)
-    return MilpResult(counts, max(0, proven), f"proven within {options.gap_target:.2%}")
+    proven = math.ceil(found * (1 - _solver_gap(options)) - _TOLERANCE * best)
+    return MilpResult(counts, proven, f"proven within {options.gap_target:.2%}")
 
 
 def _run(
@@ -89,7 +95,7 @@ def _run(
     ranks, classes = range(problem.ranks), range(len(problem.shapes))
     most = _most_per_rank(problem, best)
     model = pulp.LpProblem("owners", pulp.LpMinimize)
-    makespan = pulp.LpVariable("makespan", bound * unit, best * unit)
+    makespan = pulp.LpVariable("makespan", bound * unit, best * unit * _ROOM)
     makespan.setInitialValue(best * unit)
     model += makespan
     x = {
@@ -110,7 +116,7 @@ def _run(
     for s in classes:
         model += pulp.lpSum(k * x[s, r, k] for r in ranks for k in range(1, most[s] + 1)) == problem.members[s]
     solver = pulp.PULP_CBC_CMD(
-        msg=False, threads=1, timeLimit=options.time_limit_s, gapRel=options.gap_target, warmStart=True
+        msg=False, threads=1, timeLimit=options.time_limit_s, gapRel=_solver_gap(options), warmStart=True
     )
     model.solve(solver)
     # LpStatusOptimal covers a time-out with a solution; only sol_status tells them apart.
@@ -122,6 +128,11 @@ def _run(
             counts[r, s] += k
     status = "optimal" if model.sol_status == pulp.LpSolutionOptimal else "feasible"
     return status, float(makespan.value()) / unit, counts
+
+
+def _solver_gap(options: SolveOptions) -> float:
+    """The gap that the solver proves: a little under the target, to leave room for its tolerances."""
+    return max(0.0, options.gap_target - 2 * _TOLERANCE)
 
 
 def _most_per_rank(problem: Problem, makespan: int) -> list[int]:

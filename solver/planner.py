@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .bound import lower_bound
 from .costs import CostTable
 from .greedy import batch_greedy, longest_first
@@ -18,9 +20,9 @@ from .problem import Counts, Problem, build_problem
 from .report import format_plan
 from .search import level_bytes, shorten
 from .spread import block_bytes, spread_blocks
-from .types import Matrix, Rank, Shape, SolveOptions, check_matrices, check_ranks
+from .types import Matrix, Rank, Shape, SolveOptions, check_matrices, check_ranks, is_int
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "baselines", "plan"]
 
 _SCHEMA = 1
 
@@ -59,6 +61,8 @@ class Plan:
                 raise ValueError(
                     f"plan: the owner of {name!r} is rank {rank}, outside 0 … {self.world - 1}; plan again"
                 )
+        if not all(is_int(ns) and ns >= 0 for ns in (*self.loads_ns, self.bound_ns)):
+            raise ValueError("plan: loads must be whole nanoseconds, and so must the bound; plan again")
         if not 0 < self.bound_ns <= self.makespan_ns:
             raise ValueError(
                 f"plan: bound {self.bound_ns} ns is not in (0, makespan {self.makespan_ns} ns]; plan again"
@@ -179,9 +183,9 @@ def plan(
 ) -> Plan:
     """Assign every matrix to an owner so that the slowest rank finishes early.
 
-    Minimises ``max_r Σ_s T_s(n[s, r])`` over counts per shape class: heuristics and local search first, the MILP where
-    it pays. Then, at those counts, spreads each block over the ranks. Whatever happens to the MILP solver, the best plan
-    so far is returned, with a warning that says what happened.
+    Minimises ``max_r Σ_s T_s(n[s, r])`` over counts per shape class: heuristics and local search first, the MILP
+    where it pays. Then, at those counts, spreads each block over the ranks. Whatever happens to the MILP solver, the
+    best plan so far is returned, with a warning that says what happened.
 
     Raises:
         ValueError: no matrices, no ranks, two matrices of one name, or a shape without costs.
@@ -203,6 +207,20 @@ def plan(
         reason=reason,
         estimated=tuple(shape for shape in costs.estimated if shape in problem.shapes),
     )
+
+
+def baselines(matrices: Iterable[Matrix], ranks: int | Sequence[Rank], costs: CostTable) -> dict[str, int]:
+    """Makespan in nanoseconds of common practice: round robin by name, and LPT on the cost of one matrix.
+
+    Raises:
+        ValueError: as ``plan``.
+    """
+    ordered, world = check_matrices(matrices), check_ranks(ranks)
+    problem = build_problem(ordered, world, costs)
+    robin = np.zeros((world, len(problem.shapes)), dtype=np.int64)
+    for i, m in enumerate(ordered):
+        robin[i % world, problem.shapes.index(m.shape)] += 1
+    return {"round robin": problem.makespan(robin), "LPT": problem.makespan(longest_first(problem))}
 
 
 def _heuristic(problem: Problem, bound: int) -> tuple[str, Counts]:

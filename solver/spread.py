@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .problem import Counts, Problem
 from .types import Matrix, Shape
@@ -33,7 +33,7 @@ def spread_blocks(problem: Problem, matrices: Sequence[Matrix], counts: Counts) 
     return {m.name: owners[m.name] for m in matrices}
 
 
-def block_bytes(matrices: Sequence[Matrix], owners: dict[str, int]) -> dict[str, dict[int, int]]:
+def block_bytes(matrices: Sequence[Matrix], owners: Mapping[str, int]) -> dict[str, dict[int, int]]:
     """Bytes per owner of each block."""
     table: dict[str, dict[int, int]] = {}
     for m in matrices:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 __all__ = ["Matrix", "Method", "Rank", "Shape", "SolveOptions", "check_matrices", "check_ranks"]
@@ -41,11 +42,9 @@ class Matrix:
         if not isinstance(self.block, str):
             raise ValueError(f"matrix {self.name!r}: block must be a string, got {self.block!r}")
         for field in ("rows", "cols", "nbytes"):
-            least = 0 if field == "nbytes" else 1
-            if not is_int(getattr(self, field)) or getattr(self, field) < least:
-                raise ValueError(
-                    f"matrix {self.name!r}: {field} must be an integer of at least {least}, got {getattr(self, field)!r}"
-                )
+            value, least = getattr(self, field), 0 if field == "nbytes" else 1
+            if not is_int(value) or value < least:
+                raise ValueError(f"matrix {self.name!r}: {field} must be an integer of at least {least}, got {value!r}")
         if self.nbytes == 0:
             object.__setattr__(self, "nbytes", self.rows * self.cols * _FP32_BYTES)
 
@@ -108,7 +107,7 @@ def check_matrices(matrices: Iterable[Matrix]) -> tuple[Matrix, ...]:
     ordered = tuple(sorted(matrices, key=lambda m: m.name))
     if not ordered:
         raise ValueError("there is no matrix to plan for; check which parameters are selected for Muon")
-    for first, second in zip(ordered, ordered[1:], strict=False):
+    for first, second in pairwise(ordered):
         if first.name == second.name:
             raise ValueError(f"matrix {first.name!r} is listed twice; every matrix needs a name of its own")
     return ordered

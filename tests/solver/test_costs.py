@@ -1,0 +1,105 @@
+"""The cost table: what it accepts, and what it says a batch costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dmuon.solver import CostTable
+
+S = (64, 256)
+
+entries = st.dictionaries(st.integers(1, 40), st.integers(1, 10**9), max_size=6).flatmap(
+    lambda rest: st.integers(1, 10**9).map(lambda single: {**rest, 1: single})
+)
+
+
+@given(entries)
+@settings(deadline=None, max_examples=100)
+def test_cost_is_zero_for_nothing_and_never_falls(measured: dict[int, int]) -> None:
+    table = CostTable({S: measured})
+    costs = [table.cost(S, n) for n in range(100)]
+    assert costs[0] == 0
+    assert costs == sorted(costs)
+    assert table.costs_up_to(S, 99).tolist() == costs
+
+
+@given(entries)
+@settings(deadline=None, max_examples=100)
+def test_chunk_is_measured_and_within_three_percent_of_the_best_average(measured: dict[int, int]) -> None:
+    table = CostTable({S: measured})
+    chunk = table.chunk(S)
+    isotonic = {k: max(t for j, t in measured.items() if j <= k) for k in measured}
+    best = min(t / k for k, t in isotonic.items())
+    assert chunk in measured
+    assert isotonic[chunk] / chunk <= 1.03 * best * (1 + 1e-12)
+    assert all(isotonic[k] / k > 1.03 * best * (1 - 1e-12) for k in measured if k < chunk)
+
+
+def test_cost_between_measurements_is_linear() -> None:
+    table = CostTable({S: {1: 100, 4: 160}})
+    assert [table.cost(S, n) for n in range(5)] == [0, 100, 120, 140, 160]
+
+
+def test_cost_beyond_a_chunk_is_chunks_and_a_remainder() -> None:
+    table = CostTable({S: {1: 100, 2: 120, 4: 240}})
+    assert table.chunk(S) == 2
+    assert [table.cost(S, n) for n in (2, 3, 4, 7)] == [120, 220, 240, 460]
+
+
+def test_a_longer_batch_within_three_percent_is_not_worth_waiting_for() -> None:
+    assert CostTable({S: {1: 100, 2: 120, 4: 234}}).chunk(S) == 2
+    assert CostTable({S: {1: 100, 2: 120, 4: 232}}).chunk(S) == 4
+
+
+def test_noise_that_makes_a_larger_batch_cheaper_is_flattened() -> None:
+    table = CostTable({S: {1: 100, 2: 180, 4: 170}})
+    assert [table.cost(S, n) for n in range(1, 5)] == [100, 180, 180, 180]
+
+
+def test_flop_estimates_follow_the_cheaper_form() -> None:
+    shapes = [(1024, 1024), (1024, 4096)]
+    table = CostTable.from_flops(shapes)
+    assert table.estimated == tuple(shapes)
+    square, wide = (table.cost(shape, 1) for shape in shapes)
+    assert square == 1024**3 * 20 // 400_000  # 9 m²n + 11 m³
+    assert wide == 1024**3 * 41 // 400_000  # 6 m²n + 17 m³
+    assert table.cost(shapes[0], 7) == 7 * square
+
+
+def test_sources_are_tagged_per_shape() -> None:
+    table = CostTable({S: {1: 1}, (8, 8): {1: 1}}, {(8, 8): "estimated"})
+    assert table.sources == {S: "measured", (8, 8): "estimated"}
+    assert table.estimated == ((8, 8),)
+
+
+@pytest.mark.pitfall("P50", "P52")
+@pytest.mark.parametrize(
+    ("costs", "says"),
+    [
+        ({S: {1: 0}}, r"shape \(64, 256\), batch size 1: 0 must be a positive whole number"),
+        ({S: {1: -5}}, r"batch size 1: -5 .* measure it again"),
+        ({S: {1: float("nan")}}, r"batch size 1: nan"),
+        ({S: {1: 10, 4: float("inf")}}, r"batch size 4: inf"),
+        ({S: {1: True}}, r"batch size 1: True"),
+        ({S: {0: 10, 1: 10}}, r"batch size 0 must be an integer of at least 1"),
+        ({S: {2: 10}}, r"shape \(64, 256\) has no entry for batch size 1; measure it"),
+        ({(256, 64): {1: 10}}, r"shape \(256, 64\) must be \(small side, large side\); write \(64, 256\)"),
+        ({(0, 64): {1: 10}}, r"two positive integers"),
+    ],
+)
+def test_impossible_costs_are_refused_by_name(costs: dict[Any, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        CostTable(costs)
+
+
+def test_unknown_sources_and_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="'guess'"):
+        CostTable({S: {1: 1}}, {S: "guess"})
+    with pytest.raises(ValueError, match=r"shape \(8, 8\) has no costs"):
+        CostTable({S: {1: 1}}, {(8, 8): "estimated"})
+    with pytest.raises(ValueError, match=r"no cost for shape \(8, 8\); measure it with dmuon-profile"):
+        CostTable({S: {1: 1}}).cost((8, 8), 1)

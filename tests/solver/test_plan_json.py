@@ -1,0 +1,124 @@
+"""A plan on its way through JSON, and as text."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from instances import linear_costs, make_matrices
+
+from dmuon.solver import CostTable, Plan, plan
+
+RESULT = plan(make_matrices([9, 7, 5]), 4, linear_costs(70, 110, 130))
+
+
+def test_json_and_pickle_give_the_plan_back() -> None:
+    again = Plan.from_json(json.loads(json.dumps(RESULT.to_json())))
+    assert again == RESULT
+    assert again.digest == RESULT.digest
+    assert pickle.loads(pickle.dumps(RESULT)) == RESULT
+
+
+def set_owner(data: dict[str, Any]) -> None:
+    data["matrices"][0][5] = (data["matrices"][0][5] + 1) % 4
+
+
+def set_block(data: dict[str, Any]) -> None:
+    data["matrices"][0][3] = "elsewhere"
+
+
+def set_rows(data: dict[str, Any]) -> None:
+    data["matrices"][0][1] += 1
+
+
+def drop_rank(data: dict[str, Any]) -> None:
+    data["loads_ns"].append(1)
+
+
+def set_makespan(data: dict[str, Any]) -> None:
+    data["makespan_ns"] += 1
+
+
+def set_bound(data: dict[str, Any]) -> None:
+    data["bound_ns"] = data["makespan_ns"] + 1
+
+
+def send_out_of_range(data: dict[str, Any]) -> None:
+    data["matrices"][0][5] = 4
+
+
+def drop_digest(data: dict[str, Any]) -> None:
+    del data["digest"]
+
+
+def set_schema(data: dict[str, Any]) -> None:
+    data["schema"] = 99
+
+
+def retype_owner(data: dict[str, Any]) -> None:
+    data["matrices"][0][5] = "0"
+
+
+def retype_load(data: dict[str, Any]) -> None:
+    data["loads_ns"][0] = 1.5
+
+
+def reorder(data: dict[str, Any]) -> None:
+    data["matrices"].reverse()
+
+
+@pytest.mark.pitfall("P21")
+@pytest.mark.parametrize(
+    ("tamper", "says"),
+    [
+        (set_owner, "owners, shapes or blocks were changed: digest"),
+        (set_block, "owners, shapes or blocks were changed"),
+        (set_rows, "owners, shapes or blocks were changed"),
+        (drop_rank, "owners, shapes or blocks were changed"),
+        (set_makespan, "recorded makespan"),
+        (set_bound, "bound .* is not in"),
+        (send_out_of_range, "the owner of .* is rank 4, outside 0 … 3"),
+        (drop_digest, "field 'digest' is missing"),
+        (set_schema, "schema is 99, not 1"),
+        (retype_owner, "a field is ill-typed"),
+        (reorder, "owners, shapes or blocks were changed"),
+        (retype_load, "loads must be whole nanoseconds"),
+    ],
+)
+def test_a_tampered_plan_is_refused_by_name(tamper: Callable[[dict[str, Any]], None], says: str) -> None:
+    data = copy.deepcopy(RESULT.to_json())
+    tamper(data)
+    with pytest.raises(ValueError, match=says):
+        Plan.from_json(data)
+
+
+@pytest.mark.parametrize("data", [None, [], "plan", {}])
+def test_what_is_not_a_plan_is_refused(data: Any) -> None:
+    with pytest.raises(ValueError, match="schema is"):
+        Plan.from_json(data)
+
+
+def test_report_names_makespan_bound_gap_stage_and_every_rank() -> None:
+    lines = RESULT.report().splitlines()
+    assert lines[0] == "21 matrices in 2 blocks over 4 ranks"
+    assert f"{RESULT.gap:.2%}" in RESULT.report() and RESULT.stage in RESULT.report()
+    rows = [line.split() for line in lines[-4:]]
+    assert [int(row[0]) for row in rows] == [0, 1, 2, 3]
+    assert max(float(row[3].rstrip("%")) for row in rows) == 100.0
+    assert sum(int(row[5]) for row in rows) == 21
+
+
+def test_report_of_many_ranks_shows_the_extremes_and_counts_the_rest() -> None:
+    text = plan(make_matrices([9]), 100, linear_costs(70)).report()
+    assert "… 68 more ranks" in text
+    assert len(text.splitlines()) == 9 + 33
+
+
+def test_report_says_when_costs_are_estimates() -> None:
+    estimated = plan(make_matrices([4, 4]), 2, CostTable.from_flops([(64, 64), (64, 256)]))
+    assert "estimated for 2 of 2 shapes" in estimated.report()
+    assert "costs     measured" in RESULT.report()

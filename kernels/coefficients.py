@@ -39,21 +39,21 @@ _POLAR_SAFETY = 1.05
 
 PRESETS: tuple[Preset, ...] = ("classic", "you", "polar_express")
 
-# Rounding noise in near-null directions of the Gram form grows by a² a step, so the amplification A times
-# the unit roundoff u bounds the damage. The fp16 and bf16 limits come from stress sets (no NaN, singular
-# values in range); those of fp32 and fp64 keep the Gram form within 5e-4 and 1e-9 of the standard form.
+# Rounding noise in near-null directions of the Gram form grows by a² a step, so the amplification A times the unit
+# roundoff u bounds the damage. Above the limit, stress sets show singular values out of range, and NaN above 4.
 _UNIT_ROUNDOFF = {
     torch.float16: 2.0**-11,
     torch.bfloat16: 2.0**-8,
     torch.float32: 2.0**-24,
     torch.float64: 2.0**-53,
 }
-_AMPLIFICATION_LIMIT = {torch.float16: 0.1, torch.bfloat16: 0.05, torch.float32: 1e-5, torch.float64: 1e-9}
+_SAFE = {torch.float16: 0.1, torch.bfloat16: 0.05, torch.float32: 0.05, torch.float64: 0.05}
+
+# What automatic restarts aim at: in fp32 and fp64 a Gram form within 5e-4 and 1e-9 of the standard form.
+_TARGET = {**_SAFE, torch.float32: 1e-5, torch.float64: 1e-9}
 
 
-def coefficient_sequence(
-    coefficients: str | Sequence[float] | Sequence[Sequence[float]], steps: int
-) -> Coefficients:
+def coefficient_sequence(coefficients: str | Sequence[float] | Sequence[Sequence[float]], steps: int) -> Coefficients:
     """The ``(a, b, c)`` of each of ``steps`` Newton–Schulz steps.
 
     Args:
@@ -166,30 +166,31 @@ def amplification(coefficients: Coefficients, restarts: Sequence[int]) -> float:
     """How much the Gram form magnifies noise: largest ``Π a²`` over a restart block but its last step."""
     edges = [0, *restarts, len(coefficients)]
     return max(
-        math.prod(a * a for a, _, _ in coefficients[start : stop - 1])
-        for start, stop in itertools.pairwise(edges)
+        math.prod(a * a for a, _, _ in coefficients[start : stop - 1]) for start, stop in itertools.pairwise(edges)
     )
 
 
 def is_safe(coefficients: Coefficients, restarts: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether the Gram form in ``dtype`` storage keeps amplified rounding noise below the limit."""
-    return amplification(coefficients, restarts) * _UNIT_ROUNDOFF[dtype] <= _AMPLIFICATION_LIMIT[dtype]
+    return _noise(coefficients, restarts, dtype) <= _SAFE[dtype]
+
+
+def _noise(coefficients: Coefficients, restarts: Sequence[int], dtype: torch.dtype) -> float:
+    return amplification(coefficients, restarts) * _UNIT_ROUNDOFF[dtype]
 
 
 @lru_cache(maxsize=256)
 def safe_restarts(coefficients: Coefficients, dtype: torch.dtype) -> tuple[int, ...]:
-    """The fewest restarts that are safe in ``dtype``; among equals, the least amplification.
+    """The fewest restarts that are accurate in ``dtype``; among equals, the least amplification.
 
-    A restart ``i`` comes before the 0-based step ``i``. All presets at five steps: ``(2,)`` in fp16 and
-    fp32.
+    A restart ``i`` comes before the 0-based step ``i``. All presets at five steps: ``(2,)`` in fp16 and fp32.
     """
-    for count in range(len(coefficients)):
-        schedules = itertools.combinations(range(1, len(coefficients)), count)
-        best = min(schedules, key=lambda restarts: amplification(coefficients, restarts))
-        if is_safe(coefficients, best, dtype):
+    every = tuple(range(1, len(coefficients)))
+    for count in range(len(every)):
+        best = min(itertools.combinations(every, count), key=lambda r: amplification(coefficients, r))
+        if _noise(coefficients, best, dtype) <= _TARGET[dtype]:
             return best
-    # A restart before every step leaves nothing to amplify, so the loop above always returns.
-    raise AssertionError("a restart before every step is always safe")
+    return every  # nothing is left to amplify
 
 
 def checked_restarts(
@@ -207,16 +208,13 @@ def checked_restarts(
     steps = len(coefficients)
     schedule = tuple(restarts)
     if any(isinstance(r, bool) or not isinstance(r, int) or not 0 < r < steps for r in schedule):
-        raise ValueError(
-            f"restarts={schedule!r} must be step indices from 1 to {steps - 1}; or use restarts='auto'"
-        )
+        raise ValueError(f"restarts={schedule!r} must be step indices from 1 to {steps - 1}; or use restarts='auto'")
     if any(later <= earlier for earlier, later in itertools.pairwise(schedule)):
         raise ValueError(f"restarts={schedule!r} must be strictly increasing; or use restarts='auto'")
     if not is_safe(coefficients, schedule, dtype):
-        noise = amplification(coefficients, schedule) * _UNIT_ROUNDOFF[dtype]
         raise ValueError(
             f"restarts={schedule!r} is unsafe for these coefficients in {dtype}: amplified rounding noise "
-            f"{noise:.2g} is above {_AMPLIFICATION_LIMIT[dtype]:g}; use restarts='auto' "
+            f"{_noise(coefficients, schedule, dtype):.2g} is above {_SAFE[dtype]:g}; use restarts='auto' "
             f"({safe_restarts(coefficients, dtype)!r}) or method='standard'"
         )
     return schedule

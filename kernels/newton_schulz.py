@@ -27,8 +27,8 @@ _METHODS = ("auto", "standard", "gram")
 _BACKENDS = ("auto", "torch")
 _STORAGE = (*HALF, torch.float32, torch.float64)
 
-# CPU: below this small side one batched product beats a loop over matrices; from it on the loop is as fast.
-_CPU_LOOP_FROM = 256
+# CPU: matrices that run as one product together hold at most so many elements; more fall out of the cache.
+_CPU_BATCH_ELEMENTS = 1 << 16
 
 # Norms are accumulated in fp64, which casts: so many elements at a time, so that the cast stays small.
 _NORM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
@@ -85,13 +85,9 @@ def orthogonalize(
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(
-            f"x must be a floating-point tensor, got {kind}; convert it, for example with x.float()"
-        )
+        raise TypeError(f"x must be a floating-point tensor, got {kind}; convert it, for example with x.float()")
     if x.ndim < 2:
-        raise ValueError(
-            f"x must have two or more dimensions, got shape {tuple(x.shape)}; vectors belong on AdamW"
-        )
+        raise ValueError(f"x must have two or more dimensions, got shape {tuple(x.shape)}; vectors belong on AdamW")
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(_BACKENDS)}")
     if not (math.isfinite(eps) and eps >= 0):
@@ -102,32 +98,47 @@ def orthogonalize(
         steps=steps,
         method=method,
         restarts=restarts,
-        dtype=storage_dtype(x, dtype),
+        dtype=storage_dtype(x.dtype, x.device, dtype),
     )
     if x.numel() == 0:
         return torch.empty_like(x)
 
     batch = x.reshape(-1, *x.shape[-2:])
     arithmetic = Arithmetic.on(x.device, iteration.dtype)
-    if x.device.type == "cpu" and min(x.shape[-2:]) >= _CPU_LOOP_FROM:
-        result = torch.empty(batch.shape, dtype=x.dtype, device=x.device)
-        for source, target in zip(batch, result, strict=True):
-            target.copy_(iterate(normalize(source, arithmetic, eps), iteration, arithmetic))
-    else:
+    piece = batch_size((x.shape[-2], x.shape[-1]), len(batch), x.device)
+    if piece == len(batch):
         result = iterate(normalize(batch, arithmetic, eps), iteration, arithmetic).to(x.dtype)
+    else:
+        result = torch.empty(batch.shape, dtype=x.dtype, device=x.device)
+        for source, target in zip(torch.split(batch, piece), torch.split(result, piece), strict=True):
+            target.copy_(iterate(normalize(source, arithmetic, eps), iteration, arithmetic))
     return result.reshape(x.shape)
 
 
-def storage_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype to store intermediate matrices in; ``None`` is the default for ``x``."""
+def batch_size(shape: tuple[int, int], k: int, device: torch.device) -> int:
+    """How many of ``k`` matrices of ``shape`` run as one batch on ``device``."""
+    return k if device.type != "cpu" else min(k, max(1, _CPU_BATCH_ELEMENTS // (shape[0] * shape[1])))
+
+
+def newton_schulz_flops(
+    shape: tuple[int, int], coefficients: CoefficientsArg, steps: int, dtype: torch.dtype | None, device: torch.device
+) -> int:
+    """Operations that :func:`orthogonalize` takes for one fp32 matrix of ``shape`` on ``device``."""
+    storage = storage_dtype(torch.float32, device, dtype)
+    iteration = choose_iteration(
+        shape, coefficients=coefficients, steps=steps, method="auto", restarts="auto", dtype=storage
+    )
+    return iteration_flops(shape, steps, iteration.restarts if iteration.method == "gram" else None)
+
+
+def storage_dtype(x_dtype: torch.dtype, device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype to store intermediate matrices in; ``None`` is the default for input of ``x_dtype`` on ``device``."""
     if dtype is None:
-        if x.dtype == torch.float64:
+        if x_dtype == torch.float64:
             return torch.float64
-        return torch.float32 if x.device.type == "cpu" else torch.float16
+        return torch.float32 if device.type == "cpu" else torch.float16
     if dtype not in _STORAGE:
-        raise TypeError(
-            f"dtype={dtype!r} is not supported; use None or one of {', '.join(map(str, _STORAGE))}"
-        )
+        raise TypeError(f"dtype={dtype!r} is not supported; use None or one of {', '.join(map(str, _STORAGE))}")
     return dtype
 
 
@@ -207,9 +218,7 @@ def _standard(x: Tensor, coefficients: Coefficients, arithmetic: Arithmetic) -> 
     return x
 
 
-def _gram_form(
-    x: Tensor, coefficients: Coefficients, restarts: Sequence[int], arithmetic: Arithmetic
-) -> Tensor:
+def _gram_form(x: Tensor, coefficients: Coefficients, restarts: Sequence[int], arithmetic: Arithmetic) -> Tensor:
     for start, stop in itertools.pairwise((0, *restarts, len(coefficients))):
         x = _gram_block(x, coefficients[start:stop], arithmetic)
     return x

@@ -26,16 +26,12 @@ def update_scale(adjust_lr_fn: AdjustLr, shape: Sequence[int]) -> float:
         ValueError: unknown name, not two positive dimensions, or a negative or non-finite factor.
     """
     if len(shape) != 2 or min(shape) < 1:
-        raise ValueError(
-            f"shape must be two positive dimensions (m, n), got {tuple(shape)}; flatten the tensor first"
-        )
+        raise ValueError(f"shape must be two positive dimensions (m, n), got {tuple(shape)}; flatten the tensor first")
     m, n = shape
     if callable(adjust_lr_fn):
         scale = float(adjust_lr_fn((m, n)))
         if not (math.isfinite(scale) and scale >= 0):
-            raise ValueError(
-                f"adjust_lr_fn returned {scale} for shape {(m, n)}; it must be finite and non-negative"
-            )
+            raise ValueError(f"adjust_lr_fn returned {scale} for shape {(m, n)}; it must be finite and non-negative")
         return scale
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, m / n))
@@ -44,8 +40,7 @@ def update_scale(adjust_lr_fn: AdjustLr, shape: Sequence[int]) -> float:
     if adjust_lr_fn == "spectral":
         return math.sqrt(m / n)
     raise ValueError(
-        f"adjust_lr_fn={adjust_lr_fn!r} is unknown; "
-        "use 'original', 'match_rms_adamw', 'spectral' or a function"
+        f"adjust_lr_fn={adjust_lr_fn!r} is unknown; use 'original', 'match_rms_adamw', 'spectral' or a function"
     )
 
 
@@ -105,8 +100,7 @@ def apply_update_(
     for index, weight in enumerate(weights):
         if weight.shape != update.shape[1:]:  # add_ would broadcast
             raise ValueError(
-                f"parameter {index} is {tuple(weight.shape)}, update {tuple(update.shape[1:])}; "
-                "batch equal shapes"
+                f"parameter {index} is {tuple(weight.shape)}, update {tuple(update.shape[1:])}; batch equal shapes"
             )
     if not weights:
         return

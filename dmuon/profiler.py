@@ -1,0 +1,257 @@
+"""Times the real Muon update of a batch of matrices on one device."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dmuon.cost_cache import CacheKey, Shape, Timing
+from dmuon.kernels import batch_size, coefficient_sequence, muon_update_, newton_schulz_flops
+
+__all__ = ["NsOptions", "device_key", "measure", "useful_batch_sizes"]
+
+_SPREAD = 0.03  # (p90 - p10) / median that counts as settled
+_ROUND = 9  # samples that a spread is judged by
+_MAX_ROUNDS = 4  # on a machine that never settles, more rounds do not help
+_MAX_BATCH = 64
+_CACHE_BYTES = 1 << 28  # above every current device's L2
+_MAX_BATCH_ELEMENTS = 1 << 28  # 1 GiB of fp32: far beyond where batching still helps
+
+Clock = Callable[[Callable[[], None]], int]  # runs a function and returns its time in ns
+
+
+@dataclass(frozen=True, slots=True)
+class NsOptions:
+    """The Newton–Schulz run that is timed; arguments as of ``dmuon.kernels.orthogonalize``."""
+
+    coefficients: str | tuple[float, ...] | tuple[tuple[float, ...], ...] = "polar_express"
+    steps: int = 5
+    dtype: torch.dtype | None = None
+
+
+def device_key(device: torch.device, options: NsOptions) -> CacheKey:
+    """What timings on ``device`` with ``options`` are valid for."""
+    coefficients = coefficient_sequence(options.coefficients, options.steps)  # validates both
+    named = isinstance(options.coefficients, str)
+    name, sm_count, cuda, driver = _cpu_name(), 0, "", ""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, sm_count = properties.name, properties.multi_processor_count
+        cuda, driver = torch.version.cuda or torch.version.hip or "", _driver_version()
+    elif device.type != "cpu":
+        name = f"{device.type} {torch.get_device_module(device.type).get_device_name(device)}"
+    default = torch.float32 if device.type == "cpu" else torch.float16
+    return CacheKey(
+        device=name,
+        sm_count=sm_count,
+        driver=driver,
+        torch=torch.__version__,
+        cuda=cuda,
+        dtype=str(options.dtype or default).removeprefix("torch."),
+        kernels=_kernel_digest(),
+        coefficients=str(options.coefficients) if named else repr(coefficients),
+        steps=options.steps,
+    )
+
+
+def useful_batch_sizes(shape: Shape, limit: int, device: torch.device) -> tuple[int, ...]:
+    """Powers of two up to ``limit`` that are worth timing for ``shape``: as many as the device takes at once."""
+    most = min(batch_size(shape, limit, device), _MAX_BATCH, max(1, _MAX_BATCH_ELEMENTS // (shape[0] * shape[1])))
+    return tuple(1 << i for i in range(most.bit_length()))
+
+
+def measure(
+    work: Mapping[Shape, Sequence[int]],
+    *,
+    device: torch.device,
+    options: NsOptions | None = None,
+    budget_s: float = 10.0,
+    progress: Callable[[Shape, int], None] | None = None,
+) -> dict[Shape, dict[int, Timing]]:
+    """Time momentum, Newton–Schulz and weight update together, for each shape and batch size in ``work``.
+
+    Every shape's smallest batch is timed before any shape's next. What does not fit ``budget_s`` or the device's memory
+    is left out. Medians do not fall with batch size. On the CPU one thread works; the setting is restored.
+
+    Args:
+        work: shape (small side, large side) to batch sizes.
+        progress: called with shape and batch size after each is timed or left out.
+    """
+    options = options or NsOptions()
+    deadline = time.perf_counter() + budget_s
+    items = sorted(
+        ((k, newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device), shape)
+         for shape, sizes in work.items() for k in set(sizes)),
+        key=lambda item: (item[0], item[0] * item[1], item[2]),
+    )  # fmt: skip
+    result: dict[Shape, dict[int, Timing]] = {}
+    if not items or budget_s <= 0:
+        return result
+    with _clock(device) as clock:
+        calibration = (256, 256) if device.type == "cpu" else (2048, 2048)
+        rate = _rate(calibration, device, options, clock)  # operations per ns
+        for index, (k, flops, shape) in enumerate(items):
+            remaining = (deadline - time.perf_counter()) * 1e9
+            if remaining > 2 * k * flops / rate:
+                share = remaining / (len(items) - index)
+                timing = _time_batch(shape, k, device, options, clock, share)
+                if timing is not None:
+                    rate = max(rate, k * flops / timing.median_ns)
+                    result.setdefault(shape, {})[k] = timing
+            if progress is not None:
+                progress(shape, k)
+    return {shape: _isotonic(timings) for shape, timings in sorted(result.items())}
+
+
+def _rate(shape: Shape, device: torch.device, options: NsOptions, clock: Clock) -> float:
+    update = _batch_update(shape, 1, device, options)
+    clock(update)
+    flops = newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device)
+    return flops / min(clock(update) for _ in range(2))
+
+
+def _time_batch(
+    shape: Shape, k: int, device: torch.device, options: NsOptions, clock: Clock, share_ns: float
+) -> Timing | None:
+    """Rounds of samples until one settles or the share of the budget is spent; the one of least p90 counts."""
+    started = time.perf_counter()
+    try:
+        update = _batch_update(shape, k, device, options)
+        first = clock(update)
+        best = Timing(first, first, first, 1)
+        for _ in range(_MAX_ROUNDS):
+            samples: list[int] = []
+            while len(samples) < _ROUND and (time.perf_counter() - started) * 1e9 + best.median_ns < share_ns:
+                samples.append(clock(update))
+            if not samples:
+                break
+            timing = _summary(samples)
+            if best.n == 1 or (timing.n >= best.n and timing.p90_ns < best.p90_ns):
+                best = timing
+            if len(samples) < _ROUND or _spread(timing) < _SPREAD:
+                break
+        return best
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _batch_update(shape: Shape, k: int, device: torch.device, options: NsOptions) -> Callable[[], None]:
+    generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the user's program
+
+    def gaussian() -> Tensor:
+        return torch.randn(k, *shape, device=device, generator=generator)
+
+    params, grads, momentum = list(gaussian().unbind(0)), list(gaussian().unbind(0)), gaussian()
+
+    def update() -> None:
+        muon_update_(
+            params,
+            grads,
+            momentum,
+            lr=1e-3,
+            weight_decay=0.1,
+            beta=0.95,
+            nesterov=True,
+            scale=1.0,
+            coefficients=options.coefficients,
+            steps=options.steps,
+            dtype=options.dtype,
+        )
+
+    return update
+
+
+def _summary(samples: Sequence[int]) -> Timing:
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    low, middle, high = (max(1, ordered[round(last * q)]) for q in (0.1, 0.5, 0.9))
+    return Timing(middle, low, high, len(ordered))
+
+
+def _spread(timing: Timing) -> float:
+    return (timing.p90_ns - timing.p10_ns) / timing.median_ns
+
+
+def _isotonic(timings: Mapping[int, Timing]) -> dict[int, Timing]:
+    result: dict[int, Timing] = {}
+    floor = 0
+    for k, t in sorted(timings.items()):
+        floor = max(floor, t.median_ns)
+        result[k] = Timing(floor, t.p10_ns, max(t.p90_ns, floor), t.n)
+    return result
+
+
+@contextmanager
+def _clock(device: torch.device) -> Iterator[Clock]:
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # spinning threads would time each other
+        try:
+            yield _cpu_time
+        finally:
+            torch.set_num_threads(threads)
+        return
+    module = torch.get_device_module(device.type)
+    with module.device(device):
+        # Written before each sample, so that none finds its inputs in cache: a training step would not.
+        cache = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device=device)
+
+        def accelerator_time(function: Callable[[], None]) -> int:
+            start, stop = module.Event(enable_timing=True), module.Event(enable_timing=True)
+            cache.zero_()  # also keeps the device busy while the launches queue up
+            start.record()
+            function()
+            stop.record()
+            stop.synchronize()
+            milliseconds: float = start.elapsed_time(stop)
+            return max(1, round(milliseconds * 1e6))
+
+        yield accelerator_time
+
+
+def _cpu_time(function: Callable[[], None]) -> int:
+    # CPU time of this thread: other processes on the machine do not count.
+    start = time.thread_time_ns()
+    function()
+    return max(1, time.thread_time_ns() - start)
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    name = found[1].strip() if found else platform.processor() or platform.machine() or "CPU"
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _driver_version() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "unknown"
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found[1] if found else "unknown"
+
+
+@lru_cache(maxsize=1)
+def _kernel_digest() -> str:
+    """Digest of the kernels' code, without blank lines and comment lines."""
+    digest = hashlib.sha256()
+    for item in sorted(resources.files("dmuon.kernels").iterdir(), key=lambda item: item.name):
+        if item.name.endswith(".py"):
+            lines = (line.rstrip() for line in item.read_text(encoding="utf-8").splitlines())
+            digest.update(item.name.encode())
+            digest.update("\n".join(line for line in lines if line and not line.lstrip().startswith("#")).encode())
+    return digest.hexdigest()[:16]

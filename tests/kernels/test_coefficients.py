@@ -1,0 +1,125 @@
+"""Presets, their lengths, and the restart rule."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from dmuon.kernels import PRESETS, amplification, coefficient_sequence, is_safe, orthogonalize, safe_restarts
+
+# The paper's table (arXiv 2505.16932), before the safety factor.
+PUBLISHED = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+
+
+def composed(coefficients, low: float) -> torch.Tensor:
+    sigma = torch.logspace(torch.log10(torch.tensor(low)).item(), 0, 100_001, dtype=torch.float64)
+    for a, b, c in coefficients:
+        sigma = sigma * (a + sigma**2 * (b + sigma**2 * c))
+    return sigma
+
+
+def test_derived_polar_express_is_the_published_table():
+    s = 1.05
+    for ours, (a, b, c) in zip(coefficient_sequence("polar_express", 7), PUBLISHED, strict=True):
+        assert ours == pytest.approx((a / s, b / s**3, c / s**5), rel=1e-8)
+
+
+def test_polar_express_brings_singular_values_near_one():
+    sigma = composed(coefficient_sequence("polar_express", 5), 1e-3)
+    assert sigma.min().item() == pytest.approx(0.7290, abs=1e-4)
+    assert sigma.max().item() == pytest.approx(1.1236, abs=1e-4)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_fewer_steps_are_a_prefix(preset):
+    full = coefficient_sequence(preset, 5)
+    assert all(coefficient_sequence(preset, steps) == full[:steps] for steps in range(1, 6))
+
+
+def test_more_steps_are_derived_where_the_method_defines_them():
+    assert coefficient_sequence("polar_express", 9)[:5] == coefficient_sequence("polar_express", 5)
+    assert coefficient_sequence("classic", 7) == ((3.4445, -4.7750, 2.0315),) * 7
+    with pytest.raises(ValueError, match=r"steps=6.*defines 5; pass steps=5"):
+        coefficient_sequence("you", 6)
+
+
+def test_explicit_coefficients_repeat_or_mean_themselves():
+    one = (3.4445, -4.7750, 2.0315)
+    assert coefficient_sequence(one, 3) == (one,) * 3 == coefficient_sequence(list(one), 3)
+    two = [(2, -1.5, 0.5), [1.5, -0.5, 0]]
+    assert coefficient_sequence(two, 2) == ((2.0, -1.5, 0.5), (1.5, -0.5, 0.0))
+    with pytest.raises(ValueError, match=r"steps=3.*sequence defines 2"):
+        coefficient_sequence(two, 3)
+
+
+@pytest.mark.parametrize(
+    "bad", ["keller", (), (1.0, 2.0), ((1.0, 2.0),), (1.0, 2.0, float("nan")), ((1, 2, 3), 4), 3.0, None]
+)
+def test_malformed_coefficients_are_refused_by_name(bad):
+    with pytest.raises(ValueError, match=r"coefficients=.*polar_express"):
+        coefficient_sequence(bad, 5)
+
+
+@pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (-1, ValueError), (5.0, TypeError), (True, TypeError)])
+def test_steps_must_be_a_positive_integer(steps, error):
+    with pytest.raises(error, match="steps must be"):
+        coefficient_sequence("classic", steps)
+
+
+def test_amplification_of_polar_express():
+    """A·u in fp16 of the five-step preset, per restart schedule."""
+    coefficients = coefficient_sequence("polar_express", 5)
+    noise = {r: amplification(coefficients, r) * 2**-11 for r in [(), (1,), (2,), (3,), (2, 4)]}
+    assert noise == pytest.approx({(): 66, (1,): 1.1, (2,): 0.069, (3,): 0.47, (2, 4): 0.030}, rel=0.05)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_automatic_restarts_are_safe_and_fewest(preset, steps, dtype):
+    coefficients = coefficient_sequence(preset, steps)
+    restarts = safe_restarts(coefficients, dtype)
+    assert is_safe(coefficients, restarts, dtype)
+    if restarts and dtype in (torch.float16, torch.bfloat16):
+        fewer = itertools.combinations(range(1, steps), len(restarts) - 1)
+        assert not any(is_safe(coefficients, schedule, dtype) for schedule in fewer)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_restart_once_in_fp16_and_fp32(preset):
+    coefficients = coefficient_sequence(preset, 5)
+    assert safe_restarts(coefficients, torch.float16) == safe_restarts(coefficients, torch.float32) == (2,)
+
+
+@pytest.mark.pitfall("P41")
+@pytest.mark.parametrize(
+    ("preset", "restarts", "dtype"),
+    [
+        ("polar_express", (), torch.float16),
+        ("polar_express", (1,), torch.float16),
+        ("polar_express", (3,), torch.float16),
+        ("classic", (), torch.float16),
+        ("you", (3,), torch.float16),
+        ("polar_express", (2,), torch.bfloat16),
+        ("classic", (2,), torch.bfloat16),
+    ],
+)
+def test_unsafe_restarts_are_refused_with_the_remedy(preset, restarts, dtype):
+    with pytest.raises(ValueError, match=r"restarts=.* is unsafe .*use restarts='auto'.*method='standard'"):
+        orthogonalize(torch.randn(8, 16), coefficients=preset, restarts=restarts, dtype=dtype)
+
+
+@pytest.mark.parametrize("restarts", [(0,), (5,), (3, 2), (2, 2), (1.0,), (True,), "never"])
+def test_malformed_restarts_are_refused(restarts):
+    with pytest.raises(ValueError, match="restarts="):
+        orthogonalize(torch.randn(8, 16), restarts=restarts)

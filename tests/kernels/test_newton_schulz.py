@@ -1,0 +1,351 @@
+"""Newton–Schulz: both forms, every dtype, hard matrices."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+import zoo
+
+from dmuon.kernels import PRESETS, coefficient_sequence, iteration_flops, orthogonalize
+from dmuon.kernels.newton_schulz import Iteration, iterate, normalize
+from dmuon.kernels.products import Arithmetic
+
+newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
+
+ZOO = zoo.matrices(48, 128)
+WELL_CONDITIONED = ("gaussian", "orthogonal", "condition_10", "identity")
+HALF = (torch.float16, torch.bfloat16)
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def exact(x: torch.Tensor, preset: str = "polar_express") -> torch.Tensor:
+    """The fp64 standard form."""
+    return orthogonalize(x.double(), coefficients=preset, method="standard")
+
+
+def ideal_maximum(preset: str) -> float:
+    """The largest value that exact arithmetic maps a singular value in [0, 1] to."""
+    sigma = torch.linspace(0, 1, 200_001, dtype=torch.float64)
+    for a, b, c in coefficient_sequence(preset, 5):
+        sigma = sigma * (a + sigma**2 * (b + sigma**2 * c))
+    return sigma.max().item()
+
+
+# -- both forms compute the same polynomial ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("restarts", [(), (2,), (1, 2, 3, 4)])
+def test_gram_form_equals_standard_form_in_fp64(preset, restarts):
+    for name, x in ZOO.items():
+        gram = orthogonalize(x.double(), coefficients=preset, method="gram", restarts=restarts)
+        assert relative(gram, exact(x, preset)) <= 1e-9, name
+
+
+def test_the_overview_program_holds_for_ours():
+    """Classic coefficients, a 6 × 8 Gaussian: singular values within 0.35 of one, Gram equal to standard."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    matrix = np.random.default_rng(0).standard_normal((6, 8))
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        g = x @ x.T
+        x = a * x + b * (g @ x) + c * (g @ g @ x)
+
+    def spread(y) -> float:
+        return float(np.abs(np.linalg.svd(y, compute_uv=False) - 1).max())
+
+    assert spread(matrix / np.linalg.norm(matrix)) > 0.9
+    for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-5)):
+        for method in ("standard", "gram"):
+            ours = orthogonalize(torch.tensor(matrix, dtype=dtype), coefficients="classic", method=method).numpy()
+            assert spread(ours) < 0.35
+            assert np.allclose(ours, x, atol=tolerance)
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_parity_with_torch_muon_in_fp32(method):
+    """torch.optim.Muon's loop, in fp32 instead of its hard-wired bf16."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for name, x in ZOO.items():
+        reference = x / x.norm().clamp(min=1e-7)
+        for _ in range(5):
+            gram = reference @ reference.T
+            update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+            reference = torch.addmm(reference, update, reference, beta=a)
+        ours = orthogonalize(x, coefficients="classic", method=method, eps=1e-7)
+        assert relative(ours, reference) <= 5e-4, name
+
+
+# -- accuracy ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_fp32_gram_form_is_close_to_exact(preset):
+    for name, x in ZOO.items():
+        limit = 2e-3 if name in ("ones", "spike") else 5e-4
+        assert relative(orthogonalize(x, coefficients=preset, method="gram"), exact(x, preset)) <= limit, name
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_fp16_gram_form_is_close_to_exact(preset):
+    for name in (*WELL_CONDITIONED, "real_gradient"):
+        ours = orthogonalize(ZOO[name], coefficients=preset, method="gram", dtype=torch.float16)
+        limit = 5e-3 if name in WELL_CONDITIONED else 0.1
+        assert relative(ours, exact(ZOO[name], preset)) <= limit, name
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("shape", [(16, 16), (32, 40), (64, 128), (64, 256), (160, 512)])
+@pytest.mark.parametrize("dtype", HALF)
+def test_default_half_precision_path_keeps_singular_values_in_range(preset, shape, dtype):
+    limit = ideal_maximum(preset) + 0.06
+    for seed in (0, 1):
+        for name, x in zoo.matrices(*shape, seed).items():
+            ours = orthogonalize(x, coefficients=preset, dtype=dtype)
+            assert ours.isfinite().all(), name
+            assert torch.linalg.matrix_norm(ours, 2).item() <= limit, name
+
+
+@pytest.mark.pitfall("P41")
+def test_fp16_gram_form_without_a_restart_visibly_fails():
+    """Past the refusal: the harness that passes the default must see the failure that the rule prevents."""
+    coefficients = coefficient_sequence("polar_express", 5)
+    arithmetic = Arithmetic.on(torch.device("cpu"), torch.float16)
+    unsafe = Iteration(coefficients, "gram", (), torch.float16)
+    limit = ideal_maximum("polar_express") + 0.06
+    bad = set()
+    for name, x in ZOO.items():
+        result = iterate(normalize(x, arithmetic, 0.0), unsafe, arithmetic)
+        if not result.isfinite().all() or torch.linalg.matrix_norm(result, 2) > limit:
+            bad.add(name)
+    assert {"rank_one", "rank_four", "half_null", "condition_1e6"} <= bad
+
+
+def test_emulated_half_precision_holds_half_precision_values():
+    for dtype in HALF:
+        ours = orthogonalize(ZOO["gaussian"], dtype=dtype)
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, ours.to(dtype).float())
+
+
+def test_emulated_fp16_is_what_torch_computes_in_fp16():
+    """One product of the emulation equals torch's own fp16 product up to accumulation order."""
+    arithmetic = Arithmetic.on(torch.device("cpu"), torch.float16)
+    a, b, c = (torch.randn(24, 24, generator=torch.Generator().manual_seed(i)).half() for i in range(3))
+    ours = arithmetic.product(a.float(), b.float(), c.float(), alpha=2.0, beta=-1.0)
+    assert torch.equal(ours, ours.half().float())
+    assert torch.allclose(ours, (2 * (a.double() @ b.double()) - c.double()).float(), rtol=2**-10, atol=1e-3)
+
+
+# -- scale, zero, NaN ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("P35", "P40")
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("exponent", [-100, -40, -27, 27, 100])
+def test_a_power_of_two_changes_nothing(exponent, dtype):
+    for name, x in ZOO.items():
+        x = torch.where(x.abs() > 2**-20, x, 0.0)  # so that no scaled entry is subnormal
+        assert torch.equal(orthogonalize(x * 2.0**exponent, dtype=dtype), orthogonalize(x, dtype=dtype)), name
+
+
+@pytest.mark.pitfall("P35", "P40")
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e-8, 1e8, 1e30])
+def test_scale_does_not_matter(scale):
+    x = ZOO["gaussian"]
+    for dtype, tolerance in ((None, 2e-5), (torch.float16, 1e-2)):  # scaling by no power of two rounds
+        assert relative(orthogonalize(x * scale, dtype=dtype), orthogonalize(x, dtype=dtype)) <= tolerance
+
+
+@pytest.mark.pitfall("P35")
+def test_extremes_of_fp32_stay_finite():
+    for scale in (1e-44, 1e-38, 3e37):
+        assert orthogonalize(ZOO["gaussian"].sign() * scale).isfinite().all()
+
+
+@pytest.mark.pitfall("P38")
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("eps", [0.0, 1e-7])
+def test_zero_gives_exact_zero(dtype, eps):
+    x = torch.randn(3, 8, 16)
+    x[1] = 0
+    ours = orthogonalize(x, dtype=dtype, eps=eps)
+    assert torch.equal(ours[1], torch.zeros(8, 16))
+    assert (ours[[0, 2]].norm(dim=(1, 2)) > 1).all()
+
+
+@pytest.mark.pitfall("P38")
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("shape", [(3, 16, 24), (3, 16, 64), (3, 256, 256)])
+def test_nan_and_inf_stay_in_their_own_matrix(poison, shape):
+    clean = torch.randn(shape)
+    poisoned = clean.clone()
+    poisoned[1, 3, 5] = poison
+    ours = orthogonalize(poisoned)
+    assert ours[1].isnan().any()
+    assert torch.equal(ours[[0, 2]], orthogonalize(clean)[[0, 2]])
+
+
+@pytest.mark.pitfall("P10", "P35")
+def test_eps_is_a_lower_clamp_of_the_norm():
+    x = torch.randn(8, 16)
+    x /= x.norm()
+    assert torch.equal(orthogonalize(x * 1e-3, eps=1e-4), orthogonalize(x * 1e-3))
+    clamped = orthogonalize(x * 1e-3, eps=1.0, dtype=torch.float64)
+    slope = 1.0
+    for a, _, _ in coefficient_sequence("polar_express", 5):
+        slope *= a
+    assert relative(orthogonalize(x * 1e-9, eps=1.0, dtype=torch.float64), x.double() * 1e-9 * slope) < 1e-6
+    assert clamped.norm() < orthogonalize(x).norm()
+
+
+# -- layout --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_tall_equals_wide_transposed(method, dtype):
+    for name, x in ZOO.items():
+        tall = orthogonalize(x.mT, method=method, dtype=dtype)
+        wide = orthogonalize(x, method=method, dtype=dtype)
+        # fp16: sums in another order round differently, and near-null directions amplify it.
+        assert relative(tall.mT, wide) <= (1e-4 if dtype is None else 0.1), name
+
+
+@pytest.mark.parametrize("shape", [(5, 16, 48), (2, 3, 32, 20), (2, 256, 320), (1, 7, 7), (4, 1, 9), (3, 9, 1)])
+@pytest.mark.parametrize("method", ["auto", "standard", "gram"])
+def test_batch_equals_loop(shape, method):
+    x = torch.randn(shape)
+    batched = orthogonalize(x, method=method)
+    assert batched.shape == x.shape
+    for matrix, ours in zip(x.flatten(0, -3), batched.flatten(0, -3), strict=True):
+        assert relative(ours, orthogonalize(matrix, method=method)) <= 1e-5
+
+
+def test_strided_input_is_read_right_and_not_modified():
+    base = torch.randn(4, 40, 60)
+    views = {
+        "slice": base[:, 3:35:2, 5:50:3],
+        "transpose": base.mT,
+        "batch_last": base.permute(1, 2, 0).permute(2, 0, 1)[::2],
+        "expanded": base[0].expand(3, 40, 60),
+    }
+    before = base.clone()
+    for name, view in views.items():
+        assert relative(orthogonalize(view), orthogonalize(view.clone())) <= 1e-5, name
+    assert torch.equal(base, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_result_has_the_dtype_of_the_input_and_no_graph(dtype):
+    x = torch.randn(6, 10).to(dtype).requires_grad_()
+    ours = orthogonalize(x)
+    assert ours.dtype == dtype and not ours.requires_grad
+    limit = {torch.float16: 1e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    assert relative(ours, exact(x.detach())) <= limit
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 6), (0, 6), (4, 0)])
+def test_empty_input_gives_an_empty_result(shape):
+    assert orthogonalize(torch.empty(shape)).shape == shape
+
+
+def test_the_first_call_equals_the_second():
+    x = torch.randn(3, 24, 80)
+    assert torch.equal(orthogonalize(x), orthogonalize(x))
+
+
+# -- options -------------------------------------------------------------------------------------------------
+
+
+def iteration_of(monkeypatch, x: torch.Tensor, **options) -> Iteration:
+    """What a call of ``orthogonalize`` runs."""
+    seen = []
+    real = newton_schulz.iterate
+    with monkeypatch.context() as patch:
+        patch.setattr(newton_schulz, "iterate", lambda x, i, a: seen.append(i) or real(x, i, a))
+        orthogonalize(x, **options)
+    assert len(seen) == 1
+    return seen[0]
+
+
+@pytest.mark.pitfall("P10", "P47")
+def test_each_option_changes_what_it_names(monkeypatch):
+    wide, square = torch.randn(16, 64), torch.randn(16, 16)
+    default = iteration_of(monkeypatch, wide)
+    assert default == Iteration(coefficient_sequence("polar_express", 5), "gram", (2,), torch.float32)
+    assert iteration_of(monkeypatch, square).method == "standard"
+    assert iteration_of(monkeypatch, square, method="gram").method == "gram"
+    assert iteration_of(monkeypatch, wide, method="standard").method == "standard"
+    assert iteration_of(monkeypatch, square, restarts=(2,)).restarts == (2,)
+    assert iteration_of(monkeypatch, wide, restarts=(1, 3)).restarts == (1, 3)
+    assert iteration_of(monkeypatch, wide, steps=3).coefficients == coefficient_sequence("polar_express", 3)
+    assert iteration_of(monkeypatch, wide, coefficients="you").coefficients == coefficient_sequence("you", 5)
+    assert iteration_of(monkeypatch, wide, dtype=torch.float16).dtype == torch.float16
+    assert iteration_of(monkeypatch, wide, dtype=torch.bfloat16).method == "standard"
+    assert iteration_of(monkeypatch, wide, dtype=torch.bfloat16, method="gram").restarts == (1, 2, 3)
+    assert iteration_of(monkeypatch, wide.double()).dtype == torch.float64
+
+
+@pytest.mark.pitfall("P10")
+def test_results_differ_where_options_differ():
+    x = torch.randn(16, 64)
+    results = [
+        orthogonalize(x, **options)
+        for options in (
+            {},
+            {"steps": 4},
+            {"coefficients": "classic"},
+            {"method": "standard"},
+            {"restarts": (1,)},
+            {"dtype": torch.float16},
+            {"dtype": torch.bfloat16},
+        )
+    ]
+    for i, one in enumerate(results):
+        assert all(not torch.equal(one, other) for other in results[:i])
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.25, 1.5, 1.75, 4.0])
+def test_operation_counts_follow_the_table(alpha):
+    """In units of m³ multiply-adds twice: standard 20α+10, Gram r2 8α+28, r2,4 12α+22, none 4α+34."""
+    shape = (64, int(64 * alpha))
+    unit = 64**3
+    assert iteration_flops(shape, 5, None) == (20 * alpha + 10) * unit
+    assert iteration_flops(shape[::-1], 5, (2,)) == (8 * alpha + 28) * unit
+    assert iteration_flops(shape, 5, (2, 4)) == (12 * alpha + 22) * unit
+    assert iteration_flops(shape, 5, ()) == (4 * alpha + 34) * unit
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: orthogonalize([[1.0]]), TypeError, "x must be a floating-point tensor, got list"),
+        (lambda: orthogonalize(torch.ones(2, 2, dtype=torch.int64)), TypeError, "got torch.int64"),
+        (lambda: orthogonalize(torch.ones(2, 2, dtype=torch.complex64)), TypeError, "got torch.complex64"),
+        (lambda: orthogonalize(torch.ones(4)), ValueError, "two or more dimensions"),
+        (lambda: orthogonalize(torch.ones(2, 2), method="fast"), ValueError, "method='fast' is unknown; use"),
+        (
+            lambda: orthogonalize(torch.ones(2, 2), backend="cuda"),
+            ValueError,
+            "backend='cuda' is unknown; use",
+        ),
+        (lambda: orthogonalize(torch.ones(2, 2), dtype=torch.int8), TypeError, "dtype=torch.int8"),
+        (lambda: orthogonalize(torch.ones(2, 2), eps=-1.0), ValueError, "eps=-1.0"),
+        (lambda: orthogonalize(torch.ones(2, 2), eps=float("nan")), ValueError, "eps=nan"),
+        (
+            lambda: orthogonalize(torch.ones(2, 2), method="standard", restarts=(2,)),
+            ValueError,
+            "needs the Gram form",
+        ),
+    ],
+)
+def test_bad_input_is_refused_by_name(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,170 @@
+"""The Muon update of one batch: momentum, scale, weight decay; parity with torch.optim.Muon."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.optim import _muon
+
+from dmuon.kernels import apply_update_, momentum_update, muon_update_, orthogonalize, update_scale
+
+
+def fp32_newton_schulz(grad, ns_coefficients, ns_steps, eps):
+    """torch.optim.Muon's loop without its cast to bf16."""
+    a, b, c = ns_coefficients
+    x = grad.T if grad.size(0) > grad.size(1) else grad
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if grad.size(0) > grad.size(1) else x
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 64)])
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+def test_steps_equal_torch_optim_muon(monkeypatch, nesterov, shape, adjust_lr_fn):
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", fp32_newton_schulz)
+    torch.manual_seed(1)
+    ours = [torch.randn(shape) for _ in range(3)]
+    theirs = [torch.nn.Parameter(p.clone()) for p in ours]
+    reference = torch.optim.Muon(
+        theirs, lr=2e-3, weight_decay=0.1, momentum=0.95, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn
+    )
+    momentum = torch.zeros(3, *shape)
+    for _ in range(4):
+        grads = [torch.randn(shape) for _ in range(3)]
+        for parameter, grad in zip(theirs, grads, strict=True):
+            parameter.grad = grad.clone()
+        reference.step()
+        muon_update_(
+            ours,
+            grads,
+            momentum,
+            lr=2e-3,
+            weight_decay=0.1,
+            beta=0.95,
+            nesterov=nesterov,
+            scale=update_scale(adjust_lr_fn, shape),
+            eps=1e-7,
+            coefficients="classic",
+            steps=5,
+            dtype=None,
+        )
+        for mine, theirs_ in zip(ours, theirs, strict=True):
+            assert (mine - theirs_).norm() <= 1e-5 * theirs_.norm()
+
+
+@pytest.mark.pitfall("P39")
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 3])
+def test_momentum_is_a_lerp_and_nothing_else_changes(nesterov, grad_dtype, k):
+    grads = [torch.randn(4, 6).to(grad_dtype) for _ in range(k)]
+    kept = [g.clone() for g in grads]
+    start = torch.randn(k, 4, 6)
+    momentum = start.clone()
+    update = momentum_update(grads, momentum, beta=0.9, nesterov=nesterov)
+    stacked = torch.stack(grads).float()
+    expected = start.lerp(stacked, 1 - 0.9)
+    assert torch.equal(momentum, expected)
+    assert torch.equal(update, stacked.lerp(expected, 0.9) if nesterov else expected)
+    assert all(torch.equal(g, k_) for g, k_ in zip(grads, kept, strict=True))
+    assert update.dtype == torch.float32
+    update.fill_(7)  # aliasing would reach momentum or a gradient
+    assert torch.equal(momentum, expected)
+    assert all(torch.equal(g, k_) for g, k_ in zip(grads, kept, strict=True))
+
+
+@pytest.mark.pitfall("P39")
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_an_update_modifies_neither_gradients_nor_the_momentum_it_reads(nesterov):
+    params, grads = [torch.randn(6, 9)], [torch.randn(6, 9)]
+    kept, momentum = grads[0].clone(), torch.zeros(1, 6, 9)
+    options = {"lr": 0.1, "weight_decay": 0.0, "beta": 0.5, "nesterov": nesterov, "scale": 1.0}
+    muon_update_(params, grads, momentum, **options)
+    assert torch.equal(grads[0], kept)
+    assert torch.equal(momentum[0], torch.zeros(6, 9).lerp(kept, 0.5))
+
+
+@pytest.mark.pitfall("P23")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_momentum_is_refused(dtype):
+    with pytest.raises(ValueError, match="momentum must be fp32"):
+        momentum_update([torch.randn(2, 3)], torch.zeros(1, 2, 3, dtype=dtype), beta=0.9, nesterov=True)
+
+
+@pytest.mark.pitfall("P08")
+def test_zero_lr_and_zero_decay_mean_zero():
+    weight, update = torch.randn(3, 5), torch.randn(1, 3, 5)
+    frozen, undecayed = weight.clone(), weight.clone()
+    apply_update_([frozen], update, lr=0.0, weight_decay=0.1, scale=1.0)
+    assert torch.equal(frozen, weight)
+    apply_update_([undecayed], update, lr=0.5, weight_decay=0.0, scale=2.0)
+    assert torch.equal(undecayed, weight - 1.0 * update[0])
+
+
+def test_weight_decay_takes_the_base_lr():
+    weight, update = torch.randn(3, 5, dtype=torch.float64), torch.randn(1, 3, 5, dtype=torch.float64)
+    ours = weight.clone()
+    apply_update_([ours], update, lr=0.5, weight_decay=0.1, scale=3.0)
+    assert torch.allclose(ours, weight * (1 - 0.05) - 1.5 * update[0], rtol=1e-14)
+
+
+@pytest.mark.pitfall("P42")
+def test_bf16_parameters_and_strided_views_are_updated_in_place():
+    base = torch.ones(5, 6, dtype=torch.bfloat16)
+    view = base.T[1:4]
+    apply_update_([view], torch.ones(1, 3, 5), lr=0.25, weight_decay=0.0, scale=1.0)
+    assert torch.equal(base[:, 1:4], torch.full((5, 3), 0.75, dtype=torch.bfloat16))
+    assert torch.equal(base[:, :1], torch.ones(5, 1, dtype=torch.bfloat16))
+
+
+@pytest.mark.pitfall("P07")
+@pytest.mark.parametrize("shape", [(64, 16), (16, 64), (32, 32)])
+def test_update_scale(shape):
+    m, n = shape
+    assert update_scale("original", shape) == math.sqrt(max(1, m / n))
+    assert update_scale("match_rms_adamw", shape) == pytest.approx(0.2 * math.sqrt(64 if m != n else 32))
+    assert update_scale("spectral", shape) == math.sqrt(m / n)
+    assert update_scale(lambda s: s[0] + 0.5, shape) == m + 0.5
+
+
+def test_match_rms_adamw_gives_an_update_of_rms_near_a_fifth():
+    for shape in ((32, 128), (128, 32)):
+        rms = orthogonalize(torch.randn(shape)).square().mean().sqrt() * update_scale("match_rms_adamw", shape)
+        assert 0.17 <= rms.item() <= 0.23
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape", "message"),
+    [
+        ("adam", (2, 3), "adjust_lr_fn='adam' is unknown"),
+        (None, (2, 3), "adjust_lr_fn=None is unknown"),
+        (lambda s: float("nan"), (2, 3), "returned nan"),
+        (lambda s: -1, (2, 3), "returned -1"),
+        ("original", (2, 3, 4), "two positive dimensions"),
+        ("original", (0, 4), "two positive dimensions"),
+    ],
+)
+def test_a_bad_scale_is_refused_by_name(fn, shape, message):
+    with pytest.raises(ValueError, match=message):
+        update_scale(fn, shape)
+
+
+def test_mismatched_batches_are_refused_before_anything_changes():
+    momentum = torch.ones(2, 3, 4)
+    with pytest.raises(ValueError, match="gradient 1 is"):
+        momentum_update([torch.ones(3, 4), torch.ones(1, 4)], momentum, beta=0.5, nesterov=True)
+    with pytest.raises(ValueError, match="for 1 gradients"):
+        momentum_update([torch.ones(3, 4)], momentum, beta=0.5, nesterov=True)
+    assert torch.equal(momentum, torch.ones(2, 3, 4))
+    weights = [torch.ones(3, 4), torch.ones(4, 3)]
+    with pytest.raises(ValueError, match="parameter 1 is"):
+        apply_update_(weights, torch.ones(2, 3, 4), lr=0.1, weight_decay=0.1, scale=1.0)
+    with pytest.raises(ValueError, match="for 2 parameters"):
+        apply_update_(weights, torch.ones(3, 3, 4), lr=0.1, weight_decay=0.1, scale=1.0)
+    assert torch.equal(weights[0], torch.ones(3, 4))
+    apply_update_([], torch.empty(0, 3, 4), lr=0.1, weight_decay=0.1, scale=1.0)

@@ -1,0 +1,271 @@
+"""The cost cache file: what it accepts, what it refuses, and that writers never harm each other."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dmuon.cost_cache import (
+    CacheKey,
+    CostCache,
+    CostCacheError,
+    Timing,
+    discard_invalid,
+    shipped_profiles,
+    user_cache_directory,
+    user_cache_path,
+)
+
+KEY = CacheKey("Device X", 132, "550.1", "2.13.0", "12.8", "float16", "abc123", "polar_express", 5)
+CACHE = CostCache(
+    KEY,
+    {
+        (64, 256): {1: Timing(100, 99, 103, 9), 2: Timing(150, 150, 151, 9)},
+        (512, 512): {1: Timing(900, 800, 950, 7)},
+    },
+)
+
+times = st.tuples(*[st.integers(1, 3600 * 10**9)] * 3).map(sorted)
+timings = st.builds(lambda t, n: Timing(t[1], t[0], t[2], n), times, st.integers(1, 10**9))
+shapes = st.tuples(*[st.integers(1, 1 << 24)] * 2).map(lambda s: (min(s), max(s)))
+keys = st.builds(
+    CacheKey,
+    **{name: st.text() for name in ("device", "driver", "torch", "cuda", "dtype", "kernels", "coefficients")},
+    sm_count=st.integers(0, 1000),
+    steps=st.integers(1, 20),
+)
+entries = st.dictionaries(shapes, st.dictionaries(st.integers(1, 1 << 20), timings, min_size=1, max_size=3), max_size=4)
+
+
+@given(st.builds(CostCache, keys, entries))
+def test_what_is_written_is_read(cache):
+    assert CostCache.parse(cache.to_json().encode(), "x") == cache
+
+
+@pytest.mark.pitfall("P50")
+@settings(max_examples=300)
+@given(st.data())
+def test_corrupted_bytes_are_refused_by_name_or_still_valid(data):
+    good = bytearray(CACHE.to_json().encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        del good[data.draw(st.integers(0, len(good))) :]
+    try:
+        cache = CostCache.parse(bytes(good), "the/file")
+    except CostCacheError as error:
+        assert "the/file" in str(error) and "dmuon-profile" in str(error)
+    else:  # a digit or a letter changed into another: still a consistent cache
+        assert CostCache.parse(cache.to_json().encode(), "x") == cache
+
+
+@pytest.mark.pitfall("P50")
+def test_every_truncation_is_refused():
+    text = CACHE.to_json().encode().rstrip()
+    for length in range(len(text)):
+        with pytest.raises(CostCacheError, match="the/file"):
+            CostCache.parse(text[:length], "the/file")
+
+
+def broken(path: str, value: object) -> bytes:
+    document = json.loads(CACHE.to_json())
+    *parents, last = path.split("/")
+    node = document
+    for parent in parents:
+        node = node[parent]
+    if value is ...:
+        del node[last]
+    else:
+        node[last] = value
+    return json.dumps(document).encode()
+
+
+T = "entries/64x256/1"
+
+
+@pytest.mark.pitfall("P50")
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (broken("schema", 99), r"field 'schema' is 99, this version reads 1"),
+        (broken("schema", True), r"field 'schema' is True"),
+        (broken("schema", ...), r"field 'schema' is missing"),
+        (broken("extra", 1), r"field 'extra' is unknown"),
+        (broken("key", []), r"field 'key' is no object"),
+        (broken("key/device", ...), r"field 'key': field 'device' is missing"),
+        (broken("key/device", 3), r"field 'key.device' is 3, not a string"),
+        (broken("key/sm_count", -1), r"field 'key.sm_count' is -1"),
+        (broken("key/steps", 0), r"field 'key.steps' is 0"),
+        (broken("entries", []), r"field 'entries' is no object"),
+        (broken("entries/64x256", {}), r"field 'entries.64x256' is no object of batch sizes"),
+        (broken("entries/256x64", {}), r"shape '256x64' must be small side x large side"),
+        (broken("entries/0x64", {}), r"shape '0x64' is not like"),
+        (broken("entries/64", {}), r"shape '64' is not like"),
+        (broken("entries/64x99999999", {}), r"shape '64x99999999' must be .* at most"),
+        (broken("entries/64x256/0", {}), r"batch size '0'"),
+        (broken("entries/64x256/-1", {}), r"batch size '-1'"),
+        (broken("entries/64x256/1.5", {}), r"batch size '1.5'"),
+        (broken(T, 5), r"field 'entries.64x256.1' is no object"),
+        (broken(f"{T}/n", ...), r"field 'entries.64x256.1': field 'n' is missing"),
+        (broken(f"{T}/median_ns", -100), r"field 'entries.64x256.1.median_ns' is -100"),
+        (broken(f"{T}/median_ns", 0), r"median_ns' is 0"),
+        (broken(f"{T}/median_ns", 100.5), r"median_ns' is 100.5"),
+        (broken(f"{T}/median_ns", "100"), r"median_ns' is '100'"),
+        (broken(f"{T}/median_ns", None), r"median_ns' is None"),
+        (broken(f"{T}/median_ns", float("nan")), r"value NaN is no measurement"),
+        (broken(f"{T}/median_ns", float("inf")), r"value Infinity is no measurement"),
+        (broken(f"{T}/median_ns", 10**16), r"median_ns' is 10{16}, not an integer from 1 to"),
+        (broken(f"{T}/median_ns", 98), r"p10 99, median 98, p90 103 not in order"),
+        (broken(f"{T}/n", 0), r"n' is 0"),
+        (b'{"schema": 1, "schema": 1}', r"field 'schema' appears twice"),
+        (b"", r"corrupt or truncated JSON"),
+        (b"\xff\xfe", r"corrupt or truncated JSON"),
+        (b"[" * 100_000, r"corrupt or truncated JSON"),
+        (b"[]", r"the file is no object"),
+        (b"1" * 5000, r"the file is no object|corrupt or truncated JSON"),
+    ],
+)
+def test_an_invalid_file_is_refused_naming_file_field_and_remedy(tmp_path, data, message):
+    path = tmp_path / "costs.json"
+    path.write_bytes(data)
+    with pytest.raises(CostCacheError, match=message) as caught:
+        CostCache.load(path)
+    assert str(path) in str(caught.value) and "dmuon-profile" in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    with pytest.raises(CostCacheError, match=r"nothing.json: no such file; write it with dmuon-profile --out"):
+        CostCache.load(tmp_path / "nothing.json")
+    with pytest.raises(CostCacheError, match="cannot be read"):
+        CostCache.load(tmp_path)
+
+
+def test_saving_merges_and_the_newer_entry_wins(tmp_path):
+    path = tmp_path / "deep" / "costs.json"
+    CACHE.save(path)
+    newer = CostCache(KEY, {(64, 256): {2: Timing(140, 140, 140, 1), 4: Timing(200, 200, 200, 1)}})
+    newer.save(path)
+    merged = CostCache.load(path)
+    assert merged == CACHE.merge(newer)
+    assert {k: t.median_ns for k, t in merged.entries[64, 256].items()} == {1: 100, 2: 140, 4: 200}
+    assert (512, 512) in merged.entries
+    assert sorted(p.name for p in path.parent.iterdir()) == [".costs.json.lock", "costs.json"]
+
+
+@pytest.mark.pitfall("P50")
+def test_saving_over_anything_else_is_refused_and_leaves_it(tmp_path):
+    path = tmp_path / "costs.json"
+    for content in (b"precious", replace(CACHE, key=replace(KEY, device="Device Y")).to_json().encode()):
+        path.write_bytes(content)
+        with pytest.raises(CostCacheError, match=r"costs.json"):
+            CACHE.save(path)
+        assert path.read_bytes() == content
+
+
+@pytest.mark.pitfall("P49", "P50")
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "costs.json"
+    CACHE.save(path)
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        CostCache(KEY, {(8, 8): {1: Timing(1, 1, 1, 1)}}).save(path)
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".costs.json.lock", "costs.json"]
+
+
+def write_many(path: str, writer: int, rounds: int) -> None:
+    for i in range(rounds):
+        ns = writer * 1000 + i + 1
+        CostCache(KEY, {(writer + 1, 64 + i): {1: Timing(ns, ns, ns, 1)}}).save(path)
+
+
+@pytest.mark.pitfall("P50")
+def test_concurrent_writers_lose_nothing_and_readers_never_see_half_a_file(tmp_path):
+    path, writers, rounds = tmp_path / "costs.json", 3, 12
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=write_many, args=(str(path), w, rounds)) for w in range(writers)]
+    for process in processes:
+        process.start()
+    reads = 0
+    while any(process.is_alive() for process in processes):
+        if path.exists():
+            CostCache.load(path)
+            reads += 1
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert reads > 0
+    assert set(CostCache.load(path).entries) == {(w + 1, 64 + i) for w in range(writers) for i in range(rounds)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "exact"),
+        ({"driver": "560"}, "compatible"),
+        ({"torch": "2.14", "cuda": "13.0"}, "compatible"),
+        ({"device": "Device Y"}, "no"),
+        ({"sm_count": 114}, "no"),
+        ({"dtype": "bfloat16"}, "no"),
+        ({"kernels": "other"}, "no"),
+        ({"steps": 6}, "no"),
+        ({"coefficients": "you", "driver": "560"}, "no"),
+    ],
+)
+@pytest.mark.pitfall("P50")
+def test_matching(changes, expected):
+    other = replace(KEY, **changes)
+    assert CACHE.matches(other) == expected
+    same_folder = user_cache_path(other).name.rpartition("-")[0] == user_cache_path(KEY).name.rpartition("-")[0]
+    assert same_folder == (expected != "no")
+    assert (user_cache_path(other) == user_cache_path(KEY)) == (expected == "exact")
+
+
+def test_table_holds_medians_of_the_asked_shapes():
+    table = CACHE.table([(64, 256)])
+    assert table.costs == {(64, 256): {1: 100, 2: 150}}
+    assert table.estimated == ()
+    with pytest.raises(CostCacheError, match=r"no timing for one 8x8 matrix; run dmuon-profile --shapes 8x8"):
+        CACHE.table([(8, 8)])
+
+
+def test_the_user_cache_follows_the_xdg_convention(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache_directory() == tmp_path / "dmuon"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert user_cache_directory() == tmp_path / "home" / ".cache" / "dmuon"
+
+
+def test_discard_invalid_removes_only_what_is_invalid(tmp_path):
+    path = tmp_path / "costs.json"
+    discard_invalid(path)
+    CACHE.save(path)
+    discard_invalid(path)
+    assert CostCache.load(path) == CACHE
+    path.write_text("{")
+    discard_invalid(path)
+    assert not path.exists()
+
+
+def test_shipped_profiles_are_valid():
+    for name, data in shipped_profiles():
+        assert CostCache.parse(data, name).entries
+
+
+def test_the_file_is_plain_json_with_the_documented_fields(tmp_path):
+    CACHE.save(tmp_path / "c.json")
+    document = json.loads((tmp_path / "c.json").read_text())
+    assert document["schema"] == 1 and document["key"] == asdict(KEY)
+    assert document["entries"]["64x256"]["1"] == {"median_ns": 100, "p10_ns": 99, "p90_ns": 103, "n": 9}

@@ -1,0 +1,131 @@
+"""The profiler times the real update, in order, within its budget, and leaves no trace."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from dmuon import profiler
+from dmuon.cost_cache import Timing
+from dmuon.profiler import NsOptions, device_key, measure, useful_batch_sizes
+
+CPU = torch.device("cpu")
+
+
+def test_timings_are_isotonic_and_complete():
+    work = {(16, 32): (1, 2, 4, 8), (32, 64): (1, 2)}
+    timings = measure(work, device=CPU, budget_s=5)
+    assert {shape: tuple(batches) for shape, batches in timings.items()} == work
+    for batches in timings.values():
+        medians = [t.median_ns for t in batches.values()]
+        assert medians == sorted(medians)
+        assert all(1 <= t.p10_ns <= t.median_ns <= t.p90_ns and t.n >= 1 for t in batches.values())
+
+
+def test_larger_matrices_cost_more():
+    timings = measure({(32, 32): (1,), (192, 384): (1,)}, device=CPU, budget_s=5)
+    assert timings[192, 384][1].median_ns > 3 * timings[32, 32][1].median_ns
+
+
+def test_every_shape_gets_its_first_batch_before_any_gets_its_second():
+    seen = []
+    work = {(32, 32): (4, 1, 2), (8, 8): (2, 1), (16, 64): (1,)}
+    measure(work, device=CPU, budget_s=5, progress=lambda shape, k: seen.append((shape, k)))
+    assert seen == [((8, 8), 1), ((16, 64), 1), ((32, 32), 1), ((8, 8), 2), ((32, 32), 2), ((32, 32), 4)]
+
+
+def test_the_budget_is_kept_and_what_does_not_fit_is_left_out():
+    seen = []
+    started = time.perf_counter()
+    work = {(16, 16): (1,), (8192, 32768): (1,)}
+    timings = measure(work, device=CPU, budget_s=0.5, progress=lambda shape, k: seen.append(shape))
+    assert time.perf_counter() - started < 5
+    assert set(timings) == {(16, 16)}
+    assert seen == [(16, 16), (8192, 32768)]
+    assert measure(work, device=CPU, budget_s=0.0) == {}
+    assert measure({}, device=CPU) == {}
+
+
+def test_threads_and_random_state_are_left_alone():
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    during = []
+    measure({(8, 8): (1,)}, device=CPU, budget_s=1, progress=lambda *_: during.append(torch.get_num_threads()))
+    assert during == [1]
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_threads_are_restored_when_measuring_fails(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(profiler, "muon_update_", fail)
+    threads = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match="no"):
+        measure({(8, 8): (1,)}, device=CPU, budget_s=1)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_batch_that_does_not_fit_in_memory_is_left_out(monkeypatch):
+    real = profiler.muon_update_
+
+    def small_memory(params, *rest, **options):
+        if len(params) > 2:
+            raise torch.OutOfMemoryError("full")
+        real(params, *rest, **options)
+
+    monkeypatch.setattr(profiler, "muon_update_", small_memory)
+    assert set(measure({(8, 8): (1, 2, 4)}, device=CPU, budget_s=2)[8, 8]) == {1, 2}
+
+
+@pytest.mark.pitfall("P10")
+def test_what_is_timed_is_the_update_with_these_options(monkeypatch):
+    calls = []
+    real = profiler.muon_update_
+
+    def record(params, grads, momentum, **options):
+        calls.append((len(params), momentum.shape, options["coefficients"], options["steps"], options["dtype"]))
+        real(params, grads, momentum, **options)
+
+    monkeypatch.setattr(profiler, "muon_update_", record)
+    measure({(8, 16): (2,)}, device=CPU, options=NsOptions("you", 3, torch.bfloat16), budget_s=1)
+    assert set(calls) == {
+        (1, (1, 256, 256), "you", 3, torch.bfloat16),
+        (2, (2, 8, 16), "you", 3, torch.bfloat16),
+    }
+
+
+def test_a_noisy_round_is_measured_again_and_a_calm_one_counts():
+    ticks = iter([100, *[100, 200] * 4, 100, *[101] * 8, 102, *[1] * 99])
+    timing = profiler._time_batch((4, 4), 1, CPU, NsOptions(), lambda f: next(ticks), 1e12)
+    assert timing == Timing(101, 101, 101, 9)
+
+
+@pytest.mark.pitfall("P10")
+def test_each_option_is_part_of_the_key():
+    keys = [
+        device_key(CPU, options)
+        for options in (
+            NsOptions(),
+            NsOptions(steps=4),
+            NsOptions("classic"),
+            NsOptions((3.0, -4.0, 2.0)),
+            NsOptions(dtype=torch.float16),
+        )
+    ]
+    assert len(set(keys)) == len(keys)
+    key = keys[0]
+    assert key == device_key(CPU, NsOptions(dtype=torch.float32))
+    assert key.sm_count == 0 and key.device and key.torch == torch.__version__ and key.dtype == "float32"
+    assert len(key.kernels) == 16
+
+
+def test_batch_sizes_are_powers_of_two_that_the_device_runs_at_once():
+    assert useful_batch_sizes((64, 64), 100, CPU) == (1, 2, 4, 8, 16)
+    assert useful_batch_sizes((64, 64), 3, CPU) == (1, 2)
+    assert useful_batch_sizes((512, 2048), 100, CPU) == (1,)
+    cuda = torch.device("cuda")
+    assert useful_batch_sizes((512, 2048), 100, cuda) == (1, 2, 4, 8, 16, 32, 64)
+    assert useful_batch_sizes((8192, 28672), 100, cuda) == (1,)

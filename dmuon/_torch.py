@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -14,9 +16,13 @@ __all__ = [
     "current_backward",
     "local_tensor",
     "on_backward_end",
+    "outside_compile",
     "require_supported_torch",
     "row_sharded_spec",
 ]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _OLDEST = (2, 11)
 
@@ -37,7 +43,7 @@ def row_sharded_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) ->
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The storage that this rank holds of ``tensor``: itself, or a DTensor's local tensor without autograd or a view."""
+    """What this rank holds of ``tensor``: itself, or a DTensor's local tensor, without autograd and not a view."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -49,4 +55,10 @@ def current_backward() -> int | None:
 
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass that runs now has computed its last gradient."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def outside_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Keep ``function`` out of ``torch.compile``: hooks move storage, which no graph can hold."""
+    disabled: Callable[_P, _T] = _disable_dynamo(function)
+    return disabled

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.profiler import record_function
 
 __all__ = ["CommStreams", "PhaseTimer", "mesh_device"]
 
@@ -65,13 +66,15 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         if self._module is None:
             start = time.perf_counter()
-            yield
+            with record_function(f"dmuon::{name}"):
+                yield
             self._wall[name] = self._wall.get(name, 0.0) + time.perf_counter() - start
             return
         begin = self._module.Event(enable_timing=True)
         end = self._module.Event(enable_timing=True)
         begin.record()
-        yield
+        with record_function(f"dmuon::{name}"):
+            yield
         end.record()
         self._events.append((name, begin, end))
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.profiler import record_function
 
 from dmuon._torch import local_tensor
 from dmuon.comm import Comm
@@ -152,7 +153,7 @@ class OwnerGroup:
             self.free()
         self._require(Residence.FREED)
         self._buffer.untyped_storage().resize_(self._nbytes)
-        with torch.no_grad(), self.comm.streams.fill():
+        with record_function(f"dmuon::fill {self.name}"), torch.no_grad(), self.comm.streams.fill():
             if self._owned_slots:
                 slots = [slot for _, slot in self._owned_slots]
                 torch._foreach_copy_(slots, [entry.master for entry, _ in self._owned_slots])
@@ -168,7 +169,8 @@ class OwnerGroup:
 
     def finish_fill(self) -> None:
         self._require(Residence.FILLING)
-        self._wait()
+        with record_function(f"dmuon::wait_fill {self.name}"):
+            self._wait()
         self.state = Residence.READY
 
     def enter(self, phase: Residence) -> None:
@@ -234,7 +236,7 @@ class GradReduction:
         owners: dict[int, list[OwnedEntry]] = {}
         for entry in self.entries:
             owners.setdefault(entry.owner, []).append(entry)
-        with torch.no_grad():
+        with record_function(f"dmuon::reduce {group.name}"), torch.no_grad():
             packs = {owner: self._pack(entries) for owner, entries in owners.items()}
             if comm.world > 1:
                 with comm.streams.reduce():
@@ -269,8 +271,9 @@ class GradReduction:
         Returns:
             ``(entry, local gradient)`` of what got none on this rank: whether another rank used it is not known yet.
         """
-        for work in self._works:
-            work.wait()
+        with record_function(f"dmuon::wait_reduce {self.group.name}"):
+            for work in self._works:
+                work.wait()
         self._works, self._packs = [], {}
         undecided = []
         for entry in self.entries:

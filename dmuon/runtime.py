@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dmuon._torch import current_backward, on_backward_end
+from dmuon._torch import current_backward, on_backward_end, outside_compile
 from dmuon.averager import GradAverager
 from dmuon.comm import Comm
 from dmuon.group import GradReduction, OwnedEntry, OwnerGroup, Residence
@@ -119,12 +119,14 @@ class Runtime:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
+    @outside_compile
     def _start_of_model(self, _module: nn.Module, _args: Any) -> None:
         self._recover()
         self._last = None
         if self._averager is None:
             self._averager = self._make_averager()
 
+    @outside_compile
     def _before_forward(
         self, group: OwnerGroup, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -141,6 +143,7 @@ class Runtime:
             return None
         return self._mark_boundary(group, args, kwargs)
 
+    @outside_compile
     def _after_forward(self, group: OwnerGroup, _module: nn.Module, _args: Any, output: Any) -> None:
         if group.state is not Residence.FORWARD:
             return
@@ -162,7 +165,9 @@ class Runtime:
         if not where:
             return None  # the end of the backward pass releases the block
         group.calls += 1
-        marked = _BackwardBoundary.apply(partial(self._after_backward, group), *(leaves[i] for i in where))
+        marked = _BackwardBoundary.apply(  # type: ignore[no-untyped-call]
+            partial(self._after_backward, group), *(leaves[i] for i in where)
+        )
         for i, tensor in zip(where, marked, strict=True):
             leaves[i] = tensor
         new_args, new_kwargs = tree_unflatten(leaves, spec)
@@ -197,8 +202,8 @@ class Runtime:
             return
         if generation != self.generation:
             raise RuntimeError(
-                f"the weights of block {group.name!r} changed between its forward and its backward; run backward before "
-                "step(), load_state_dict() or edits"
+                f"the weights of block {group.name!r} changed between its forward and its backward; run backward "
+                "before step(), load_state_dict() or edits"
             )
         group.backward = self._in_backward()
         self._last = None

@@ -507,6 +507,50 @@ def test_elementwise_optimizers_work_on_owned_parameters(ranks: RankPool) -> Non
     ranks(2, run_foreign_optimizer)
 
 
+# -- compile ------------------------------------------------------------------------------------------------------
+
+
+def run_compiled(rank: int, world: int) -> list[tuple[dict[str, Tensor], list[int]]]:
+    from torch._dynamo.utils import counters
+
+    found = []
+    for fsdp in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        model = build()
+        mesh = init_device_mesh("cpu", (world,))
+        dmuon.dedicate_params(model, mesh, costs="flops")
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+            if fsdp:
+                dmuon.fully_shard(block, mesh=mesh)
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        graphs = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, *shard(batch(step), rank, world)).backward()
+            optimizer.step()
+            graphs.append(counters["stats"]["unique_graphs"])
+        assert not counters["graph_break"]
+        found.append((full_state(model), graphs))
+    return found
+
+
+@pytest.mark.pitfall("P57")
+def test_compiled_blocks_are_exact_and_compile_once(ranks: RankPool) -> None:
+    results = ranks(2, run_compiled, timeout=100)
+    model = build()
+    optimizer = Reference(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        optimizer.step()
+    for result in results:
+        for weights, graphs in result:
+            assert_equal_weights(weights, {n: p.detach() for n, p in model.state_dict().items()})
+            assert graphs[0] >= 1 and graphs[-1] == graphs[0], f"compiled again: {graphs} graphs after each step"
+
+
 # -- placement and memory -----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,169 @@
+"""Draws one measured step: what each rank computes and what travels meanwhile, from ``torch.profiler``.
+
+python bench/timeline.py --out docs/step.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from model import GPT, GPTConfig
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import dmuon
+
+Span = tuple[str, float, float]  # name, start and end in milliseconds
+
+COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#72b7b2",
+    "momentum": "#f2cf5b",
+    "ns": "#e45756",
+    "apply": "#f58518",
+    "adamw": "#b279a2",
+    "broadcast": "#54a24b",
+    "reduce": "#9d755d",
+    "rest": "#bab0ac",
+}
+
+
+def mark_blocks(model: nn.Module) -> None:
+    """Name the forward of every block in the profile, as a user would with hooks of their own."""
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        module._range = record_function("forward")  # type: ignore[assignment]
+        module._range.__enter__()
+
+    def leave(module: nn.Module, _args: Any, _out: Any) -> None:
+        module._range.__exit__(None, None, None)
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
+
+
+def record(rank: int, world: int, rendezvous: str, out: str, width: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=4, width=width, heads=4, context=128))
+    dmuon.dedicate_params(model, mesh, costs="flops")
+    for block in model.blocks:
+        dmuon.fully_shard(block, mesh=mesh)
+    dmuon.fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model)
+    mark_blocks(model)
+    tokens = torch.randint(256, (2, 129), generator=torch.Generator().manual_seed(rank))
+
+    def forward_backward() -> None:
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        with record_function("backward"):
+            loss.backward()
+
+    def step() -> None:
+        forward_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        step()
+        forward_backward()  # shows the next forward using what was published
+    dist.barrier()
+    spans = [
+        (event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
+        for event in trace.events()
+        if event.name.startswith(("dmuon::", "gloo:")) or event.name in ("forward", "backward")
+    ]
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, spans)
+    if rank == 0:
+        draw(everyone, Path(out))
+    dist.destroy_process_group()
+
+
+def lane(name: str) -> tuple[str, str] | None:
+    """Lane and kind of a profiled range."""
+    if name in ("forward", "backward"):
+        return "compute", name
+    if name.startswith("gloo:"):
+        kind = name.removeprefix("gloo:")
+        return "communication", kind if kind in ("broadcast", "reduce") else "rest"
+    kind = name.removeprefix("dmuon::").split()[0]
+    return ("compute", kind) if kind in COLOURS else None
+
+
+def draw(everyone: list[list[Span]], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    figure, axes = plt.subplots(figsize=(12, 1.2 + 1.3 * len(everyone)))
+    labels = []
+    for rank, spans in enumerate(everyone):
+        start = min(begin for _, begin, _ in spans)
+        for index, wanted in enumerate(("compute", "communication")):
+            row = 2.4 * rank + index
+            labels.append((row, f"rank {rank} {wanted}"))
+            for name, begin, end in sorted(spans, key=lambda span: span[1] - span[2]):
+                found = lane(name)
+                if found is None or found[0] != wanted:
+                    continue
+                low = 0.4 if found[1] in ("broadcast", "rest") and wanted == "communication" else 0.0
+                height = 0.4 if wanted == "communication" else 0.8
+                axes.broken_barh(
+                    [(begin - start, max(end - begin, 0.05))],
+                    (row - 0.4 + low, height),
+                    facecolors=COLOURS[found[1]],
+                    edgecolor="white",
+                    linewidth=0.3,
+                )
+    axes.set_yticks([row for row, _ in labels], [text for _, text in labels])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    names = {
+        "ns": "Newton–Schulz (own matrices)",
+        "broadcast": "broadcast (owners publish)",
+        "reduce": "reduce (to owners)",
+        "rest": "FSDP2",
+    }
+    handles = [Patch(color=colour, label=names.get(kind, kind)) for kind, colour in COLOURS.items()]
+    axes.legend(handles=handles, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=110)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="docs/step.png", help="PNG to write (default docs/step.png)")
+    parser.add_argument("--world", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--width", type=int, default=256, help="width of the model (default 256)")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        mp.spawn(record, (args.world, store, os.path.abspath(args.out), args.width), nprocs=args.world)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

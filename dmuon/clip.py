@@ -60,8 +60,10 @@ def clip_grad_norm_(
         if where is not None:
             mesh, dims = where
             for dim in dims:
-                op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-                dist.all_reduce(part, op, group=mesh.get_group(dim))
+                if largest:
+                    _reduce_max(part, mesh.get_group(dim))
+                else:
+                    dist.all_reduce(part, group=mesh.get_group(dim))
         total = torch.maximum(total, part) if largest else total + part
     if not largest:
         total = total.pow(1.0 / norm_type)
@@ -77,6 +79,15 @@ def clip_grad_norm_(
     for (grad_device, _), locals_ in by_kind.items():
         torch._foreach_mul_(locals_, coefficient.to(grad_device))
     return total
+
+
+def _reduce_max(norm: Tensor, group: dist.ProcessGroup) -> None:
+    """All-reduce a 0-D norm by MAX in place; NaN wins.
+
+    A backend's MAX of floats may drop NaN, as gloo's does. The bits of positive floats order as they do, NaN last.
+    """
+    bits = norm.abs_().view(torch.int64 if norm.dtype == torch.float64 else torch.int32)
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
 
 
 def _sharded_over(grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:

@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
 
     A matrix's update is the orthogonal factor of its momentum, by Newton-Schulz. On a model that went through
     ``dmuon.dedicate_params`` each owner updates its own matrices and publishes the result; elsewhere it is plain
-    Muon. Momentum and master weights are fp32 or wider.
+    Muon. Momentum is fp32 or wider, and so are the masters of what dmuon owns.
 
     Args:
         params: a module (routed by policy: matrices inside blocks to Muon), an iterable of tensors (two dimensions to
@@ -68,8 +68,8 @@ class Muon(torch.optim.Optimizer):
         ns_steps: Newton-Schulz steps.
         eps: lower clamp of the norm that scales a matrix before Newton-Schulz; 0 is exact.
         ns_dtype: dtype of Newton-Schulz; ``None`` is fp16 on CUDA and fp32 on the CPU.
-        adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"``, ``"spectral"``, or
-            ``f((m, n)) -> float``.
+        adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
+            ``torch.optim.Muon``), ``"spectral"``, or ``f((m, n)) -> float``.
         adamw_lr: ``None`` means ``lr``.
         adamw_betas, adamw_eps: of AdamW.
         adamw_weight_decay: ``None`` means ``weight_decay``; tensors of fewer than two dimensions are not decayed.
@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         eps: float = 0.0,
         ns_dtype: torch.dtype | None = None,
-        adjust_lr_fn: str | Callable[[Any], float] = "match_rms_adamw",
+        adjust_lr_fn: str | Callable[[Any], float] | None = "match_rms_adamw",
         adamw_lr: float | Tensor | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -122,7 +122,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         self._timer = PhaseTimer(next(local_tensor(p).device for g in self.param_groups for p in g["params"]))
         self.register_state_dict_post_hook(_even_momentum)
-        self.register_load_state_dict_pre_hook(_owned_momentum)
+        self.register_load_state_dict_pre_hook(_load_momentum)
         self.register_load_state_dict_post_hook(_adopt_loaded_state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -153,9 +153,7 @@ class Muon(torch.optim.Optimizer):
             if isinstance(param, OwnedTensor) and param.runtime is not None and param.runtime not in self._runtimes:
                 self._runtimes.append(param.runtime)
             local = local_tensor(param)
-            if isinstance(param, OwnedTensor) and local.shape != param.shape:
-                self.state[param][_MOMENTUM] = _momentum_view(param, local.new_empty(local.shape))
-            else:
+            if local.shape == param.shape:  # otherwise owned elsewhere
                 key = (local.shape, local.dtype, local.device, getattr(param, "runtime", None))
                 classes.setdefault(key, []).append(param)
         batches = []
@@ -164,11 +162,17 @@ class Muon(torch.optim.Optimizer):
             for start in range(0, len(params), size):
                 chunk = params[start : start + size]
                 stack_dtype = torch.promote_types(dtype, torch.float32)
-                stack = torch.zeros((len(chunk), *shape), dtype=stack_dtype, device=device)
-                batches.append(_Batch(chunk, stack))
-                for param, row in zip(chunk, stack, strict=True):
-                    self.state[param][_MOMENTUM] = _momentum_view(param, row)
+                batches.append(_Batch(chunk, torch.zeros((len(chunk), *shape), dtype=stack_dtype, device=device)))
+        self._show_momentum(group, batches)
         return batches
+
+    def _show_momentum(self, group: dict[str, Any], batches: list[_Batch]) -> None:
+        """Make ``state`` show the rows of the stacks, in the order of the group: ranks own different ones."""
+        rows = _momentum_rows(batches)
+        for param in group["params"]:
+            local = local_tensor(param)
+            row = rows.get(id(param), local.new_empty(local.shape))
+            self.state[param][_MOMENTUM] = _momentum_view(param, row)
 
     # -- step ------------------------------------------------------------------------------------------------------
 
@@ -192,7 +196,8 @@ class Muon(torch.optim.Optimizer):
             waiting = runtime.unreduced()
             if waiting is not None:
                 raise RuntimeError(
-                    f"the gradient of {waiting!r} is not reduced: the last backward before step() must run outside no_sync()"
+                    f"the gradient of {waiting!r} is not reduced: the last backward before step() must run outside "
+                    "no_sync()"
                 )
         self._timer.reset()
         matrices = calls = 0
@@ -285,85 +290,108 @@ def _with_gradients(batch: _Batch) -> Iterator[tuple[list[Tensor], Tensor]]:
             start = None
 
 
-def _params_by_index(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
-    return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+def _momentum_rows(batches: list[_Batch]) -> dict[int, Tensor]:
+    return {id(p): row for batch in batches for p, row in zip(batch.params, batch.momentum, strict=True)}
 
 
 def _even_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """On the way out owned momentum is an even row-sharded DTensor. Collective."""
-    params = _params_by_index(optimizer)
-    state = dict(state_dict["state"])
-    for index, values in state.items():
-        param = params[index]
-        if isinstance(param, OwnedTensor) and _MOMENTUM in values:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {}
+    for index, param in enumerate(params):  # in one order on all ranks, for us and for whoever gathers the result
+        values = state_dict["state"].get(index)
+        if values is None:
+            continue
+        momentum = values.get(_MOMENTUM)
+        if isinstance(param, OwnedTensor):
             assert param.runtime is not None
-            local = local_tensor(values[_MOMENTUM])
-            even = owned_to_even(local, param.shape, param.owner, param.runtime.comm)
-            state[index] = {**values, _MOMENTUM: even}
-        elif isinstance(values.get(_MOMENTUM), Tensor):
-            state[index] = {
-                **values,
-                _MOMENTUM: values[_MOMENTUM].clone(),
-            }  # not a view that saves the whole stack
+            momentum = owned_to_even(local_tensor(momentum), param.shape, param.owner, param.runtime.comm)
+        elif momentum is not None:
+            momentum = momentum.clone()  # not a view that saves the whole stack
+        state[index] = values if momentum is None else {**values, _MOMENTUM: momentum}
     return {**state_dict, "state": state}
 
 
-def _owned_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """On the way in it becomes the owner's whole tensor again. Collective."""
-    params = _params_by_index(optimizer)
+def _load_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """On the way in momentum goes straight into the stacks. Collective.
+
+    ``torch.optim.Optimizer`` would cast it to the dtype of the parameter, which may be a half.
+    """
+    assert isinstance(optimizer, Muon)
+    saved_groups = state_dict["param_groups"]
+    fault = _group_mismatch(saved_groups, optimizer.param_groups)
     # State is keyed by position among the saved groups' parameters, which DCP replaces by names.
-    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-    if len(saved) != len(params):
-        raise ValueError(
-            f"the saved optimizer has {len(saved)} parameters, this one {len(params)}; build it over the same model"
-        )
+    loads = [
+        (param, key, state_dict["state"].get(key, {}).get(_MOMENTUM))
+        for saved, group in zip(saved_groups, optimizer.param_groups, strict=False)
+        if group["use_muon"] and fault is None
+        for key, param in zip(saved["params"], group["params"], strict=True)
+    ]
+    kinds = ["absent" if value is None else describe(value, param.shape) for param, _, value in loads]
+    for (param, key, value), kind in zip(loads, kinds, strict=True):
+        if kind is None:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            fault = f"momentum of {_name(param, key)} is {shape}, not a tensor of shape {tuple(param.shape)}"
+            break
+    for runtime in optimizer._runtimes:
+        everywhere = agree(runtime.comm.reduce_group, fault, kinds)
+        for (param, key, _), found in zip(loads, zip(*everywhere, strict=True), strict=True):
+            if len(set(found)) > 1:
+                raise ValueError(f"momentum of {_name(param, key)} is {', '.join(map(str, found))} on ranks 0, 1, …")
+    if fault is not None:
+        raise ValueError(fault)
+    rows = {key: row for batches in optimizer._batches for key, row in _momentum_rows(batches).items()}
     state = dict(state_dict["state"])
-    for key, param in zip(saved, params.values(), strict=True):
-        if not isinstance(param, OwnedTensor):
-            continue
-        assert param.runtime is not None
-        comm = param.runtime.comm
-        value = state.get(key, {}).get(_MOMENTUM)
-        fault = None
-        kind = describe(value, param.shape)
-        if value is not None and kind is None:
-            fault = (
-                f"momentum of {param.fqn!r} has shape {tuple(getattr(value, 'shape', ()))}, not {tuple(param.shape)}"
-            )
-        kinds = set(agree(comm.reduce_group, fault, kind))
-        if len(kinds) > 1:
-            raise ValueError(f"momentum of {param.fqn!r} is {', '.join(map(str, kinds))} on different ranks")
+    for param, key, value in loads:
+        row = rows.get(id(param))
         if value is None:
-            continue
-        dtype = local_tensor(param).dtype
-        local = even_to_owned(value, param.shape, param.owner, comm, dtype)
-        state[key] = {**state[key], _MOMENTUM: _momentum_view(param, local)}
-    return {**state_dict, "state": state}
+            whole = None
+        elif isinstance(param, OwnedTensor):
+            assert param.runtime is not None
+            dtype = local_tensor(param).dtype
+            whole = even_to_owned(value, param.shape, param.owner, param.runtime.comm, dtype)
+        else:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if row is not None:
+            row.zero_() if whole is None else row.copy_(whole)
+        state[key] = {name: other for name, other in state.get(key, {}).items() if name != _MOMENTUM}
+    groups = [_completed(s, g) for s, g in zip(saved_groups, optimizer.param_groups, strict=True)]
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _group_mismatch(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:
+    counts = [sum(len(g["params"]) for g in some) for some in (saved, groups)]
+    if counts[0] != counts[1]:
+        return f"the saved optimizer has {counts[0]} parameters, this one {counts[1]}; build it over the same model"
+    if len(saved) != len(groups):
+        return f"the saved optimizer has {len(saved)} groups, this one {len(groups)}; build it with the same groups"
+    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+        sizes = len(theirs["params"]), len(ours["params"])
+        if sizes[0] != sizes[1]:
+            return f"group {index} has {sizes[0]} parameters in the saved optimizer and {sizes[1]} in this one"
+        if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
+            return f"group {index} has use_muon={theirs['use_muon']} in the saved optimizer, the opposite in this one"
+    return None
+
+
+def _completed(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """A saved group; options that ``torch.optim.Muon`` and ``torch.optim.AdamW`` do not know keep their values."""
+    return {**{name: value for name, value in group.items() if name != "params"}, **saved}
+
+
+def _name(param: Tensor, key: Any) -> str:
+    return repr(param.fqn) if isinstance(param, OwnedTensor) else f"parameter {key!r}"
 
 
 def _adopt_loaded_state(optimizer: torch.optim.Optimizer) -> None:
-    """Copy loaded momentum into the stacks (whatever dtype it came in), and make missing state anew."""
+    """Show the loaded momentum again, and make missing AdamW state anew."""
     assert isinstance(optimizer, Muon)
     for group, batches in zip(optimizer.param_groups, optimizer._batches, strict=True):
-        stacked = {id(p): row for batch in batches for p, row in zip(batch.params, batch.momentum, strict=True)}
+        if group["use_muon"]:
+            optimizer._show_momentum(group, batches)
+            continue
         for param in group["params"]:
             state = optimizer.state[param]
-            if not group["use_muon"]:
-                if "step" not in state:
-                    init_adamw_state(param, state)
-                step = torch.as_tensor(state["step"], dtype=torch.float32)
-                state["step"] = step.to(local_tensor(param).device)
-                continue
-            row = stacked.get(id(param))
-            if row is None:  # owned elsewhere
-                local = local_tensor(param)
-                state[_MOMENTUM] = _momentum_view(param, local.new_empty(local.shape))
-                continue
-            loaded = state.get(_MOMENTUM)
-            if loaded is None:
-                row.zero_()
-            else:
-                if isinstance(loaded, DTensor) and not isinstance(loaded, OwnedTensor):
-                    loaded = loaded.full_tensor()
-                row.copy_(local_tensor(loaded))
-            state[_MOMENTUM] = _momentum_view(param, row)
+            if "step" not in state:
+                init_adamw_state(param, state)
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(local_tensor(param).device)

@@ -45,20 +45,24 @@ def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[st
             raise ValueError(
                 "dedicate_params was called on a part of this model only; call it on the whole model, or pass groups"
             )
-        muon = [p for p in model.parameters() if isinstance(p, OwnedTensor)]
-        rest = [p for p in model.parameters() if not isinstance(p, OwnedTensor)]
+        routed = [(p, isinstance(p, OwnedTensor)) for p in model.parameters()]
     else:
-        routes = route_parameters(model, select)
-        muon = [r.param for r in routes if r.muon]
-        rest = [r.param for r in routes if not r.muon]
-    groups: list[dict[str, Any]] = [{"params": muon, "use_muon": True}]
-    matrices = [p for p in rest if p.ndim >= 2]
-    vectors = [p for p in rest if p.ndim < 2]
-    if matrices:
-        groups.append({"params": matrices, "use_muon": False})
-    if vectors:
-        groups.append({"params": vectors, "use_muon": False, "weight_decay": 0.0})
-    return groups
+        routed = [(r.param, r.muon) for r in route_parameters(model, select)]
+    rest = [p for p, muon in routed if not muon]
+    return _groups(
+        muon=[p for p, muon in routed if muon],
+        matrices=[p for p in rest if p.ndim >= 2],
+        vectors=[p for p in rest if p.ndim < 2],
+    )
+
+
+def _groups(muon: Sequence[Tensor], matrices: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [
+        {"params": list(muon), "use_muon": True},
+        {"params": list(matrices), "use_muon": False},
+        {"params": list(vectors), "use_muon": False, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def groups_from(
@@ -77,21 +81,19 @@ def groups_from(
     if not items:
         raise ValueError("params is empty: Muon got no parameters")
     if all(isinstance(item, Mapping) for item in items):
-        groups = [dict(item) for item in items]  # type: ignore[call-overload]
+        groups = [dict(item) for item in items if isinstance(item, Mapping)]
         for index, group in enumerate(groups):
             if not isinstance(group.get("use_muon"), bool):
                 raise ValueError(f"group {index} lacks use_muon; set it to True (Muon) or False (AdamW)")
         return groups
-    if not all(isinstance(item, Tensor) for item in items):
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    if len(tensors) < len(items):
         raise TypeError("params mixes tensors, groups or other things; pass tensors only or groups only")
-    matrices = [p for p in items if p.ndim >= 2]  # type: ignore[union-attr]
-    vectors = [p for p in items if p.ndim < 2]  # type: ignore[union-attr]
+    matrices = [p for p in tensors if p.ndim >= 2]
+    vectors = [p for p in tensors if p.ndim < 2]
     if vectors:
         _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", len(vectors))
-    groups = [{"params": matrices, "use_muon": True}] if matrices else []
-    if vectors:
-        groups.append({"params": vectors, "use_muon": False, "weight_decay": 0.0})
-    return groups
+    return _groups(muon=matrices, matrices=[], vectors=vectors)
 
 
 def _ordered(params: set[Any] | frozenset[Any]) -> list[Tensor]:
@@ -153,8 +155,8 @@ def _check_param(param: Tensor, use_muon: bool) -> None:
         raise ValueError(f"parameter {name} is {param.dtype}; Muon takes floating-point matrices")
     if isinstance(param, DTensor) and not isinstance(param, OwnedTensor):
         raise ValueError(
-            f"parameter {name} is a DTensor with placements {param.placements}; Newton-Schulz needs whole matrices: call "
-            "dmuon.dedicate_params before fully_shard"
+            f"parameter {name} is a DTensor with placements {param.placements}; Newton-Schulz needs whole matrices: "
+            "call dmuon.dedicate_params before fully_shard"
         )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dmuon._torch import local_tensor
 from dmuon.comm import Comm, agree
 from dmuon.group import OwnedEntry
-from dmuon.owned_tensor import owned_tensor
+from dmuon.owned_tensor import OwnedTensor, owned_tensor
 from dmuon.runtime import Runtime
 
 __all__ = ["even_to_owned", "hook_state_dicts", "owned_to_even"]
@@ -55,7 +55,8 @@ def owned_to_even(local: Tensor, shape: torch.Size, owner: int, comm: Comm) -> D
 def even_to_owned(value: Tensor, shape: torch.Size, owner: int, comm: Comm, dtype: torch.dtype) -> Tensor:
     """The owner's whole ``(m, n)`` tensor, ``(0, n)`` elsewhere, from a DTensor or a plain whole tensor.
 
-    Collective when ``value`` is a DTensor; its kind must be the same on all ranks.
+    Collective when ``value`` is a DTensor; its kind must be the same on all ranks. An owned tensor may have another
+    owner.
     """
     width = shape[1]
     if not isinstance(value, DTensor):
@@ -63,6 +64,8 @@ def even_to_owned(value: Tensor, shape: torch.Size, owner: int, comm: Comm, dtyp
     if value.device_mesh != comm.mesh or tuple(value.placements) != (Shard(0),):
         return even_to_owned(value.full_tensor(), shape, owner, comm, dtype)
     rows = _even_rows(shape[0], comm.world)
+    if isinstance(value, OwnedTensor):
+        rows = [shape[0] if rank == value.owner else 0 for rank in range(comm.world)]
     local = local_tensor(value).to(device=comm.device, dtype=dtype).contiguous()
     whole = local.new_empty((shape[0] if comm.rank == owner else 0, width))
     if comm.world == 1:
@@ -86,24 +89,29 @@ def _even_rows(rows: int, world: int) -> list[int]:
     return [max(0, min(size, rows - rank * size)) for rank in range(world)]
 
 
+def _resting(module: nn.Module, entries: dict[str, OwnedEntry]) -> dict[str, OwnedEntry]:
+    """The entries that ``module`` holds in their resting form; whole weights (``summon_full_params``) need no help."""
+    return {name: entry for name, entry in entries.items() if module._parameters[name] is entry.rest}
+
+
 def _after_state_dict(
     runtime: Runtime,
     entries: dict[str, OwnedEntry],
-    _module: nn.Module,
+    module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
     _metadata: Any,
 ) -> None:
     runtime.at_rest("state_dict()")
     with torch.no_grad():
-        for name, entry in entries.items():
+        for name, entry in _resting(module, entries).items():
             state_dict[prefix + name] = owned_to_even(entry.master, entry.shape, entry.owner, runtime.comm)
 
 
 def _before_load(
     runtime: Runtime,
     entries: dict[str, OwnedEntry],
-    _module: nn.Module,
+    module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
     metadata: dict[str, Any],
@@ -115,6 +123,9 @@ def _before_load(
     runtime.at_rest("load_state_dict()")
     if metadata.get("assign_to_params_buffers", False):
         raise ValueError("load_state_dict(assign=True) would replace parameters that dmuon owns; use assign=False")
+    entries = _resting(module, entries)
+    if not entries:
+        return
     comm = runtime.comm
     mine = {name: describe(state_dict.get(prefix + name), e.shape) for name, e in entries.items()}
     present = {name: prefix + name in state_dict for name in entries}

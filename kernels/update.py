@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .newton_schulz import CoefficientsArg, orthogonalize
 
-AdjustLr: TypeAlias = "Literal['original', 'match_rms_adamw', 'spectral'] | Callable[[Sequence[int]], float]"
+AdjustLr: TypeAlias = "Literal['original', 'match_rms_adamw', 'spectral'] | Callable[[Sequence[int]], float] | None"
 
 _MOMENTUM_DTYPES = (torch.float32, torch.float64)
 
@@ -19,7 +19,7 @@ _MOMENTUM_DTYPES = (torch.float32, torch.float64)
 def update_scale(adjust_lr_fn: AdjustLr, shape: Sequence[int]) -> float:
     """The factor on the learning rate for a matrix of ``shape`` ``(m, n)``, as Newton–Schulz saw it.
 
-    ``"original"`` is ``√max(1, m/n)`` and ``"match_rms_adamw"`` ``0.2 √max(m, n)``, as in
+    ``"original"`` (also None) is ``√max(1, m/n)`` and ``"match_rms_adamw"`` ``0.2 √max(m, n)``, as in
     ``torch.optim.Muon``; ``"spectral"`` is ``√(m/n)``; a callable gets ``shape`` and returns the factor.
 
     Raises:
@@ -33,7 +33,7 @@ def update_scale(adjust_lr_fn: AdjustLr, shape: Sequence[int]) -> float:
         if not (math.isfinite(scale) and scale >= 0):
             raise ValueError(f"adjust_lr_fn returned {scale} for shape {(m, n)}; it must be finite and non-negative")
         return scale
-    if adjust_lr_fn == "original":
+    if adjust_lr_fn is None or adjust_lr_fn == "original":
         return math.sqrt(max(1.0, m / n))
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(m, n))

@@ -186,7 +186,8 @@ def report(settings: Settings, samples: dict[str, list[float]], found: dict[str,
         f"F (forward + backward, no communication) {forward:.1f}   N (Newton-Schulz of all matrices on one rank) "
         f"{newton:.1f}   planned max/mean load {balance:.3f}",
         "",
-        f"{'program':<22}{'step':>9}{'ideal':>9}{'over':>7}{'exposed':>9}{'of gather':>11}{'of AdamW':>10}{'error':>10}",
+        f"{'program':<22}{'step':>9}{'ideal':>9}{'over':>7}{'exposed':>9}"
+        f"{'of gather':>11}{'of AdamW':>10}{'error':>10}",
     ]
     for name in found:
         ideal = ideals[name.split()[0].split("-")[0]]

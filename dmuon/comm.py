@@ -61,11 +61,12 @@ def make_comm(mesh: DeviceMesh) -> Comm:
     )
 
 
-def agree(group: dist.ProcessGroup, error: str | None, payload: Any = None) -> list[Any]:
+def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any = None) -> list[Any]:
     """Exchange one status per rank, so that a fault on one rank ends all of them before any data moves.
 
     Args:
-        error: what is wrong on this rank, or None.
+        error: what is wrong on this rank, or None. An exception is raised here as it is, so that its type and its
+            traceback survive.
         payload: any picklable object.
 
     Returns:
@@ -74,9 +75,14 @@ def agree(group: dist.ProcessGroup, error: str | None, payload: Any = None) -> l
     Raises:
         ValueError: on every rank when any of them reported an error; names the rank.
     """
+    said = error
+    if isinstance(error, Exception):
+        said = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
     statuses: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(statuses, (error, payload), group=group)
+    dist.all_gather_object(statuses, (said, payload), group=group)
     faults = [f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(statuses) if fault is not None]
+    if isinstance(error, Exception):
+        raise error
     if faults:
-        raise ValueError(error if error is not None and len(faults) == len(statuses) else "; ".join(faults))
+        raise ValueError(said if said is not None and len(faults) == len(statuses) else "; ".join(faults))
     return [status[1] for status in statuses]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +20,8 @@ from dmuon.comm import Comm, agree, make_comm
 from dmuon.device import mesh_device
 from dmuon.group import OwnerGroup
 from dmuon.owned_tensor import OwnedTensor
-from dmuon.plan import Costs, OwnerPlan, make_plan
-from dmuon.policy import BlockPredicate, Route, Select, route_parameters
+from dmuon.plan import Costs, OwnerPlan, check_options, make_plan
+from dmuon.policy import BlockPredicate, Route, Select, canonical_fqn, route_parameters
 from dmuon.runtime import Runtime
 from dmuon.solver import SolveOptions
 from dmuon.state_dict import hook_state_dicts
@@ -35,6 +37,7 @@ class Dedication:
     def __init__(self, plan: OwnerPlan, routes: list[Route], runtime: Runtime) -> None:
         self.plan = plan
         self.reasons = {r.fqn: (r.muon, r.reason) for r in routes}  # routes themselves would keep the parameters alive
+        self.adamw_elements = sum(r.param.numel() for r in routes if not r.muon)
         self.runtime = runtime
 
 
@@ -81,17 +84,26 @@ def dedicate_params(
     require_supported_torch()
     group = _mesh_group(mesh)
     routes: list[Route] = []
-    error: str | None = None
+    policy = MixedPrecisionPolicy()
+    description: list[tuple[str, str]] = []
+    error: Exception | None = None
     try:
+        check_options(costs, solve)
         policy = _checked_policy(mp_policy)
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
         _check_model(model)
         routes = route_parameters(model, select, blocks)
-        _check_parameters(routes, mesh)
-    except (TypeError, ValueError) as fault:
-        error = str(fault)
-    agree(group, error)
+        _check_parameters(model, routes)
+        options = {
+            "reshard_after_forward": reshard_after_forward,
+            "mp_policy": f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}",
+            "costs": "flops" if costs == "flops" else type(costs).__name__,  # what decides who must take part
+        }
+        description = _describe(model, routes, options)
+    except Exception as fault:  # also what select or blocks raise: the other ranks must not wait
+        error = fault
+    _require_same(group, error, description)
     plan = make_plan(
         routes,
         group,
@@ -109,27 +121,28 @@ def dedicate_params(
     return plan
 
 
-def fully_shard(module: nn.Module, **kwargs: object) -> nn.Module:
+_Modules = TypeVar("_Modules", nn.Module, list[nn.Module])
+
+
+def fully_shard(module: _Modules, *, ignored_params: Collection[nn.Parameter] = (), **kwargs: Any) -> _Modules:
     """Torch's ``fully_shard`` for everything in ``module`` that dmuon does not own.
 
     Args:
-        kwargs: as for ``torch.distributed.fsdp.fully_shard``; ``ignored_params`` is extended by the owned ones.
+        module: a module, or a list of modules that communicate together.
+        ignored_params: further parameters that FSDP2 shall not manage.
+        kwargs: the other arguments of ``torch.distributed.fsdp.fully_shard``.
     """
-    given = kwargs.pop("ignored_params", None) or set()
-    if not isinstance(given, (set, frozenset)):
-        raise TypeError(f"ignored_params must be a set of parameters, got {type(given).__name__}")
-    ignored = set(given) | owned_parameters(module)
-    result: nn.Module = torch_fully_shard(module, ignored_params=ignored, **kwargs)  # type: ignore[call-overload]
-    return result
+    owned: set[nn.Parameter] = set()
+    for part in module if isinstance(module, list) else [module]:
+        owned |= owned_parameters(part)
+    torch_fully_shard(module, ignored_params=owned | set(ignored_params), **kwargs)
+    return module  # torch shards in place
 
 
 def owned_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters of ``module`` that dmuon owns, in their resting form.
-
-    Raises:
-        RuntimeError: inside a forward or backward pass, when the modules hold whole weights instead.
-    """
-    return {p for p in module.parameters() if isinstance(p, OwnedTensor)}  # type: ignore[misc]
+    """The parameters of ``module`` that dmuon owns, in their resting form, also while whole weights stand in."""
+    resting: list[nn.Parameter] = [getattr(p, "_dmuon_rest", p) for p in module.parameters()]
+    return {p for p in resting if issubclass(type(p), OwnedTensor)}
 
 
 def dedications(module: nn.Module) -> list[Dedication]:
@@ -160,7 +173,16 @@ def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
             f"mesh holds ranks {ranks}, which does not match the process group: this is rank {dist.get_rank()} of "
             f"{world}; build the mesh with init_device_mesh over the current process group"
         )
-    return mesh.get_group()
+    try:
+        group = mesh.get_group()
+    except RuntimeError as fault:
+        raise ValueError(f"mesh: its process group is gone ({fault}); build it anew over the current one") from None
+    if dist.get_process_group_ranks(group) != ranks:
+        raise ValueError(
+            f"mesh holds ranks {ranks}, but its process group now holds {dist.get_process_group_ranks(group)}; build "
+            "the mesh anew over the current process group"
+        )
+    return group
 
 
 def _checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
@@ -170,7 +192,8 @@ def _checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy
         raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}")
     if policy.output_dtype is not None:
         raise ValueError(
-            "mp_policy.output_dtype governs modules, not weights: pass it to dmuon.fully_shard instead of dedicate_params"
+            "mp_policy.output_dtype governs modules, not weights: pass it to dmuon.fully_shard instead of "
+            "dedicate_params"
         )
     for name in ("param_dtype", "reduce_dtype"):
         dtype = getattr(policy, name)
@@ -191,13 +214,15 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _check_parameters(routes: Sequence[Route], mesh: DeviceMesh) -> None:
+def _check_parameters(model: nn.Module, routes: Sequence[Route]) -> None:
     owned = [r for r in routes if r.muon]
-    for route in routes:
-        if route.param.is_meta:
+    tensors: list[tuple[str, torch.Tensor]] = [(f"parameter {r.fqn!r}", r.param) for r in routes]
+    tensors += [(f"buffer {canonical_fqn(name)!r}", buffer) for name, buffer in model.named_buffers()]
+    for name, tensor in tensors:
+        if tensor.is_meta:
             raise ValueError(
-                f"parameter {route.fqn!r} is on the meta device; materialize the model (to_empty and its "
-                "initialization) before dedicate_params"
+                f"{name} is on the meta device; materialize the model (to_empty and its initialization) before "
+                "dedicate_params"
             )
     for route in owned:
         if isinstance(route.param, DTensor):
@@ -205,10 +230,35 @@ def _check_parameters(routes: Sequence[Route], mesh: DeviceMesh) -> None:
                 f"parameter {route.fqn!r} is a DTensor with placements {route.param.placements}; dedicate_params takes "
                 "whole matrices: call it before anything shards the model, or exclude it with select=…"
             )
-        for module, name in route.sites:
-            if name in getattr(module, "parametrizations", {}):
-                raise ValueError(f"parameter {route.fqn!r} is parametrized; remove the parametrization or exclude it")
     _check_optimizers({id(r.param): r.fqn for r in owned})
+
+
+def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, object]) -> list[tuple[str, str]]:
+    """What all ranks must have in common, by name, in the order of the collectives that depend on it."""
+    items = [(f"option {name}", str(value)) for name, value in options.items()]
+    for r in routes:
+        route = f"Muon in block {r.block}" if r.muon else "AdamW"
+        items.append((f"parameter {r.fqn!r}", f"{tuple(r.param.shape)}, {r.param.dtype}, {route}"))
+    for name, buffer in model.named_buffers():
+        items.append((f"buffer {canonical_fqn(name)!r}", f"{tuple(buffer.shape)}, {buffer.dtype}"))
+    return items
+
+
+def _require_same(group: dist.ProcessGroup, error: Exception | None, description: list[tuple[str, str]]) -> None:
+    digest = hashlib.sha256(repr(description).encode()).hexdigest()
+    if len(set(agree(group, error, digest))) == 1:
+        return
+    descriptions = agree(group, None, description)
+    first = dict(descriptions[0])
+    for rank, items in enumerate(descriptions):
+        theirs = dict(items)
+        name = next((n for n in [*first, *theirs] if first.get(n) != theirs.get(n)), None)
+        if name is not None:
+            raise ValueError(
+                f"{name} is {theirs.get(name, 'absent')} on rank {rank} and {first.get(name, 'absent')} on rank 0; "
+                "build the same model with the same options on every rank"
+            )
+    raise ValueError("the parameters come in another order on some ranks; build the same model on every rank")
 
 
 def _check_optimizers(owned: dict[int, str]) -> None:
@@ -241,7 +291,8 @@ def _share_initial_values(model: nn.Module, routes: Sequence[Route], comm: Comm)
     with torch.no_grad():
         for tensor in [*tensors, *model.buffers()]:
             value = tensor.detach().to(comm.device).contiguous()
-            dist.broadcast(value, src=comm.ranks[0], group=comm.fill_group)
+            # As bytes: backends lack some dtypes that buffers have.
+            dist.broadcast(value.reshape(-1).view(torch.uint8), src=comm.ranks[0], group=comm.fill_group)
             if value.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(value)
 

@@ -46,13 +46,16 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         elements = sum(m.rows * m.cols for m in plan.matrices)
         lines += [
             "",
-            f"Muon: {len(plan.matrices)} matrices, {elements:,} elements; AdamW: {len(rest)} parameters",
+            f"Muon: {len(plan.matrices)} matrices, {elements:,} elements; "
+            f"AdamW: {len(rest)} parameters, {dedication.adamw_elements:,} elements",
         ]
-        group = runtime.groups[0]
-        kept = "kept after forward" if group.keep else "freed after forward"
+        kept = "kept after forward" if runtime.groups[0].keep else "freed after forward"
+        entries = list(runtime.entries())
         lines += [
-            f"owned weights: {len(runtime.groups)} blocks, forward in {group.entries[0].full.dtype}, masters in "
-            f"{group.entries[0].master.dtype}, gradients reduced in {group.reduce_dtype}, {kept}",
+            f"owned weights: {len({g.name for g in runtime.groups})} blocks, "
+            f"forward in {_unique(e.full.dtype for e in entries)}, "
+            f"masters in {_unique(e.master.dtype for e in entries)}, "
+            f"gradients reduced in {_unique(g.reduce_dtype for g in runtime.groups)}, {kept}",
             *_fsdp_line(model),
             "",
             plan.report(),
@@ -66,6 +69,10 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
             f"{phases or 'no step yet'}",
         ]
     return "\n".join(lines)
+
+
+def _unique(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(sorted({str(dtype) for dtype in dtypes}))
 
 
 def _fsdp_line(model: nn.Module) -> list[str]:

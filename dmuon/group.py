@@ -29,6 +29,7 @@ class Residence(Enum):
     READY = "buffer holds whole weights, modules hold the resting form"
     FORWARD = "modules hold whole weights for a forward"
     BACKWARD = "modules hold whole weights for a backward"
+    SUMMONED = "modules hold whole weights for the user, inside summon_full_params()"
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +134,7 @@ class OwnerGroup:
             # `.data` gives the view a version counter of its own: filling the buffer must not look to autograd like
             # an edit of the weights that it saved.
             full = nn.Parameter(slot.data, requires_grad=param.requires_grad)
+            full._dmuon_rest = rest  # type: ignore[attr-defined]
             entry = OwnedEntry(fqn, param.shape, owner, sites, rest, full)
             self.entries.append(entry)
             if owner == comm.rank:
@@ -177,6 +179,12 @@ class OwnerGroup:
         """Put whole weights into the modules."""
         self._require(Residence.READY)
         for entry in self.entries:
+            for module, name in entry.sites:
+                if module._parameters.get(name) is not entry.rest:
+                    raise RuntimeError(
+                        f"parameter {entry.fqn!r} was replaced in its module after dedicate_params; edit it under "
+                        "dmuon.summon_full_params(model) instead"
+                    )
             if entry.full.requires_grad != entry.rest.requires_grad:
                 entry.full.requires_grad_(entry.rest.requires_grad)
             place(entry, entry.full)
@@ -188,6 +196,21 @@ class OwnerGroup:
         for entry in self.entries:
             place(entry, entry.rest)
         self.state = Residence.READY
+
+    def summon(self, wholes: Sequence[nn.Parameter]) -> None:
+        """Put ``wholes``, one per entry, into the modules for the user."""
+        if self.state is not Residence.FREED:
+            self.free()
+        for entry, whole in zip(self.entries, wholes, strict=True):
+            place(entry, whole)
+        self.state = Residence.SUMMONED
+
+    def dismiss(self) -> None:
+        """End :meth:`summon`."""
+        self._require(Residence.SUMMONED)
+        for entry in self.entries:
+            place(entry, entry.rest)
+        self.state = Residence.FREED
 
     def free(self) -> None:
         """Give the buffer's memory back."""

@@ -28,7 +28,7 @@ _ELEMENTWISE = (
     "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "div", "exp", "lerp", "log", "maximum",
     "minimum", "mul", "neg", "pow", "reciprocal", "rsqrt", "sign", "sqrt", "sub", "zero", "copy", "fill",
 )  # fmt: skip
-_CREATION = ("clone", "detach", "empty_like", "full_like", "ones_like", "zeros_like")
+_CREATION = ("clone", "detach", "full_like", "ones_like", "zeros_like")
 _NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
 _LOCAL = frozenset(
     [f"{name}{suffix}" for name in _ELEMENTWISE for suffix in ("", "_")]
@@ -39,6 +39,11 @@ _LOCAL = frozenset(
 _REMEDY = (
     "use `with dmuon.summon_full_params(model):` to read or edit whole weights, `model.state_dict()` or "
     "torch.distributed.checkpoint to save them"
+)
+_CONVERSIONS = ("_to_copy", "empty_like")  # what Module.to(…), .half(), .cuda() and .to_empty(…) call
+_CONVERSION_REMEDY = (
+    "convert and move the model before dedicate_params, which takes it to the mesh's device; for another dtype in "
+    "forward and backward pass mp_policy=MixedPrecisionPolicy(param_dtype=…)"
 )
 
 
@@ -57,7 +62,7 @@ class OwnedTensor(DTensor):
     runtime: Runtime | None
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
@@ -67,14 +72,15 @@ class OwnedTensor(DTensor):
             _check_norm(name, args, kwargs or {}, owned[0])
         elif name not in _LOCAL:
             raise RuntimeError(
-                f"{func} is not available on {owned[0].fqn!r}, which dmuon keeps whole on rank {owned[0].owner} and "
-                f"empty on the others; {_REMEDY}"
+                f"{func} is not available on {owned[0].fqn!r}: outside the forward and backward of its block, dmuon "
+                f"keeps it whole on rank {owned[0].owner} and empty on the others; "
+                f"{_CONVERSION_REMEDY if name in _CONVERSIONS else _REMEDY}"
             )
         twins: dict[int, OwnedTensor] = {}
         plain = []
         for leaf in flat:
             if isinstance(leaf, OwnedTensor):
-                twin = DTensor(leaf._local_tensor, leaf._spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+                twin = DTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
                 twins[id(twin)] = leaf
                 leaf = twin
             plain.append(leaf)
@@ -90,23 +96,36 @@ class OwnedTensor(DTensor):
             return out
         return _rewrap(out, twins, owned)
 
-    def full_tensor(self, **_: Any) -> Tensor:  # type: ignore[override]
+    def full_tensor(self, **_: Any) -> Tensor:
         raise RuntimeError(
             f"full_tensor() of {self.fqn!r} would return wrong data: it is whole on rank {self.owner}; {_REMEDY}"
         )
 
-    def redistribute(self, *_: Any, **__: Any) -> DTensor:  # type: ignore[override]
+    def redistribute(self, *_: Any, **__: Any) -> DTensor:
         raise RuntimeError(
             f"redistribute() of {self.fqn!r} would return wrong data: it is whole on rank {self.owner}; {_REMEDY}"
         )
 
-    def to_local(self, **_: Any) -> Tensor:  # type: ignore[override]
+    def to_local(self, **_: Any) -> Tensor:
         # Checkpointing reads shards through this, and would take them for even ones.
         raise RuntimeError(
             f"to_local() of {self.fqn!r} is not an even shard: it is whole on rank {self.owner}; {_REMEDY}"
         )
 
-    def is_contiguous(self, *_: Any, **__: Any) -> bool:  # type: ignore[override]
+    def share_memory_(self) -> Tensor:
+        # Tensor's own reads the storage that a wrapper has not got.
+        raise RuntimeError(f"parameter {self.fqn!r} is owned by dmuon and cannot move to shared memory; {_REMEDY}")
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # Tensor's own would change the wrapper and leave the weights as they are.
+        raise RuntimeError(f"the data of {self.fqn!r}, which is owned by dmuon, cannot be replaced; {_REMEDY}")
+
+    def is_contiguous(self, *_: Any, **__: Any) -> bool:
         # The first thing that FSDP2's fully_shard asks of a parameter that was not ignored.
         raise TypeError(
             f"parameter {self.fqn!r} is owned by dmuon and cannot be sharded or laid out again; call "
@@ -138,7 +157,7 @@ def owned_tensor(
 ) -> OwnedTensor:
     """Wrap ``local`` (``shape`` on the owner, ``(0, n)`` elsewhere); shares its storage."""
     spec = row_sharded_spec(mesh, shape, local.dtype)
-    tensor: OwnedTensor = OwnedTensor(local, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+    tensor: OwnedTensor = OwnedTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     tensor.fqn, tensor.owner, tensor.runtime = fqn, owner, runtime
     return tensor
 

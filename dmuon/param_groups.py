@@ -143,6 +143,8 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
 
 def _check_param(param: Tensor, use_muon: bool) -> None:
     name = getattr(param, "fqn", f"of shape {tuple(param.shape)}")
+    if not param.is_floating_point():
+        raise ValueError(f"parameter {name} is {param.dtype}; Muon and AdamW take floating-point parameters")
     if not use_muon:
         if isinstance(param, OwnedTensor):
             raise ValueError(f"parameter {name!r} is owned by dmuon and cannot be in a group with use_muon=False")
@@ -151,8 +153,6 @@ def _check_param(param: Tensor, use_muon: bool) -> None:
         raise ValueError(
             f"parameter {name} has {param.ndim} dimensions; Muon takes matrices: put it in a group with use_muon=False"
         )
-    if not param.is_floating_point():
-        raise ValueError(f"parameter {name} is {param.dtype}; Muon takes floating-point matrices")
     if isinstance(param, DTensor) and not isinstance(param, OwnedTensor):
         raise ValueError(
             f"parameter {name} is a DTensor with placements {param.placements}; Newton-Schulz needs whole matrices: "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from dmuon.comm import agree
+from dmuon.costs import find_costs
 from dmuon.policy import Route
 from dmuon.solver import CostTable, Matrix, Plan, SolveOptions
 from dmuon.solver import plan as solve_plan
 
-__all__ = ["Costs", "OwnerPlan", "make_plan"]
+__all__ = ["Costs", "OwnerPlan", "check_options", "make_plan"]
 
-Costs = Literal["flops"] | str | CostTable | None
+Costs = Literal["flops"] | str | os.PathLike[str] | CostTable | None
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,16 @@ class OwnerPlan:
         return f"costs: {self.cost_source}\n{self.solution.report()}"
 
 
+def check_options(costs: object, solve: object) -> None:
+    """Raise TypeError for a value that :func:`make_plan` cannot take."""
+    if not (costs is None or isinstance(costs, (str, os.PathLike, CostTable))):
+        raise TypeError(
+            f"costs must be None, 'flops', the path of a cost cache or a CostTable, got {type(costs).__name__}"
+        )
+    if not (solve is None or isinstance(solve, SolveOptions)):
+        raise TypeError(f"solve must be a dmuon.solver.SolveOptions, got {type(solve).__name__}")
+
+
 def make_plan(
     routes: Sequence[Route],
     group: dist.ProcessGroup,
@@ -74,8 +84,8 @@ def make_plan(
     """Find costs, solve on rank 0, broadcast, and verify. Collective over ``group``.
 
     Raises:
-        ValueError: on every rank, when the ranks' models differ, the costs are unusable, or a received plan does not
-            fit this rank's model.
+        ValueError: on every rank, when the costs are unusable, the solver failed, or a received plan does not fit
+            this rank's model.
     """
     matrices = tuple(
         Matrix(r.fqn, r.param.shape[0], r.param.shape[1], r.block or "", r.param.numel() * comm_itemsize(r))
@@ -83,7 +93,6 @@ def make_plan(
         if r.muon
     )
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    _require_same_model(matrices, group)
 
     def share(item: object) -> list[object]:
         items: list[object] = [None] * world
@@ -92,11 +101,7 @@ def make_plan(
 
     if isinstance(costs, CostTable):
         table, source = costs, "given"
-    elif costs == "flops":
-        table, source = CostTable.from_flops({m.shape for m in matrices}), "flops"
     else:
-        from dmuon.costs import find_costs
-
         table, source = find_costs(
             dict(Counter(m.shape for m in matrices)),
             world=world,
@@ -105,41 +110,32 @@ def make_plan(
             costs=costs,
             share=share if world > 1 else None,
         )
-    sent: list[Any] = [None, None]
+    sent: list[Any] = [None, None, None]
     if rank == 0:
         try:
-            sent[0] = solve_plan(matrices, world, table, solve or SolveOptions()).to_json()
-        except Exception as error:  # every rank must hear of it, whatever it is
-            sent[1] = f"{type(error).__name__}: {error}"
+            # Batches decide rounding: like the owners, their sizes are rank 0's.
+            chunks = {shape: table.chunk(shape) for shape in sorted({m.shape for m in matrices})}
+            sent = [None, solve_plan(matrices, world, table, solve or SolveOptions()).to_json(), chunks]
+        except Exception as fault:  # every rank must hear of it, whatever it is
+            sent[0] = str(fault) if isinstance(fault, ValueError) else f"{type(fault).__name__}: {fault}"
     if world > 1:
         dist.broadcast_object_list(sent, group_src=0, group=group)
-    error, solution = sent[1], None
+    error, solution = sent[0], None
     if error is None:
         try:
-            solution = Plan.from_json(sent[0])
+            solution = Plan.from_json(sent[1])
             error = _mismatch(matrices, solution, world)
         except ValueError as fault:
             error = str(fault)
     digests = agree(group, error, None if solution is None else solution.digest)
     assert solution is not None
-    if len(set(digests)) > 1:
-        raise ValueError(f"ranks hold different owner plans: digests {sorted(set(digests))}")
-    chunks = {shape: table.chunk(shape) for shape in sorted({m.shape for m in matrices})}
-    chunks = agree(group, None, chunks)[0]  # rank 0's: batches decide rounding, so all ranks use the same
-    return OwnerPlan(matrices, solution, chunks, source, world)
-
-
-def _require_same_model(matrices: Sequence[Matrix], group: dist.ProcessGroup) -> None:
-    description = [(m.name, m.rows, m.cols, m.block) for m in matrices]
-    digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
-    seen = agree(group, None, (digest, description))
-    for rank, (other_digest, other) in enumerate(seen):
-        if other_digest != seen[0][0]:
-            differing = sorted({str(d[0]) for d in set(map(tuple, other)) ^ set(map(tuple, seen[0][1]))})
-            raise ValueError(
-                f"rank {rank} selects other matrices than rank 0, first difference: "
-                f"{differing[0] if differing else 'their order'}; build the same model on every rank"
-            )
+    other = [r for r, digest in enumerate(digests) if digest != digests[0]]
+    if other:
+        raise ValueError(
+            f"rank {other[0]} holds another owner plan than rank 0 (digests {digests[other[0]]} and {digests[0]}); run "
+            "the same version of dmuon on every rank"
+        )
+    return OwnerPlan(matrices, solution, sent[2], source, world)
 
 
 def _mismatch(matrices: Sequence[Matrix], solution: Plan, world: int) -> str | None:

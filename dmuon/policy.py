@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.nn as nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 __all__ = ["BlockPredicate", "Route", "Select", "canonical_fqn", "route_parameters"]
 
@@ -14,8 +17,14 @@ BlockPredicate = Callable[[str, nn.Module], bool]
 
 _WRAPPER_PREFIXES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # their weights have as many dimensions as what they normalize
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 # A hint alone decides nothing; together with a shape that is not square it makes a layout ambiguous.
-_FUSED_HINTS = ("qkv", "c_attn", "query_key_value", "in_proj", "gate_up")
+_FUSED_HINTS = (
+    "qkv", "c_attn", "query_key_value", "key_value", "to_kv", "kv_proj", "in_proj", "gate_up", "up_gate",
+)  # fmt: skip
+_FUSED_PARTS = (2, 3, 4)  # gate and up, or keys and values; queries, keys and values; those and a gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +64,10 @@ def route_parameters(
 ) -> list[Route]:
     """Route every parameter of ``model`` to Muon or AdamW, in the order of ``named_parameters``.
 
-    By default Muon takes every trainable matrix inside a block. Blocks are the elements of the outermost
-    ``ModuleList``s and ``Sequential``s that have children of their own. Embeddings, tied or declared output heads,
+    By default Muon takes every trainable matrix that is the ``weight`` of a layer inside a block. Blocks are the
+    elements of the outermost ``ModuleList``s, ``Sequential``s and ``ModuleDict``s with keys 0, 1, … that have
+    children of their own; a ``Sequential``'s stem and head, which do not repeat, are none. Embeddings, tied or
+    declared output heads, norms, recurrent weights, other bare parameters (tables, stacked biases, state matrices),
     1-D parameters and everything outside blocks stay on AdamW.
 
     Args:
@@ -66,11 +77,11 @@ def route_parameters(
     Raises:
         TypeError: ``select`` returned something that is not a bool.
         ValueError: no matrix was selected, a selected parameter lies in no block or in two, is not a matrix, or
-            has a fused layout that the shape alone does not settle.
+            has a fused layout that the shape alone does not settle; blocks that overlap or are never called.
     """
-    block_modules = list(_find_blocks(model, blocks))
-    owner_block = _innermost_block(model, block_modules)
+    owner_block = _blocks_by_module(_find_blocks(model, blocks))
     embeddings = _embedding_ids(model)
+    parents = {id(child): module for module in model.modules() for child in module.children()}
     routes = []
     for fqn, param, sites in _parameters_with_sites(model):
         reason = _why_not(fqn, param, sites, owner_block, embeddings)
@@ -84,73 +95,132 @@ def route_parameters(
         if reason is not None:
             routes.append(Route(fqn, param, sites, None, None, reason))
             continue
+        _refuse_reparametrized(fqn, sites)
         if select is None:
-            _refuse_fused(fqn, sites[0][0], param)
+            _refuse_fused(fqn, sites[0], param, parents)
         block_fqn, block = _single_block(fqn, sites, owner_block)
         why = "chosen by select" if select is not None else "matrix inside a block"
         routes.append(Route(fqn, param, sites, block_fqn, block, why))
     if not any(r.muon for r in routes):
         raise ValueError(
-            "no matrix was selected for Muon: "
-            + (
-                "select returned False for every parameter"
-                if select is not None
-                else "no trainable 2-D parameter lies inside a block (an element of a ModuleList or Sequential that has "
-                "children of its own)"
-            )
-            + "; name the blocks with blocks=[…] or the matrices with select=…"
+            f"no matrix was selected for Muon: {_why_none(select, blocks)}; name the blocks with blocks=[…] or the "
+            "matrices with select=…"
         )
     return routes
 
 
+def _why_none(select: Select | None, blocks: Sequence[nn.Module] | BlockPredicate | None) -> str:
+    if select is not None:
+        return "select returned False for every parameter"
+    if blocks is not None:
+        return "no trainable layer with a 2-D weight lies inside the given blocks"
+    return (
+        "no trainable layer with a 2-D weight lies inside a block (an element of a ModuleList or Sequential that has "
+        "children of its own)"
+    )
+
+
 def _find_blocks(
     model: nn.Module, blocks: Sequence[nn.Module] | BlockPredicate | None
-) -> Iterator[tuple[str, nn.Module]]:
+) -> Sequence[tuple[str, nn.Module]]:
     if blocks is None:
-        yield from _container_elements(model, "")
-        return
+        # A Sequential without any repetition is a stack of one layer only where nothing else is a stack.
+        return list(_stack_elements(model, "", True)) or list(_stack_elements(model, "", False))
     named = [(canonical_fqn(n), m) for n, m in model.named_modules() if n]
-    if callable(blocks):
-        yield from ((n, m) for n, m in named if blocks(n, m))
+    if callable(blocks) and not isinstance(blocks, nn.Module):
+        given = [(n, m) for n, m in named if blocks(n, m)]
+    else:
+        if not isinstance(blocks, Iterable):
+            raise TypeError(
+                f"blocks must be a list of modules or a function of (fqn, module), got {type(blocks).__name__}"
+            )
+        names = {id(m): n for n, m in named}
+        for module in blocks:
+            if id(module) not in names:
+                raise ValueError(f"blocks: {type(module).__name__} is not a submodule of the model; pass modules of it")
+        given = [(names[id(m)], m) for m in blocks]
+    for name, module in given:
+        if not _is_callable(module):
+            raise ValueError(
+                f"blocks: {name!r} is a {type(module).__name__}, which nobody calls, so that its weights would never "
+                "be fetched; pass its elements"
+            )
+        inside = {id(sub) for sub in module.modules()} - {id(module)}
+        for other_name, other in given:
+            if id(other) in inside:
+                raise ValueError(f"blocks: {other_name!r} lies inside {name!r}; pass one of them")
+    return given
+
+
+def _is_callable(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    for prefix in _WRAPPER_PREFIXES:
+        inner = module._modules.get(prefix)
+        if inner is not None:
+            return _unwrapped(inner)
+    return module
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(True for _ in _unwrapped(module).children())
+
+
+def _is_list(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleDict):  # a list whose keys survive when pipeline stages drop some
+        return len(module) > 0 and all(key.isdigit() for key in module)
+    return isinstance(module, (nn.ModuleList, nn.Sequential))
+
+
+def _stack_elements(module: nn.Module, prefix: str, repeated: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Blocks below ``module``: elements of its outermost containers, those of containers inside containers included.
+
+    Args:
+        repeated: a ``Sequential`` in which nothing repeats is no stack.
+    """
+    elements = list(module.named_children())
+    if not _is_list(module):
+        for name, child in elements:
+            yield from _stack_elements(child, f"{prefix}{name}.", repeated)
         return
-    names = {id(m): n for n, m in named}
-    for module in blocks:
-        if id(module) not in names:
-            raise ValueError(f"blocks: {type(module).__name__} is not a submodule of the model; pass modules of it")
-        yield names[id(module)], module
+    elements = [(n, c) for n, c in elements if _is_composite(c)]
+    if isinstance(module, nn.Sequential):
+        elements = _between_stem_and_head(elements, repeated)
+    for name, child in elements:
+        yield from _element_blocks(child, f"{prefix}{name}", repeated)
 
 
-def _container_elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of the outermost containers below ``module``; a container inside a container is descended into."""
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        inner = [(n, c) for n, c in module.named_children() if any(True for _ in c.children())]
-        if isinstance(module, nn.Sequential):
-            inner = _repeated(inner)
-        for name, child in inner:
-            fqn = canonical_fqn(f"{prefix}{name}")
-            if isinstance(child, (nn.ModuleList, nn.Sequential)) and _holds_composites(child):
-                yield from _container_elements(child, f"{prefix}{name}.")
-            else:
-                yield fqn, child
-        return
-    for name, child in module.named_children():
-        yield from _container_elements(child, f"{prefix}{name}.")
+def _element_blocks(element: nn.Module, name: str, repeated: bool) -> Iterator[tuple[str, nn.Module]]:
+    """The element itself, or, if it only groups others, what it groups."""
+    inner = _unwrapped(element)
+    if not _is_callable(inner):  # nobody calls it, so it cannot be a block; each of its layers is called
+        for name_in, child in inner.named_children():
+            yield from _element_blocks(child, f"{name}.{name_in}", repeated)
+    elif isinstance(inner, nn.Sequential) and any(_is_composite(child) for child in inner.children()):
+        yield from _stack_elements(inner, f"{name}.", False)
+    else:
+        yield canonical_fqn(name), element
 
 
-def _holds_composites(module: nn.Module) -> bool:
-    return any(any(True for _ in child.children()) for child in module.children())
+def _between_stem_and_head(elements: list[tuple[str, nn.Module]], repeated: bool) -> list[tuple[str, nn.Module]]:
+    """In a Sequential that mixes a stem, blocks and a head, the blocks span from the first to the last that repeats."""
+    kinds = [_kind(m) for _, m in elements]
+    where = [i for i, kind in enumerate(kinds) if kinds.count(kind) > 1]
+    if where:
+        return elements[where[0] : where[-1] + 1]
+    return [] if repeated else elements
 
 
-def _repeated(elements: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """In a Sequential that mixes a stem, blocks and a head, the blocks are the elements whose class repeats."""
-    classes = [type(m) for _, m in elements]
-    repeated = [(n, m) for n, m in elements if classes.count(type(m)) > 1]
-    return repeated or elements
+def _kind(module: nn.Module) -> tuple[type, frozenset[object]]:
+    """What makes two elements of a stack alike: their class, and for a plain container what it contains."""
+    module = _unwrapped(module)
+    inside = module.children() if _is_list(module) else ()
+    return type(module), frozenset(_kind(child) for child in inside)
 
 
-def _innermost_block(
-    model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]
-) -> dict[int, list[tuple[str, nn.Module]]]:
+def _blocks_by_module(blocks: Iterable[tuple[str, nn.Module]]) -> dict[int, list[tuple[str, nn.Module]]]:
     """Map ``id(submodule)`` to the blocks that contain it (more than one only for a shared submodule)."""
     table: dict[int, list[tuple[str, nn.Module]]] = {}
     seen: set[int] = set()
@@ -175,8 +245,8 @@ def _embedding_ids(model: nn.Module) -> dict[int, str]:
     ):
         try:
             module = getattr(model, getter)()
-        except (AttributeError, NotImplementedError):
-            continue
+        except (AttributeError, NotImplementedError, TypeError):
+            continue  # not there, or not the method that Hugging Face models have
         weight = getattr(module, "weight", None)
         if weight is not None:
             found.setdefault(id(weight), reason)
@@ -207,8 +277,7 @@ def _why_not(
     if param.ndim < 2:
         return f"{param.ndim}-D"
     if id(param) in embeddings:
-        tied = "" if isinstance(sites[0][0], _EMBEDDINGS) and len(sites) == 1 else "tied to "
-        return tied + embeddings[id(param)]
+        return f"{'tied to ' if len(sites) > 1 else ''}{embeddings[id(param)]}"
     if any(id(module) not in owner_block for module, _ in sites):
         return "outside blocks"
     if param.ndim != 2:
@@ -217,6 +286,32 @@ def _why_not(
         return f"{param.dtype}, not floating point"
     if not param.requires_grad:
         return "frozen"
+    if param.numel() == 0:
+        return "empty"
+    return next((why for why in (_why_no_layer(module, name) for module, name in sites) if why is not None), None)
+
+
+def _why_no_layer(module: nn.Module, name: str) -> str | None:
+    """Why the parameter ``name`` of ``module`` is not the matrix of a linear layer; None if it is."""
+    kind = type(module).__name__
+    if isinstance(module, _NORMS):
+        return f"weight of {kind}"
+    if isinstance(module, _RECURRENT):
+        return f"recurrent weight of {kind}"
+    if name == "weight" or (isinstance(module, nn.MultiheadAttention) and name in _ATTENTION_WEIGHTS):
+        return None
+    if _reparametrized(module, name) is not None:
+        return None  # is refused
+    return f"bare parameter of {kind}, not the weight of a layer"
+
+
+def _reparametrized(module: nn.Module, name: str) -> str | None:
+    """What computes the layer's weight from this parameter, if anything does."""
+    if isinstance(module, ParametrizationList):
+        return ", ".join(type(m).__name__ for m in module)
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, (WeightNorm, SpectralNorm)) and name.startswith(f"{hook.name}_"):
+            return type(hook).__name__
     return None
 
 
@@ -226,13 +321,19 @@ def _require_selectable(
     sites: Sequence[tuple[nn.Module, str]],
     owner_block: dict[int, list[tuple[str, nn.Module]]],
 ) -> None:
-    if param.ndim != 2 or not param.is_floating_point():
+    if param.ndim != 2 or not param.is_floating_point() or param.numel() == 0:
         raise ValueError(
             f"select chose {fqn!r} of shape {tuple(param.shape)} and {param.dtype}; Muon takes 2-D floating-point "
-            "matrices: return False for it"
+            "matrices that are not empty: return False for it"
         )
     if any(id(module) not in owner_block for module, _ in sites):
         raise ValueError(f"select chose {fqn!r}, which lies outside every block; name its block with blocks=[…]")
+    for module, _ in sites:
+        if isinstance(module, nn.RNNBase):  # it computes with a list of its own, not with its registered parameters
+            raise ValueError(
+                f"select chose {fqn!r} of a {type(module).__name__}, which keeps references to its weights and would "
+                "not see new ones: return False for it"
+            )
 
 
 def _single_block(
@@ -248,12 +349,41 @@ def _single_block(
     return next(iter(holders.values()))
 
 
-def _refuse_fused(fqn: str, module: nn.Module, param: nn.Parameter) -> None:
+def _refuse_reparametrized(fqn: str, sites: Sequence[tuple[nn.Module, str]]) -> None:
+    for module, name in sites:
+        source = _reparametrized(module, name)
+        if source is not None:
+            raise ValueError(
+                f"parameter {fqn!r} is parametrized by {source}: what Muon makes orthogonal would not be the layer's "
+                "weight. Remove the parametrization, or keep it on AdamW with select=…"
+            )
+
+
+def _refuse_fused(fqn: str, site: tuple[nn.Module, str], param: nn.Parameter, parents: dict[int, nn.Module]) -> None:
+    module, name = site
     rows, cols = param.shape
-    leaf = ".".join(fqn.split(".")[-2:]).lower()
-    if max(rows, cols) >= 1.5 * min(rows, cols) and any(hint in leaf for hint in _FUSED_HINTS):
+    holder = fqn.lower().split(".")[-2] if "." in fqn else ""
+    hinted = rows != cols and any(hint in holder for hint in _FUSED_HINTS)
+    attention = isinstance(module, nn.MultiheadAttention) and name == "in_proj_weight"
+    if hinted or attention or _is_split_after(module, parents):
         raise ValueError(
             f"parameter {fqn!r} of shape {(rows, cols)} looks like several projections fused into one tensor; "
-            "orthogonalizing it whole is not what Muon does to its parts. Split the layer, or decide with "
-            "select=lambda fqn, module, param: …"
+            "orthogonalizing it whole is not what Muon does to its parts. Split the layer, or say which matrices Muon "
+            "takes with select=lambda fqn, module, param: …"
         )
+
+
+def _is_split_after(layer: nn.Module, parents: dict[int, nn.Module]) -> bool:
+    """Whether a later sibling takes one of 2, 3 or 4 equal parts of the layer's output, and none takes all of it."""
+    parent = parents.get(id(layer))
+    if not isinstance(layer, nn.Linear) or parent is None:
+        return False
+    linears = [m for m in parent.modules() if isinstance(m, nn.Linear)]
+    if any(m.in_features == layer.out_features for m in linears if m is not layer):
+        return False
+    later = linears[linears.index(layer) + 1 :]
+    return any(
+        m.out_features == layer.in_features and layer.out_features == parts * m.in_features
+        for m in later
+        for parts in _FUSED_PARTS
+    )

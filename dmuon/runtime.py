@@ -90,12 +90,19 @@ class Runtime:
             self._refresh(group)
             index = self._following.get(index)
 
-    def at_rest(self, doing: str) -> None:
-        """Raise unless every block is outside forward and backward; first clean up after one that did not finish."""
+    def at_rest(self, doing: str, *, summoned: bool = False) -> None:
+        """Raise unless every block is outside forward, backward and ``summon_full_params``.
+
+        First cleans up after a backward that did not finish.
+
+        Args:
+            summoned: allow ``summon_full_params``.
+        """
         self._recover()
+        resting = {Residence.FREED, Residence.FILLING, Residence.READY}
         for group in self.groups:
-            if group.state in (Residence.FORWARD, Residence.BACKWARD):
-                raise RuntimeError(f"{doing} while block {group.name!r} is in its {group.state.name.lower()} pass")
+            if group.state not in resting and not (summoned and group.state is Residence.SUMMONED):
+                raise RuntimeError(f"{doing} while block {group.name!r} is {group.state.name}: {group.state.value}")
 
     def _refresh(self, group: OwnerGroup) -> None:
         """Start filling ``group`` unless its buffer is current."""
@@ -106,8 +113,8 @@ class Runtime:
             group.start_fill(self.generation)
 
     def _ensure_ready(self, group: OwnerGroup) -> None:
-        if group.state in (Residence.FORWARD, Residence.BACKWARD):
-            raise RuntimeError(f"block {group.name!r} is entered again inside its own {group.state.name.lower()} pass")
+        if group.state in (Residence.FORWARD, Residence.BACKWARD, Residence.SUMMONED):
+            raise RuntimeError(f"forward or backward of block {group.name!r} while {group.state.value}")
         self._refresh(group)
         if group.state is Residence.FILLING:
             group.finish_fill()

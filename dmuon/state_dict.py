@@ -102,7 +102,7 @@ def _after_state_dict(
     prefix: str,
     _metadata: Any,
 ) -> None:
-    runtime.at_rest("state_dict()")
+    runtime.at_rest("state_dict()", summoned=True)
     with torch.no_grad():
         for name, entry in _resting(module, entries).items():
             state_dict[prefix + name] = owned_to_even(entry.master, entry.shape, entry.owner, runtime.comm)
@@ -120,7 +120,7 @@ def _before_load(
     _unexpected: list[str],
     errors: list[str],
 ) -> None:
-    runtime.at_rest("load_state_dict()")
+    runtime.at_rest("load_state_dict()", summoned=True)
     if metadata.get("assign_to_params_buffers", False):
         raise ValueError("load_state_dict(assign=True) would replace parameters that dmuon owns; use assign=False")
     entries = _resting(module, entries)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from dmuon.comm import Comm
 from dmuon.dedicate import dedications
-from dmuon.group import OwnedEntry, place
-from dmuon.runtime import Runtime
+from dmuon.group import OwnedEntry
 
 __all__ = ["summon_full_params"]
 
@@ -21,43 +21,55 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
     """Within, modules hold whole owned weights, in the dtype of the masters, on every rank.
 
     Costs the memory of all owned matrices on every rank. Forward and backward are not available inside. Collective;
-    with ``writeback`` edits must be the same on all ranks, the owner's are kept.
+    with ``writeback`` edits must be the same on all ranks, the owner's are kept. An exception inside drops them.
 
     Args:
         model: the model that was dedicated.
 
     Raises:
         ValueError: the model was not dedicated.
-        RuntimeError: inside a forward or backward.
+        RuntimeError: inside a forward or backward, or inside itself; a forward, a step, or a weight of another shape
+            inside.
     """
     found = dedications(model)
     if not found:
         raise ValueError("model was not dedicated: call dmuon.dedicate_params(model, mesh) first")
-    summoned: list[tuple[Runtime, OwnedEntry, nn.Parameter]] = []
-    for dedication in found:
-        dedication.runtime.at_rest("summon_full_params()")
+    runtimes = [dedication.runtime for dedication in found]
+    for runtime in runtimes:
+        runtime.at_rest("summon_full_params()")
+    groups = [group for runtime in runtimes for group in runtime.groups]
+    wholes = [[_whole(group.comm, entry) for entry in group.entries] for group in groups]
+    for group, whole in zip(groups, wholes, strict=True):
+        group.summon(whole)
     try:
-        for dedication in found:
-            runtime = dedication.runtime
-            for entry in runtime.entries():
-                summoned.append((runtime, entry, _whole(runtime, entry)))
-        for _, entry, whole in summoned:
-            place(entry, whole)
         yield
+        edited = [(group.comm, entry, _edited(entry)) for group in groups for entry in group.entries]
     finally:
-        for _, entry, _ in summoned:
-            place(entry, entry.rest)
+        for group in groups:
+            group.dismiss()
     if writeback:
         with torch.no_grad():
-            for runtime, entry, whole in summoned:
-                if entry.owner == runtime.comm.rank:
-                    entry.master.copy_(whole)
-        for dedication in found:
-            dedication.runtime.weights_changed()
+            for comm, entry, param in edited:
+                if entry.owner == comm.rank:
+                    entry.master.copy_(param)
+        for runtime in runtimes:
+            runtime.weights_changed()
 
 
-def _whole(runtime: Runtime, entry: OwnedEntry) -> nn.Parameter:
-    comm = runtime.comm
+def _edited(entry: OwnedEntry) -> nn.Parameter:
+    """What the module holds now: the parameter that was put there, or one that the user put in its place."""
+    module, name = entry.sites[0]
+    param = module._parameters[name]
+    if param is None or param.shape != entry.shape:
+        found = "nothing" if param is None else f"shape {tuple(param.shape)}"
+        raise RuntimeError(
+            f"summon_full_params(): parameter {entry.fqn!r} of shape {tuple(entry.shape)} was replaced by {found}; "
+            "keep its shape"
+        )
+    return param
+
+
+def _whole(comm: Comm, entry: OwnedEntry) -> nn.Parameter:
     with torch.no_grad():
         if entry.owner == comm.rank:
             whole = entry.master.clone()

@@ -207,9 +207,7 @@ class RankPool:
             except EOFError:
                 raise RankFailure(f"{worker.process.name} died at start:\n{_tail(worker.log)}") from None
 
-    def _collect(
-        self, world: int, timeout: float, grace: float | None
-    ) -> tuple[list[Outcome], Outcome | None]:
+    def _collect(self, world: int, timeout: float, grace: float | None) -> tuple[list[Outcome], Outcome | None]:
         """Waits for every rank's reply; returns the outcomes and the first failure."""
         outcomes: dict[int, Outcome] = {}
         first: Outcome | None = None
@@ -263,9 +261,7 @@ class RankPool:
             except EOFError:
                 problem = f"process died\n{_tail(worker.log)}"
             if problem is not None:
-                raise RankFailure(
-                    f"{fn.__qualname__}: rank {rank} failed to destroy its process group: {problem}"
-                )
+                raise RankFailure(f"{fn.__qualname__}: rank {rank} failed to destroy its process group: {problem}")
 
     def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
         for rank in ranks:

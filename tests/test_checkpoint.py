@@ -439,7 +439,7 @@ def test_state_of_torch_muon_with_default_options_loads() -> None:
     group = ours.param_groups[0]
     assert group["use_muon"] is True and group["ns_dtype"] is torch.float64
     assert (group["lr"], group["ns_coefficients"], group["eps"]) == (1e-3, CLASSIC, 1e-7)
-    assert group["adjust_lr_fn"] == "original"
+    assert group["adjust_lr_fn"] is None
     other.grad = torch.randn(5, 3)
     ours.step()
     assert ours.last_step.ns_matrices == 1

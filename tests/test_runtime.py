@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from pool import RankPool
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -635,7 +636,7 @@ def _live_storage() -> int:
     gc.collect()
     storages = {}
     for obj in gc.get_objects():
-        if issubclass(type(obj), Tensor):
+        if issubclass(type(obj), Tensor) and not issubclass(type(obj), FakeTensor):  # torch.compile leaves some
             storage = (obj._local_tensor if hasattr(obj, "_local_tensor") else obj).untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -717,3 +718,30 @@ def test_collective_counts(ranks: RankPool, keep: bool, micro: int) -> None:
             "reduce_": blocks * owners_per_block,
             "allreduce_": 2,  # one bucket of replicated gradients, one exchange of what was used
         }
+
+
+# -- misuse -------------------------------------------------------------------------------------------------------
+
+
+def run_misuse(rank: int, world: int) -> None:
+    model = build()
+    optimizer = dedicate(model, world, fsdp=False)
+    loss_of(model, *batch(0)).backward()
+    with dmuon.summon_full_params(model):
+        with pytest.raises(RuntimeError, match=r"step\(\) while block 'blocks\.0' is SUMMONED"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"block 'blocks\.0' while .* summon_full_params"):
+            model(batch(0)[0])
+    with dmuon.no_sync(model):
+        loss_of(model, *batch(0)).backward()
+    with pytest.raises(RuntimeError, match=r"gradient of 'blocks\.0.*' is not reduced"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    model.blocks[1].mix.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    with pytest.raises(RuntimeError, match=r"'blocks\.1\.mix\.weight' was replaced in its module"):
+        model(batch(0)[0])
+
+
+def test_misuse_is_named(ranks: RankPool) -> None:
+    ranks(2, run_misuse)

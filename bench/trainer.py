@@ -1,0 +1,328 @@
+"""One rank's training: the two strategies, the loop, and stock distributed checkpoints."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from data import EVALUATION_WINDOWS, load_corpus
+from model import GPT, GPTConfig
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+BETAS = (0.9, 0.95)
+MAX_NORM = 1.0
+FLUSH_EVERY = 10  # steps between exchanges of losses and times, which are not part of any step
+EVALUATIONS = 8
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a run depends on; a resumed run must have the same."""
+
+    data: str | None
+    steps: int
+    world: int
+    device: str
+    dtype: str
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    lr_adamw: float
+    lr_dmuon: float
+    weight_decay: float = 0.1
+
+    @property
+    def model(self) -> GPTConfig:
+        return GPTConfig(self.layers, self.width, self.heads, self.context)
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """Compute in `dtype`; weights, gradients and optimizer state stay fp32."""
+        return MixedPrecisionPolicy(param_dtype=DTYPES[self.dtype], reduce_dtype=torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One optimizer on one seed, and where its files lie."""
+
+    optimizer: str
+    seed: int
+    out: Path
+    checkpoint_every: int
+    resume_from: Path | None = None
+
+    @property
+    def metrics(self) -> Path:
+        return self.out / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints" / f"{self.optimizer}-seed{self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A strategy's optimizer, the owner balance of its plan (maximum over mean load) and its description."""
+
+    optimizer: torch.optim.Optimizer
+    balance: float | None = None
+    description: str = ""
+
+
+def build_adamw(model: GPT, mesh: DeviceMesh, settings: Settings) -> Built:
+    """FSDP2 with torch's fused AdamW; norms are not decayed."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=settings.mp_policy)
+    fully_shard(model, mesh=mesh, mp_policy=settings.mp_policy)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    rest = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    return Built(torch.optim.AdamW(groups, lr=settings.lr_adamw, betas=BETAS, fused=True))
+
+
+def build_dmuon(model: GPT, mesh: DeviceMesh, settings: Settings) -> Built:
+    """FSDP2 with dmuon: block matrices on their owners with Muon, everything else AdamW as above."""
+    import dmuon
+
+    plan = dmuon.dedicate_params(model, mesh, mp_policy=settings.mp_policy)
+    for block in model.blocks:
+        dmuon.fully_shard(block, mesh=mesh, mp_policy=settings.mp_policy)
+    dmuon.fully_shard(model, mesh=mesh, mp_policy=settings.mp_policy)
+    optimizer = dmuon.Muon(
+        model,
+        lr=settings.lr_dmuon,
+        weight_decay=settings.weight_decay,
+        adamw_lr=settings.lr_adamw,
+        adamw_betas=BETAS,
+    )
+    return Built(optimizer, plan.balance, plan.report())
+
+
+STRATEGIES: dict[str, Callable[[GPT, DeviceMesh, Settings], Built]] = {
+    "adamw": build_adamw,
+    "dmuon": build_dmuon,
+}
+
+
+def lr_factor(step: int, steps: int) -> float:
+    """Linear warm-up over the first tenth (at most 100 steps), then a cosine to one tenth."""
+    warmup = min(100, max(1, steps // 10))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+class Clock:
+    """Marks points in time on the device's own stream, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        if self._device.type != "cuda":
+            return (end - start) * 1e3
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+
+class Trainer:
+    """The training state of one rank, as stock `torch.distributed.checkpoint` saves and loads it."""
+
+    def __init__(self, rank: int, settings: Settings, job: Job) -> None:
+        self.rank, self.settings, self.job = rank, settings, job
+        self.device = torch.device(settings.device, rank if settings.device == "cuda" else None)
+        self.corpus = load_corpus(Path(settings.data) if settings.data else None, settings.context)
+        torch.manual_seed(job.seed)
+        self.model = GPT(settings.model).to(self.device)
+        mesh = init_device_mesh(settings.device, (settings.world,))
+        self.built = STRATEGIES[job.optimizer](self.model, mesh, settings)
+        self.optimizer = self.built.optimizer
+        self.scheduler = LambdaLR(self.optimizer, lambda step: lr_factor(step, settings.steps))
+        self.clock = Clock(self.device)
+        self.step = 0
+        self.train_seconds = 0.0
+        self._marks: list[tuple[Tensor, Tensor, float, tuple[Any, Any], Any, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": self.scheduler.state_dict(),
+            "step": self.step,
+            "train_seconds": self.train_seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step = state["step"]
+        self.train_seconds = state["train_seconds"]
+
+    def train(self) -> None:
+        """Trains from the current step to the last, with evaluations and checkpoints on the way."""
+        if self.job.resume_from is not None:
+            dcp.load({"trainer": self}, checkpoint_id=self.job.resume_from)
+        steps = self.settings.steps
+        evaluate_at = {steps * i // EVALUATIONS for i in range(EVALUATIONS + 1)}
+        if self.rank == 0 and self.built.description:
+            tqdm.write(self.built.description, file=sys.stderr)
+        with tqdm(
+            desc=f"{self.job.optimizer} seed {self.job.seed}",
+            total=steps,
+            initial=self.step,
+            disable=self.rank != 0,
+            mininterval=0.5,
+            dynamic_ncols=True,
+        ) as bar:
+            if self.step == 0:
+                self._evaluate(bar)
+            while self.step < steps:
+                self._train_step()
+                bar.update()
+                save = self.step % self.job.checkpoint_every == 0 or self.step == steps
+                if self.step % FLUSH_EVERY == 0 or self.step in evaluate_at or save:
+                    self._flush(bar)
+                if self.step in evaluate_at:
+                    self._evaluate(bar)
+                if save:
+                    self._save()
+        self._record({"event": "result", "balance": self.built.balance})
+
+    def _train_step(self) -> None:
+        start = self.clock.mark()
+        settings = self.settings
+        tokens, targets = self.corpus.batch(self.job.seed, self.step, self.rank, settings.batch, settings.context)
+        logits = self.model(tokens.to(self.device))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(self.device).flatten())
+        loss.backward()
+        norm = clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        before = self.clock.mark()
+        self.optimizer.step()
+        after = self.clock.mark()
+        lr = float(self.scheduler.get_last_lr()[0])
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        end = self.clock.mark()
+        self.step += 1
+        self._marks.append((loss.detach(), norm, lr, (start, end), before, after))
+
+    def _flush(self, bar: tqdm) -> None:
+        """Exchanges and records what the steps since the last flush measured: mean loss, slowest rank."""
+        rows = []
+        for loss, _, _, (start, end), before, after in self._marks:
+            times = self.clock.milliseconds(start, end), self.clock.milliseconds(before, after)
+            rows.append((loss.item(), *times))
+        mine = torch.tensor(rows, dtype=torch.float64, device=self.device)  # (steps, 3)
+        parts = [torch.empty_like(mine) for _ in range(self.settings.world)]
+        dist.all_gather(parts, mine)
+        everyone = torch.stack(parts)  # (world, steps, 3)
+        losses = everyone[..., 0].mean(0).tolist()
+        times_ms = everyone[..., 1:].amax(0).tolist()
+        first = self.step - len(rows) + 1
+        records = []
+        for i, ((_, norm, lr, *_), loss, (step_ms, optimizer_ms)) in enumerate(
+            zip(self._marks, losses, times_ms, strict=True)
+        ):
+            self.train_seconds += step_ms / 1e3
+            records.append(
+                {
+                    "event": "step",
+                    "step": first + i,
+                    "loss": loss,
+                    "lr": lr,
+                    "grad_norm": full(norm).item(),
+                    "step_ms": step_ms,
+                    "optimizer_ms": optimizer_ms,
+                    "train_seconds": self.train_seconds,
+                }
+            )
+        self._marks.clear()
+        self._record(*records)
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", ms=f"{times_ms[-1][0]:.0f}", refresh=False)
+        for record in records:
+            if not math.isfinite(record["loss"]):
+                raise RuntimeError(f"the loss is {record['loss']} at step {record['step']}; lower the lr")
+
+    @torch.no_grad()
+    def _evaluate(self, bar: tqdm) -> None:
+        """The mean loss over the same validation windows for every optimizer, seed and world size."""
+        batch, world = self.settings.batch, self.settings.world
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for first in range(self.rank * batch, EVALUATION_WINDOWS + self.rank * batch, world * batch):
+            index = torch.arange(first, first + batch)
+            counted = (index < EVALUATION_WINDOWS).to(self.device)  # every rank runs the same number of batches
+            tokens, targets = self.corpus.evaluation_batch(index % EVALUATION_WINDOWS, self.settings.context)
+            logits = self.model(tokens.to(self.device)).float()
+            losses = F.cross_entropy(logits.transpose(1, 2), targets.to(self.device), reduction="none")
+            total += (losses.mean(1) * counted).sum()
+        dist.all_reduce(total)
+        self.model.train()
+        loss = total.item() / EVALUATION_WINDOWS
+        self._record({"event": "eval", "val_loss": loss, "train_seconds": self.train_seconds})
+        if self.rank == 0:
+            bar.write(f"{self.job.optimizer} step {self.step}: validation loss {loss:.4f}", file=sys.stderr)
+
+    def _save(self) -> None:
+        """Writes a checkpoint beside the last one and takes its place only when it is complete."""
+        folder = self.job.checkpoints
+        temporary, final = folder / f"tmp-{self.step:07d}", folder / f"step-{self.step:07d}"
+        if self.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        dcp.save({"trainer": self}, checkpoint_id=temporary)
+        if self.rank == 0:
+            shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed from further back
+            temporary.rename(final)
+            for other in folder.iterdir():
+                if other != final:
+                    shutil.rmtree(other)
+        dist.barrier()
+
+    def _record(self, *records: report.Record) -> None:
+        if self.rank == 0:
+            about = {"optimizer": self.job.optimizer, "seed": self.job.seed, "step": self.step}
+            report.append(self.job.metrics, ({**about, **record} for record in records))
+
+
+def full(x: Tensor) -> Tensor:
+    """The plain tensor behind a (sharded) norm."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x

@@ -1,0 +1,231 @@
+"""The training program: table, metrics, plot, option errors, interruption, failure, resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "bench" / "train.py"
+TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "16", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small folder of text: enough files for a split by file."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"part{i}.txt").write_text(f"line {i} of a small text; " * 40)
+    return folder
+
+
+def _start(text: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCRIPT), *TINY, "--data", str(text), "--out", str(out), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _run(text: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    process = _start(text, out, *options)
+    stdout, stderr = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def _records(out: Path, event: str, optimizer: str = "adamw") -> list[dict[str, Any]]:
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    records = map(json.loads, lines)
+    return [r for r in records if (r["event"], r["optimizer"]) == (event, optimizer)]
+
+
+def _children(pid: int) -> list[int]:
+    """Every live process below `pid`, zombies excluded."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid=,stat="], capture_output=True, text=True, check=True)
+    rows = [line.split() for line in table.stdout.splitlines()]
+    found, queue = [], [pid]
+    while queue:
+        parent = queue.pop()
+        below = [int(row[0]) for row in rows if int(row[1]) == parent and not row[2].startswith("Z")]
+        found += below
+        queue += below
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def _wait_until(condition: Any, what: str, seconds: float = 40.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
+        time.sleep(0.05)
+
+
+def _steps_recorded(out: Path) -> int:
+    return len(_records(out, "step")) if (out / "metrics.jsonl").exists() else 0
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 12 steps with both optimizers."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
+    done = _run(text, out, "--steps", "12", "--checkpoint-every", "5")
+    assert done.returncode == 0, done.stderr
+    (out / "stdout.txt").write_text(done.stdout)
+    return out
+
+
+def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
+    table = (uninterrupted / "stdout.txt").read_text()
+    for column in ("val loss", "ms/step", "optimizer ms", "overhead", "owner balance"):
+        assert column in table
+    assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
+    starts = []
+    for optimizer in ("adamw", "dmuon"):
+        steps = _records(uninterrupted, "step", optimizer)
+        assert [record["step"] for record in steps] == list(range(1, 13))
+        assert all(record["step_ms"] > record["optimizer_ms"] > 0 for record in steps)
+        evaluations = _records(uninterrupted, "eval", optimizer)
+        assert evaluations[0]["step"] == 0 and evaluations[-1]["step"] == 12
+        assert evaluations[0]["val_loss"] == pytest.approx(5.545, abs=0.1), "untrained: ln 256"
+        assert evaluations[-1]["val_loss"] < evaluations[0]["val_loss"]
+        assert f"{evaluations[-1]['val_loss']:.4f}" in table
+        starts.append((evaluations[0]["val_loss"], steps[0]["loss"]))
+    assert starts[0] == pytest.approx(starts[1], abs=1e-6), "not the same start or not the same data"
+    balance = _records(uninterrupted, "result", "dmuon")[0]["balance"]
+    assert 1.0 <= balance < 2.0 and f"{balance:.3f}" in table
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "dmuon"])
+def test_only_the_last_complete_checkpoint_is_kept(uninterrupted: Path, optimizer: str) -> None:
+    folder = uninterrupted / "checkpoints" / f"{optimizer}-seed0"
+    assert [path.name for path in folder.iterdir()] == ["step-0000012"]
+    assert (folder / "step-0000012" / ".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        (["--steps", "0"], "--steps"),
+        (["--optimizers", "adamw,sgd"], "--optimizers"),
+        (["--lr-dmuon", "nan"], "--lr-dmuon"),
+        (["--seeds", "1,x"], "--seeds"),
+        (["--width", "30", "--heads", "4"], "--width"),
+        (["--data", "/nonexistent/text"], "--data"),
+        (["--context", "100000"], "--data"),
+        (["--resume"], "--resume"),
+        (["--step", "3"], "--step"),
+    ],
+)
+def test_wrong_option_is_named_and_ends_with_code_2(
+    text: Path,
+    tmp_path: Path,
+    options: list[str],
+    option: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import train
+
+    with pytest.raises(SystemExit) as caught:
+        train.main([*TINY, "--data", str(text), "--out", str(tmp_path / "run"), *options])
+    assert caught.value.code == 2
+    assert option in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "dmuon"])
+def test_resume_after_a_kill_equals_the_uninterrupted_run(
+    text: Path, tmp_path: Path, uninterrupted: Path, optimizer: str
+) -> None:
+    out = tmp_path / "run"
+    options = ["--steps", "12", "--optimizers", optimizer, "--checkpoint-every", "1"]
+    process = _start(text, out, *options)
+    folder = out / "checkpoints" / f"{optimizer}-seed0"
+    _wait_until(lambda: any(folder.glob("step-*")), "a first checkpoint")
+    children = _children(process.pid)
+    process.kill()  # SIGKILL: the children must notice by themselves
+    process.communicate()
+    _wait_until(lambda: not any(map(_alive, children)), "children of a killed parent end", 10)
+    before = max(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+    assert before < 12, "killed too late to test anything"
+    done = _run(text, out, *options, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert f" {before}/12 " in done.stderr, "did not start from the checkpoint"
+    for event, key in (("step", "loss"), ("step", "grad_norm"), ("step", "lr"), ("eval", "val_loss")):
+        resumed, straight = (
+            [record[key] for record in _records(run, event, optimizer)] for run in (out, uninterrupted)
+        )
+        # owners that were planned anew may batch differently, which moves the last bits
+        assert resumed == straight if optimizer == "adamw" else resumed == pytest.approx(straight, rel=1e-6)
+
+
+def test_resume_refuses_other_settings_by_name(
+    text: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import train
+
+    with pytest.raises(SystemExit) as caught:
+        train.main([*TINY, "--data", str(text), "--out", str(uninterrupted), "--steps", "7", "--resume"])
+    assert caught.value.code == 2 and "--steps: 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_leaves_no_processes(text: Path, tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "run"
+    process = _start(text, out, "--steps", "100000", "--optimizers", "adamw")
+    _wait_until(lambda: _steps_recorded(out) > 0, "a first step")
+    children = _children(process.pid)
+    assert len(children) >= 2
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=15)
+    assert process.returncode == 128 + number
+    assert "interrupted" in stderr and "Traceback" not in stderr
+    _wait_until(lambda: not any(map(_alive, children)), "children end", 5)
+
+
+def test_a_killed_rank_ends_the_run(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = _start(text, out, "--steps", "100000", "--optimizers", "adamw")
+    _wait_until(lambda: _steps_recorded(out) > 0, "a first step")
+    children = _children(process.pid)
+    os.kill(max(children), signal.SIGKILL)
+    _, stderr = process.communicate(timeout=15)
+    assert process.returncode == 1
+    assert "exit code" in stderr
+    _wait_until(lambda: not any(map(_alive, children)), "children end", 5)
+
+
+def test_a_diverging_run_fails_with_its_step_and_what_to_do(text: Path, tmp_path: Path) -> None:
+    done = _run(text, tmp_path / "run", "--steps", "20", "--optimizers", "adamw", "--lr-adamw", "1e30")
+    assert done.returncode == 1
+    assert "at step" in done.stderr and "lower the lr" in done.stderr and "Traceback" in done.stderr
+
+
+def test_several_seeds_give_means_and_differences() -> None:
+    sys.path.insert(0, str(SCRIPT.parent))
+    import report
+
+    step = {"step_ms": 100.0, "optimizer_ms": 5.0}
+    runs = [
+        report.Run("adamw", 0, [step], [{"val_loss": 2.0}], {"balance": None}),
+        report.Run("dmuon", 0, [{**step, "step_ms": 110.0}], [{"val_loss": 1.9}], {"balance": 1.25}),
+        report.Run("adamw", 1, [step], [{"val_loss": 2.2}], {"balance": None}),
+        report.Run("dmuon", 1, [{**step, "step_ms": 110.0}], [{"val_loss": 2.0}], {"balance": 1.25}),
+    ]
+    table = report.format_table(runs)
+    assert "+10.0%" in table and "1.250" in table
+    assert "dmuon - adamw by seed: 0: -0.1000, 1: -0.2000; mean -0.1500" in table

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from dataclasses import asdict, replace
@@ -24,10 +23,10 @@ import report
 import torch
 import torch.distributed as dist
 from data import DataError, load_corpus
-from trainer import DTYPES, STRATEGIES, Job, Settings, Trainer
+from settings import DTYPES, OPTIMIZERS, Job, Settings
 
 
-def work(rank: int, settings: Settings, job: Job, rendezvous: str) -> None:
+def work(rank: int, settings: Settings, job: Job, port: int) -> None:
     """One rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -39,7 +38,10 @@ def work(rank: int, settings: Settings, job: Job, rendezvous: str) -> None:
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
-        dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=settings.world)
+        from trainer import Trainer  # here: a slow import, which the parent does without
+
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=settings.world)
         Trainer(rank, settings, job).train()
         dist.destroy_process_group()
     except BaseException:
@@ -70,30 +72,30 @@ def launch(settings: Settings, job: Job) -> None:
         SystemExit: a process failed; the others were ended.
     """
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="dmuon-train-") as folder:
-        arguments = (settings, job, f"{folder}/rendezvous")
-        processes = [
-            context.Process(target=work, args=(rank, *arguments), daemon=True) for rank in range(settings.world)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            running = list(processes)
-            while running:
-                wait([process.sentinel for process in running])
-                for process in [process for process in running if not process.is_alive()]:
-                    running.remove(process)
-                    if process.exitcode != 0:
-                        rank, code = processes.index(process), process.exitcode
-                        sys.exit(f"rank {rank} ended with exit code {code}; the other ranks were ended")
-        finally:
-            for child in multiprocessing.active_children():
-                child.terminate()
-            for child in multiprocessing.active_children():
-                child.join(5)
-                if child.is_alive():
-                    child.kill()
-                    child.join()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        context.Process(target=work, args=(rank, settings, job, store.port), daemon=True)
+        for rank in range(settings.world)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        running = list(processes)
+        while running:
+            wait([process.sentinel for process in running])
+            for process in [process for process in running if not process.is_alive()]:
+                running.remove(process)
+                if process.exitcode != 0:
+                    rank, code = processes.index(process), process.exitcode
+                    sys.exit(f"rank {rank} ended with exit code {code}; the other ranks were ended")
+    finally:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        for child in multiprocessing.active_children():
+            child.join(5)
+            if child.is_alive():
+                child.kill()
+                child.join()
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -103,7 +105,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Nam
     add("--steps", type=_positive, default=350, help="optimizer steps per run (default: %(default)s)")
     add("--world", type=_positive, help="processes (default: the number of GPUs, or 2 on the CPU)")
     add("--data", type=Path, help="a text file or a folder (default: the standard library's sources)")
-    add("--optimizers", type=_names, default=["adamw", "dmuon"], metavar="NAME,...", help="adamw,dmuon")
+    add("--optimizers", type=_names, default=list(OPTIMIZERS), metavar="NAME,...", help="adamw,dmuon")
     add("--seed", type=_seed, default=0, help="of the initial weights and of the data order")
     add("--seeds", type=_seeds, metavar="SEED,...", help="several seeds, one after the other")
     add("--layers", type=_positive, default=4)
@@ -157,9 +159,9 @@ def _rate(text: str) -> float:
 
 def _names(text: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
-    unknown = [name for name in names if name not in STRATEGIES]
+    unknown = [name for name in names if name not in OPTIMIZERS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown, choose from {', '.join(STRATEGIES)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown, choose from {', '.join(OPTIMIZERS)}")
     return names
 
 

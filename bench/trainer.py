@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from data import EVALUATION_WINDOWS, load_corpus
-from model import GPT, GPTConfig
+from model import GPT
+from settings import Job, Settings
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,54 +31,6 @@ BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
 FLUSH_EVERY = 10  # steps between exchanges of losses and times, which are not part of any step
 EVALUATIONS = 8
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a run depends on; a resumed run must have the same."""
-
-    data: str | None
-    steps: int
-    world: int
-    device: str
-    dtype: str
-    layers: int
-    width: int
-    heads: int
-    context: int
-    batch: int
-    lr_adamw: float
-    lr_dmuon: float
-    weight_decay: float = 0.1
-
-    @property
-    def model(self) -> GPTConfig:
-        return GPTConfig(self.layers, self.width, self.heads, self.context)
-
-    @property
-    def mp_policy(self) -> MixedPrecisionPolicy:
-        """Compute in `dtype`; weights, gradients and optimizer state stay fp32."""
-        return MixedPrecisionPolicy(param_dtype=DTYPES[self.dtype], reduce_dtype=torch.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One optimizer on one seed, and where its files lie."""
-
-    optimizer: str
-    seed: int
-    out: Path
-    checkpoint_every: int
-    resume_from: Path | None = None
-
-    @property
-    def metrics(self) -> Path:
-        return self.out / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.out / "checkpoints" / f"{self.optimizer}-seed{self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +44,10 @@ class Built:
 
 def build_adamw(model: GPT, mesh: DeviceMesh, settings: Settings) -> Built:
     """FSDP2 with torch's fused AdamW; norms are not decayed."""
+    policy = mixed_precision(settings)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=settings.mp_policy)
-    fully_shard(model, mesh=mesh, mp_policy=settings.mp_policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     rest = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [
@@ -107,10 +61,11 @@ def build_dmuon(model: GPT, mesh: DeviceMesh, settings: Settings) -> Built:
     """FSDP2 with dmuon: block matrices on their owners with Muon, everything else AdamW as above."""
     import dmuon
 
-    plan = dmuon.dedicate_params(model, mesh, mp_policy=settings.mp_policy)
+    policy = mixed_precision(settings)
+    plan = dmuon.dedicate_params(model, mesh, mp_policy=policy)
     for block in model.blocks:
-        dmuon.fully_shard(block, mesh=mesh, mp_policy=settings.mp_policy)
-    dmuon.fully_shard(model, mesh=mesh, mp_policy=settings.mp_policy)
+        dmuon.fully_shard(block, mesh=mesh, mp_policy=policy)
+    dmuon.fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = dmuon.Muon(
         model,
         lr=settings.lr_dmuon,
@@ -119,6 +74,11 @@ def build_dmuon(model: GPT, mesh: DeviceMesh, settings: Settings) -> Built:
         adamw_betas=BETAS,
     )
     return Built(optimizer, plan.balance, plan.report())
+
+
+def mixed_precision(settings: Settings) -> MixedPrecisionPolicy:
+    """Compute in `settings.dtype`; weights, gradients and optimizer state stay fp32."""
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, settings.dtype), reduce_dtype=torch.float32)
 
 
 STRATEGIES: dict[str, Callable[[GPT, DeviceMesh, Settings], Built]] = {

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,22 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing_running() -> Iterator[None]:
+    yield
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.communicate()
+
+
 def _start(text: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(SCRIPT), *TINY, "--data", str(text), "--out", str(out), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    return _started[-1]
 
 
 def _run(text: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -65,9 +79,17 @@ def _alive(pid: int) -> bool:
     return not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def _wait_until(condition: Any, what: str, seconds: float = 40.0) -> None:
+def _wait_until(
+    condition: Callable[[], bool],
+    what: str,
+    seconds: float = 40.0,
+    process: subprocess.Popen[str] | None = None,
+) -> None:
+    """Waits for `condition`, as long as `process`, if given, has not ended."""
     deadline = time.monotonic() + seconds
     while not condition():
+        if process is not None and process.poll() is not None:
+            pytest.fail(f"{what}: the program ended before that:\n{process.communicate()[1]}")
         assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
         time.sleep(0.05)
 
@@ -146,21 +168,24 @@ def test_wrong_option_is_named_and_ends_with_code_2(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "dmuon"])
-def test_resume_after_a_kill_equals_the_uninterrupted_run(
-    text: Path, tmp_path: Path, uninterrupted: Path, optimizer: str
+@pytest.mark.parametrize(("optimizer", "number"), [("adamw", signal.SIGKILL), ("dmuon", signal.SIGINT)])
+def test_resume_equals_the_uninterrupted_run(
+    text: Path, tmp_path: Path, uninterrupted: Path, optimizer: str, number: signal.Signals
 ) -> None:
     out = tmp_path / "run"
     options = ["--steps", "12", "--optimizers", optimizer, "--checkpoint-every", "1"]
     process = _start(text, out, *options)
     folder = out / "checkpoints" / f"{optimizer}-seed0"
-    _wait_until(lambda: any(folder.glob("step-*")), "a first checkpoint")
+    _wait_until(lambda: any(folder.glob("step-*")), "a first checkpoint", process=process)
     children = _children(process.pid)
-    process.kill()  # SIGKILL: the children must notice by themselves
-    process.communicate()
-    _wait_until(lambda: not any(map(_alive, children)), "children of a killed parent end", 10)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=15)
+    _wait_until(lambda: not any(map(_alive, children)), "children end, even of a killed parent", 10)
     before = max(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-    assert before < 12, "killed too late to test anything"
+    assert before < 12, "interrupted too late to test anything"
+    if number != signal.SIGKILL:
+        assert process.returncode == 128 + number
+        assert "interrupted" in stderr and "Traceback" not in stderr
     done = _run(text, out, *options, "--resume")
     assert done.returncode == 0, done.stderr
     assert f" {before}/12 " in done.stderr, "did not start from the checkpoint"
@@ -183,16 +208,15 @@ def test_resume_refuses_other_settings_by_name(
     assert caught.value.code == 2 and "--steps: 7" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_leaves_no_processes(text: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_termination_leaves_no_processes(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = _start(text, out, "--steps", "100000", "--optimizers", "adamw")
-    _wait_until(lambda: _steps_recorded(out) > 0, "a first step")
+    _wait_until(lambda: _steps_recorded(out) > 0, "a first step", process=process)
     children = _children(process.pid)
     assert len(children) >= 2
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=15)
-    assert process.returncode == 128 + number
+    assert process.returncode == 128 + signal.SIGTERM
     assert "interrupted" in stderr and "Traceback" not in stderr
     _wait_until(lambda: not any(map(_alive, children)), "children end", 5)
 
@@ -200,7 +224,7 @@ def test_interrupt_leaves_no_processes(text: Path, tmp_path: Path, number: signa
 def test_a_killed_rank_ends_the_run(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = _start(text, out, "--steps", "100000", "--optimizers", "adamw")
-    _wait_until(lambda: _steps_recorded(out) > 0, "a first step")
+    _wait_until(lambda: _steps_recorded(out) > 0, "a first step", process=process)
     children = _children(process.pid)
     os.kill(max(children), signal.SIGKILL)
     _, stderr = process.communicate(timeout=15)

@@ -143,7 +143,7 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
 
 def _check_param(param: Tensor, use_muon: bool) -> None:
     name = getattr(param, "fqn", f"of shape {tuple(param.shape)}")
-    if not param.is_floating_point():
+    if param.is_complex() or (use_muon and not param.is_floating_point()):
         raise ValueError(f"parameter {name} is {param.dtype}; Muon and AdamW take floating-point parameters")
     if not use_muon:
         if isinstance(param, OwnedTensor):

@@ -132,6 +132,10 @@ def test_update_scale(shape):
     assert update_scale(lambda s: s[0] + 0.5, shape) == m + 0.5
 
 
+def test_none_is_original_as_in_torch():
+    assert update_scale(None, (9, 4)) == update_scale("original", (9, 4)) == 1.5
+
+
 def test_match_rms_adamw_gives_an_update_of_rms_near_a_fifth():
     for shape in ((32, 128), (128, 32)):
         rms = orthogonalize(torch.randn(shape)).square().mean().sqrt() * update_scale("match_rms_adamw", shape)
@@ -142,7 +146,7 @@ def test_match_rms_adamw_gives_an_update_of_rms_near_a_fifth():
     ("fn", "shape", "message"),
     [
         ("adam", (2, 3), "adjust_lr_fn='adam' is unknown"),
-        (None, (2, 3), "adjust_lr_fn=None is unknown"),
+        (0.2, (2, 3), "adjust_lr_fn=0.2 is unknown"),
         (lambda s: float("nan"), (2, 3), "returned nan"),
         (lambda s: -1, (2, 3), "returned -1"),
         ("original", (2, 3, 4), "two positive dimensions"),

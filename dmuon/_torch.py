@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 __all__ = [
     "current_backward",
+    "default_group_is_bound",
     "local_tensor",
     "on_backward_end",
     "outside_compile",
@@ -45,6 +47,11 @@ def row_sharded_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) ->
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``: itself, or a DTensor's local tensor, without autograd and not a view."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def default_group_is_bound() -> bool:
+    """Whether the default process group was made for one device (``init_process_group(device_id=…)``)."""
+    return dist.distributed_c10d._get_default_group().bound_device_id is not None
 
 
 def current_backward() -> int | None:

@@ -30,12 +30,13 @@ class _Bucket:
             flat = torch.empty(
                 sum(p.numel() for p in self.params), dtype=self.params[0].dtype, device=self.params[0].device
             )
-            for param, slot in zip(self.params, flat.split([p.numel() for p in self.params]), strict=True):
-                self.used[id(param)] = param.grad is not None
-                if param.grad is None:
-                    slot.zero_()
-                else:
-                    slot.copy_(param.grad.flatten())
+            slots = self._slots(flat)
+            self.used = {id(p): p.grad is not None for p in self.params}
+            present = [(slot, p.grad) for slot, p in zip(slots, self.params, strict=True) if p.grad is not None]
+            if len(present) < len(slots):
+                flat.zero_()
+            if present:
+                torch._foreach_copy_([slot for slot, _ in present], [grad for _, grad in present])
         with comm.streams.reduce():
             self.work = dist.all_reduce(flat, dist.ReduceOp.AVG, group=comm.average_group, async_op=True)
         self.flat = flat
@@ -44,16 +45,16 @@ class _Bucket:
         """Wait and write the averages back; returns ``(param, average)`` of what got no gradient on this rank."""
         assert self.flat is not None and self.work is not None
         self.work.wait()
-        undecided = []
-        for param, slot in zip(self.params, self.flat.split([p.numel() for p in self.params]), strict=True):
-            if id(param) in self.late:
-                continue
-            if self.used[id(param)]:
-                assert param.grad is not None
-                param.grad.copy_(slot.view_as(param))
-            else:
-                undecided.append((param, slot.view_as(param)))
-        return undecided
+        settled = [(p, s) for p, s in zip(self.params, self._slots(self.flat), strict=True) if id(p) not in self.late]
+        here = [(p.grad, slot) for p, slot in settled if self.used[id(p)] and p.grad is not None]
+        if here:
+            with torch.no_grad():
+                torch._foreach_copy_([grad for grad, _ in here], [slot for _, slot in here])
+        return [(p, slot) for p, slot in settled if not self.used[id(p)]]
+
+    def _slots(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([p.numel() for p in self.params])
+        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
 
 
 class GradAverager:
@@ -78,7 +79,8 @@ class GradAverager:
         self._next = 0
         self._build()
         for param in self.params:
-            param.register_post_accumulate_grad_hook(self._arrived)
+            if param.requires_grad:  # one that is unfrozen later leaves with the rest at the end of backward
+                param.register_post_accumulate_grad_hook(self._arrived)
 
     def _build(self) -> None:
         open_buckets: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}

@@ -54,7 +54,8 @@ def clip_grad_norm_(
     dtype = torch.promote_types(local_tensor(grads[0]).dtype, torch.float32)
     total = torch.zeros((), dtype=dtype, device=device)
     for where, locals_ in parts.items():
-        norms = [torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in locals_ if t.numel()]
+        held = [t for t in locals_ if t.numel()]
+        norms = torch._foreach_norm(held, norm_type, dtype=dtype) if held else []
         stacked = torch.stack([n.to(device) for n in norms]) if norms else total.new_zeros(1)
         part = stacked.max() if largest else stacked.pow(norm_type).sum()
         if where is not None:

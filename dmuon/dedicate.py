@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from dmuon._torch import require_supported_torch
+from dmuon._torch import default_group_is_bound, require_supported_torch
 from dmuon.comm import Comm, agree, make_comm
 from dmuon.device import mesh_device
 from dmuon.group import OwnerGroup
@@ -70,7 +70,8 @@ def dedicate_params(
             Governs the owned matrices only.
         mp_policy: ``param_dtype`` is the dtype of owned weights in forward, backward and communication (default:
             the model's own), ``reduce_dtype`` that of their gradient reductions (default: fp32, or the model's own
-            when wider). Governs the owned matrices only.
+            when wider). Governs the owned matrices only; inputs of blocks are not cast, which FSDP2 does when it is
+            given the same policy, and ``torch.autocast`` where nothing is sharded.
         costs: ``None`` finds or measures; ``"flops"`` measures nothing; a path reads a cost cache; a ``CostTable``
             is used as it is.
         solve: options of the solver.
@@ -177,6 +178,11 @@ def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         group = mesh.get_group()
     except RuntimeError as fault:
         raise ValueError(f"mesh: its process group is gone ({fault}); build it anew over the current one") from None
+    if len(ranks) < world and default_group_is_bound():
+        raise ValueError(
+            f"mesh holds {len(ranks)} of {world} ranks, and the default process group was bound to a device, which "
+            "makes creating groups collective over all ranks; leave device_id out of init_process_group"
+        )
     if dist.get_process_group_ranks(group) != ranks:
         raise ValueError(
             f"mesh holds ranks {ranks}, but its process group now holds {dist.get_process_group_ranks(group)}; build "

@@ -21,11 +21,12 @@ def mesh_device(device_type: str) -> torch.device:
 
 
 class CommStreams:
-    """One high-priority stream for fills and one for reductions; on the CPU neither exists."""
+    """One stream on which fills start and one for reductions; on the CPU neither exists."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
-        self._fill = None if self._module is None else self._module.Stream(device, priority=-1)
+        self._device = device
+        self._fill = None if self._module is None else self._module.Stream(device)
         self._reduce = None if self._module is None else self._module.Stream(device)
 
     @contextmanager
@@ -45,7 +46,7 @@ class CommStreams:
         if self._module is None or stream is None:
             yield
             return
-        stream.wait_stream(self._module.current_stream())
+        stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(stream):
             yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 
@@ -41,6 +42,7 @@ class OwnedEntry:
         rest: what the modules hold outside forward and backward; its local tensor is the fp32 master.
         full: what they hold inside; a view of the block's buffer in communication dtype. Created once.
         unreduced: the gradient in ``full`` has not been reduced yet (backward without synchronization).
+        empty_grad: the gradient on ranks that do not own it; one serves all steps.
         placeholder_grad: stands in ``rest.grad`` meanwhile: whoever clears it has dropped the unreduced part too.
     """
 
@@ -51,6 +53,7 @@ class OwnedEntry:
     rest: nn.Parameter
     full: nn.Parameter
     unreduced: bool = False
+    empty_grad: Tensor | None = None
     placeholder_grad: Tensor | None = None
 
     @property
@@ -70,10 +73,14 @@ class OwnedEntry:
 
     def set_grad(self, comm: Comm, local: Tensor) -> None:
         """Add ``local`` (``(m, n)`` on the owner, ``(0, n)`` elsewhere) to the gradient of the resting parameter."""
-        if self.rest.grad is None or self.rest.grad is self.placeholder_grad:
+        if self.rest.grad is not None and self.rest.grad is not self.placeholder_grad:
+            local_tensor(self.rest.grad).add_(local)
+        elif self.owner == comm.rank:
             self.rest.grad = self.as_grad(comm, local)
         else:
-            local_tensor(self.rest.grad).add_(local)
+            if self.empty_grad is None:
+                self.empty_grad = self.as_grad(comm, local)
+            self.rest.grad = self.empty_grad
         self.placeholder_grad = None
 
 
@@ -155,7 +162,9 @@ class OwnerGroup:
             self.free()
         self._require(Residence.FREED)
         self._buffer.untyped_storage().resize_(self._nbytes)
-        with record_function(f"dmuon::fill {self.name}"), torch.no_grad(), self.comm.streams.fill():
+        # With one rank nothing travels, so nobody would wait for another stream.
+        beside = self.comm.streams.fill() if self.comm.world > 1 else nullcontext()
+        with record_function(f"dmuon::fill {self.name}"), torch.no_grad(), beside:
             if self._owned_slots:
                 slots = [slot for _, slot in self._owned_slots]
                 torch._foreach_copy_(slots, [entry.master for entry, _ in self._owned_slots])
@@ -287,6 +296,12 @@ class GradReduction:
             if entry.owner == group.comm.rank:
                 self._local[id(entry)] = slot
         return pack
+
+    def discard(self) -> None:
+        """Wait, and forget the result."""
+        for work in self._works:
+            work.wait()
+        self._works, self._packs, self._local = [], {}, {}
 
     def finish(self) -> list[tuple[OwnedEntry, Tensor]]:
         """Wait, and set ``rest.grad`` of what got a gradient here.

@@ -202,9 +202,10 @@ class Muon(torch.optim.Optimizer):
         self._timer.reset()
         matrices = calls = 0
         for group, batches in zip(self.param_groups, self._batches, strict=True):
+            lr = float(group["lr"]) if batches else 0.0
             for batch in batches:
                 for params, momentum in _with_gradients(batch):
-                    self._update(group, params, momentum)
+                    self._update(group, lr, params, momentum)
                     matrices += len(params)
                     calls += 1
         self._counts = (matrices, calls)
@@ -224,7 +225,7 @@ class Muon(torch.optim.Optimizer):
                     )
         return loss
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], momentum: Tensor) -> None:
+    def _update(self, group: dict[str, Any], lr: float, params: list[Tensor], momentum: Tensor) -> None:
         with self._timer.phase("momentum"):
             update = momentum_update(
                 [local_tensor(_grad(p)) for p in params],
@@ -244,7 +245,7 @@ class Muon(torch.optim.Optimizer):
             apply_update_(
                 [local_tensor(p).detach() for p in params],
                 update,
-                lr=float(group["lr"]),
+                lr=lr,
                 weight_decay=group["weight_decay"],
                 scale=update_scale(group["adjust_lr_fn"], momentum.shape[1:]),
             )

@@ -145,7 +145,8 @@ class Runtime:
         self._record(group)
         self._ensure_ready(group)
         group.enter(Residence.FORWARD)
-        self._prefetch(group, self._following)
+        if current_backward() is None:  # a recomputation goes backward from here
+            self._prefetch(group, self._following)
         if not torch.is_grad_enabled():
             return None
         return self._mark_boundary(group, args, kwargs)
@@ -171,7 +172,8 @@ class Runtime:
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not where:
             return None  # the end of the backward pass releases the block
-        group.calls += 1
+        if current_backward() is None:  # the graph of a recomputation may never be differentiated
+            group.calls += 1
         marked = _BackwardBoundary.apply(  # type: ignore[no-untyped-call]
             partial(self._after_backward, group), *(leaves[i] for i in where)
         )
@@ -207,6 +209,11 @@ class Runtime:
     def _before_backward(self, group: OwnerGroup, generation: int, _grad: Tensor) -> None:
         if group.state is Residence.BACKWARD:
             return
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"backward(create_graph=True) through block {group.name!r}: a second derivative would read weights "
+                "that have been freed; keep the block out of it, or exclude its matrices with select=…"
+            )
         if generation != self.generation:
             raise RuntimeError(
                 f"the weights of block {group.name!r} changed between its forward and its backward; run backward "
@@ -294,7 +301,7 @@ class Runtime:
         flags += [p.grad is not None and id(p) not in missing for p in replicated]
         self._used.clear()
         if self.comm.world > 1:
-            votes = torch.tensor(flags, dtype=torch.int32, device=self.comm.device)
+            votes = self._on_device(torch.tensor(flags, dtype=torch.int32))
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.comm.reduce_group)
             if not undecided and not averages:
                 return  # nothing depends on the others' votes: do not wait for them on the host
@@ -310,6 +317,12 @@ class Runtime:
             if id(param) in used:
                 param.grad = average.clone()
 
+    def _on_device(self, flags: Tensor) -> Tensor:
+        """Copy to the device without waiting for it."""
+        if self.comm.device.type == "cpu":
+            return flags
+        return flags.pin_memory().to(self.comm.device, non_blocking=True)
+
     def _make_averager(self) -> GradAverager:
         """Average what nobody shards. Known at the first forward only: FSDP2 may be applied until then.
 
@@ -322,7 +335,7 @@ class Runtime:
             if isinstance(module, FSDPModule):
                 sharded.update(id(m) for m in module.modules())
             for param in module.parameters(recurse=False):
-                if isinstance(param, DTensor) or not param.requires_grad or id(param) in owned:
+                if isinstance(param, DTensor) or id(param) in owned:
                     continue
                 original = self._replicated.get(id(param))
                 if id(module) not in sharded or (original is not None and original() is param):
@@ -342,12 +355,16 @@ class Runtime:
         return next((e.fqn for e in self.entries() if e.unreduced and e.rest.grad is not None), None)
 
     def _recover(self) -> None:
-        """Clean up after a backward that raised: nothing of it may reach the next one."""
+        """Clean up after a backward that raised: nothing more of it may reach a gradient.
+
+        Blocks that it had reduced before keep what they got, as ordinary parameters do; gradients accumulated without
+        synchronization are dropped.
+        """
         if not self._backwards or current_backward() is not None:
             return
         self._backwards.clear()
         while self._reductions:
-            self._reductions.popleft().finish()
+            self._reductions.popleft().discard()
         self._undecided.clear()
         self._used.clear()
         if self._averager is not None:

@@ -77,4 +77,6 @@ def _whole(comm: Comm, entry: OwnedEntry) -> nn.Parameter:
             whole = torch.empty(entry.shape, dtype=entry.master.dtype, device=comm.device)
         if comm.world > 1:
             dist.broadcast(whole, src=comm.ranks[entry.owner], group=comm.fill_group)
-    return nn.Parameter(whole, requires_grad=entry.rest.requires_grad)
+    param = nn.Parameter(whole, requires_grad=entry.rest.requires_grad)
+    param._dmuon_rest = entry.rest  # type: ignore[attr-defined]
+    return param

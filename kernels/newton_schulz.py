@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .coefficients import Coefficients, checked_restarts, coefficient_sequence
-from .products import HALF, Arithmetic
+from .products import HALF, Arithmetic, full_accumulation
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 Backend: TypeAlias = Literal["auto", "torch"]
@@ -68,7 +68,7 @@ def orthogonalize(
         method: ``"standard"``, ``"gram"``, or ``"auto"``: the one with fewer operations; standard in bf16.
         restarts: Gram form: the 0-based steps before which it restarts from ``X``. ``"auto"`` takes the
             fewest that are safe for these coefficients in ``dtype``; others select the Gram form.
-        dtype: dtype that intermediate matrices are stored in; products accumulate in at least fp32. ``None``:
+        dtype: dtype that intermediate matrices are stored in; products of halves accumulate in fp32. ``None``:
             fp64 for fp64 input, else fp32 on CPU and fp16 elsewhere. On CPU, fp16 and bf16 are emulated.
         backend: what multiplies matrices: ``"torch"``, or ``"auto"``: the fastest available.
         eps: lower clamp of the norm; 0 is exact.
@@ -106,12 +106,13 @@ def orthogonalize(
     batch = x.reshape(-1, *x.shape[-2:])
     arithmetic = Arithmetic.on(x.device, iteration.dtype)
     piece = batch_size((x.shape[-2], x.shape[-1]), len(batch), x.device)
-    if piece == len(batch):
-        result = iterate(normalize(batch, arithmetic, eps), iteration, arithmetic).to(x.dtype)
-    else:
-        result = torch.empty(batch.shape, dtype=x.dtype, device=x.device)
-        for source, target in zip(torch.split(batch, piece), torch.split(result, piece), strict=True):
-            target.copy_(iterate(normalize(source, arithmetic, eps), iteration, arithmetic))
+    with full_accumulation(x.device):
+        if piece == len(batch):
+            result = iterate(normalize(batch, arithmetic, eps), iteration, arithmetic).to(x.dtype)
+        else:
+            result = torch.empty(batch.shape, dtype=x.dtype, device=x.device)
+            for source, target in zip(torch.split(batch, piece), torch.split(result, piece), strict=True):
+                target.copy_(iterate(normalize(source, arithmetic, eps), iteration, arithmetic))
     return result.reshape(x.shape)
 
 

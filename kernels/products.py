@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def full_accumulation(device: torch.device) -> Iterator[None]:
+    """On CUDA, keep cuBLAS from reducing parts of long fp16 products in fp16, which PyTorch allows by default."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    allowed = matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction = allowed
 
 
 @dataclass(frozen=True, slots=True)

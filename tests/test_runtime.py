@@ -150,8 +150,13 @@ class Variant(nn.Module):
             x = checkpoint(block, x, use_reentrant=False)
         return x
 
+    def _checkpoint_several_blocks(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        return third(checkpoint(lambda y: second(first(y)), x, use_reentrant=False))
+
 
 KINDS = [
+    "checkpoint several blocks",
     "plain",
     "block called twice",
     "same block twice in a row",
@@ -311,7 +316,7 @@ def exceptions(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) 
         with pytest.raises(Stop):
             loss(80 + step).backward()
         handle.remove()
-        optimizer.zero_grad()
+        model.zero_grad()  # not the optimizer's: what the failed pass had in flight must not arrive after this
         loss(step).backward()
         optimizer.step()
 
@@ -327,7 +332,18 @@ def gradients_as_the_user_wants(model: nn.Module, optimizer: Any, loss: Callable
         optimizer.step()
 
 
+def unfrozen_later(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) -> None:
+    frozen = [model.embed.weight, model.norm.weight, model.blocks[1].up.bias]
+    for step in range(4):
+        for param in frozen:
+            param.requires_grad_(step >= 2)
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+
+
 SEQUENCES = [
+    pytest.param(unfrozen_later, marks=pytest.mark.pitfall("P19")),
     pytest.param(dropped_batch, marks=pytest.mark.pitfall("P16")),
     pytest.param(step_twice, marks=pytest.mark.pitfall("P22")),
     pytest.param(two_forwards_one_backward, marks=pytest.mark.pitfall("P19")),
@@ -354,9 +370,8 @@ def test_sequences_equal_single_process(ranks: RankPool, sequence: Sequence) -> 
     # Stock FSDP2 cannot go on after an exception inside a backward, and its root keeps weights from before the step
     # when a forward without gradients runs between backward and step; those run on what dmuon does alone.
     alone = [(False, False), (False, True)]
-    modes = (
-        alone if sequence in (exceptions, forwards_that_never_run_backward) else [(True, False), (True, True), *alone]
-    )
+    only_alone = (exceptions, forwards_that_never_run_backward, unfrozen_later)
+    modes = alone if sequence in only_alone else [(True, False), (True, True), *alone]
     results = ranks(2, run_sequence, sequence, modes)
     model = build()
     optimizer = _SingleProcess(model)
@@ -738,6 +753,10 @@ def run_misuse(rank: int, world: int) -> None:
         optimizer.step()
     optimizer.zero_grad()
     optimizer.step()
+    with pytest.raises(RuntimeError, match=r"create_graph=True\) through block 'blocks\.2'"):
+        loss_of(model, *batch(0)).backward(create_graph=True)
+    with dmuon.summon_full_params(model):
+        assert len(dmuon.owned_parameters(model)) == 9
     model.blocks[1].mix.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
     with pytest.raises(RuntimeError, match=r"'blocks\.1\.mix\.weight' was replaced in its module"):
         model(batch(0)[0])

@@ -237,6 +237,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("world", "layers", "width", "heads", "context", "batch", "rounds"):
         if getattr(settings, name) < 1:
             parser.error(f"--{name} must be at least 1")
+    if settings.json:
+        Path(settings.json).parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (settings, os.path.join(folder, "store")), nprocs=settings.world)

@@ -207,14 +207,7 @@ def reference_variant(kind: str) -> dict[str, Tensor]:
     return plain_names({name: tensor.detach() for name, tensor in model.state_dict().items()})
 
 
-@pytest.mark.pitfall("P15", "P18", "P19", "P58")
-@MODES
-@pytest.mark.parametrize("world", [2, 3])
-def test_unusual_forwards_equal_single_process(ranks: RankPool, world: int, fsdp: bool, keep: bool) -> None:
-    if world == 3 and not (fsdp and not keep):
-        kinds = ["plain", "branches"]
-    else:
-        kinds = KINDS
+def check_variants(ranks: RankPool, world: int, kinds: list[str], fsdp: bool, keep: bool) -> None:
     results = ranks(world, run_variants, kinds, fsdp, keep)
     for kind in kinds:
         assert_same_on_all_ranks([r[kind] for r in results])
@@ -222,6 +215,20 @@ def test_unusual_forwards_equal_single_process(ranks: RankPool, world: int, fsdp
             assert_equal_weights(results[0][kind], reference_variant(kind))
         except AssertionError as error:
             raise AssertionError(f"{kind}: {error}") from None
+
+
+@pytest.mark.pitfall("P15", "P18", "P19", "P58")
+@MODES
+@pytest.mark.parametrize("world", [2, 3])
+def test_unusual_forwards_equal_single_process(ranks: RankPool, world: int, fsdp: bool, keep: bool) -> None:
+    everything = world == 2 or (fsdp and not keep)
+    check_variants(ranks, world, KINDS if everything else ["plain", "branches"], fsdp, keep)
+
+
+@pytest.mark.slow
+@MODES
+def test_unusual_forwards_equal_single_process_on_four_ranks(ranks: RankPool, fsdp: bool, keep: bool) -> None:
+    check_variants(ranks, 4, KINDS, fsdp, keep)
 
 
 # -- sequences of steps -------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class OwnerGroup:
     Args:
         name: canonical name of the block.
         weights: ``(fqn, param, sites, owner)`` per matrix, in forward order; initial values are read from ``param``.
-        comm_dtype: dtype of the buffer and of the broadcasts; ``None`` keeps each model's own (they must agree).
+        comm_dtype: dtype of the buffer, of the broadcasts, and of forward and backward.
         reduce_dtype: dtype of gradient reductions.
         keep: leave whole weights in the buffer after forward and backward (``reshard_after_forward=False``).
     """

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import report
 import torch
@@ -27,22 +27,25 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
+if TYPE_CHECKING:
+    from dmuon import OwnerPlan
+
 BETAS = (0.9, 0.95)
 MAX_NORM = 1.0
 FLUSH_EVERY = 10  # steps between exchanges of losses and times, which are not part of any step
 EVALUATIONS = 8
+PLAN = "plan.json"  # in the folder of a checkpoint, which is renamed as a whole
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A strategy's optimizer, the owner balance of its plan (maximum over mean load) and its description."""
+    """A strategy's optimizer, and its plan where it has owners."""
 
     optimizer: torch.optim.Optimizer
-    balance: float | None = None
-    description: str = ""
+    plan: OwnerPlan | None = None
 
 
-def build_adamw(model: GPT, mesh: DeviceMesh, settings: Settings) -> Built:
+def build_adamw(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
     """FSDP2 with torch's fused AdamW; norms are not decayed."""
     policy = mixed_precision(settings)
     for block in model.blocks:
@@ -57,12 +60,16 @@ def build_adamw(model: GPT, mesh: DeviceMesh, settings: Settings) -> Built:
     return Built(torch.optim.AdamW(groups, lr=settings.lr_adamw, betas=BETAS, fused=True))
 
 
-def build_dmuon(model: GPT, mesh: DeviceMesh, settings: Settings) -> Built:
-    """FSDP2 with dmuon: block matrices on their owners with Muon, everything else AdamW as above."""
+def build_dmuon(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
+    """FSDP2 with dmuon: block matrices on their owners with Muon, everything else AdamW as above.
+
+    A run that goes on from a checkpoint keeps that run's owners: another plan would batch otherwise, which moves the
+    last bits.
+    """
     import dmuon
 
     policy = mixed_precision(settings)
-    plan = dmuon.dedicate_params(model, mesh, mp_policy=policy)
+    plan = dmuon.dedicate_params(model, mesh, mp_policy=policy, plan=checkpoint / PLAN if checkpoint else None)
     for block in model.blocks:
         dmuon.fully_shard(block, mesh=mesh, mp_policy=policy)
     dmuon.fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -73,7 +80,7 @@ def build_dmuon(model: GPT, mesh: DeviceMesh, settings: Settings) -> Built:
         adamw_lr=settings.lr_adamw,
         adamw_betas=BETAS,
     )
-    return Built(optimizer, plan.balance, plan.report())
+    return Built(optimizer, plan)
 
 
 def mixed_precision(settings: Settings) -> MixedPrecisionPolicy:
@@ -81,7 +88,7 @@ def mixed_precision(settings: Settings) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=getattr(torch, settings.dtype), reduce_dtype=torch.float32)
 
 
-STRATEGIES: dict[str, Callable[[GPT, DeviceMesh, Settings], Built]] = {
+STRATEGIES: dict[str, Callable[[GPT, DeviceMesh, Settings, Path | None], Built]] = {
     "adamw": build_adamw,
     "dmuon": build_dmuon,
 }
@@ -126,7 +133,7 @@ class Trainer:
         torch.manual_seed(job.seed)
         self.model = GPT(settings.model).to(self.device)
         mesh = init_device_mesh(settings.device, (settings.world,))
-        self.built = STRATEGIES[job.optimizer](self.model, mesh, settings)
+        self.built = STRATEGIES[job.optimizer](self.model, mesh, settings, job.resume_from)
         self.optimizer = self.built.optimizer
         self.scheduler = LambdaLR(self.optimizer, lambda step: lr_factor(step, settings.steps))
         self.clock = Clock(self.device)
@@ -161,8 +168,9 @@ class Trainer:
             dcp.load({"trainer": self}, checkpoint_id=self.job.resume_from)
         steps = self.settings.steps
         evaluate_at = {steps * i // EVALUATIONS for i in range(EVALUATIONS + 1)}
-        if self.rank == 0 and self.built.description:
-            tqdm.write(self.built.description, file=sys.stderr)
+        plan = self.built.plan
+        if self.rank == 0 and plan is not None:
+            tqdm.write(plan.report(), file=sys.stderr)
         with tqdm(
             desc=f"{self.job.optimizer} seed {self.job.seed}",
             total=steps,
@@ -183,7 +191,7 @@ class Trainer:
                     self._evaluate(bar)
                 if save:
                     self._save()
-        self._record({"event": "result", "balance": self.built.balance})
+        self._record({"event": "result", "balance": None if plan is None else plan.balance})
 
     def _train_step(self) -> None:
         start = self.clock.mark()
@@ -270,6 +278,8 @@ class Trainer:
         dist.barrier()
         dcp.save({"trainer": self}, checkpoint_id=temporary)
         if self.rank == 0:
+            if self.built.plan is not None:
+                self.built.plan.save(temporary / PLAN)
             shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed from further back
             temporary.rename(final)
             for other in folder.iterdir():

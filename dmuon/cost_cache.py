@@ -8,13 +8,13 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from dmuon.files import parse_json, write_bytes
 from dmuon.solver import CostTable
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "merge_entries",
     "shipped_profiles",
     "user_cache_directory",
+    "user_cache_files",
     "user_cache_path",
 ]
 
@@ -42,6 +43,9 @@ _MAX_SIDE = 1 << 24
 _MAX_BATCH = 1 << 20
 _MAX_NS = 3600 * 10**9  # an hour for one batch is no measurement
 _MAX_SAMPLES = 10**9
+_MAX_OPS_PER_NS = 10**9  # no device does an exaFLOP in a second
+_PASSES = 100  # multiply-adds per element that reading and writing it a dozen times is worth
+_MAX_CONTRADICTION = 1000  # launch times, caches and odd sizes stay below; milliseconds for nanoseconds do not
 
 
 class CostCacheError(ValueError):
@@ -124,24 +128,24 @@ class CostCache:
     def parse(cls, data: bytes, name: str) -> CostCache:
         """Validate the bytes of a file called ``name``; raises as :meth:`load` does."""
         try:
-            document = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-            return _document(document)
-        except _Invalid as error:
+            return _document(parse_json(data))
+        except ValueError as error:
             raise CostCacheError(f"cost cache {name}: {error}; {_REMEDY}") from None
-        except (ValueError, RecursionError) as error:
-            raise CostCacheError(f"cost cache {name}: corrupt or truncated JSON ({error}); {_REMEDY}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Merge into the file at ``path``, atomically; entries here win over those in the file.
 
         Raises:
-            CostCacheError: the file there is invalid or holds another key; it is left as it is.
+            CostCacheError: the file there is invalid, holds another key or contradicts these entries; it is left as
+                it is.
             OSError: the folder cannot be written.
         """
         path = Path(path)
         with _locked(path):
             merged = CostCache.load(path).merge(self, f"cost cache {path}") if path.exists() else self
-            _write(path, merged.to_json())
+            data = merged.to_json().encode()
+            CostCache.parse(data, str(path))  # what could not be read must not be written
+            write_bytes(path, data)
 
     def to_json(self) -> str:
         """The document, as :meth:`load` reads it."""
@@ -206,6 +210,13 @@ def user_cache_path(key: CacheKey) -> Path:
     return user_cache_directory() / f"{device}-{_digest(key.strict)}-{_digest(key)}.json"
 
 
+def user_cache_files(key: CacheKey) -> list[Path]:
+    """The user's files whose keys may hold for ``key``, the exact one last."""
+    path = user_cache_path(key)
+    others = sorted(path.parent.glob(f"{path.name.rpartition('-')[0]}-*.json")) if path.parent.is_dir() else []
+    return sorted(others, key=lambda other: other == path)
+
+
 def shipped_profiles() -> Iterator[tuple[str, bytes]]:
     """Name and bytes of every profile that dmuon ships."""
     for item in sorted(resources.files("dmuon.profiles").iterdir(), key=lambda item: item.name):
@@ -235,39 +246,8 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _write(path: Path, text: str) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself survives a crash only if the folder is synced
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-class _Invalid(Exception):
+class _Invalid(ValueError):
     """Names the field and what is wrong with it."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Invalid(f"field {next(n for n in names if names.count(n) > 1)!r} appears twice")
-    return result
-
-
-def _no_constant(text: str) -> float:
-    raise _Invalid(f"value {text} is no measurement")
 
 
 def _document(document: object) -> CostCache:
@@ -282,7 +262,38 @@ def _document(document: object) -> CostCache:
             raise _Invalid(f"field 'key.{name}' is {value!r}, not a string")
     if not isinstance(top["entries"], dict):
         raise _Invalid("field 'entries' is no object")
-    return CostCache(CacheKey(**key), {_shape(name): _batches(name, value) for name, value in top["entries"].items()})
+    entries = {_shape(name): _batches(name, value) for name, value in top["entries"].items()}
+    _refuse_absurd(entries)
+    return CostCache(CacheKey(**key), entries)
+
+
+def _refuse_absurd(entries: Entries) -> None:
+    """Refuse times that no device could have, most likely for a mistaken unit.
+
+    Time grows with work, and no faster than work: a batch that takes far less time than a smaller one, or far more
+    per operation, contradicts it.
+    """
+    times = sorted(
+        (k * m * n * (m + _PASSES), t.median_ns, f"entries.{m}x{n}.{k}.median_ns", k * m * m * n)
+        for (m, n), batches in entries.items()
+        for k, t in batches.items()
+    )
+    if not times:
+        return
+    longest = densest = times[0]  # so far: of most time, of least time per work
+    for item in times:
+        work, ns, name, operations = item
+        if operations > _MAX_OPS_PER_NS * ns:
+            raise _Invalid(f"field {name!r} is absurd: {ns} ns for {operations} multiply-adds and more")
+        for other in (longest, densest):
+            faster = ns * _MAX_CONTRADICTION < other[1]
+            if faster or ns * other[0] > _MAX_CONTRADICTION * other[1] * work:
+                raise _Invalid(
+                    f"field {name!r} or {other[2]!r} is absurd: {ns} ns and {other[1]} ns, for {work / other[0]:.3g} "
+                    "times the work; times are in nanoseconds"
+                )
+        longest = max(longest, item, key=lambda other: other[1])
+        densest = min(densest, item, key=lambda other: other[1] / other[0])
 
 
 def _shape(text: str) -> Shape:

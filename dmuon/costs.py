@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,21 +25,24 @@ from dmuon.cost_cache import (
     discard_invalid,
     merge_entries,
     shipped_profiles,
+    user_cache_files,
     user_cache_path,
 )
 from dmuon.kernels import newton_schulz_flops
-from dmuon.profiler import NsOptions, device_key, measure, useful_batch_sizes
+from dmuon.profiler import NsOptions, device_key, measure, timing_bar, useful_batch_sizes
 from dmuon.solver import CostTable
 
 __all__ = ["cached_entries", "find_costs", "store"]
 
 Work: TypeAlias = Mapping[Shape, tuple[int, ...]]
 
-# What this process measured or tried to: a cache that cannot be written, and work that did not fit the budget, must not
-# be measured again by the next call.
+_log = logging.getLogger(__name__)
+
+# What this process measured, and the least batches that ran out of memory. The next call measures neither again, also
+# where the cache cannot be written; it does try what did not fit the budget.
 _lock = threading.Lock()
 _measured: dict[CacheKey, Entries] = {}
-_attempted: dict[CacheKey, set[tuple[Shape, int]]] = {}
+_too_large: dict[CacheKey, dict[Shape, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,10 @@ def find_costs(
     """The cost table for ``counts`` matrices per shape over ``world`` ranks, and where it came from, for people.
 
     Collective where ``share`` is given. Rank 0 reads the user's cache, then the shipped profiles; what they lack is
-    divided among the ranks, measured, and written to the user's cache by rank 0. Nothing is measured twice. What the
-    budget does not reach is scaled from measured shapes by FLOPs, and the table says so.
+    divided among the ranks, measured, and written to the user's cache by rank 0: batches of powers of two, as
+    :func:`useful_batch_sizes` has them, up to the most matrices of a shape that one owner can get. Nothing is measured
+    twice. What the budget does not reach is scaled from measured shapes by FLOPs, the table says so, and the next call
+    tries it again. Rank 0 shows progress on a terminal, else logs one line.
 
     Args:
         counts: shape (small side, large side) to number of matrices.
@@ -85,7 +93,7 @@ def find_costs(
     decision = _Decision()
     if rank == 0:
         try:
-            decision = _decide(counts, world, device, key, costs)
+            decision = _decide(counts, world, device, options, key, costs)
         except Exception as error:  # every rank must hear of it, whatever it is
             decision = _Decision(error=str(error))
     answers: list[Any] = share((key, decision))
@@ -97,14 +105,15 @@ def find_costs(
     if decision.missing:
         measured = _measure_together(decision.missing, keys, rank, device, options, budget_s, share)
         entries = merge_entries(entries, measured)
-        if rank == 0:
-            _remember(key, decision.missing, measured)
-            written = store(CostCache(key, measured)) if measured else None
         if measured:
-            count = sum(map(len, measured.values()))
-            source = f"{source}, {count} measured" if source else f"{count} measured on {key.device}"
-        if rank == 0 and written:
-            source += f", cached in {written}"
+            source = ", ".join(
+                filter(None, (source, f"{sum(map(len, measured.values()))} measured now on {key.device}"))
+            )
+        if rank == 0 and measured:
+            with _lock:
+                _measured[key] = merge_entries(_measured.get(key, {}), measured)
+            written = store(CostCache(key, measured))
+            source += f", kept in user cache {written}" if written else ""
     return _table(counts, entries, options, device), source or "estimated from FLOPs"
 
 
@@ -113,12 +122,10 @@ def cached_entries(key: CacheKey) -> tuple[Entries, str]:
 
     Warns of invalid files and of costs measured with another driver, torch or CUDA.
     """
-    path = user_cache_path(key)
-    siblings = sorted(path.parent.glob(f"{path.name.rpartition('-')[0]}-*.json")) if path.parent.is_dir() else []
     found: list[tuple[bool, str, CostCache]] = []
-    for sibling in siblings:
+    for path in user_cache_files(key):
         try:
-            found.append((True, str(sibling), CostCache.load(sibling)))
+            found.append((True, str(path), CostCache.load(path)))
         except CostCacheError as error:
             warnings.warn(f"{error}; measuring anew")
     for name, data in shipped_profiles():
@@ -130,11 +137,13 @@ def cached_entries(key: CacheKey) -> tuple[Entries, str]:
     usable = [item for item in usable if item[0] != "no"]
     usable.sort(key=lambda item: (item[0] == "exact", item[1]))  # later wins
     entries: Entries = {}
-    for match, _, name, cache in usable:
+    tiers = []
+    for match, user, name, cache in usable:
         if match == "compatible":
             _warn_compatible(name, cache.key, key)
         entries = merge_entries(entries, cache.entries)
-    return entries, ", ".join(name for _, _, name, _ in reversed(usable))
+        tiers.append(f"{'user cache' if user else 'shipped profile'} {name}")
+    return entries, ", ".join(reversed(tiers))
 
 
 def store(cache: CostCache) -> str | None:
@@ -143,7 +152,7 @@ def store(cache: CostCache) -> str | None:
     try:
         discard_invalid(path)
         cache.save(path)
-    except OSError as error:
+    except (OSError, CostCacheError) as error:
         warnings.warn(f"cost cache {path} cannot be written ({error}); costs will be measured again next time")
         return None
     return str(path)
@@ -154,7 +163,12 @@ def _alone(item: object) -> list[object]:
 
 
 def _decide(
-    counts: Mapping[Shape, int], world: int, device: torch.device, key: CacheKey, costs: str | os.PathLike[str] | None
+    counts: Mapping[Shape, int],
+    world: int,
+    device: torch.device,
+    options: NsOptions,
+    key: CacheKey,
+    costs: str | os.PathLike[str] | None,
 ) -> _Decision:
     if costs is not None:
         return _Decision(entries=_explicit(costs, key, counts), source=f"cost cache {os.fspath(costs)}")
@@ -162,12 +176,11 @@ def _decide(
     with _lock:
         if key in _measured:
             entries = merge_entries(entries, _measured[key])
-        tried = set(_attempted.get(key, ()))
+        too_large = dict(_too_large.get(key, {}))
     missing = {}
-    for shape, count in sorted(counts.items()):
-        # Twice an even share is more than a balanced plan gives one owner; larger batches are cut up anyway.
-        sizes = useful_batch_sizes(shape, min(count, 2 * math.ceil(count / world)), device)
-        lacking = tuple(k for k in sizes if k not in entries.get(shape, {}) and (shape, k) not in tried)
+    for shape, most in _most_per_owner(counts, world, options, device).items():
+        sizes = [k for k in useful_batch_sizes(shape, most, device) if k < too_large.get(shape, math.inf)]
+        lacking = tuple(k for k in sizes if k not in entries.get(shape, {}))
         if lacking:
             missing[shape] = lacking
     wanted = {shape: entries[shape] for shape in counts if shape in entries}
@@ -175,8 +188,21 @@ def _decide(
     if any(1 not in wanted.get(shape, {}) for shape in counts):
         wanted = dict(entries)
     if not source and wanted:
-        source = f"measured earlier on {key.device}"
+        source = f"measured earlier by this process on {key.device}"
     return _Decision(entries=wanted, missing=missing, source=source if wanted else "")
+
+
+def _most_per_owner(
+    counts: Mapping[Shape, int], world: int, options: NsOptions, device: torch.device
+) -> dict[Shape, int]:
+    """How many matrices of each shape one owner may get: all that fit twice an even share of the whole work.
+
+    Not twice an even share of the shape: beside owners of large matrices, another may get most of the small ones.
+    """
+    flops = {shape: _flops(shape, options, device) for shape in counts}
+    even = sum(count * flops[shape] for shape, count in counts.items()) / world
+    share = 2 * max([even, *flops.values()])
+    return {shape: min(count, math.ceil(share / flops[shape])) for shape, count in sorted(counts.items())}
 
 
 def _explicit(path: str | os.PathLike[str], key: CacheKey, shapes: Iterable[Shape]) -> Entries:
@@ -220,34 +246,50 @@ def _measure_together(
         warnings.warn(f"rank {other} has another device than rank 0 ({keys[other]}); costs are those of rank 0's")
     load = dict.fromkeys(workers, 0)
     mine: dict[Shape, list[int]] = {}
-    cost = {
-        (shape, k): k * newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device)
-        for shape, sizes in missing.items()
-        for k in sizes
-    }
+    cost = {(shape, k): k * _flops(shape, options, device) for shape, sizes in missing.items() for k in sizes}
     for (shape, k), flops in sorted(cost.items(), key=lambda item: (-item[1], item[0])):
         worker = min(workers, key=lambda r: (load[r], r))
         load[worker] += flops
         if worker == rank:
             mine.setdefault(shape, []).append(k)
-    outcome: tuple[str | None, Entries] = (None, {})
+    outcome: tuple[str | None, Entries, list[tuple[Shape, int]]] = (None, {}, [])
+    full: list[tuple[Shape, int]] = []
     try:
-        outcome = (None, measure(mine, device=device, options=options, budget_s=budget_s))
+        with _progress(mine, len(cost), rank, keys[0].device, budget_s) as progress:
+            entries = measure(
+                mine,
+                device=device,
+                options=options,
+                budget_s=budget_s,
+                progress=progress,
+                too_large=lambda shape, k: full.append((shape, k)),
+            )
+        outcome = (None, entries, full)
     except Exception as error:  # the others wait in share
-        outcome = (f"rank {rank}: measuring Newton–Schulz on {device} failed: {type(error).__name__}: {error}", {})
+        outcome = (f"rank {rank}: measuring Newton–Schulz on {device} failed: {type(error).__name__}: {error}", {}, [])
     outcomes: list[Any] = share(outcome)
     merged: dict[Shape, dict[int, Timing]] = {}
-    for fault, entries in outcomes:
+    for fault, entries, unfit in outcomes:
         if fault is not None:
             raise RuntimeError(f"{fault}; pass costs='flops' to plan without measuring")
         merged = merge_entries(merged, entries)
+        with _lock:
+            least = _too_large.setdefault(keys[0], {})
+            least.update({shape: min(k, least.get(shape, k)) for shape, k in unfit})
     return merged
 
 
-def _remember(key: CacheKey, missing: Work, measured: Entries) -> None:
-    with _lock:
-        _measured[key] = merge_entries(_measured.get(key, {}), measured)
-        _attempted.setdefault(key, set()).update((shape, k) for shape, sizes in missing.items() for k in sizes)
+@contextlib.contextmanager
+def _progress(
+    mine: Mapping[Shape, list[int]], batches: int, rank: int, name: str, budget_s: float
+) -> Iterator[Callable[[Shape, int], None] | None]:
+    if rank != 0 or not sys.stderr.isatty():
+        if rank == 0:
+            _log.info("timing %d batches of the Muon update on %s, %g s per rank at most", batches, name, budget_s)
+        yield None
+        return
+    with timing_bar(mine, name) as progress:
+        yield progress
 
 
 def _table(counts: Mapping[Shape, int], entries: Entries, options: NsOptions, device: torch.device) -> CostTable:
@@ -256,15 +298,17 @@ def _table(counts: Mapping[Shape, int], entries: Entries, options: NsOptions, de
     if not known:
         return CostTable.from_flops(counts)
 
-    def flops(shape: Shape) -> int:
-        return newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device)
-
+    flops = {shape: _flops(shape, options, device) for shape in {*counts, *known}}
     table, sources = {}, {}
     for shape in sorted(counts):
         if shape in known:
             table[shape], sources[shape] = known[shape], "measured"
         else:
-            near = min(known, key=lambda other: (abs(math.log(flops(other) / flops(shape))), other))
-            table[shape] = {1: max(1, known[near][1] * flops(shape) // flops(near))}
+            near = min(known, key=lambda other: (abs(math.log(flops[other] / flops[shape])), other))
+            table[shape] = {1: max(1, known[near][1] * flops[shape] // flops[near])}
             sources[shape] = "estimated"
     return CostTable(table, sources)
+
+
+def _flops(shape: Shape, options: NsOptions, device: torch.device) -> int:
+    return int(newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import socket
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from dmuon.comm import Comm, agree, make_comm
 from dmuon.device import mesh_device
 from dmuon.group import OwnerGroup
 from dmuon.owned_tensor import OwnedTensor
-from dmuon.plan import Costs, OwnerPlan, check_options, make_plan
+from dmuon.plan import Costs, OwnerPlan, PlanSource, check_options, describe_source, make_plan
 from dmuon.policy import BlockPredicate, Route, Select, canonical_fqn, route_parameters
 from dmuon.runtime import Runtime
 from dmuon.solver import SolveOptions
@@ -51,6 +52,7 @@ def dedicate_params(
     mp_policy: MixedPrecisionPolicy | None = None,
     costs: Costs = None,
     solve: SolveOptions | None = None,
+    plan: PlanSource = None,
 ) -> OwnerPlan:
     """Give every matrix of every block to one owner rank; afterwards the others hold zero-size placeholders.
 
@@ -75,6 +77,10 @@ def dedicate_params(
         costs: ``None`` finds or measures; ``"flops"`` measures nothing; a path reads a cost cache; a ``CostTable``
             is used as it is.
         solve: options of the solver.
+        plan: the plan of an earlier run, or the path of one that ``OwnerPlan.save`` or ``dmuon-plan --json`` wrote
+            (rank 0 reads it), instead of measuring and solving. It must hold this model's names, shapes and blocks for
+            this number of ranks, and excludes ``costs`` and ``solve``. A resumed run that reuses its plan computes the
+            same batches, and so the same bits.
 
     Returns:
         The plan: owners, predicted loads, and a report.
@@ -87,9 +93,10 @@ def dedicate_params(
     routes: list[Route] = []
     policy = MixedPrecisionPolicy()
     description: list[tuple[str, str]] = []
+    host = ""
     error: Exception | None = None
     try:
-        check_options(costs, solve)
+        check_options(costs, solve, plan)
         policy = _checked_policy(mp_policy)
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
@@ -100,26 +107,30 @@ def dedicate_params(
             "reshard_after_forward": reshard_after_forward,
             "mp_policy": f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}",
             "costs": "flops" if costs == "flops" else type(costs).__name__,  # what decides who must take part
+            "plan": describe_source(plan),
         }
         description = _describe(model, routes, options)
+        host = socket.gethostname()
     except Exception as fault:  # also what select or blocks raise: the other ranks must not wait
         error = fault
-    _require_same(group, error, description)
-    plan = make_plan(
+    hosts = _require_same(group, error, description, host)
+    result = make_plan(
         routes,
         group,
         mesh_device(mesh.device_type),
         costs=costs,
         solve=solve,
+        plan=plan,
+        hosts=hosts,
         comm_itemsize=lambda r: (policy.param_dtype or r.param.dtype).itemsize,
     )
     comm = make_comm(mesh)
     _share_initial_values(model, routes, comm)
-    groups = _make_groups(routes, plan, comm, policy, keep=not reshard_after_forward)
-    runtime = Runtime(model, groups, comm, plan.chunks)
+    groups = _make_groups(routes, result, comm, policy, keep=not reshard_after_forward)
+    runtime = Runtime(model, groups, comm, result.chunks)
     hook_state_dicts(runtime)
-    setattr(model, _ATTRIBUTE, Dedication(plan, routes, runtime))
-    return plan
+    setattr(model, _ATTRIBUTE, Dedication(result, routes, runtime))
+    return result
 
 
 _Modules = TypeVar("_Modules", nn.Module, list[nn.Module])
@@ -250,10 +261,14 @@ def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, obje
     return items
 
 
-def _require_same(group: dist.ProcessGroup, error: Exception | None, description: list[tuple[str, str]]) -> None:
+def _require_same(
+    group: dist.ProcessGroup, error: Exception | None, description: list[tuple[str, str]], host: str
+) -> list[str]:
+    """Raise on every rank unless all have the same description and no error; the host name of every rank."""
     digest = hashlib.sha256(repr(description).encode()).hexdigest()
-    if len(set(agree(group, error, digest))) == 1:
-        return
+    found = agree(group, error, (digest, host))
+    if len({theirs for theirs, _ in found}) == 1:
+        return [name for _, name in found]
     descriptions = agree(group, None, description)
     first = dict(descriptions[0])
     for rank, items in enumerate(descriptions):

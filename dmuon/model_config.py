@@ -1,4 +1,4 @@
-"""The matrices of a model, read from its ``config.json``, without building the model."""
+"""The matrices of a model, read from its ``config.json``, without any memory for its weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MatrixShape", "read_model"]
+__all__ = ["MatrixShape", "config_path", "read_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +34,55 @@ def read_model(path: str | Path) -> list[MatrixShape]:
     deepseek_v3, and ``towers`` (a list of transformer stacks under ``"towers"``). Experts are one matrix per expert and
     projection, and routers (``mlp.gate``, experts × hidden) are matrices of their block like any other. GPT-2's fused
     ``attn.c_attn`` is listed as its three parts, ``c_attn.q``, ``c_attn.k`` and ``c_attn.v``, each hidden × hidden.
+    Other model types are built by ``transformers`` on the meta device, where it is installed.
+
+    Args:
+        path: the file, or a folder that holds it as ``config.json``.
 
     Raises:
-        ValueError: the file is not JSON, its architecture is unknown, or a field is missing or ill-typed; the message
-            names file, field and remedy.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read or is not JSON, its architecture is unknown, or a field is missing or
+            ill-typed; the message names file, field and remedy.
     """
+    path = config_path(path)
+    data = _load(path)
+    kind = data.get("model_type")
+    if not isinstance(kind, str):
+        raise ValueError(f"{path}: field 'model_type' is {kind!r}; use one of {_known()}")
+    if kind in _READERS:
+        return list(_READERS[kind](_Config(path, data)))
+    from dmuon.hf_model import read_with_transformers, transformers_or_none  # which needs MatrixShape
+
+    transformers = transformers_or_none()
+    if transformers is None:
+        raise ValueError(
+            f"{path}: field 'model_type' is {kind!r}; use one of {_known()}, install transformers, which knows others, "
+            "or time its shapes with dmuon-profile --shapes"
+        )
+    return read_with_transformers(transformers, path, data)
+
+
+def config_path(path: str | Path) -> Path:
+    """The file that ``path`` stands for: itself, or the ``config.json`` in it."""
     path = Path(path)
+    return path / "config.json" if path.is_dir() else path
+
+
+def _load(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; pass a model's config.json, or the folder that holds it") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); pass a model's config.json") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error}); pass a model's config.json") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path}: holds {type(data).__name__}, not an object; pass a model's config.json")
-    config = _Config(path, data)
-    kind = data.get("model_type")
-    if not isinstance(kind, str) or kind not in _READERS:
-        raise ValueError(f"{path}: field 'model_type' is {kind!r}; use one of {', '.join(sorted(_READERS))}")
-    return list(_READERS[kind](config))
+    return data
+
+
+def _known() -> str:
+    return ", ".join(sorted(_READERS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,15 @@
-"""Which rank owns which matrix: solved on rank 0, broadcast, and verified on every rank."""
+"""Which rank owns which matrix: solved or read on rank 0, broadcast, and verified on every rank."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,32 +17,63 @@ import torch.distributed as dist
 
 from dmuon.comm import agree
 from dmuon.costs import find_costs
+from dmuon.files import read_json, write_text
 from dmuon.policy import Route
-from dmuon.solver import CostTable, Matrix, Plan, SolveOptions
+from dmuon.solver import CostTable, Matrix, Plan, Rank, Shape, SolveOptions
 from dmuon.solver import plan as solve_plan
 
-__all__ = ["Costs", "OwnerPlan", "check_options", "make_plan"]
+__all__ = ["Costs", "OwnerPlan", "PlanSource", "check_options", "describe_source", "make_plan"]
 
 Costs = Literal["flops"] | str | os.PathLike[str] | CostTable | None
+
+_SCHEMA = 1
+_FIELDS = ("schema", "solution", "chunks", "cost_source")
+_CHECKSUM = "sha256"  # of these fields
+_SOLVED = "solved now"
+_AGAIN = "plan again: leave plan= out, save the new plan"
 
 
 @dataclass(frozen=True)
 class OwnerPlan:
-    """Who owns what, and at what predicted cost.
+    """Who owns what, in batches of what size, and at what predicted cost.
 
     Attributes:
-        matrices: every owned matrix, in the order of the model.
+        matrices: every owned matrix, in the order of the model; by name in a plan that was not applied to one yet.
         solution: the solver's plan (owners, makespan, bound, loads).
         chunks: ``(small side, large side)`` to the number of matrices that one batched update takes.
         cost_source: where the costs came from, for people.
-        world: number of ranks.
+        origin: where the plan came from, for people.
+
+    Raises:
+        ValueError: chunks that are no positive integers, one per shape.
     """
 
     matrices: tuple[Matrix, ...]
     solution: Plan
-    chunks: dict[tuple[int, int], int]
+    chunks: dict[Shape, int]
     cost_source: str
-    world: int
+    origin: str = _SOLVED
+
+    def __post_init__(self) -> None:
+        shapes = {m.shape for m in self.solution.matrices}
+        if self.chunks.keys() != shapes:
+            small, large = min(self.chunks.keys() ^ shapes)
+            side = "has no matrices" if (small, large) in self.chunks else "is missing"
+            raise ValueError(f"field 'chunks': shape {small}x{large} {side}; {_AGAIN}")
+        for (small, large), size in self.chunks.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"field 'chunks.{small}x{large}' is {size!r}, not an integer of at least 1; {_AGAIN}")
+
+    @classmethod
+    def from_solution(cls, solution: Plan, table: CostTable, source: str) -> OwnerPlan:
+        """What the solver found with the costs of ``table``, which came from ``source``. Needs no process group."""
+        shapes = sorted({m.shape for m in solution.matrices})
+        return cls(solution.matrices, solution, {shape: table.chunk(shape) for shape in shapes}, source)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.solution.world
 
     @property
     def owners(self) -> dict[str, int]:
@@ -47,8 +82,8 @@ class OwnerPlan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 that is equal on all ranks exactly when they hold the same plan."""
-        return self.solution.digest
+        """SHA-256 of owners, shapes, blocks and batch sizes: plans of one digest give bitwise equal updates."""
+        return _sha256([self.solution.digest, _named(self.chunks)])
 
     @property
     def balance(self) -> float:
@@ -58,18 +93,110 @@ class OwnerPlan:
         return max(loads) / mean if mean > 0 else 1.0
 
     def report(self) -> str:
-        """Makespan, proven bound, gap, and a bar per rank."""
-        return f"costs: {self.cost_source}\n{self.solution.report()}"
+        """Origin, source of the costs, batch sizes, makespan, proven bound, gap, and a bar per rank."""
+        batches = ", ".join(f"{shape} by {size}" for shape, size in _named(self.chunks).items())
+        return (
+            f"plan: {self.origin}, digest with batches {self.digest}\n"
+            f"costs: {self.cost_source}\nbatches: {batches}\n{self.solution.report()}"
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan for :meth:`load` and ``dedicate_params(plan=path)``, atomically, also from several processes.
+
+        Raises:
+            OSError: the file cannot be written; one that was there is left as it is.
+        """
+        path = Path(path)
+        try:
+            write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
+        except OSError as error:
+            raise OSError(
+                error.errno, f"plan file {path}: cannot be written ({error.strerror}); check the folder {path.parent}"
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> OwnerPlan:
+        """Read and validate a file that :meth:`save` or ``dmuon-plan --json`` wrote. Needs no process group.
+
+        Raises:
+            ValueError: missing, unreadable, or not as it was written; names file, field and remedy.
+        """
+        path = Path(path)
+        try:
+            document = read_json(path)
+        except ValueError as error:
+            raise ValueError(f"plan file {path}: {error}; check the path, or {_AGAIN}") from error
+        try:
+            return cls.from_json(document, f"loaded from {path}")
+        except ValueError as error:
+            raise ValueError(f"plan file {path}: {error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that :meth:`save` writes: plain types, with a checksum over all of them."""
+        fields = {
+            "schema": _SCHEMA,
+            "solution": self.solution.to_json(),
+            "chunks": _named(self.chunks),
+            "cost_source": self.cost_source,
+        }
+        return {**fields, _CHECKSUM: _sha256(fields)}
+
+    @classmethod
+    def from_json(cls, document: object, origin: str) -> OwnerPlan:
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: another schema, a field that is missing, unknown or ill-typed, or content that was changed.
+        """
+        if not isinstance(document, dict):
+            raise ValueError(f"holds no JSON object; {_AGAIN}")
+        schema = document.get("schema")
+        if schema != _SCHEMA or isinstance(schema, bool):
+            raise ValueError(f"field 'schema' is {schema!r}, this version of dmuon reads {_SCHEMA}; {_AGAIN}")
+        odd = sorted(document.keys() ^ {*_FIELDS, _CHECKSUM})
+        if odd:
+            raise ValueError(f"field {odd[0]!r} is {'unknown' if odd[0] in document else 'missing'}; {_AGAIN}")
+        if not isinstance(document["cost_source"], str):
+            raise ValueError(f"field 'cost_source' is {document['cost_source']!r}, not a string; {_AGAIN}")
+        chunks = _chunks(document["chunks"])
+        try:
+            solution = Plan.from_json(document["solution"])
+        except Exception as error:  # whatever reading nonsense raises, it is the file's fault
+            raise ValueError(f"field 'solution': {_said(error)}; {_AGAIN}") from error
+        plan = cls(solution.matrices, solution, chunks, document["cost_source"], origin)
+        found = _sha256({name: document[name] for name in _FIELDS})
+        if found != document[_CHECKSUM]:
+            raise ValueError(f"the content was changed: its SHA-256 is {found}, not {document[_CHECKSUM]!r}; {_AGAIN}")
+        return plan
 
 
-def check_options(costs: object, solve: object) -> None:
-    """Raise TypeError for a value that :func:`make_plan` cannot take."""
+PlanSource = OwnerPlan | str | os.PathLike[str] | None
+
+
+def check_options(costs: object, solve: object, plan: object) -> None:
+    """Raise TypeError or ValueError for a value, or values together, that :func:`make_plan` cannot take."""
     if not (costs is None or isinstance(costs, (str, os.PathLike, CostTable))):
         raise TypeError(
             f"costs must be None, 'flops', the path of a cost cache or a CostTable, got {type(costs).__name__}"
         )
     if not (solve is None or isinstance(solve, SolveOptions)):
         raise TypeError(f"solve must be a dmuon.solver.SolveOptions, got {type(solve).__name__}")
+    if not (plan is None or isinstance(plan, (str, os.PathLike, OwnerPlan))):
+        raise TypeError(f"plan must be None, a dmuon.OwnerPlan or the path of one, got {type(plan).__name__}")
+    for name, value in (("costs", costs), ("solve", solve)):
+        if plan is not None and value is not None:
+            raise ValueError(f"{name}= says how to plan, and plan= is a plan already; leave one of them out")
+
+
+def describe_source(plan: PlanSource) -> str:
+    """What all ranks must pass alike. Only rank 0 reads a file, so paths may differ."""
+    match plan:
+        case None:
+            return "None"
+        case OwnerPlan():
+            return f"a plan with digest {plan.digest}"
+        case _:
+            return "a path"
 
 
 def make_plan(
@@ -79,12 +206,17 @@ def make_plan(
     *,
     costs: Costs = None,
     solve: SolveOptions | None = None,
+    plan: PlanSource = None,
+    hosts: Sequence[str],
     comm_itemsize: Callable[[Route], int],
 ) -> OwnerPlan:
-    """Find costs, solve on rank 0, broadcast, and verify. Collective over ``group``.
+    """Find costs and solve, or take ``plan``, on rank 0; broadcast, and verify. Collective over ``group``.
+
+    Args:
+        hosts: the host name of every rank; equal names are one node.
 
     Raises:
-        ValueError: on every rank, when the costs are unusable, the solver failed, or a received plan does not fit
+        ValueError: on every rank, when the costs are unusable, the solver failed, or the plan does not fit
             this rank's model.
     """
     matrices = tuple(
@@ -93,57 +225,111 @@ def make_plan(
         if r.muon
     )
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-
-    def share(item: object) -> list[object]:
-        items: list[object] = [None] * world
-        dist.all_gather_object(items, item, group=group)
-        return items
-
-    if isinstance(costs, CostTable):
-        table, source = costs, "given"
-    else:
-        table, source = find_costs(
-            dict(Counter(m.shape for m in matrices)),
-            world=world,
-            rank=rank,
-            device=device,
-            costs=costs,
-            share=share if world > 1 else None,
-        )
-    sent: list[Any] = [None, None, None]
+    table, cost_source = (None, "") if plan is not None else _find_costs(matrices, group, device, costs)
+    sent: list[Any] = [None, None, None]  # error, document, origin
     if rank == 0:
         try:
-            # Batches decide rounding: like the owners, their sizes are rank 0's.
-            chunks = {shape: table.chunk(shape) for shape in sorted({m.shape for m in matrices})}
-            sent = [None, solve_plan(matrices, world, table, solve or SolveOptions()).to_json(), chunks]
+            if table is not None:
+                solution = solve_plan(matrices, _ranks(hosts), table, solve or SolveOptions())
+                found = OwnerPlan.from_solution(solution, table, cost_source)
+            elif isinstance(plan, OwnerPlan):
+                found = replace(plan, origin="given" if plan.origin == _SOLVED else plan.origin)
+            else:
+                assert plan is not None
+                found = OwnerPlan.load(plan)
+            sent = [None, found.to_json(), found.origin]
         except Exception as fault:  # every rank must hear of it, whatever it is
-            sent[0] = str(fault) if isinstance(fault, ValueError) else f"{type(fault).__name__}: {fault}"
+            sent[0] = _said(fault)
     if world > 1:
         dist.broadcast_object_list(sent, group_src=0, group=group)
-    error, solution = sent[0], None
+    error, result = sent[0], None
     if error is None:
         try:
-            solution = Plan.from_json(sent[1])
-            error = _mismatch(matrices, solution, world)
-        except ValueError as fault:
-            error = str(fault)
-    digests = agree(group, error, None if solution is None else solution.digest)
-    assert solution is not None
+            result = _fit(OwnerPlan.from_json(sent[1], sent[2]), matrices, world)
+        except Exception as fault:
+            error = _said(fault)
+    digests = agree(group, error, None if result is None else result.digest)
+    assert result is not None
     other = [r for r, digest in enumerate(digests) if digest != digests[0]]
     if other:
         raise ValueError(
             f"rank {other[0]} holds another owner plan than rank 0 (digests {digests[other[0]]} and {digests[0]}); run "
             "the same version of dmuon on every rank"
         )
-    return OwnerPlan(matrices, solution, sent[2], source, world)
+    return result
 
 
-def _mismatch(matrices: Sequence[Matrix], solution: Plan, world: int) -> str | None:
-    names = {m.name for m in matrices}
-    planned = dict(solution.owners)
-    if set(planned) != names:
-        return f"the plan does not cover this model: {sorted(set(planned) ^ names)[0]!r} is on one side only"
-    wrong = sorted(name for name, owner in planned.items() if not 0 <= owner < world)
-    if wrong:
-        return f"the plan gives {wrong[0]!r} to rank {planned[wrong[0]]}, but there are {world} ranks"
-    return None
+def _find_costs(
+    matrices: Sequence[Matrix], group: dist.ProcessGroup, device: torch.device, costs: Costs
+) -> tuple[CostTable, str]:
+    if isinstance(costs, CostTable):
+        return costs, "given"
+    world = dist.get_world_size(group)
+
+    def share(item: object) -> list[object]:
+        items: list[object] = [None] * world
+        dist.all_gather_object(items, item, group=group)
+        return items
+
+    return find_costs(
+        dict(Counter(m.shape for m in matrices)),
+        world=world,
+        rank=dist.get_rank(group),
+        device=device,
+        costs=costs,
+        share=share if world > 1 else None,
+    )
+
+
+def _ranks(hosts: Sequence[str]) -> list[Rank]:
+    """Nodes are numbered in the order of their first rank."""
+    names = list(dict.fromkeys(hosts))
+    return [Rank(index, node=names.index(host)) for index, host in enumerate(hosts)]
+
+
+def _fit(plan: OwnerPlan, matrices: Sequence[Matrix], world: int) -> OwnerPlan:
+    """``plan`` for exactly these matrices over ``world`` ranks, or a ValueError with the first that differs."""
+    about = f"the owner plan ({plan.origin})"
+    if plan.world != world:
+        raise ValueError(f"{about} is for {plan.world} ranks, this mesh has {world}; {_AGAIN}")
+    planned = {m.name: m for m in plan.solution.matrices}
+    mine = {m.name: m for m in matrices}
+    for name in [*mine, *planned]:
+        if name not in planned:
+            raise ValueError(f"{about} has no owner for parameter {name!r}, which dmuon owns here; {_AGAIN}")
+        if name not in mine:
+            raise ValueError(f"{about} holds {name!r}, which is no parameter that dmuon owns here; {_AGAIN}")
+        there, here = planned[name], mine[name]
+        for what, theirs, ours in (
+            ("shape", (there.rows, there.cols), (here.rows, here.cols)),
+            ("block", there.block, here.block),
+        ):
+            if theirs != ours:
+                raise ValueError(f"{about} has {name!r} with {what} {theirs!r}, here it is {ours!r}; {_AGAIN}")
+    # Another communication dtype has other bytes; who owns what stands.
+    counted = tuple(replace(m, nbytes=mine[m.name].nbytes) for m in plan.solution.matrices)
+    return replace(plan, matrices=tuple(matrices), solution=replace(plan.solution, matrices=counted))
+
+
+def _chunks(value: object) -> dict[Shape, int]:
+    if not isinstance(value, dict):
+        raise ValueError(f"field 'chunks' is no object; {_AGAIN}")
+    chunks = {}
+    for text, size in value.items():
+        match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
+        if not match:
+            raise ValueError(f"field 'chunks': shape {text!r} is not like '1024x4096'; {_AGAIN}")
+        chunks[int(match[1]), int(match[2])] = size
+    return chunks
+
+
+def _named(chunks: Mapping[Shape, int]) -> dict[str, int]:
+    return {f"{small}x{large}": size for (small, large), size in sorted(chunks.items())}
+
+
+def _sha256(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _said(fault: Exception) -> str:
+    return str(fault) if isinstance(fault, ValueError) else f"{type(fault).__name__}: {fault}"

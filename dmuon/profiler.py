@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import platform
 import re
@@ -15,17 +16,29 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from dmuon.cost_cache import CacheKey, Shape, Timing
+from dmuon.cost_cache import CacheKey, CostCacheError, Shape, Timing
 from dmuon.kernels import batch_size, coefficient_sequence, muon_update_, newton_schulz_flops
 
-__all__ = ["NsOptions", "device_key", "measure", "useful_batch_sizes"]
+__all__ = [
+    "MAX_BATCH",
+    "NsOptions",
+    "device_key",
+    "measure",
+    "options_of",
+    "settled",
+    "timing_bar",
+    "useful_batch_sizes",
+]
+
+MAX_BATCH = 64  # an owner of more runs several batches: by then launches are long hidden
 
 _SPREAD = 0.03  # (p90 - p10) / median that counts as settled
 _ROUND = 9  # samples that a spread is judged by
 _MAX_ROUNDS = 4  # on a machine that never settles, more rounds do not help
-_MAX_BATCH = 64
 _CACHE_BYTES = 1 << 28  # above every current device's L2
+_CPU_CACHE_BYTES = 1 << 25  # above a core's L2 and its share of the L3
 _MAX_BATCH_ELEMENTS = 1 << 28  # 1 GiB of fp32: far beyond where batching still helps
 
 Clock = Callable[[Callable[[], None]], int]  # runs a function and returns its time in ns
@@ -65,9 +78,27 @@ def device_key(device: torch.device, options: NsOptions) -> CacheKey:
     )
 
 
+def options_of(key: CacheKey, name: str) -> NsOptions:
+    """The run that a cache called ``name`` was measured with.
+
+    Raises:
+        CostCacheError: the key describes no run that this version can time; names file, field and remedy.
+    """
+    remedy = "measure anew with dmuon-profile"
+    dtype = getattr(torch, key.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CostCacheError(f"cost cache {name}: field 'key.dtype' is {key.dtype!r}, no dtype of torch; {remedy}")
+    try:
+        coefficients = ast.literal_eval(key.coefficients) if key.coefficients.startswith("(") else key.coefficients
+        coefficient_sequence(coefficients, key.steps)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise CostCacheError(f"cost cache {name}: field 'key.coefficients' or 'key.steps': {error}; {remedy}") from None
+    return NsOptions(coefficients, key.steps, dtype)
+
+
 def useful_batch_sizes(shape: Shape, limit: int, device: torch.device) -> tuple[int, ...]:
     """Powers of two up to ``limit`` that are worth timing for ``shape``: as many as the device takes at once."""
-    most = min(batch_size(shape, limit, device), _MAX_BATCH, max(1, _MAX_BATCH_ELEMENTS // (shape[0] * shape[1])))
+    most = min(batch_size(shape, limit, device), MAX_BATCH, max(1, _MAX_BATCH_ELEMENTS // (shape[0] * shape[1])))
     return tuple(1 << i for i in range(most.bit_length()))
 
 
@@ -78,6 +109,7 @@ def measure(
     options: NsOptions | None = None,
     budget_s: float = 10.0,
     progress: Callable[[Shape, int], None] | None = None,
+    too_large: Callable[[Shape, int], None] | None = None,
 ) -> dict[Shape, dict[int, Timing]]:
     """Time momentum, Newton–Schulz and weight update together, for each shape and batch size in ``work``.
 
@@ -87,6 +119,7 @@ def measure(
     Args:
         work: shape (small side, large side) to batch sizes.
         progress: called with shape and batch size after each is timed or left out.
+        too_large: called with shape and batch size where the device's memory ran out; larger ones are not tried.
     """
     options = options or NsOptions()
     deadline = time.perf_counter() + budget_s
@@ -96,6 +129,7 @@ def measure(
         key=lambda item: (item[0], item[0] * item[1], item[2]),
     )  # fmt: skip
     result: dict[Shape, dict[int, Timing]] = {}
+    full: set[Shape] = set()
     if not items or budget_s <= 0:
         return result
     with _clock(device) as clock:
@@ -103,15 +137,38 @@ def measure(
         rate = _rate(calibration, device, options, clock)  # operations per ns
         for index, (k, flops, shape) in enumerate(items):
             remaining = (deadline - time.perf_counter()) * 1e9
-            if remaining > 2 * k * flops / rate:
+            if shape not in full and remaining > 2 * k * flops / rate:
                 share = remaining / (len(items) - index)
                 timing = _time_batch(shape, k, device, options, clock, share)
                 if timing is not None:
                     rate = max(rate, k * flops / timing.median_ns)
                     result.setdefault(shape, {})[k] = timing
+                else:
+                    full.add(shape)
+                    if too_large is not None:
+                        too_large(shape, k)
             if progress is not None:
                 progress(shape, k)
     return {shape: _isotonic(timings) for shape, timings in sorted(result.items())}
+
+
+def settled(timing: Timing) -> bool:
+    """Whether the samples spread so little that measuring again would tell nothing new."""
+    return timing.p90_ns - timing.p10_ns < _SPREAD * timing.median_ns
+
+
+@contextmanager
+def timing_bar(work: Mapping[Shape, Sequence[int]], device_name: str) -> Iterator[Callable[[Shape, int], None]]:
+    """A progress bar on stderr, if that is a terminal; yields what :func:`measure` takes as ``progress``."""
+    total = sum(len(set(sizes)) for sizes in work.values())
+    # disable=None: not where stderr is a file, which a bar would fill with one line per batch.
+    with tqdm(total=total, desc=f"timing on {device_name}", unit="batch", leave=False, disable=None) as bar:
+
+        def progress(shape: Shape, k: int) -> None:
+            bar.set_postfix_str(f"{shape[0]}x{shape[1]} x{k}", refresh=False)
+            bar.update()
+
+        yield progress
 
 
 def _rate(shape: Shape, device: torch.device, options: NsOptions, clock: Clock) -> float:
@@ -125,22 +182,23 @@ def _time_batch(
     shape: Shape, k: int, device: torch.device, options: NsOptions, clock: Clock, share_ns: float
 ) -> Timing | None:
     """Rounds of samples until one settles or the share of the budget is spent; the one of least p90 counts."""
-    started = time.perf_counter()
     try:
         update = _batch_update(shape, k, device, options)
-        first = clock(update)
-        best = Timing(first, first, first, 1)
+        clock(update)  # no sample: it may compile kernels
+        started = time.perf_counter()
+        samples = [clock(update)]
+        best = _summary(samples)
         for _ in range(_MAX_ROUNDS):
-            samples: list[int] = []
             while len(samples) < _ROUND and (time.perf_counter() - started) * 1e9 + best.median_ns < share_ns:
                 samples.append(clock(update))
             if not samples:
                 break
             timing = _summary(samples)
-            if best.n == 1 or (timing.n >= best.n and timing.p90_ns < best.p90_ns):
+            if timing.n > best.n or (timing.n == best.n and timing.p90_ns < best.p90_ns):
                 best = timing
-            if len(samples) < _ROUND or _spread(timing) < _SPREAD:
+            if timing.n < _ROUND or settled(timing):
                 break
+            samples = []
         return best
     except torch.OutOfMemoryError:
         return None
@@ -179,10 +237,6 @@ def _summary(samples: Sequence[int]) -> Timing:
     return Timing(middle, low, high, len(ordered))
 
 
-def _spread(timing: Timing) -> float:
-    return (timing.p90_ns - timing.p10_ns) / timing.median_ns
-
-
 def _isotonic(timings: Mapping[int, Timing]) -> dict[int, Timing]:
     result: dict[int, Timing] = {}
     floor = 0
@@ -198,7 +252,8 @@ def _clock(device: torch.device) -> Iterator[Clock]:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # spinning threads would time each other
         try:
-            yield _cpu_time
+            # As below: in a step, other matrices have taken the cache since this one was last used.
+            yield _cpu_clock(torch.empty(_CPU_CACHE_BYTES, dtype=torch.uint8))
         finally:
             torch.set_num_threads(threads)
         return
@@ -220,11 +275,15 @@ def _clock(device: torch.device) -> Iterator[Clock]:
         yield accelerator_time
 
 
-def _cpu_time(function: Callable[[], None]) -> int:
-    # CPU time of this thread: other processes on the machine do not count.
-    start = time.thread_time_ns()
-    function()
-    return max(1, time.thread_time_ns() - start)
+def _cpu_clock(cache: Tensor) -> Clock:
+    def cpu_time(function: Callable[[], None]) -> int:
+        cache.zero_()
+        # CPU time of this thread: other processes on the machine do not count.
+        start = time.thread_time_ns()
+        function()
+        return max(1, time.thread_time_ns() - start)
+
+    return cpu_time
 
 
 def _cpu_name() -> str:

@@ -15,6 +15,7 @@ __all__ = ["CostTable"]
 
 _NEAR_BEST = (103, 100)  # a chunk may cost this ratio of the best average: longer chunks publish later
 _NOMINAL_FLOPS_PER_NS = 400_000  # 400 TFLOP/s; only ratios between shapes matter to a plan
+_MOST_BATCH = 2**16
 _SOURCES = ("measured", "estimated")
 
 
@@ -36,9 +37,11 @@ class CostTable:
     _batches: Mapping[Shape, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        costs = {shape: dict(sorted(entries.items())) for shape, entries in sorted(self.costs.items())}
-        for shape, entries in costs.items():
+        if not isinstance(self.costs, Mapping):
+            raise ValueError(f"costs must map shapes to batch sizes to nanoseconds, got {type(self.costs).__name__}")
+        for shape, entries in self.costs.items():
             _check_entries(shape, entries)
+        costs = {shape: dict(sorted(entries.items())) for shape, entries in sorted(self.costs.items())}
         for shape, source in self.sources.items():
             if shape not in costs:
                 raise ValueError(f"sources: shape {shape} has no costs; drop it or add its costs")
@@ -62,6 +65,21 @@ class CostTable:
             flops = m * m * min(6 * n + 17 * m, 9 * n + 11 * m)
             costs[m, n] = {1: max(1, flops // _NOMINAL_FLOPS_PER_NS)}
         return cls(costs, dict.fromkeys(unique, "estimated"))
+
+    def with_transfer(self, per_matrix: Mapping[Shape, int]) -> CostTable:
+        """The same costs with ``per_matrix[shape]`` nanoseconds more for each matrix, such as to gather its shards.
+
+        Raises:
+            ValueError: a shape without costs, or a time that is no whole number of at least 0.
+        """
+        costs = {shape: dict(entries) for shape, entries in self.costs.items()}
+        for shape, extra in per_matrix.items():
+            if shape not in costs or not is_int(extra) or extra < 0:
+                raise ValueError(
+                    f"per_matrix: shape {shape}: {extra!r} must be whole nanoseconds for a shape with costs"
+                )
+            costs[shape] = {k: cost + k * extra for k, cost in costs[shape].items()}
+        return CostTable(costs, self.sources)
 
     @property
     def estimated(self) -> tuple[Shape, ...]:
@@ -110,9 +128,13 @@ def _check_entries(shape: Shape, entries: Mapping[int, int]) -> None:
         raise ValueError(f"costs: shape {shape!r} must be two positive integers (small side, large side)")
     if shape[0] > shape[1]:
         raise ValueError(f"costs: shape {shape} must be (small side, large side); write {shape[::-1]}")
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"costs: shape {shape}: {entries!r} must map batch sizes to nanoseconds; measure it")
     for k, cost in entries.items():
         if not is_int(k) or k < 1:
             raise ValueError(f"costs: shape {shape}: batch size {k!r} must be an integer of at least 1; remove it")
+        if k > _MOST_BATCH:
+            raise ValueError(f"costs: shape {shape}: batch size {k} is more than {_MOST_BATCH}; remove it")
         if not is_int(cost) or cost < 1:
             raise ValueError(
                 f"costs: shape {shape}, batch size {k}: {cost!r} must be a positive whole number of nanoseconds; "

@@ -2,177 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from .backend import check_backend
 from .bound import lower_bound
 from .costs import CostTable
-from .greedy import batch_greedy, longest_first
-from .milp import SolverFailed, search_space, solve_milp
+from .exact import Solution, refine
+from .greedy import batch_greedy, longest_first, round_robin
 from .multifit import multifit
-from .problem import Counts, Problem, build_problem
-from .report import format_plan
+from .problem import FORBIDDEN, Counts, Infeasible, Problem, build_problem
+from .relabel import relabel
+from .result import Plan, least_block_bytes
 from .search import level_bytes, shorten
 from .spread import block_bytes, spread_blocks
-from .types import Matrix, Rank, Shape, SolveOptions, check_matrices, check_ranks, is_int
+from .types import ClassKey, Matrix, Rank, SolveOptions, check_matrices, check_ranks
 
-__all__ = ["Plan", "baselines", "plan"]
+__all__ = ["BASELINES", "Plan", "baseline", "plan"]
 
-_SCHEMA = 1
+BASELINES = ("round-robin", "lpt", "greedy")
 
-
-@dataclass(frozen=True)
-class Plan:
-    """An owner for each matrix.
-
-    Attributes:
-        owners: rank index per matrix name; every matrix once, sorted by name.
-        matrices: the matrices, sorted by name.
-        loads_ns: cost per rank in nanoseconds.
-        bound_ns: nanoseconds that no assignment can go below, proven.
-        stage: what found the assignment: ``"lpt"``, ``"greedy"``, ``"multifit"``, each perhaps with ``"+search"``, or
-            ``"milp"``.
-        reason: why the search ended there.
-        estimated: the shapes whose costs are estimates.
-
-    Raises:
-        ValueError: owners, loads and bound that contradict each other.
-    """
-
-    owners: Mapping[str, int]
-    matrices: tuple[Matrix, ...]
-    loads_ns: tuple[int, ...]
-    bound_ns: int
-    stage: str
-    reason: str
-    estimated: tuple[Shape, ...] = ()
-
-    def __post_init__(self) -> None:
-        if list(self.owners) != [m.name for m in self.matrices]:
-            raise ValueError("plan: owners and matrices must name the same matrices, sorted; plan again")
-        for name, rank in self.owners.items():
-            if not 0 <= rank < self.world:
-                raise ValueError(
-                    f"plan: the owner of {name!r} is rank {rank}, outside 0 … {self.world - 1}; plan again"
-                )
-        if not all(is_int(ns) and ns >= 0 for ns in (*self.loads_ns, self.bound_ns)):
-            raise ValueError("plan: loads must be whole nanoseconds, and so must the bound; plan again")
-        if not 0 < self.bound_ns <= self.makespan_ns:
-            raise ValueError(
-                f"plan: bound {self.bound_ns} ns is not in (0, makespan {self.makespan_ns} ns]; plan again"
-            )
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return len(self.loads_ns)
-
-    @property
-    def makespan_ns(self) -> int:
-        """Nanoseconds of the slowest rank."""
-        return max(self.loads_ns)
-
-    @property
-    def gap(self) -> float:
-        """``(makespan - bound) / makespan``: the most that any other assignment could save."""
-        return (self.makespan_ns - self.bound_ns) / self.makespan_ns
-
-    @property
-    def counts(self) -> tuple[dict[Shape, int], ...]:
-        """Matrices of each shape, per rank."""
-        table: tuple[dict[Shape, int], ...] = tuple({} for _ in self.loads_ns)
-        for m in self.matrices:
-            row = table[self.owners[m.name]]
-            row[m.shape] = row.get(m.shape, 0) + 1
-        return table
-
-    @property
-    def rank_matrices(self) -> tuple[int, ...]:
-        """Matrices per rank."""
-        return tuple(sum(row.values()) for row in self.counts)
-
-    @property
-    def rank_bytes(self) -> tuple[int, ...]:
-        """Bytes per rank."""
-        held = [0] * self.world
-        for m in self.matrices:
-            held[self.owners[m.name]] += m.nbytes
-        return tuple(held)
-
-    @property
-    def block_balance(self) -> dict[str, tuple[int, int]]:
-        """Per block, its largest owner's bytes and the least that these could be (mean over ranks, largest matrix)."""
-        least: dict[str, list[int]] = {}
-        for m in self.matrices:
-            least.setdefault(m.block, []).append(m.nbytes)
-        return {
-            block: (max(row.values()), max(-(-sum(least[block]) // self.world), max(least[block])))
-            for block, row in block_bytes(self.matrices, self.owners).items()
-        }
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of world size, owners, shapes and blocks: equal on all ranks, or they do not run the same plan."""
-        content = [self.world, [[m.name, m.rows, m.cols, m.block, self.owners[m.name]] for m in self.matrices]]
-        return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
-
-    def report(self) -> str:
-        """The plan as text for people."""
-        return format_plan(self)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain types that ``json.dumps`` takes and ``from_json`` reads."""
-        return {
-            "schema": _SCHEMA,
-            "digest": self.digest,
-            "matrices": [[m.name, m.rows, m.cols, m.block, m.nbytes, self.owners[m.name]] for m in self.matrices],
-            "loads_ns": list(self.loads_ns),
-            "makespan_ns": self.makespan_ns,
-            "bound_ns": self.bound_ns,
-            "stage": self.stage,
-            "reason": self.reason,
-            "estimated": [list(shape) for shape in self.estimated],
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan that ``to_json`` wrote.
-
-        Raises:
-            ValueError: another schema, a field missing or ill-typed, or content that does not match its digest.
-        """
-        if not isinstance(data, Mapping) or data.get("schema") != _SCHEMA:
-            found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"plan: schema is {found!r}, not {_SCHEMA}; write it again with Plan.to_json")
-        try:
-            rows = [(Matrix(*row[:5]), row[5]) for row in data["matrices"]]
-            result = cls(
-                owners={m.name: rank for m, rank in rows},
-                matrices=tuple(m for m, _ in rows),
-                loads_ns=tuple(data["loads_ns"]),
-                bound_ns=data["bound_ns"],
-                stage=data["stage"],
-                reason=data["reason"],
-                estimated=tuple((small, large) for small, large in data["estimated"]),
-            )
-            digest, makespan = data["digest"], data["makespan_ns"]
-        except KeyError as error:
-            raise ValueError(f"plan: field {error} is missing; write it again with Plan.to_json") from error
-        except (TypeError, IndexError) as error:
-            raise ValueError(f"plan: a field is ill-typed ({error}); write it again with Plan.to_json") from error
-        if result.digest != digest:
-            raise ValueError(
-                f"plan: owners, shapes or blocks were changed: digest {result.digest}, recorded {digest}; plan again"
-            )
-        if result.makespan_ns != makespan:
-            raise ValueError(f"plan: loads reach {result.makespan_ns} ns, recorded makespan {makespan} ns; plan again")
-        return result
+_AUTO_CAPS = (2.0, 1.5, 1.25, 1.1, 1.0)
+_NOMINAL_BYTES_PER_NS = 50.0
 
 
 def plan(
@@ -180,86 +33,200 @@ def plan(
     ranks: int | Sequence[Rank],
     costs: CostTable,
     options: SolveOptions | None = None,
+    *,
+    predict: Callable[[Plan], float] | None = None,
 ) -> Plan:
     """Assign every matrix to an owner so that the slowest rank finishes early.
 
-    Minimises ``max_r Σ_s T_s(n[s, r])`` over counts per shape class: heuristics and local search first, the MILP
-    where it pays. Then, at those counts, spreads each block over the ranks. Whatever happens to the MILP solver, the
-    best plan so far is returned, with a warning that says what happened.
+    Minimises ``max_r Σ_s T_s(n[s, r])`` over counts per class: heuristics and local search first, the exact methods
+    where these are not proven within the gap. Then, at those counts, spreads each block over the ranks, and relabels
+    ranks that are alike so that blocks that follow each other use other nodes and links. Whatever happens to a MILP
+    solver, the best plan so far is returned, with a warning that says what happened.
+
+    Args:
+        ranks: a number of equal ranks on one node, or one ``Rank`` each.
+        predict: step time of a plan, in any unit, for ``spread_cap="auto"``. Default: the makespan, plus the largest
+            owner's bytes of each block, moved three times at a nominal 50 GB/s.
 
     Raises:
-        ValueError: no matrices, no ranks, two matrices of one name, or a shape without costs.
+        ValueError: no matrices, no ranks, two matrices of one name, a shape without costs, limits that leave no room
+            (named), or a back end that is not installed.
     """
     options = options or SolveOptions()
-    ordered, world = check_matrices(matrices), check_ranks(ranks)
-    problem = build_problem(ordered, world, costs)
+    check_backend(options.backend)
+    ordered, owners = check_matrices(matrices), check_ranks(ranks)
+    if options.spread_cap != "auto":
+        return _plan(ordered, owners, costs, options, options.spread_cap)
+    predict = predict or _nominal_step
+    best = _plan(ordered, owners, costs, options, None)
+    for cap in _AUTO_CAPS:
+        if best.spread <= cap:
+            continue
+        try:
+            other = _plan(ordered, owners, costs, options, cap)
+        except Infeasible:
+            break
+        if predict(other) < predict(best):
+            best = other
+    return best
+
+
+def baseline(
+    name: str, matrices: Iterable[Matrix], ranks: int | Sequence[Rank], costs: CostTable, bound_ns: int | None = None
+) -> Plan:
+    """The plan of a simpler rule, for comparison.
+
+    ``"round-robin"`` deals the matrices out in the order of their names; ``"lpt"`` gives the longest matrix next, by
+    the cost of one matrix alone, to the rank with the least work; ``"greedy"`` is LPT that knows what batches cost.
+
+    Args:
+        bound_ns: a bound that was proven elsewhere, to compare with.
+
+    Raises:
+        ValueError: as ``plan``; another name.
+    """
+    ordered, owners = check_matrices(matrices), check_ranks(ranks)
+    problem = build_problem(ordered, owners, costs)
+    rank_of: dict[str, int] | None = None
+    if name == "round-robin":
+        classes = {key: s for s, key in enumerate(problem.classes)}
+        dealt = round_robin(problem, [classes[m.key] for m in ordered])
+        rank_of = {m.name: rank for m, rank in zip(ordered, dealt, strict=True)}
+        counts = count_table(problem, ordered, rank_of)
+    elif name == "lpt":
+        counts = longest_first(problem)
+    elif name == "greedy":
+        counts = batch_greedy(problem)
+    else:
+        raise ValueError(f"baseline {name!r} is unknown; use one of {', '.join(BASELINES)}")
+    _check_limits(problem, Solution(counts, 1, name))
+    if rank_of is None:
+        rank_of = spread_blocks(ordered, _quota(problem, counts))
+    bound = max(lower_bound(problem), bound_ns or 0)
+    return _finished(problem, ordered, owners, rank_of, Solution(counts, bound, name, note="a baseline"), costs)
+
+
+def _plan(
+    matrices: tuple[Matrix, ...], ranks: tuple[Rank, ...], costs: CostTable, options: SolveOptions, cap: float | None
+) -> Plan:
+    caps = None if cap is None else _block_caps(matrices, ranks, cap)
+    problem = build_problem(matrices, ranks, costs, caps)
     bound = lower_bound(problem)
-    stage, counts = _heuristic(problem, bound)
-    counts, bound, stage, reason = _refine(problem, counts, bound, stage, options)
-    makespan = problem.makespan(counts)
-    counts = level_bytes(problem, counts, makespan)
-    return Plan(
-        owners=spread_blocks(problem, ordered, counts),
-        matrices=ordered,
-        loads_ns=tuple(problem.loads(counts).tolist()),
-        bound_ns=bound,
-        stage=stage,
-        reason=reason,
-        estimated=tuple(shape for shape in costs.estimated if shape in problem.shapes),
+    starts = _starts(problem, bound)
+    solution = refine(problem, _shortest(problem, starts, bound), options)
+    _check_limits(problem, solution)
+    candidates = _most_even(problem, solution, starts, options)
+    for candidate in candidates:
+        owners = spread_blocks(matrices, _quota(problem, candidate.counts), caps)
+        if caps is None or not _above_caps(matrices, owners, caps):
+            return _finished(problem, matrices, ranks, relabel(matrices, owners, ranks), candidate, costs)
+    assert caps is not None
+    block, most = _above_caps(matrices, owners, caps)[0]
+    raise Infeasible(
+        f"spread_cap={cap}: no assignment within the caps was found; block {block!r} would have an owner with {most} "
+        f"bytes, its cap is {caps[block]}; raise spread_cap"
     )
 
 
-def baselines(matrices: Iterable[Matrix], ranks: int | Sequence[Rank], costs: CostTable) -> dict[str, int]:
-    """Makespan in nanoseconds of common practice: round robin by name, and LPT on the cost of one matrix.
+def _finished(
+    problem: Problem,
+    matrices: tuple[Matrix, ...],
+    ranks: Sequence[Rank],
+    owners: Mapping[str, int],
+    solution: Solution,
+    costs: CostTable,
+) -> Plan:
+    shapes = {m.shape for m in matrices}
+    counts = count_table(problem, matrices, owners)
+    gap = (problem.makespan(counts) - solution.bound) / problem.makespan(counts)
+    proof = f"proven within {gap:.2%} of the optimum by {solution.proof}" if solution.proof else ""
+    return Plan(
+        owners={m.name: owners[m.name] for m in matrices},
+        matrices=matrices,
+        loads_ns=tuple(problem.loads(counts).tolist()),
+        bound_ns=solution.bound,
+        stage=solution.stage,
+        reason="; ".join(filter(None, (proof, solution.note))),
+        estimated=tuple(shape for shape in costs.estimated if shape in shapes),
+        pool_ranks=_pool_ranks(matrices, ranks),
+    )
 
-    Raises:
-        ValueError: as ``plan``.
-    """
-    ordered, world = check_matrices(matrices), check_ranks(ranks)
-    problem = build_problem(ordered, world, costs)
-    robin = np.zeros((world, len(problem.shapes)), dtype=np.int64)
-    for i, m in enumerate(ordered):
-        robin[i % world, problem.shapes.index(m.shape)] += 1
-    return {"round robin": problem.makespan(robin), "LPT": problem.makespan(longest_first(problem))}
+
+def count_table(problem: Problem, matrices: Sequence[Matrix], owners: Mapping[str, int]) -> Counts:
+    """Matrices of each class per rank, ``(ranks, classes)``."""
+    classes = {key: s for s, key in enumerate(problem.classes)}
+    counts = np.zeros((problem.ranks, len(classes)), dtype=np.int64)
+    np.add.at(counts, ([owners[m.name] for m in matrices], [classes[m.key] for m in matrices]), 1)
+    return counts
 
 
-def _heuristic(problem: Problem, bound: int) -> tuple[str, Counts]:
-    """The best of LPT, greedy and MULTIFIT, each improved by local search; the first of equals."""
+def _quota(problem: Problem, counts: Counts) -> dict[ClassKey, list[int]]:
+    return {key: counts[:, s].tolist() for s, key in enumerate(problem.classes)}
+
+
+def _starts(problem: Problem, bound: int) -> list[tuple[str, Counts]]:
+    """What the heuristics find, by name."""
     starts = [("lpt", longest_first(problem)), ("greedy", batch_greedy(problem))]
     known = min(problem.makespan(counts) for _, counts in starts)
     packed = multifit(problem, bound, known)
-    if packed is not None:
-        starts.append(("multifit", packed))
+    return starts if packed is None else [*starts, ("multifit", packed)]
+
+
+def _shortest(problem: Problem, starts: Sequence[tuple[str, Counts]], bound: int) -> Solution:
+    """The best of ``starts``, each improved by local search; the first of equals."""
     best_stage, best = min(starts, key=lambda start: problem.makespan(start[1]))
     for stage, counts in starts:
+        if problem.makespan(best) <= bound:
+            break
         shorter = shorten(problem, counts, bound)
         if problem.makespan(shorter) < problem.makespan(best):
             best_stage, best = f"{stage}+search", shorter
-    return best_stage, best
+    return Solution(best, bound, best_stage)
 
 
-def _refine(
-    problem: Problem, counts: Counts, bound: int, stage: str, options: SolveOptions
-) -> tuple[Counts, int, str, str]:
-    """Run the MILP where it pays: ``(counts, bound, stage, reason)``."""
-    makespan = problem.makespan(counts)
-    if makespan - bound <= options.gap_target * makespan:
-        return counts, bound, stage, f"proven within {(makespan - bound) / makespan:.2%} of the optimum by the bound"
-    if options.method == "greedy":
-        return counts, bound, stage, "method 'greedy' runs no MILP"
-    binaries = search_space(problem, makespan)
-    if options.method == "auto" and binaries > options.search_space_threshold:
-        return counts, bound, stage, f"the MILP has {binaries} binaries, more than {options.search_space_threshold}"
-    try:
-        result = solve_milp(problem, counts, bound, options)
-    except SolverFailed as failure:
-        warnings.warn(
-            f"dmuon.solver: the MILP failed: {failure}. The plan is the best of the heuristics.", stacklevel=3
+def _most_even(
+    problem: Problem, solution: Solution, starts: Sequence[tuple[str, Counts]], options: SolveOptions
+) -> list[Solution]:
+    """All that was found within the slack, with its bytes levelled; first what leaves the fewest bytes on any rank.
+
+    Assignments that are even in every class are also the ones that wrong costs hurt least.
+    """
+    makespan = problem.makespan(solution.counts)
+    slack = min(int(makespan * (1 + options.byte_slack)), int(solution.bound / (1 - options.gap_target)))
+    limit = max(makespan, slack)
+    found = [replace(solution, counts=level_bytes(problem, solution.counts, limit))]
+    for stage, counts in starts:
+        if problem.makespan(counts) <= limit and not np.array_equal(counts, solution.counts):
+            note = "; ".join(filter(None, (solution.note, "its bytes are more even than those of what was shorter")))
+            found.append(replace(solution, counts=level_bytes(problem, counts, limit), stage=stage, note=note))
+    return sorted(found, key=lambda item: int(problem.rank_bytes(item.counts).max()))
+
+
+def _pool_ranks(matrices: Sequence[Matrix], ranks: Sequence[Rank]) -> dict[str, int]:
+    return {pool: sum(rank.may_own(pool) for rank in ranks) for pool in sorted({m.pool for m in matrices})}
+
+
+def _block_caps(matrices: Sequence[Matrix], ranks: Sequence[Rank], cap: float) -> dict[str, int]:
+    """Per block, ``cap`` times the least that its largest owner can have."""
+    least = least_block_bytes(matrices, _pool_ranks(matrices, ranks))
+    return {block: int(cap * nbytes) for block, nbytes in least.items()}
+
+
+def _check_limits(problem: Problem, solution: Solution) -> None:
+    if problem.makespan(solution.counts) >= FORBIDDEN:
+        raise Infeasible(
+            "no assignment within the limits on memory, pools and spread was found; raise memory or spread_cap, widen "
+            "pools, or add ranks"
         )
-        return counts, bound, stage, f"the MILP failed: {failure}"
-    if not result.bound:
-        warnings.warn(f"dmuon.solver: the MILP {result.note}. The plan is the best so far.", stacklevel=3)
-    bound = max(bound, result.bound)
-    if problem.makespan(result.counts) < makespan:
-        return result.counts, bound, "milp", result.note
-    return counts, bound, stage, f"the MILP found nothing shorter and {result.note}"
+
+
+def _above_caps(
+    matrices: Sequence[Matrix], owners: Mapping[str, int], caps: Mapping[str, int]
+) -> list[tuple[str, int]]:
+    """Blocks with an owner above their cap, and its bytes."""
+    largest = {block: max(row.values()) for block, row in block_bytes(matrices, owners).items()}
+    return [(block, most) for block, most in largest.items() if most > caps[block]]
+
+
+def _nominal_step(result: Plan) -> float:
+    return result.makespan_ns + 3 * sum(most for most, _ in result.block_balance.values()) / _NOMINAL_BYTES_PER_NS

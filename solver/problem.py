@@ -1,54 +1,93 @@
-"""The planning problem over shape classes, in arrays."""
+"""The planning problem over classes of matrices and kinds of ranks, in arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .costs import CostTable
-from .types import Matrix, Shape
+from .types import ClassKey, Matrix, Rank
 
-__all__ = ["Counts", "Ints", "Problem", "build_problem"]
+__all__ = ["FORBIDDEN", "Counts", "Infeasible", "Ints", "Problem", "build_problem"]
 
 Ints = NDArray[np.int64]
 Counts = Ints  # (ranks, classes): matrices of each class per rank
 
-_LARGEST_TOTAL = 2**62
+FORBIDDEN = (
+    2**53
+)  # added to the cost of what a rank may not own; far above any sum of costs, and sums of it fit 64 bits
+_LARGEST_TOTAL = 2**49
+_LARGEST_BYTES = 2**60
+_UNLIMITED = 2**62
+
+
+class Infeasible(ValueError):
+    """No assignment can hold what was asked; the message names the limit and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """How many matrices of each shape class go over how many ranks, and at what cost.
+    """How many matrices of each class go over how many ranks, and at what cost.
+
+    Matrices of one class (stored shape, pool) are interchangeable, and so are ranks of one kind (speed, memory, pools).
 
     Attributes:
-        shapes: the classes, sorted.
+        classes: rows, columns and pool of each class, sorted.
         members: matrices per class, ``(classes,)``.
-        costs: per class, the cost of owning ``0 … members`` of it in nanoseconds, ``(members + 1,)``.
+        costs: per class ``(kinds, members + 1)``: nanoseconds of owning ``0 … members`` of it; what a kind may not own
+            costs more than ``FORBIDDEN``, the more the further it goes.
         chunks: per class, matrices per batch, at most ``members``.
-        nbytes: mean bytes of a matrix per class, ``(classes,)``.
-        ranks: number of ranks.
+        nbytes: mean bytes that a matrix of each class communicates, ``(classes,)``.
+        weights: per limit, bytes that a matrix of each class takes of it, ``(limits, classes)``. The first limit is
+            memory; with caps on spread the second is all that one rank may own of all blocks.
+        room: per limit, bytes that a rank of each kind has, ``(limits, kinds)``.
+        speed: of each kind, relative to the device that the costs hold for.
+        kind_of: kind of each rank, ``(ranks,)``.
     """
 
-    shapes: tuple[Shape, ...]
+    classes: tuple[ClassKey, ...]
     members: tuple[int, ...]
     costs: tuple[Ints, ...]
     chunks: tuple[int, ...]
     nbytes: Ints
-    ranks: int
+    weights: Ints
+    room: Ints
+    speed: tuple[float, ...]
+    kind_of: Ints
 
-    def loads(self, counts: Counts) -> Ints:
-        """Nanoseconds per row of ``counts``."""
+    @property
+    def ranks(self) -> int:
+        return len(self.kind_of)
+
+    @property
+    def kinds(self) -> int:
+        return len(self.speed)
+
+    @property
+    def ranks_per_kind(self) -> list[int]:
+        return [int(n) for n in np.bincount(self.kind_of, minlength=self.kinds)]
+
+    def loads(self, counts: Counts, kinds: Ints | None = None) -> Ints:
+        """Nanoseconds per row of ``counts``, whose kinds default to those of the ranks."""
+        kinds = self.kind_of if kinds is None else kinds
         total = np.zeros(len(counts), dtype=np.int64)
         for s, cost in enumerate(self.costs):
-            total += cost[counts[:, s]]
-        return total
+            total += cost[kinds, counts[:, s]]
+        excess = np.maximum(counts @ self.weights.T - self.room[:, kinds].T, 0).sum(axis=1)
+        return np.asarray(np.where(excess > 0, total + FORBIDDEN + excess, total), dtype=np.int64)
 
     def makespan(self, counts: Counts) -> int:
-        """Nanoseconds of the slowest rank."""
+        """Nanoseconds of the slowest rank; at least ``FORBIDDEN`` if a rank owns what it may not."""
         return int(self.loads(counts).max())
+
+    @property
+    def ceiling(self) -> int:
+        """Nanoseconds that no rank exceeds as long as it owns only what it may."""
+        return int(sum(cost[cost < FORBIDDEN].max() for cost in self.costs))
 
     def rank_bytes(self, counts: Counts) -> Ints:
         """Bytes per row of ``counts``."""
@@ -58,28 +97,94 @@ class Problem:
         """Whether ``counts`` hands out every matrix once."""
         return bool((counts >= 0).all()) and counts.sum(axis=0).tolist() == list(self.members)
 
+    def most(self, capacity: int) -> Ints:
+        """Matrices of each class alone that fit one rank of each kind within ``capacity`` ns: ``(classes, kinds)``."""
+        by_time = np.array([[np.searchsorted(row, capacity, side="right") - 1 for row in cost] for cost in self.costs])
+        by_limits = (self.room[:, None, :] // self.weights[:, :, None]).min(axis=0)
+        return np.asarray(np.minimum(by_time, by_limits), dtype=np.int64)
 
-def build_problem(matrices: Sequence[Matrix], ranks: int, table: CostTable) -> Problem:
-    """Group ``matrices`` into shape classes.
+
+def build_problem(
+    matrices: Sequence[Matrix],
+    ranks: Sequence[Rank],
+    table: CostTable,
+    caps: Mapping[str, int] | None = None,
+) -> Problem:
+    """Group ``matrices`` into classes and ``ranks`` into kinds.
+
+    Args:
+        caps: per block, the most bytes of it that one rank may own.
 
     Raises:
         ValueError: a shape without costs, or costs so large that their sum would overflow.
+        Infeasible: a pool that no rank takes, or a matrix that is larger than any rank's memory.
     """
-    members: dict[Shape, list[Matrix]] = {}
+    members: dict[ClassKey, list[Matrix]] = {}
     for matrix in matrices:
-        members.setdefault(matrix.shape, []).append(matrix)
-    shapes = tuple(sorted(members))
-    total = sum(table.cost(shape, 1) * len(members[shape]) for shape in shapes)
-    total = max(total, sum(table.cost(shape, len(members[shape])) for shape in shapes))
-    if total >= _LARGEST_TOTAL:
-        raise ValueError(f"the costs add up to {total} ns, more than a century; check that they are nanoseconds")
-    return Problem(
-        shapes=shapes,
-        members=tuple(len(members[shape]) for shape in shapes),
-        costs=tuple(table.costs_up_to(shape, len(members[shape])) for shape in shapes),
-        chunks=tuple(min(table.chunk(shape), len(members[shape])) for shape in shapes),
-        nbytes=np.array(
-            [sum(m.nbytes for m in members[shape]) // len(members[shape]) for shape in shapes], dtype=np.int64
-        ),
-        ranks=ranks,
+        members.setdefault(matrix.key, []).append(matrix)
+    classes = tuple(sorted(members))
+    shapes = {key: same[0].shape for key, same in members.items()}
+    total = sum(
+        max(table.cost(shapes[key], len(same)), table.cost(shapes[key], 1) * len(same)) for key, same in members.items()
     )
+    slowest = min(1.0, *(rank.speed for rank in ranks))
+    if total / slowest >= _LARGEST_TOTAL:
+        raise ValueError(f"the costs add up to {total / slowest:.3g} ns, many days; check that they are nanoseconds")
+    if sum(m.nbytes + m.state_bytes for m in matrices) >= _LARGEST_BYTES:
+        raise ValueError("the matrices add up to more bytes than any cluster holds; check their sides and nbytes")
+    traits = [(rank.speed, rank.memory, rank.pools) for rank in ranks]
+    kinds = list(dict.fromkeys(traits))
+    costs = []
+    for key in classes:
+        alone, pool = members[key], key[2]
+        _check_owner(alone[0], ranks)
+        most = len(alone) if caps is None else _spreadable(alone, caps)
+        cost = table.costs_up_to(shapes[key], len(alone))
+        costs.append(np.stack([_of_kind(cost, s, p is None or pool in p, most) for s, _, p in kinds]))
+    weights = [[members[key][0].state_bytes for key in classes]]
+    room = [[_UNLIMITED if memory is None else memory for _, memory, _ in kinds]]
+    if caps is not None:
+        # By the smallest of each class: what breaks this breaks a cap, whichever matrices of the class it is.
+        weights.append([min(m.nbytes for m in members[key]) for key in classes])
+        room.append([sum(caps[block] for block in sorted({m.block for m in matrices}))] * len(kinds))
+    return Problem(
+        classes=classes,
+        members=tuple(len(members[key]) for key in classes),
+        costs=tuple(costs),
+        chunks=tuple(min(table.chunk(shapes[key]), len(members[key])) for key in classes),
+        nbytes=np.array([sum(m.nbytes for m in members[key]) // len(members[key]) for key in classes], dtype=np.int64),
+        weights=np.array(weights, dtype=np.int64),
+        room=np.array(room, dtype=np.int64),
+        speed=tuple(float(speed) for speed, _, _ in kinds),
+        kind_of=np.array([kinds.index(trait) for trait in traits], dtype=np.int64),
+    )
+
+
+def _of_kind(cost: Ints, speed: float, allowed: bool, most: int) -> Ints:
+    scaled = cost if speed == 1 else np.ceil(cost / speed).astype(np.int64)
+    over = np.arange(len(cost)) - (most if allowed else 0)
+    return np.asarray(np.where(over > 0, FORBIDDEN + over, scaled), dtype=np.int64)
+
+
+def _spreadable(matrices: Sequence[Matrix], caps: Mapping[str, int]) -> int:
+    """The most matrices of one class that one rank can own within ``caps``."""
+    taken: dict[str, int] = {}
+    count = 0
+    for m in sorted(matrices, key=lambda m: m.nbytes):
+        held = taken.get(m.block, 0) + m.nbytes
+        if held <= caps[m.block]:
+            taken[m.block] = held
+            count += 1
+    return count
+
+
+def _check_owner(matrix: Matrix, ranks: Sequence[Rank]) -> None:
+    able = [rank for rank in ranks if rank.may_own(matrix.pool)]
+    if not able:
+        raise Infeasible(f"matrix {matrix.name!r}: no rank takes pool {matrix.pool!r}; add it to the pools of a rank")
+    largest = max(math.inf if rank.memory is None else rank.memory for rank in able)
+    if matrix.state_bytes > largest:
+        raise Infeasible(
+            f"matrix {matrix.name!r} needs {matrix.state_bytes} bytes of master and momentum, but no rank that may own "
+            f"it has more than {largest:.0f}; raise memory"
+        )

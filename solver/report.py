@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .planner import Plan
+    from .result import Plan
 
 __all__ = ["format_plan"]
 

@@ -8,12 +8,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-__all__ = ["Matrix", "Method", "Rank", "Shape", "SolveOptions", "check_matrices", "check_ranks"]
+__all__ = ["Backend", "ClassKey", "Matrix", "Method", "Rank", "Shape", "SolveOptions", "check_matrices", "check_ranks"]
 
 Shape = tuple[int, int]  # (small side, large side)
+ClassKey = tuple[int, int, str]  # rows, columns, pool: what matrices in one batch have in common
 Method = Literal["auto", "milp", "greedy"]
+Backend = Literal["auto", "highs", "cbc"]
 
 _FP32_BYTES = 4
+_STATE_BYTES = 2 * _FP32_BYTES  # master and momentum
+_LEAST_SPEED = 0.001
+_MOST_MEMORY = 2**60
+_MOST_NBYTES = 2**44
+_MOST_SIDE = 2**22
+_MOST_CAP = 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,8 @@ class Matrix:
         rows, cols: sides of the matrix as it is stored.
         block: the block whose collectives carry it.
         nbytes: bytes that its owner communicates; 0 stands for fp32, ``rows * cols * 4``.
+        pool: who may own it: ranks that list this pool, such as a pipeline stage or an expert group. Matrices of
+            different pools never share a batch.
 
     Raises:
         ValueError: an empty name, a side below one, or negative bytes.
@@ -35,16 +45,21 @@ class Matrix:
     cols: int
     block: str
     nbytes: int = 0
+    pool: str = ""
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
             raise ValueError(f"matrix name must be a non-empty string, got {self.name!r}")
-        if not isinstance(self.block, str):
-            raise ValueError(f"matrix {self.name!r}: block must be a string, got {self.block!r}")
+        for field in ("block", "pool"):
+            if not isinstance(getattr(self, field), str):
+                raise ValueError(f"matrix {self.name!r}: {field} must be a string, got {getattr(self, field)!r}")
         for field in ("rows", "cols", "nbytes"):
             value, least = getattr(self, field), 0 if field == "nbytes" else 1
             if not is_int(value) or value < least:
                 raise ValueError(f"matrix {self.name!r}: {field} must be an integer of at least {least}, got {value!r}")
+            most = _MOST_NBYTES if field == "nbytes" else _MOST_SIDE
+            if value > most:
+                raise ValueError(f"matrix {self.name!r}: {field} must be at most {most}, got {value}; check its unit")
         if self.nbytes == 0:
             object.__setattr__(self, "nbytes", self.rows * self.cols * _FP32_BYTES)
 
@@ -53,28 +68,70 @@ class Matrix:
         """``(small side, large side)``: Newton–Schulz costs the same for a matrix and its transpose."""
         return (self.rows, self.cols) if self.rows <= self.cols else (self.cols, self.rows)
 
+    @property
+    def key(self) -> ClassKey:
+        """The class of matrices that run in one batch with this one; a batch stacks them as they are stored."""
+        return (self.rows, self.cols, self.pool)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that its owner keeps: the fp32 master and its momentum."""
+        return self.rows * self.cols * _STATE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank that can own matrices. Ranks are interchangeable.
+    """One rank that can own matrices. Ranks that differ in index and node alone are interchangeable.
 
     Attributes:
         index: position among the owners, from 0.
+        node: the machine that it is on.
+        speed: how many times as fast as the device that the costs hold for.
+        memory: bytes of fp32 masters and momentum that it may hold; ``None`` is no limit.
+        pools: the pools whose matrices it may own; ``None`` is all.
+
+    Raises:
+        ValueError: a value out of its range.
     """
 
     index: int
+    node: int = 0
+    speed: float = 1.0
+    memory: int | None = None
+    pools: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("index", "node"):
+            if not is_int(getattr(self, field)) or getattr(self, field) < 0:
+                raise ValueError(f"rank: {field} must be an integer of at least 0, got {getattr(self, field)!r}")
+        if not _is_real(self.speed) or not _LEAST_SPEED <= self.speed <= 1 / _LEAST_SPEED:
+            raise ValueError(f"rank {self.index}: speed must be from {_LEAST_SPEED} to 1000, got {self.speed!r}")
+        if self.memory is not None and (not is_int(self.memory) or not 0 <= self.memory <= _MOST_MEMORY):
+            raise ValueError(f"rank {self.index}: memory must be None or bytes up to 2**60, got {self.memory!r}")
+        if self.pools is not None and not isinstance(self.pools, frozenset):
+            raise ValueError(f"rank {self.index}: pools must be None or a frozenset of names, got {self.pools!r}")
+
+    def may_own(self, pool: str) -> bool:
+        """Whether matrices of ``pool`` may live here."""
+        return self.pools is None or pool in self.pools
 
 
 @dataclass(frozen=True, slots=True)
 class SolveOptions:
-    """How hard to search.
+    """How hard to search, and what a plan must hold.
 
     Attributes:
-        method: ``"auto"`` runs the MILP only below the search-space threshold and only if the heuristics are not
-            proven within the gap; ``"milp"`` runs it at any size; ``"greedy"`` never runs it.
+        method: ``"auto"`` runs the exact methods only if the heuristics are not proven within the gap, the compact
+            MILP only below the search-space threshold; ``"milp"`` runs both at any size; ``"greedy"`` never any.
         gap_target: stop as soon as ``(makespan - bound) / makespan`` is proven to be at most this.
-        time_limit_s: seconds that the MILP may take.
-        search_space_threshold: largest MILP, in binaries, that ``"auto"`` builds.
+        time_limit_s: seconds that the exact methods may take.
+        search_space_threshold: largest compact MILP, in binaries, that ``"auto"`` builds.
+        backend: the MILP solver: HiGHS, the CBC that PuLP bundles, or ``"auto"``: HiGHS where it is installed.
+        spread_cap: the bytes of one block that one rank may own, as a multiple of the least possible (the larger of
+            the mean over ranks and the largest matrix); ``None`` spreads as far as the makespan allows; ``"auto"``
+            takes the cap with the shortest predicted step.
+        byte_slack: the part of the makespan that may be given up to level the bytes per rank, as far as the plan stays
+            within ``gap_target`` of the bound.
 
     Raises:
         ValueError: a value out of its range.
@@ -83,19 +140,28 @@ class SolveOptions:
     method: Method = "auto"
     gap_target: float = 0.01
     time_limit_s: float = 10.0
-    search_space_threshold: int = 500
+    search_space_threshold: int = 2000
+    backend: Backend = "auto"
+    spread_cap: float | Literal["auto"] | None = None
+    byte_slack: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.method not in get_args(Method):
-            raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {self.method!r}")
-        if not _is_real(self.gap_target) or not 0 <= self.gap_target < 1:
-            raise ValueError(f"gap_target must be in [0, 1), got {self.gap_target!r}")
+        for field, allowed in (("method", get_args(Method)), ("backend", get_args(Backend))):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        for field in ("gap_target", "byte_slack"):
+            value = getattr(self, field)
+            if not _is_real(value) or not 0 <= value < 1:
+                raise ValueError(f"{field} must be in [0, 1), got {value!r}")
         if not _is_real(self.time_limit_s) or not 0 < self.time_limit_s < math.inf:
             raise ValueError(f"time_limit_s must be a positive number of seconds, got {self.time_limit_s!r}")
         if not is_int(self.search_space_threshold) or self.search_space_threshold < 0:
             raise ValueError(
                 f"search_space_threshold must be a non-negative integer, got {self.search_space_threshold!r}"
             )
+        cap = self.spread_cap
+        if cap is not None and cap != "auto" and not (_is_real(cap) and 1 <= cap <= _MOST_CAP):
+            raise ValueError(f"spread_cap must be None, 'auto' or a number from 1 to {_MOST_CAP}, got {cap!r}")
 
 
 def check_matrices(matrices: Iterable[Matrix]) -> tuple[Matrix, ...]:
@@ -104,7 +170,11 @@ def check_matrices(matrices: Iterable[Matrix]) -> tuple[Matrix, ...]:
     Raises:
         ValueError: no matrix, or two of one name.
     """
-    ordered = tuple(sorted(matrices, key=lambda m: m.name))
+    unordered = list(matrices)
+    for m in unordered:
+        if not isinstance(m, Matrix):
+            raise ValueError(f"matrices must be dmuon.solver.Matrix, got {m!r}")
+    ordered = tuple(sorted(unordered, key=lambda m: m.name))
     if not ordered:
         raise ValueError("there is no matrix to plan for; check which parameters are selected for Muon")
     for first, second in pairwise(ordered):
@@ -113,24 +183,27 @@ def check_matrices(matrices: Iterable[Matrix]) -> tuple[Matrix, ...]:
     return ordered
 
 
-def check_ranks(ranks: int | Sequence[Rank]) -> int:
-    """The number of ranks.
+def check_ranks(ranks: int | Sequence[Rank]) -> tuple[Rank, ...]:
+    """The ranks in the order of their indices; a number stands for so many equal ones on one node.
 
     Raises:
         ValueError: no rank, or indices that are not 0 … R-1.
     """
     if isinstance(ranks, Sequence):
-        indices = sorted(rank.index for rank in ranks)
+        for rank in ranks:
+            if not isinstance(rank, Rank):
+                raise ValueError(f"ranks must be an integer or a sequence of Rank, got one with {rank!r}")
+        ordered = tuple(sorted(ranks, key=lambda rank: rank.index))
+        indices = [rank.index for rank in ordered]
         if indices != list(range(len(indices))):
             raise ValueError(f"rank indices must be 0 … {len(indices) - 1}, each once, got {indices[:8]}")
-        count = len(indices)
     else:
         if not is_int(ranks):
             raise ValueError(f"ranks must be an integer or a sequence of Rank, got {ranks!r}")
-        count = ranks
-    if count < 1:
-        raise ValueError(f"a plan needs at least one rank, got {count}")
-    return count
+        ordered = tuple(Rank(index) for index in range(ranks))
+    if not ordered:
+        raise ValueError(f"a plan needs at least one rank, got {ranks}")
+    return ordered
 
 
 def is_int(value: object) -> bool:

@@ -19,6 +19,7 @@ from dmuon.cost_cache import (
     discard_invalid,
     shipped_profiles,
     user_cache_directory,
+    user_cache_files,
     user_cache_path,
 )
 
@@ -31,21 +32,53 @@ CACHE = CostCache(
     },
 )
 
-times = st.tuples(*[st.integers(1, 3600 * 10**9)] * 3).map(sorted)
-timings = st.builds(lambda t, n: Timing(t[1], t[0], t[2], n), times, st.integers(1, 10**9))
-shapes = st.tuples(*[st.integers(1, 1 << 24)] * 2).map(lambda s: (min(s), max(s)))
+
+@st.composite
+def plausible_entries(draw):
+    """Timings of some device: launch time plus operations at one rate, with noise."""
+    launch, per_operation = draw(st.integers(1, 10**6)), 10.0 ** draw(st.integers(-6, -2))
+    noise = st.integers(-20, 20).map(lambda i: 1.05**i)
+    sides = st.tuples(*[st.integers(1, 1 << 13)] * 2).map(lambda s: (min(s), max(s)))
+    result = {}
+    for m, n in draw(st.sets(sides, max_size=4)):
+        for k in draw(st.sets(st.integers(1, 64), min_size=1, max_size=3)):
+            middle = int((launch + per_operation * k * m * m * n) * draw(noise)) + 1
+            low, high = draw(st.integers(1, middle)), draw(st.integers(middle, 2 * middle))
+            result.setdefault((m, n), {})[k] = Timing(middle, low, high, draw(st.integers(1, 10**9)))
+    return result
+
+
 keys = st.builds(
     CacheKey,
     **{name: st.text() for name in ("device", "driver", "torch", "cuda", "dtype", "kernels", "coefficients")},
     sm_count=st.integers(0, 1000),
     steps=st.integers(1, 20),
 )
-entries = st.dictionaries(shapes, st.dictionaries(st.integers(1, 1 << 20), timings, min_size=1, max_size=3), max_size=4)
+small_timings = st.builds(lambda ns: Timing(ns, ns, ns, 1), st.integers(1, 5))
+same_key = st.builds(
+    CostCache,
+    st.just(KEY),
+    st.dictionaries(
+        st.sampled_from([(1, 1), (1, 2), (2, 2)]),
+        st.dictionaries(st.integers(1, 3), small_timings, min_size=1),
+    ),
+)
 
 
-@given(st.builds(CostCache, keys, entries))
+@given(st.builds(CostCache, keys, plausible_entries()))
 def test_what_is_written_is_read(cache):
     assert CostCache.parse(cache.to_json().encode(), "x") == cache
+
+
+@given(same_key, same_key, same_key)
+def test_merging_is_associative_and_idempotent_and_the_later_wins(a, b, c):
+    assert a.merge(b).merge(c) == a.merge(b.merge(c))
+    assert a.merge(a) == a
+    merged = a.merge(b)
+    assert merged.merge(b) == merged
+    pairs = {(shape, k): t for cache in (a, b) for shape, batches in cache.entries.items() for k, t in batches.items()}
+    assert {(shape, k): t for shape, batches in merged.entries.items() for k, t in batches.items()} == pairs
+    assert CostCache.parse(merged.to_json().encode(), "x") == merged
 
 
 @pytest.mark.pitfall("P50")
@@ -63,6 +96,84 @@ def test_corrupted_bytes_are_refused_by_name_or_still_valid(data):
         assert "the/file" in str(error) and "dmuon-profile" in str(error)
     else:  # a digit or a letter changed into another: still a consistent cache
         assert CostCache.parse(cache.to_json().encode(), "x") == cache
+
+
+def fields_of(node, path=()):
+    """The path of every value in a document."""
+    for name, value in node.items():
+        yield (*path, name)
+        if isinstance(value, dict):
+            yield from fields_of(value, (*path, name))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@pytest.mark.pitfall("P50")
+@settings(max_examples=300)
+@given(st.data())
+def test_one_field_lost_renamed_or_replaced_is_refused_by_name_or_still_valid(data):
+    document = json.loads(CACHE.to_json())
+    *parents, last = data.draw(st.sampled_from(list(fields_of(document))))
+    node = document
+    for parent in parents:
+        node = node[parent]
+    value = node.pop(last)
+    match data.draw(st.sampled_from(["lost", "renamed", "replaced"])):
+        case "renamed":
+            node[data.draw(st.text())] = value
+        case "replaced":
+            node[last] = data.draw(values)
+    try:
+        cache = CostCache.parse(json.dumps(document).encode(), "the/file")
+    except CostCacheError as error:
+        assert "the/file" in str(error) and "dmuon-profile" in str(error)
+    else:
+        assert CostCache.parse(cache.to_json().encode(), "x") == cache
+
+
+@pytest.mark.pitfall("P50")
+@pytest.mark.parametrize("unit", [10**-6, 10**6])
+def test_a_time_in_another_unit_is_refused_by_name(unit):
+    for shape in ((64, 64), (512, 512), (2048, 8192)):
+        times = {(s, s * f): 300_000 + s**3 * f // 100_000 for s, f in ((64, 1), (256, 4), (512, 1), (2048, 4))}
+        times[shape] = max(1, int(times[shape] * unit))
+        cache = CostCache(KEY, {s: {1: Timing(t, t, t, 9)} for s, t in times.items()})
+        with pytest.raises(CostCacheError, match=rf"'entries.{shape[0]}x{shape[1]}.1.median_ns'.* absurd") as caught:
+            CostCache.parse(cache.to_json().encode(), "the/file")
+        assert "the/file" in str(caught.value)
+
+
+@pytest.mark.pitfall("P50")
+def test_what_no_device_can_do_is_refused_even_alone():
+    data = CostCache(KEY, {(8192, 8192): {4: Timing(2000, 2000, 2000, 9)}}).to_json().encode()
+    with pytest.raises(CostCacheError, match=r"'entries.8192x8192.4.median_ns' is absurd: 2000 ns for 219902"):
+        CostCache.parse(data, "x")
+
+
+@pytest.mark.pitfall("P50")
+def test_launch_bound_and_memory_bound_times_beside_large_ones_are_no_contradiction():
+    gpu = {(8, 8): 300_000, (64, 64): 300_000, (1, 1 << 24): 800_000, (8192, 28672): 30_000_000}
+    cpu = {(8, 8): 40_000, (256, 256): 2_000_000, (1, 1 << 24): 300_000_000, (4096, 4096): 40_000_000_000}
+    for times in (gpu, cpu):
+        cache = CostCache(KEY, {shape: {1: Timing(t, t, t, 9)} for shape, t in times.items()})
+        assert CostCache.parse(cache.to_json().encode(), "x") == cache
+
+
+@pytest.mark.pitfall("P50")
+def test_saving_what_contradicts_the_file_is_refused_and_leaves_it(tmp_path):
+    path = tmp_path / "costs.json"
+    CACHE.save(path)
+    before = path.read_bytes()
+    with pytest.raises(
+        CostCacheError, match=r"costs.json: .*'entries.64x256.1.median_ns' or 'entries.16x16.1.median_ns' is absurd"
+    ):
+        CostCache(KEY, {(16, 16): {1: Timing(10**9, 10**9, 10**9, 9)}}).save(path)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.pitfall("P50")
@@ -118,8 +229,8 @@ T = "entries/64x256/1"
         (broken(f"{T}/median_ns", 100.5), r"median_ns' is 100.5"),
         (broken(f"{T}/median_ns", "100"), r"median_ns' is '100'"),
         (broken(f"{T}/median_ns", None), r"median_ns' is None"),
-        (broken(f"{T}/median_ns", float("nan")), r"value NaN is no measurement"),
-        (broken(f"{T}/median_ns", float("inf")), r"value Infinity is no measurement"),
+        (broken(f"{T}/median_ns", float("nan")), r"value NaN is no number"),
+        (broken(f"{T}/median_ns", float("inf")), r"value Infinity is no number"),
         (broken(f"{T}/median_ns", 10**16), r"median_ns' is 10{16}, not an integer from 1 to"),
         (broken(f"{T}/median_ns", 98), r"p10 99, median 98, p90 103 not in order"),
         (broken(f"{T}/n", 0), r"n' is 0"),
@@ -230,6 +341,15 @@ def test_matching(changes, expected):
     same_folder = user_cache_path(other).name.rpartition("-")[0] == user_cache_path(KEY).name.rpartition("-")[0]
     assert same_folder == (expected != "no")
     assert (user_cache_path(other) == user_cache_path(KEY)) == (expected == "exact")
+
+
+def test_the_users_files_of_a_key_are_those_of_other_versions_and_last_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache_files(KEY) == []
+    others = [replace(KEY, torch=f"2.{i}") for i in range(3)]
+    for key in (KEY, *others, replace(KEY, device="Device Y")):
+        CostCache(key, {}).save(user_cache_path(key))
+    assert user_cache_files(KEY) == [*sorted(map(user_cache_path, others)), user_cache_path(KEY)]
 
 
 def test_table_holds_medians_of_the_asked_shapes():

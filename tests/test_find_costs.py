@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from dataclasses import replace
@@ -25,10 +26,11 @@ def timing(ns: int) -> Timing:
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
-    """An empty user cache and a process that has measured nothing."""
+    """An empty user cache, no shipped profile, and a process that has measured nothing."""
+    monkeypatch.setattr(costs, "shipped_profiles", lambda: iter(()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(costs, "_measured", {})
-    monkeypatch.setattr(costs, "_attempted", {})
+    monkeypatch.setattr(costs, "_too_large", {})
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def measurements(monkeypatch):
     """Every (shape, k) that is measured; timings are 1000 ns a matrix."""
     seen = []
 
-    def fake(work, *, device, options, budget_s, progress=None):
+    def fake(work, *, device, options, budget_s, progress=None, too_large=None):
         seen.extend((shape, k) for shape, sizes in work.items() for k in sizes)
         return {shape: {k: timing(1000 * k * shape[0]) for k in sizes} for shape, sizes in work.items()}
 
@@ -47,7 +49,7 @@ def measurements(monkeypatch):
 def forget(monkeypatch):
     """As a new process would start."""
     monkeypatch.setattr(costs, "_measured", {})
-    monkeypatch.setattr(costs, "_attempted", {})
+    monkeypatch.setattr(costs, "_too_large", {})
 
 
 def key():
@@ -86,7 +88,10 @@ def together(world, counts=COUNTS, each=None, **options):
 def test_a_first_call_measures_for_real_and_caches():
     table, source = alone(budget_s=5.0)
     assert set(table.costs) == set(COUNTS) and table.estimated == ()
-    assert "measured on" in source and str(user_cache_path(key())) in source
+    assert source.endswith(f"{key().device}, kept in user cache {user_cache_path(key())}") and source.startswith(
+        "6 measured now on "
+    )
+    assert alone()[1] == f"user cache {user_cache_path(key())}"
     assert CostCache.load(user_cache_path(key())).table(COUNTS) == table
 
 
@@ -103,6 +108,12 @@ def test_batch_sizes_are_powers_of_two_up_to_what_one_owner_can_get(measurements
     measurements.clear()
     find_costs({(32, 32): 12}, world=6, rank=0, device=CPU)
     assert sorted(measurements) == [((32, 32), 1), ((32, 32), 2), ((32, 32), 4)]
+    measurements.clear()
+    find_costs({(20, 20): 24, (64, 64): 4}, world=4, rank=0, device=CPU)
+    assert sorted(measurements) == [
+        *[((20, 20), k) for k in (1, 2, 4, 8, 16)],  # beside owners of a large matrix, one may get all the small ones
+        *[((64, 64), k) for k in (1, 2)],
+    ]
 
 
 def test_nothing_is_measured_twice(measurements, monkeypatch):
@@ -125,7 +136,8 @@ def test_a_cache_that_cannot_be_written_is_a_warning_and_still_nothing_is_measur
     with pytest.warns(UserWarning, match="cannot be written"):
         first = alone()
     measurements.clear()
-    assert alone()[0] == first[0]
+    again = alone()
+    assert again[0] == first[0] and again[1] == f"measured earlier by this process on {key().device}"
     assert measurements == []
 
 
@@ -153,6 +165,65 @@ def test_with_no_budget_everything_is_estimated_and_nothing_is_written(tmp_path)
     assert not (tmp_path / "cache").exists()
 
 
+def test_what_the_budget_did_not_reach_is_tried_by_the_next_call(monkeypatch):
+    asked = []
+
+    def little_by_little(work, **_):
+        items = sorted((k, shape) for shape, sizes in work.items() for k in sizes)
+        asked.append(len(items))
+        return {shape: {k: timing(100 * k)} for k, shape in items[:2]}
+
+    monkeypatch.setattr(costs, "measure", little_by_little)
+    for left in (6, 4, 2):
+        alone()
+        assert asked[-1] == left
+    alone()
+    assert asked == [6, 4, 2]
+
+
+def test_what_ran_out_of_memory_is_not_tried_again_on_any_rank(monkeypatch):
+    asked = []
+
+    def small_memory(work, *, too_large, **_):
+        asked.extend((shape, k) for shape, sizes in work.items() for k in sizes)
+        for shape, sizes in work.items():
+            if shape == (16, 16) and max(sizes) > 1:
+                too_large(shape, max(2, min(sizes)))
+        return {shape: {1: timing(100)} for shape, sizes in work.items() if 1 in sizes}
+
+    monkeypatch.setattr(costs, "measure", small_memory)
+    together(2, {(16, 16): 8, (24, 24): 2})
+    assert {k for shape, k in asked if shape == (16, 16)} == {1, 2, 4, 8}
+    asked.clear()
+    together(2, {(16, 16): 8, (24, 24): 2})
+    assert asked == [((24, 24), 2)], "only what the budget may not have reached"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_rank_0_says_that_it_measures_and_nobody_else(monkeypatch, caplog, capsys, terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    caplog.set_level("INFO", logger="dmuon.costs")
+    together(2, budget_s=5.0)
+    lines = [record.message for record in caplog.records]
+    shown = capsys.readouterr().err
+    if terminal:
+        assert "timing on" in shown and lines == []
+    else:
+        assert shown == "" and lines == [f"timing 6 batches of the Muon update on {key().device}, 5 s per rank at most"]
+    caplog.clear()
+    together(2)
+    assert capsys.readouterr().err == "" and caplog.records == []
+
+
+def test_measurements_that_contradict_the_users_cache_are_used_and_not_kept(measurements):
+    CostCache(key(), {(512, 512): {1: timing(10**12)}}).save(user_cache_path(key()))
+    before = user_cache_path(key()).read_bytes()
+    with pytest.warns(UserWarning, match=r"cannot be written \(.*is absurd.*measure anew with dmuon-profile"):
+        table, _ = alone({(2048, 2048): 1})
+    assert table.costs[2048, 2048][1] == 2_048_000
+    assert user_cache_path(key()).read_bytes() == before
+
+
 @pytest.mark.pitfall("P50")
 @pytest.mark.parametrize("content", ["", "{", '{"schema": 9}', "NaN"])
 def test_a_corrupt_user_cache_is_named_and_measured_anew(measurements, content):
@@ -160,7 +231,7 @@ def test_a_corrupt_user_cache_is_named_and_measured_anew(measurements, content):
     path = user_cache_path(key())
     path.write_text(content)
     costs._measured.clear()
-    costs._attempted.clear()
+    costs._too_large.clear()
     measurements.clear()
     with pytest.warns(UserWarning, match=f"{path.name}.*measuring anew"):
         alone()
@@ -193,10 +264,11 @@ def test_a_shipped_profile_is_used_after_the_users_cache(measurements, monkeypat
     shipped = CostCache(key(), {shape: {1: timing(7), 2: timing(9), 4: timing(11)} for shape in COUNTS})
     monkeypatch.setattr(costs, "shipped_profiles", lambda: iter([("shipped.json", shipped.to_json().encode())]))
     table, source = alone()
-    assert table.costs[24, 24][1] == 7 and "shipped.json" in source and measurements == []
+    assert table.costs[24, 24][1] == 7 and source == "shipped profile shipped.json" and measurements == []
     CostCache(key(), {(24, 24): {1: timing(5)}}).save(user_cache_path(key()))
-    table, _ = alone()
+    table, source = alone()
     assert table.costs[24, 24][1] == 5 and table.costs[16, 16][1] == 7
+    assert source == f"user cache {user_cache_path(key())}, shipped profile shipped.json"
 
 
 def test_an_explicit_path_is_used_as_it_is(measurements, tmp_path):
@@ -232,7 +304,7 @@ def test_ranks_divide_the_work_and_agree(measurements):
     results = together(3, counts)
     assert len({str(r) for r in results if isinstance(r, Exception)}) == 0
     assert all(r[0] == results[0][0] for r in results)
-    assert len(measurements) == len(set(measurements)) == 15  # k = 1, 2, 4 of each shape, once
+    assert len(measurements) == len(set(measurements)) == 20  # k = 1, 2, 4, 8 of each shape, once
     assert set(CostCache.load(user_cache_path(key())).entries) == set(counts)
     measurements.clear()
     assert together(3, counts)[0][0] == results[0][0]

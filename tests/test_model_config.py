@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dmuon.model_config import MatrixShape, read_model
+from dmuon.model_config import MatrixShape, config_path, read_model
 from dmuon.solver import CostTable, Matrix, plan
 
 LLAMA_8B = {
@@ -124,7 +125,7 @@ def test_owners_are_balanced_whatever_the_layers_are_called(tmp_path: Path, conf
     [
         ([1], "holds list, not an object"),
         ({}, r"config.json: field 'model_type' is None; use one of deepseek_v3, gpt2"),
-        ({**LLAMA_8B, "model_type": "mamba"}, "'model_type' is 'mamba'"),
+        ({**LLAMA_8B, "model_type": "mamba"}, "'mamba'; use one of .*install transformers, .* dmuon-profile --shapes"),
         ({**LLAMA_8B, "model_type": ["llama"]}, "'model_type' is"),
         ({"model_type": "llama"}, "field 'hidden_size' is missing; set it to an integer"),
         ({**LLAMA_8B, "hidden_size": "4096"}, "field 'hidden_size' is '4096'; set it to an integer"),
@@ -143,13 +144,31 @@ def test_owners_are_balanced_whatever_the_layers_are_called(tmp_path: Path, conf
         ),
     ],
 )
-def test_a_config_that_cannot_be_read_is_refused_by_field(tmp_path: Path, config: Any, says: str) -> None:
+def test_a_config_that_cannot_be_read_is_refused_by_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any, says: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
     with pytest.raises(ValueError, match=says):
         read(tmp_path, config)
 
 
 def test_a_file_that_is_not_json_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
-    path.write_bytes(b"\xff{")
-    with pytest.raises(ValueError, match=r"model.json: not JSON"):
-        read_model(path)
+    for data in (b"\xff{", b"{", b"", b"[" * 100_000):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"model.json: not JSON"):
+            read_model(path)
+
+
+def test_a_folder_stands_for_the_config_in_it(tmp_path: Path) -> None:
+    assert read(tmp_path, GPT2) == read_model(tmp_path)
+    assert config_path(tmp_path) == config_path(tmp_path / "config.json") == tmp_path / "config.json"
+
+
+def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    for path, name in ((tmp_path / "none.json", "none.json"), (tmp_path, "config.json")):
+        with pytest.raises(ValueError, match=rf"{name}: no such file; pass a model's config.json, or the folder"):
+            read_model(path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ValueError, match=r"config.json: cannot be read \(Is a directory\); pass a model's config.json"):
+        read_model(tmp_path)

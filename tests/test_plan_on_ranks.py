@@ -30,6 +30,7 @@ from toy import (
 )
 
 import dmuon
+from dmuon import dedicate as dedicate_module
 from dmuon import plan as plan_module
 from dmuon.solver import Plan, SolveOptions
 
@@ -122,6 +123,101 @@ def test_more_ranks_than_matrices_train_exactly(ranks: RankPool) -> None:
         assert_equal_weights(weights, expected)
 
 
+# What one layer of a common model calls its matrices, and what no model does.
+WIDE = 48
+NAMINGS: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
+    "GPT-2": (
+        "transformer.h",
+        {"attn.c_proj": (WIDE, WIDE), "mlp.c_fc": (4 * WIDE, WIDE), "mlp.c_proj": (WIDE, 4 * WIDE)},
+    ),
+    "Llama": (
+        "model.layers",
+        {
+            **{f"self_attn.{name}_proj": (WIDE, WIDE) for name in "qo"},
+            **{f"self_attn.{name}_proj": (WIDE // 4, WIDE) for name in "kv"},
+            **{f"mlp.{name}_proj": (128, WIDE) for name in ("gate", "up")},
+            "mlp.down_proj": (WIDE, 128),
+        },
+    ),
+    "ViT": (
+        "vit.encoder.layer",
+        {
+            **{f"attention.attention.{name}": (WIDE, WIDE) for name in ("query", "key", "value")},
+            "attention.output.dense": (WIDE, WIDE),
+            "intermediate.dense": (4 * WIDE, WIDE),
+            "output.dense": (WIDE, 4 * WIDE),
+        },
+    ),
+    "unknown": ("trunk", {"a": (WIDE, WIDE), "zz.b": (WIDE, 2 * WIDE), "c": (7, WIDE), "d": (7, WIDE)}),
+}
+
+
+class Layer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def named_model(stem: str, layer: dict[str, tuple[int, int]], layers: int = 6) -> nn.Module:
+    def put(root: nn.Module, name: str, module: nn.Module) -> None:
+        *path, last = name.split(".")
+        for part in path:
+            if part not in root._modules:
+                root.add_module(part, nn.Module())
+            root = root._modules[part]
+        root.add_module(last, module)
+
+    blocks = nn.ModuleList(Layer() for _ in range(layers))
+    for block in blocks:
+        for name, (rows, cols) in layer.items():
+            put(block, name, nn.Linear(cols, rows, bias=False))
+    model = nn.Module()
+    put(model, stem, blocks)
+    return model
+
+
+def plan_of_named_model(rank: int, world: int, naming: str) -> tuple[dict[str, int], tuple[int, ...]]:
+    model = named_model(*NAMINGS[naming])
+    plan = dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    return plan.owners, plan.solution.loads_ns
+
+
+@pytest.mark.pitfall("P20")
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_owners_are_balanced_whatever_layers_are_called(ranks: RankPool, naming: str, world: int) -> None:
+    stem, layer = NAMINGS[naming]
+    owners, loads = ranks(world, plan_of_named_model, naming)[0]
+    assert sorted(owners) == sorted(f"{stem}.{i}.{name}.weight" for i in range(6) for name in layer)
+    assert max(loads) <= 1.1 * sum(loads) / world, f"loads {loads}"
+    for i in range(6):
+        held = [owner for name, owner in owners.items() if name.startswith(f"{stem}.{i}.")]
+        assert max(held.count(r) for r in range(world)) < len(held), f"layer {i} is all on one owner"
+
+
+def ranks_given_to_the_solver(rank: int, world: int, hosts: list[str]) -> list[dmuon.solver.Rank]:
+    seen = []
+
+    def solve(matrices: Any, ranks: Any, *rest: Any) -> Plan:
+        seen.extend(ranks)
+        return dmuon.solver.plan(matrices, ranks, *rest)
+
+    with (
+        replaced(plan_module, "solve_plan", solve),
+        replaced(dedicate_module.socket, "gethostname", lambda: hosts[rank]),
+    ):
+        dmuon.dedicate_params(build(), init_device_mesh("cpu", (world,)), costs="flops")
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes"), [(["b", "b", "a", "a"], [0, 0, 1, 1]), (["b", "a", "b"], [0, 1, 0]), (["a"], [0])]
+)
+def test_ranks_of_one_host_are_one_node(ranks: RankPool, hosts: list[str], nodes: list[int]) -> None:
+    first, *others = ranks(len(hosts), ranks_given_to_the_solver, hosts)
+    assert first == [dmuon.solver.Rank(index, node=node) for index, node in enumerate(nodes)]
+    assert not any(others), "rank 0 alone solves"
+
+
 # -- what can go wrong with it ------------------------------------------------------------------------------------
 
 
@@ -133,12 +229,6 @@ def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(target, name, original)
-
-
-def _swap_owner(document: dict[str, Any]) -> dict[str, Any]:
-    rows = [list(row) for row in document["matrices"]]
-    rows[0][5] = 1 - rows[0][5]
-    return {**document, "matrices": rows}
 
 
 class _OtherOwner:
@@ -155,7 +245,8 @@ class _OtherOwner:
 class _SpoiledInTransit:
     @staticmethod
     def from_json(document: dict[str, Any]) -> Plan:
-        return Plan.from_json(_swap_owner(document))
+        other = _OtherOwner.from_json(document).to_json()
+        return Plan.from_json({**other, "digest": document["digest"]})
 
 
 class _AnotherModel:
@@ -178,7 +269,7 @@ def tampered(rank: int, world: int, reader: type) -> None:
     [
         (_OtherOwner, r"rank 1 holds another owner plan than rank 0 \(digests \w{64} and \w{64}\)"),
         (_SpoiledInTransit, "rank 1: .*digest"),
-        (_AnotherModel, r"rank 1: the plan does not cover this model: '(x\.)?blocks"),
+        (_AnotherModel, r"rank 1: the owner plan \(solved now\) has no owner for parameter 'blocks\."),
     ],
 )
 def test_a_tampered_plan_on_one_rank_raises_on_every_rank(ranks: RankPool, reader: type, match: str) -> None:
@@ -221,6 +312,24 @@ def test_without_a_solver_rank_0_warns_and_all_ranks_use_its_best_plan(ranks: Ra
     assert any(re.search("MILP|PuLP|pulp", message) for message in results[0][0]), results[0][0]
     assert not results[1][0], "ranks that do not solve have nothing to say"
     assert results[0][1] == results[1][1]
+    for _, _, weights in results:
+        assert_equal_weights(weights, reference_weights(2))
+
+
+def out_of_time(rank: int, world: int) -> tuple[list[str], str, dict[str, Tensor]]:
+    # A time limit makes a solver's answer depend on the clock; each rank on its own could end elsewhere.
+    model, solve = build(), SolveOptions(method="milp", gap_target=0, time_limit_s=1e-9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs=UNEVEN, solve=solve)
+    return [str(w.message) for w in caught], plan.digest, train(model, rank, world)
+
+
+@pytest.mark.pitfall("P21", "P51")
+def test_ranks_agree_on_a_plan_that_ran_out_of_time(ranks: RankPool) -> None:
+    results = ranks(2, out_of_time)
+    assert any("stopped at the time limit" in message for message in results[0][0]), results[0][0]
+    assert len({digest for _, digest, _ in results}) == 1
     for _, _, weights in results:
         assert_equal_weights(weights, reference_weights(2))
 

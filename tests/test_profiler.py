@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dmuon import profiler
-from dmuon.cost_cache import Timing
-from dmuon.profiler import NsOptions, device_key, measure, useful_batch_sizes
+from dmuon.cost_cache import CostCacheError, Timing
+from dmuon.profiler import NsOptions, device_key, measure, options_of, timing_bar, useful_batch_sizes
 
 CPU = torch.device("cpu")
 
@@ -77,7 +79,17 @@ def test_a_batch_that_does_not_fit_in_memory_is_left_out(monkeypatch):
         real(params, *rest, **options)
 
     monkeypatch.setattr(profiler, "muon_update_", small_memory)
-    assert set(measure({(8, 8): (1, 2, 4)}, device=CPU, budget_s=2)[8, 8]) == {1, 2}
+    seen, full = [], []
+    timings = measure(
+        {(8, 8): (1, 2, 4, 8)},
+        device=CPU,
+        budget_s=2,
+        progress=lambda shape, k: seen.append(k),
+        too_large=lambda shape, k: full.append((shape, k)),
+    )
+    assert set(timings[8, 8]) == {1, 2}
+    assert full == [((8, 8), 4)], "8 is not even tried"
+    assert seen == [1, 2, 4, 8]
 
 
 @pytest.mark.pitfall("P10")
@@ -103,6 +115,12 @@ def test_a_noisy_round_is_measured_again_and_a_calm_one_counts():
     assert timing == Timing(101, 101, 101, 9)
 
 
+def test_the_first_run_which_may_compile_is_never_the_cost():
+    ticks = iter([10**9, 100, 120])
+    timing = profiler._time_batch((4, 4), 1, CPU, NsOptions(), lambda f: next(ticks), 0.0)
+    assert timing == Timing(100, 100, 100, 1), "one run counts even where the share is spent"
+
+
 @pytest.mark.pitfall("P10")
 def test_each_option_is_part_of_the_key():
     keys = [
@@ -120,6 +138,45 @@ def test_each_option_is_part_of_the_key():
     assert key == device_key(CPU, NsOptions(dtype=torch.float32))
     assert key.sm_count == 0 and key.device and key.torch == torch.__version__ and key.dtype == "float32"
     assert len(key.kernels) == 16
+
+
+@pytest.mark.parametrize(
+    "options", [NsOptions(), NsOptions("you", 4, torch.bfloat16), NsOptions((3.0, -4.0, 2.0), 3, torch.float16)]
+)
+def test_a_key_names_the_run_that_it_is_of(options):
+    key = device_key(CPU, options)
+    again = options_of(key, "x")
+    assert device_key(CPU, again) == key
+    assert again.dtype == (options.dtype or torch.float32)
+
+
+@pytest.mark.pitfall("P50")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float99"}, "cost cache x: field 'key.dtype' is 'float99'.*dmuon-profile"),
+        ({"dtype": "nn"}, "field 'key.dtype' is 'nn'"),
+        ({"coefficients": "unheard of"}, "cost cache x: field 'key.coefficients' or 'key.steps'.*unheard of"),
+        ({"coefficients": "(1, 2"}, "field 'key.coefficients'"),
+        ({"coefficients": "(__import__('os'),)"}, "field 'key.coefficients'"),
+        ({"coefficients": "you", "steps": 9}, "'key.steps'.*9"),
+    ],
+)
+def test_a_key_of_no_run_is_refused_by_field(changes, message):
+    with pytest.raises(CostCacheError, match=message):
+        options_of(replace(device_key(CPU, NsOptions()), **changes), "x")
+
+
+def test_the_bar_counts_batches_on_a_terminal_only(monkeypatch, capsys):
+    work = {(8, 8): (1, 2, 2), (8, 16): (1,)}
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        with timing_bar(work, "Device X") as progress:
+            for shape, k in (((8, 8), 1), ((8, 16), 1), ((8, 8), 2)):
+                progress(shape, k)
+        shown = capsys.readouterr().err
+        assert ("timing on Device X" in shown and "0/3" in shown) == terminal
+        assert terminal or shown == ""
 
 
 def test_batch_sizes_are_powers_of_two_that_the_device_runs_at_once():

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dmuon import OwnerPlan
 
 SCRIPT = Path(__file__).parents[1] / "bench" / "train.py"
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "16", "--device", "cpu"]
@@ -134,6 +137,7 @@ def test_only_the_last_complete_checkpoint_is_kept(uninterrupted: Path, optimize
     folder = uninterrupted / "checkpoints" / f"{optimizer}-seed0"
     assert [path.name for path in folder.iterdir()] == ["step-0000012"]
     assert (folder / "step-0000012" / ".metadata").exists()
+    assert (folder / "step-0000012" / "plan.json").exists() == (optimizer == "dmuon")
 
 
 @pytest.mark.parametrize(
@@ -168,12 +172,23 @@ def test_wrong_option_is_named_and_ends_with_code_2(
     assert not (tmp_path / "run").exists()
 
 
+def _rotate_owners(path: Path) -> dict[str, int]:
+    """Makes the file a plan that the planner would not choose, with every matrix one rank further."""
+    plan = OwnerPlan.load(path)
+    old = plan.solution
+    owners = {name: (owner + 1) % plan.world for name, owner in old.owners.items()}
+    loads = old.loads_ns[-1:] + old.loads_ns[:-1]
+    replace(plan, solution=replace(old, owners=owners, loads_ns=loads)).save(path)
+    return owners
+
+
 @pytest.mark.parametrize(("optimizer", "number"), [("adamw", signal.SIGKILL), ("dmuon", signal.SIGINT)])
 def test_resume_equals_the_uninterrupted_run(
     text: Path, tmp_path: Path, uninterrupted: Path, optimizer: str, number: signal.Signals
 ) -> None:
     out = tmp_path / "run"
     options = ["--steps", "12", "--optimizers", optimizer, "--checkpoint-every", "1"]
+    rotated = None
     process = _start(text, out, *options)
     folder = out / "checkpoints" / f"{optimizer}-seed0"
     _wait_until(lambda: any(folder.glob("step-*")), "a first checkpoint", process=process)
@@ -186,14 +201,19 @@ def test_resume_equals_the_uninterrupted_run(
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number
         assert "interrupted" in stderr and "Traceback" not in stderr
+    if optimizer == "dmuon":
+        rotated = _rotate_owners(folder / f"step-{before:07d}" / "plan.json")
     done = _run(text, out, *options, "--resume")
     assert done.returncode == 0, done.stderr
     assert f" {before}/12 " in done.stderr, "did not start from the checkpoint"
+    if rotated is not None:
+        assert f"plan: loaded from {folder / f'step-{before:07d}'}" in done.stderr
+        assert OwnerPlan.load(folder / "step-0000012" / "plan.json").owners == rotated, "planned anew"
     for event, key in (("step", "loss"), ("step", "grad_norm"), ("step", "lr"), ("eval", "val_loss")):
         resumed, straight = (
             [record[key] for record in _records(run, event, optimizer)] for run in (out, uninterrupted)
         )
-        # owners that were planned anew may batch differently, which moves the last bits
+        # the two runs were planned apart and may batch differently, which moves the last bits
         assert resumed == straight if optimizer == "adamw" else resumed == pytest.approx(straight, rel=1e-6)
 
 

@@ -1,104 +1,366 @@
-"""``dmuon-plan``: what would the owners of a model be, and how long would the slowest take?"""
+"""``dmuon-plan``: who would own what, how long would the slowest take, and what would a step cost, without a GPU."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from dmuon.model_config import read_model
-from dmuon.solver import CostTable, Matrix, Method, Plan, Shape, SolveOptions, baselines, plan
+from dmuon.cost_cache import CostCache
+from dmuon.model_config import MatrixShape, read_model
+from dmuon.plan import OwnerPlan
+from dmuon.plan_plot import plot_plan
+from dmuon.simulation.hardware import HARDWARE, Hardware, hardware
+from dmuon.simulation.network import Topology
+from dmuon.simulation.prediction import Prediction, predict
+from dmuon.simulation.wave_model import describe, wave_costs
+from dmuon.simulation.workload import Workload
+from dmuon.solver import (
+    BASELINES,
+    Backend,
+    CostTable,
+    Infeasible,
+    Matrix,
+    Method,
+    Plan,
+    Rank,
+    Shape,
+    SolveOptions,
+    baseline,
+    plan,
+)
 
 __all__ = ["main"]
 
 _BAD_INPUT = 2
+_DEFAULT_DEVICE = "h200"
+_COMPARE = (*BASELINES, "milp")
+
+
+class _Bad(Exception):
+    """Names the argument and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is asked: a model on a grid of ranks, with costs, and with a workload where steps are predicted."""
+
+    matrices: tuple[Matrix, ...]
+    ranks: tuple[Rank, ...]
+    costs: CostTable
+    source: str
+    options: SolveOptions
+    machine: Hardware
+    topology: Topology
+    workload: Workload | None
+    efficiency: float | None
+
+    def solve(self, options: SolveOptions) -> Plan:
+        return plan(
+            self.matrices, self.ranks, self.costs, options, predict=None if self.workload is None else self.step
+        )
+
+    def step(self, result: Plan) -> float:
+        """Predicted seconds of a dedicated step."""
+        prediction = self.predict(result, target=None)
+        assert prediction is not None
+        return prediction.programs["dedicated"].step_s
+
+    def predict(self, result: Plan, target: float | None) -> Prediction | None:
+        if self.workload is None:
+            return None
+        return predict(
+            self.workload,
+            result,
+            self.costs,
+            self.machine,
+            self.topology,
+            speeds={rank.index: rank.speed for rank in self.ranks if rank.speed != 1},
+            efficiency=self.efficiency,
+            target=target,
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan for a model's ``config.json`` at a world size; the exit status of invalid input is 2."""
-    args = _parser().parse_args(argv)
+    arguments = _parser().parse_args(argv)
     try:
-        matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in read_model(args.model)]
-        costs = _costs(args.costs, {m.shape for m in matrices})
-        result = plan(matrices, args.world, costs, SolveOptions(method=args.method, time_limit_s=args.time_limit))
-        if args.json is not None:
-            _write_json(args.json, result)
-    except (OSError, ValueError) as error:
+        return _run(arguments)
+    except (_Bad, OSError, ValueError) as error:
         print(f"dmuon-plan: {error}", file=sys.stderr)
         return _BAD_INPUT
-    print(result.report())
-    if args.compare:
-        print("\n" + _compare(result, baselines(matrices, args.world, costs)))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    for name in ("json", "png"):
+        path = getattr(arguments, name)
+        if path is not None and not path.parent.is_dir():
+            raise _Bad(f"--{name} {path}: there is no folder {path.parent}; create it first")
+    question = _question(arguments)
+    started = time.perf_counter()
+    result = question.solve(question.options)
+    seconds = time.perf_counter() - started
+    prediction = question.predict(result, arguments.target / 100)
+    lines = [f"costs: {question.source}", result.report(), _memory(question, result), f"planned in {seconds:.2f} s"]
+    if arguments.owners:
+        lines += ["", *_owners(result)]
+    if arguments.compare:
+        lines += ["", _compare(question, result, arguments.compare)]
+    lines += [
+        "",
+        prediction.report() if prediction is not None else "no step time is predicted: " + _unpredicted(arguments),
+    ]
+    print("\n".join(lines), flush=True)  # before anything is written: a full disk must not cost the report
+    if arguments.png is not None:
+        plot_plan(result, arguments.png, title=f"{arguments.model} over {question.topology.world} ranks")
+        print(f"wrote {arguments.png}")
+    if arguments.json is not None:
+        OwnerPlan.from_solution(result, question.costs, question.source).save(arguments.json)
+        print(f"wrote {arguments.json}")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dmuon-plan", description="Assign a model's matrices to owner ranks.")
-    parser.add_argument("model", type=Path, metavar="MODEL.json", help="a model's config.json")
-    parser.add_argument("--world", type=_ranks, required=True, metavar="N", help="number of ranks")
-    parser.add_argument(
-        "--costs", default="flops", metavar="flops|PATH", help="estimate from FLOPs, or a cost cache (default: flops)"
+    parser = argparse.ArgumentParser(prog="dmuon-plan", description=__doc__)
+    parser.add_argument("model", metavar="MODEL.json", help="a model's config.json, or the folder that holds it")
+    grid = parser.add_argument_group("ranks")
+    grid.add_argument("--world", type=_count, required=True, metavar="N", help="number of ranks")
+    grid.add_argument(
+        "--nodes", type=_count, metavar="N", help="machines (default: as many as the device's nodes fill)"
     )
-    parser.add_argument("--method", choices=get_args(Method), default="auto", help="how to solve (default: auto)")
-    parser.add_argument(
-        "--time-limit", type=_seconds, default=10.0, metavar="S", help="seconds for the MILP (default: 10)"
+    grid.add_argument("--replicate", type=_count, default=1, metavar="N", help="HSDP replicas (default: 1)")
+    grid.add_argument("--tp", type=_count, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
+    grid.add_argument(
+        "--memory-gib", type=_positive, metavar="X", help="most fp32 masters and momentum per rank (default: no limit)"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the plan here as well")
-    parser.add_argument("--compare", action="store_true", help="show what round robin and LPT would take instead")
+    grid.add_argument(
+        "--speed", default="", metavar="RANK=X,...", help="ranks that are slower or faster, such as 3=0.8"
+    )
+    costs = parser.add_argument_group("costs")
+    costs.add_argument("--device", choices=sorted(HARDWARE), help=f"preset (default: {_DEFAULT_DEVICE})")
+    costs.add_argument(
+        "--costs", default="wave", metavar="wave|flops|PATH", help="the device's wave model, FLOPs, or a cost cache"
+    )
+    costs.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=X",
+        help="override a figure of the preset: inter_bandwidth=25e9",
+    )
+    solve = parser.add_argument_group("solver")
+    solve.add_argument("--method", choices=get_args(Method), default="auto", help="how to solve (default: auto)")
+    solve.add_argument("--backend", choices=get_args(Backend), default="auto", help="MILP solver (default: auto)")
+    solve.add_argument("--gap", type=_percent, default=1.0, metavar="PERCENT", help="gap to prove (default: 1)")
+    solve.add_argument(
+        "--time-limit", type=_positive, default=10.0, metavar="S", help="for exact methods (default: 10)"
+    )
+    solve.add_argument(
+        "--spread-cap", type=_cap, metavar="auto|X", help="most of a block on one rank, of the least possible"
+    )
+    solve.add_argument(
+        "--byte-slack",
+        type=_percent,
+        default=1.0,
+        metavar="PERCENT",
+        help="makespan to give for even bytes (default: 1)",
+    )
+    step = parser.add_argument_group("predicted step")
+    step.add_argument("--tokens", type=_count, default=16384, metavar="N", help="per rank and step (default: 16384)")
+    step.add_argument("--sequence", type=_count, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
+    step.add_argument("--recompute", action="store_true", help="full activation checkpointing")
+    step.add_argument("--efficiency", type=_positive, metavar="X", help="of forward and backward, part of the peak")
+    step.add_argument(
+        "--target", type=_positive, default=1.0, metavar="PERCENT", help="overhead to explain (default: 1)"
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", type=Path, metavar="PATH", help="write the plan, as dedicate_params(plan=PATH) reads it")
+    out.add_argument("--png", type=Path, metavar="PATH", help="draw loads per rank and the spread of the blocks")
+    out.add_argument("--owners", action="store_true", help="list the owner of every matrix")
+    out.add_argument("--compare", type=_names, default=(), metavar="LIST", help=f"of {','.join(_COMPARE)}")
     return parser
 
 
-def _ranks(text: str) -> int:
+def _question(arguments: argparse.Namespace) -> _Question:
+    machine = hardware(arguments.device or _DEFAULT_DEVICE, **_overrides(arguments.set))
+    topology = _topology(arguments, machine)
+    shapes = read_model(arguments.model)
+    matrices = tuple(Matrix(m.name, m.rows, m.cols, m.block, 2 * m.rows * m.cols) for m in shapes)  # bf16 travels
+    costs, source = _costs(arguments.costs, machine, matrices)
+    if topology.tp > 1:
+        costs = costs.with_transfer({shape: _gather_ns(shape, machine, topology) for shape in costs.costs})
+        source += f", gather and scatter over {topology.tp} tensor-parallel ranks added"
+    options = SolveOptions(
+        method=arguments.method,
+        backend=arguments.backend,
+        gap_target=arguments.gap / 100,
+        time_limit_s=arguments.time_limit,
+        spread_cap=arguments.spread_cap,
+        byte_slack=arguments.byte_slack / 100,
+    )
+    workload = None if _unpredicted(arguments) else _workload(arguments, shapes)
+    ranks = _ranks(arguments, topology)
+    return _Question(matrices, ranks, costs, source, options, machine, topology, workload, arguments.efficiency)
+
+
+def _unpredicted(arguments: argparse.Namespace) -> str:
+    """Why no step is predicted; empty if one is."""
+    if arguments.costs != "wave" and arguments.device is None:
+        return "the costs are another device's than any preset; pass --device to combine them"
+    return ""
+
+
+def _workload(arguments: argparse.Namespace, shapes: Sequence[MatrixShape]) -> Workload:
+    return Workload.from_config(
+        arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
+    )
+
+
+def _topology(arguments: argparse.Namespace, machine: Hardware) -> Topology:
+    per_node = min(machine.gpus_per_node, arguments.world)
+    if arguments.nodes is not None:
+        if arguments.world % arguments.nodes:
+            raise _Bad(f"--nodes {arguments.nodes} does not divide --world {arguments.world}; change one of them")
+        per_node = arguments.world // arguments.nodes
+    return Topology(arguments.world, gpus_per_node=per_node, replicate=arguments.replicate, tp=arguments.tp)
+
+
+def _ranks(arguments: argparse.Namespace, topology: Topology) -> tuple[Rank, ...]:
+    speeds = _speeds(arguments.speed, topology.world)
+    memory = None if arguments.memory_gib is None else int(min(arguments.memory_gib, 2**30) * 2**30)
+    return tuple(
+        Rank(i, node=i // topology.gpus_per_node, speed=speeds.get(i, 1.0), memory=memory)
+        for i in range(topology.world)
+    )
+
+
+def _speeds(text: str, world: int) -> dict[int, float]:
+    speeds: dict[int, float] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        rank, _, factor = part.partition("=")
+        if not (rank.isascii() and rank.isdigit() and int(rank) < world):
+            raise _Bad(f"--speed: {part!r} names no rank below {world}; write RANK=FACTOR, such as 3=0.8")
+        if int(rank) in speeds:
+            raise _Bad(f"--speed: rank {int(rank)} is there twice; give each rank once")
+        speeds[int(rank)] = _number(factor, f"--speed: {part!r}: the factor")
+    return speeds
+
+
+def _overrides(items: Sequence[str]) -> dict[str, float]:
+    pairs = (item.partition("=") for item in items)
+    return {name: _number(value, f"--set {name}={value}: the value") for name, _, value in pairs}
+
+
+def _number(text: str, what: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise _Bad(f"{what} is no number; write NAME=NUMBER") from None
+
+
+def _costs(source: str, machine: Hardware, matrices: Sequence[Matrix]) -> tuple[CostTable, str]:
+    counts: Counter[Shape] = Counter(m.shape for m in matrices)
+    if source == "wave":
+        return wave_costs(machine.device, counts), describe(machine.device)
+    if source == "flops":
+        return CostTable.from_flops(counts), "estimated from FLOPs"
+    cache = CostCache.load(source)
+    return cache.table(counts), f"measured on {cache.key.device}, cost cache {os.fspath(source)}"
+
+
+def _gather_ns(shape: Shape, machine: Hardware, topology: Topology) -> int:
+    """Nanoseconds to gather one fp32 momentum over the tensor-parallel ranks, and to scatter its update back."""
+    link = machine.intra if topology.tp <= topology.gpus_per_node else machine.inter
+    nbytes = 4 * shape[0] * shape[1] * (topology.tp - 1) / topology.tp
+    return math.ceil(2e9 * ((topology.tp - 1) * link.latency_s + nbytes / link.bandwidth))
+
+
+def _memory(question: _Question, result: Plan) -> str:
+    """What the largest owner keeps, against the device."""
+    held = [0] * result.world
+    for m in result.matrices:
+        held[result.owners[m.name]] += m.state_bytes
+    most, device = max(held), question.machine.device
+    return (
+        f"the largest owner keeps {most / 2**30:.2f} GiB of fp32 masters and momentum, "
+        f"{most / device.memory:.1%} of an {device.name}"
+    )
+
+
+def _owners(result: Plan) -> list[str]:
+    """A row per matrix."""
+    width = max(len(m.name) for m in result.matrices)
+    rows = [f"{m.name:<{width}}  {f'{m.rows}x{m.cols}':>13}  {result.owners[m.name]:>6}" for m in result.matrices]
+    return [f"{'matrix':<{width}}  {'shape':>13}  {'owner':>6}", *rows]
+
+
+def _compare(question: _Question, result: Plan, names: Sequence[str]) -> str:
+    """A row per way to assign: makespan, how many times this plan's that is, and the predicted step."""
+    header = f"{'':<12} {'makespan':>15} {'of this':>8} {'gap':>7} {'max/mean':>9}"
+    lines = [header + (f" {'step':>12}" if question.workload else "")]
+    for name in (*names, "this plan"):
+        try:
+            if name == "this plan":
+                other = result
+            elif name == "milp":
+                other = question.solve(replace(question.options, method="milp"))
+            else:
+                other = baseline(name, question.matrices, question.ranks, question.costs, result.bound_ns)
+        except Infeasible:
+            lines.append(f"{name:<12} breaks the limits on memory or spread")
+            continue
+        line = f"{name:<12} {other.makespan_ns / 1e6:>12.3f} ms {other.makespan_ns / result.makespan_ns:>8.2f} "
+        line += f"{other.gap:>7.2%} {other.makespan_ns * other.world / max(1, sum(other.loads_ns)):>9.2f}"
+        prediction = question.predict(other, target=None)
+        if prediction is not None:
+            line += f" {1e3 * prediction.programs['dedicated'].step_s:>9.2f} ms"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; give an integer of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time limit; give a positive number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return value
 
 
-def _costs(source: str, shapes: set[Shape]) -> CostTable:
-    if source == "flops":
-        return CostTable.from_flops(shapes)
-    from dmuon.cost_cache import CostCache
-
-    return CostCache.load(source).table(sorted(shapes))
-
-
-def _compare(result: Plan, others: Mapping[str, int]) -> str:
-    """A row per way to assign: its makespan, and how many times the plan's that is."""
-    rows = {**others, "this plan": result.makespan_ns, "lower bound": result.bound_ns}
-    return "\n".join(
-        f"{name:<12} {ns / 1e6:>12.3f} ms {ns / result.makespan_ns:>8.2f} times this plan" for name, ns in rows.items()
-    )
-
-
-def _write_json(path: Path, result: Plan) -> None:
-    """Write beside ``path``, then rename, so that a reader never sees half a plan."""
-    if not path.parent.is_dir():
-        raise ValueError(f"--json {path}: there is no folder {path.parent}; create it first")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def _percent(text: str) -> float:
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(result.to_json(), file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage from 0 to below 100")
+    return value
+
+
+def _cap(text: str) -> float | str:
+    return text if text == "auto" else _positive(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in _COMPARE:
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown; use some of {','.join(_COMPARE)}")
+    return names
 
 
 if __name__ == "__main__":

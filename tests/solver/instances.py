@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
 from hypothesis import strategies as st
 
-from dmuon.solver import CostTable, Matrix, Plan
+from dmuon.solver import CostTable, Matrix, Plan, Rank
 
 SHAPES = [(64, 64), (64, 256), (128, 128)]
 
@@ -28,30 +30,44 @@ def linear_costs(*single: int) -> CostTable:
     return CostTable({SHAPES[s]: {1: cost} for s, cost in enumerate(single)})
 
 
-def exact_makespan(matrices: Sequence[Matrix], ranks: int, costs: CostTable) -> int:
-    """The optimum, by trying every count vector on every rank."""
-    members = Counter(m.shape for m in matrices)
-    shapes = sorted(members)
+def exact_makespan(matrices: Sequence[Matrix], ranks: int | Sequence[Rank], costs: CostTable) -> int | None:
+    """The optimum, by trying every count vector on every rank; ``None`` where the ranks' limits leave no room."""
+    members = Counter(m.key for m in matrices)
+    classes = sorted(members)
+    state = {m.key: m.state_bytes for m in matrices}
+    owners = [Rank(i) for i in range(ranks)] if isinstance(ranks, int) else list(ranks)
 
-    def load(row: tuple[int, ...]) -> int:
-        return sum(costs.cost(shape, n) for shape, n in zip(shapes, row, strict=True))
-
-    @cache
-    def best(left: tuple[int, ...], ranks: int) -> int:
-        if ranks == 1:
-            return load(left)
-        rows = product(*(range(n + 1) for n in left))
-        return min(
-            max(load(row), best(tuple(n - k for n, k in zip(left, row, strict=True)), ranks - 1)) for row in rows
+    def load(rank: Rank, row: tuple[int, ...]) -> float:
+        held = [(key, n) for key, n in zip(classes, row, strict=True) if n]
+        if any(not rank.may_own(pool) for (_, _, pool), _ in held):
+            return math.inf
+        if rank.memory is not None and sum(n * state[key] for key, n in held) > rank.memory:
+            return math.inf
+        return sum(
+            math.ceil(costs.cost((min(rows, cols), max(rows, cols)), n) / rank.speed) for (rows, cols, _), n in held
         )
 
-    return best(tuple(members[shape] for shape in shapes), ranks)
+    @cache
+    def best(left: tuple[int, ...], index: int) -> float:
+        if index == len(owners) - 1:
+            return load(owners[index], left)
+        rows = product(*(range(n + 1) for n in left))
+        return min(
+            max(load(owners[index], row), best(tuple(n - k for n, k in zip(left, row, strict=True)), index + 1))
+            for row in rows
+        )
+
+    found = best(tuple(members[key] for key in classes), 0)
+    return None if found == math.inf else int(found)
 
 
 def recomputed_loads(plan: Plan, costs: CostTable) -> list[int]:
     """Nanoseconds per rank, from the owners alone."""
-    held = Counter((plan.owners[m.name], m.shape) for m in plan.matrices)
-    return [sum(costs.cost(shape, n) for (r, shape), n in held.items() if r == rank) for rank in range(plan.world)]
+    held = Counter((plan.owners[m.name], m.key) for m in plan.matrices)
+    return [
+        sum(costs.cost((min(key[:2]), max(key[:2])), n) for (r, key), n in held.items() if r == rank)
+        for rank in range(plan.world)
+    ]
 
 
 @st.composite
@@ -66,3 +82,27 @@ def problems(draw: st.DrawFn) -> tuple[list[Matrix], int, CostTable]:
         sizes = [1, *draw(st.lists(st.sampled_from([2, 3, 4, 8]), unique=True, max_size=3))]
         costs[SHAPES[s]] = {k: draw(st.integers(1, 1000)) for k in sizes}
     return make_matrices(counts), draw(st.integers(2, 4)), CostTable(costs)
+
+
+@st.composite
+def unequal_ranks(draw: st.DrawFn, matrices: Sequence[Matrix]) -> list[Rank]:
+    """Two to four ranks that may differ in speed, memory and pools."""
+    smallest, total = min(m.state_bytes for m in matrices), sum(m.state_bytes for m in matrices)
+    pools = sorted({m.pool for m in matrices})
+    return [
+        Rank(
+            index,
+            speed=draw(st.sampled_from([1.0, 1.0, 0.5, 2.0])),
+            memory=draw(st.one_of(st.none(), st.integers(smallest, total))),
+            pools=draw(st.one_of(st.none(), st.frozensets(st.sampled_from(pools)))),
+        )
+        for index in range(draw(st.integers(2, 4)))
+    ]
+
+
+@st.composite
+def limited_problems(draw: st.DrawFn) -> tuple[list[Matrix], list[Rank], CostTable]:
+    """As ``problems``, over unequal ranks, the matrices in one or two pools."""
+    matrices, _, costs = draw(problems())
+    pooled = [replace(m, pool=draw(st.sampled_from(["", "experts"]))) for m in matrices]
+    return pooled, draw(unequal_ranks(pooled)), costs

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from instances import SHAPES, linear_costs, make_matrices, problems
 
-from dmuon.solver import CostTable, Matrix
+from dmuon.solver import CostTable, Matrix, Rank
 from dmuon.solver.bound import lower_bound
 from dmuon.solver.greedy import batch_greedy, longest_first
 from dmuon.solver.multifit import multifit
@@ -16,7 +16,7 @@ from dmuon.solver.search import level_bytes, shorten
 
 
 def build(counts: list[int], ranks: int, costs: CostTable) -> Problem:
-    return build_problem(make_matrices(counts), ranks, costs)
+    return build_problem(make_matrices(counts), [Rank(i) for i in range(ranks)], costs)
 
 
 def test_greedy_sees_a_batch_where_lpt_sees_single_matrices() -> None:
@@ -64,7 +64,8 @@ def test_levelling_stops_at_the_limit() -> None:
 def test_search_and_levelling_keep_every_matrix_and_never_lengthen(
     problem: tuple[list[Matrix], int, CostTable],
 ) -> None:
-    built = build_problem(*problem)
+    matrices, ranks, costs = problem
+    built = build_problem(matrices, [Rank(i) for i in range(ranks)], costs)
     start = longest_first(built)
     before = built.makespan(start)
     shorter = shorten(built, start, lower_bound(built))

@@ -24,7 +24,7 @@ def test_json_and_pickle_give_the_plan_back() -> None:
 
 
 def set_owner(data: dict[str, Any]) -> None:
-    data["matrices"][0][5] = (data["matrices"][0][5] + 1) % 4
+    data["matrices"][0][6] = (data["matrices"][0][6] + 1) % 4
 
 
 def set_block(data: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ def set_bound(data: dict[str, Any]) -> None:
 
 
 def send_out_of_range(data: dict[str, Any]) -> None:
-    data["matrices"][0][5] = 4
+    data["matrices"][0][6] = 4
 
 
 def drop_digest(data: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ def set_schema(data: dict[str, Any]) -> None:
 
 
 def retype_owner(data: dict[str, Any]) -> None:
-    data["matrices"][0][5] = "0"
+    data["matrices"][0][6] = "0"
 
 
 def retype_load(data: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ def reorder(data: dict[str, Any]) -> None:
         (set_bound, "bound .* is not in"),
         (send_out_of_range, "the owner of .* is rank 4, outside 0 … 3"),
         (drop_digest, "field 'digest' is missing"),
-        (set_schema, "schema is 99, not 1"),
+        (set_schema, "schema is 99, not 2"),
         (retype_owner, "a field is ill-typed"),
         (reorder, "owners, shapes or blocks were changed"),
         (retype_load, "loads must be whole nanoseconds"),

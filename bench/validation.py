@@ -1,0 +1,246 @@
+"""Holds the simulation against the real runtime on CPU ranks, with constants measured in the same processes."""
+
+from __future__ import annotations
+
+import copy
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from model import GPT, GPTConfig
+from step import Program, Settings, adamw, build, data
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dmuon.costs import find_costs
+from dmuon.simulation.network import Collective, Ring, Topology
+from dmuon.simulation.programs import ProgramName, simulate
+from dmuon.simulation.scenario import Machine, Scenario
+from dmuon.simulation.workload import Block, Workload
+
+__all__ = ["MeasuredNetwork", "validate"]
+
+PROGRAMS: dict[str, ProgramName] = {
+    "dedicated": "dedicated",
+    "dedicated keep": "dedicated keep",
+    "gather-then-compute": "gather",
+    "fsdp2 + adamw": "adamw",
+}
+_SMALL, _LARGE = 1 << 14, 1 << 22  # bytes of the two messages that fix latency and bandwidth
+_STEPS = 3  # timed together, so that publication overlaps the next forward
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredNetwork:
+    """Latency in seconds and seconds per byte of each collective on one group of ranks."""
+
+    figures: dict[Collective, tuple[float, float]]
+
+    def seconds(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> float:
+        if ring.size == 1 or calls == 0:
+            return 0.0
+        latency, per_byte = self.figures[kind]
+        return calls * latency + nbytes * per_byte
+
+
+def validate(rank: int, settings: Settings, quantile: float) -> dict[str, Any]:
+    """Measure constants and programs in turns, and predict each program; needs a process group. Seconds everywhere.
+
+    Args:
+        quantile: of the samples of constants and of programs alike; 0.5 is the median.
+    """
+    mesh = init_device_mesh("cpu", (settings.world,))
+    torch.manual_seed(settings.seed)
+    initial = GPT(GPTConfig(settings.layers, settings.width, settings.heads, settings.context))
+    programs = [build(name, initial, mesh, settings) for name in PROGRAMS]
+    plan = programs[0].model._dmuon_dedication.plan
+    samples, found = measure(programs, Probe(initial), settings, rank, quantile)
+
+    def share(item: object) -> list[object]:
+        items: list[object] = [None] * settings.world
+        dist.all_gather_object(items, item)
+        return items
+
+    shapes = dict(Counter(m.shape for m in plan.matrices))
+    table, source = find_costs(
+        shapes, world=settings.world, rank=rank, device=torch.device("cpu"), costs=settings.costs, share=share
+    )
+    scenario = Scenario(
+        workload=workload(initial, settings, found),
+        plan=plan.solution,
+        costs=table,
+        machine=Machine(
+            flops_per_s=1.0,  # the workload holds seconds
+            copy_bytes_per_s=1 / found["copy per byte"],
+            adamw_elements_per_s=1 / found["adamw per element"],
+            network=MeasuredNetwork({kind: _alpha_beta(found, kind) for kind in get_args(Collective)}),
+            communication_computes=True,
+        ),
+        topology=Topology(settings.world, gpus_per_node=settings.world),
+    )
+    predicted = {name: simulate(model, scenario).step_s for name, model in PROGRAMS.items()}
+    measured = {name: float(np.quantile(values, quantile)) for name, values in samples.items()}
+    return {
+        "settings": asdict(settings),
+        "cpu": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "cost_source": source,
+        "quantile": quantile,
+        "constants_s": found,
+        "predicted_s": predicted,
+        "measured_s": measured,
+        "error": {name: predicted[name] / measured[name] - 1 for name in PROGRAMS},
+        "samples_s": samples,
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """The result as text for people."""
+    lines = [f"{'program':<22}{'predicted ms':>14}{'measured ms':>13}{'error':>8}"]
+    for name, error in result["error"].items():
+        predicted, measured = result["predicted_s"][name], result["measured_s"][name]
+        lines.append(f"{name:<22}{1e3 * predicted:>14.1f}{1e3 * measured:>13.1f}{error:>+8.1%}")
+    adamw_s = {kind: result[f"{kind}_s"]["fsdp2 + adamw"] for kind in ("predicted", "measured")}
+    for name in PROGRAMS:
+        if name != "fsdp2 + adamw":
+            ratios = [result[f"{kind}_s"][name] / adamw_s[kind] for kind in ("predicted", "measured")]
+            lines.append(f"{name} over fsdp2 + adamw: predicted {ratios[0]:.2f}, measured {ratios[1]:.2f}")
+    return "\n".join(lines)
+
+
+def slowest(work: Callable[[], object]) -> float:
+    """Seconds of ``work`` from a common start to the end of the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
+
+
+def measure(
+    programs: list[Program], probe: Probe, settings: Settings, rank: int, quantile: float
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds per step of each program, and a quantile of each constant; in turns, for the machine drifts."""
+    samples: dict[str, list[float]] = {program.name: [] for program in programs}
+    constants: dict[str, list[float]] = {}
+    for index in range(settings.warmup + settings.rounds):
+        tokens, targets = data(settings, index, rank)
+        took = probe.sample(tokens, targets)
+        seconds: dict[str, float] = {}
+        order = programs[index % len(programs) :] + programs[: index % len(programs)]
+        for program in order:
+
+            def steps(count: int, program: Program = program, x: Tensor = tokens, y: Tensor = targets) -> None:
+                for _ in range(count):
+                    program.step(x, y)
+
+            steps(1)
+            seconds[program.name] = slowest(lambda steps=steps: steps(_STEPS)) / _STEPS
+        if index < settings.warmup:
+            continue
+        for name, value in seconds.items():
+            samples[name].append(value)
+        for name, value in took.items():
+            constants.setdefault(name, []).append(value)
+    found = torch.tensor([float(np.quantile(values, quantile)) for values in constants.values()], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return samples, dict(zip(constants, found.tolist(), strict=True))
+
+
+class Probe:
+    """Times what the simulation takes as given, with all ranks busy at the same time."""
+
+    def __init__(self, initial: GPT) -> None:
+        self._model = copy.deepcopy(initial)
+        self._optimizer = adamw(list(self._model.parameters()))
+        self._elements = sum(p.numel() for p in self._model.parameters())
+        self._source = torch.ones(_LARGE // 4)
+        self._calls = _calls()
+
+    def sample(self, tokens: Tensor, targets: Tensor) -> dict[str, float]:
+        """One sample of every constant."""
+        took = forward_backward(self._model, tokens, targets)
+        took["adamw per element"] = slowest(self._optimizer.step) / self._elements
+        self._optimizer.zero_grad()
+        # Into fresh memory, as buffers are given back and allocated anew.
+        took["copy per byte"] = slowest(lambda: torch.empty_like(self._source).copy_(self._source)) / (2 * _LARGE)
+        for kind, call in self._calls.items():
+            for name, n in (("small", _SMALL), ("large", _LARGE)):
+                took[f"{kind} {name}"] = slowest(lambda call=call, n=n: call(n))
+        return took
+
+
+def forward_backward(model: GPT, tokens: Tensor, targets: Tensor) -> dict[str, float]:
+    """Seconds of one block's forward and backward, mean over blocks, and of everything outside blocks."""
+    spent = {"block forward": 0.0, "block backward": 0.0}
+    began: dict[nn.Module, float] = {}
+
+    def begin(module: nn.Module, *_: Any) -> None:
+        began[module] = time.perf_counter()
+
+    def end(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, *_: Any) -> None:
+            spent[name] += (time.perf_counter() - began[module]) / len(model.blocks)
+
+        return hook
+
+    hooks = []
+    for block in model.blocks:
+        hooks.append(block.register_forward_pre_hook(begin))
+        hooks.append(block.register_forward_hook(end("block forward")))
+        hooks.append(block.register_full_backward_pre_hook(begin))
+        hooks.append(block.register_full_backward_hook(end("block backward")))
+    dist.barrier()
+    start = time.perf_counter()
+    F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+    total = time.perf_counter() - start
+    for hook in hooks:
+        hook.remove()
+    return {**spent, "ends": max(0.0, total - len(model.blocks) * sum(spent.values()))}
+
+
+def workload(model: GPT, settings: Settings, found: dict[str, float]) -> Workload:
+    """The model's elements, and measured seconds in place of FLOPs."""
+    blocks = [
+        Block(
+            f"blocks.{index}",
+            found["block forward"],
+            found["block backward"],
+            sum(p.numel() for p in block.parameters() if p.ndim == 2),
+            sum(p.numel() for p in block.parameters() if p.ndim < 2),
+        )
+        for index, block in enumerate(model.blocks)
+    ]
+    outside = sum(p.numel() for p in model.parameters()) - sum(b.matrix_elements + b.other_elements for b in blocks)
+    ends = Block("ends", found["ends"], 0.0, 0, outside)
+    return Workload(tuple(blocks), ends, settings.batch * settings.context, param_bytes=4, reduce_bytes=4)
+
+
+def _alpha_beta(found: dict[str, float], kind: Collective) -> tuple[float, float]:
+    """Latency and seconds per byte, from the times of a small and a large message."""
+    small, large = found[f"{kind} small"], found[f"{kind} large"]
+    per_byte = max(0.0, large - small) / (_LARGE - _SMALL)
+    return max(0.0, small - _SMALL * per_byte), per_byte
+
+
+def _calls() -> dict[Collective, Callable[[int], object]]:
+    """One collective of ``n`` bytes of fp32 (whole tensors) per kind, with the reductions that the programs use."""
+    world = dist.get_world_size()
+    buffers = {n: (torch.zeros(n // 4), torch.zeros(n // 4 // world)) for n in (_SMALL, _LARGE)}
+    average = dist.ReduceOp.AVG
+    return {
+        "broadcast": lambda n: dist.broadcast(buffers[n][0], 0),
+        "reduce": lambda n: dist.reduce(buffers[n][0], 0, average),
+        "all_gather": lambda n: dist.all_gather_into_tensor(buffers[n][0], buffers[n][1]),
+        "reduce_scatter": lambda n: dist.reduce_scatter_tensor(buffers[n][1], buffers[n][0], average),
+        "all_reduce": lambda n: dist.all_reduce(buffers[n][0], average),
+    }

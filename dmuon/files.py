@@ -1,0 +1,88 @@
+"""Files that are whole or absent, and JSON that is read strictly."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+__all__ = ["parse_json", "read_json", "write_bytes", "write_text"]
+
+_MAX_BYTES = 1 << 26
+
+
+def write_text(path: Path, text: str) -> None:
+    """:func:`write_bytes` of ``text`` in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace the file at ``path`` in one step: readers, other writers and a crash leave the old file or the new one.
+
+    Raises:
+        OSError: the folder cannot be written; what was there is left as it is.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself survives a crash only if the folder is synced
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_json(path: Path) -> Any:
+    """What the file at ``path`` holds; a field that appears twice, NaN and infinities are refused.
+
+    Raises:
+        ValueError: what is wrong, for a message that names the file.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("not a file")  # a pipe would never end
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ValueError("no such file") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from error
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"larger than {_MAX_BYTES} bytes")
+    return parse_json(data)
+
+
+def parse_json(data: bytes) -> Any:
+    """What ``data`` holds, read as strictly as :func:`read_json` reads."""
+    try:
+        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except _Invalid as error:
+        raise ValueError(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"corrupt or truncated JSON ({error})") from None
+
+
+class _Invalid(Exception):
+    """Well-formed JSON that no writer of ours produces."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Invalid(f"field {next(n for n in names if names.count(n) > 1)!r} appears twice")
+    return result
+
+
+def _no_constant(text: str) -> float:
+    raise _Invalid(f"value {text} is no number")

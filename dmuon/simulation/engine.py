@@ -1,0 +1,144 @@
+"""A discrete-event engine for programs whose streams are first-in first-out and whose collectives have one order.
+
+Under those two rules an event queue is not needed: in program order, an operation starts at the latest of the times at
+which its resources are free, what it depends on has ended and, for a collective, its other members are there too. Every
+time is a vector over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["COMPUTE", "Groups", "Noise", "Simulation", "Span", "Times", "latest"]
+
+Times = NDArray[np.float64]  # seconds, one per rank
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How ranks differ in speed.
+
+    Attributes:
+        sigma: standard deviation of the logarithm of every computation's duration; the mean stays as it is.
+        slowdown: rank to the factor on all its computation: a straggler.
+        seed: of the random numbers.
+
+    Raises:
+        ValueError: a negative ``sigma``, or a factor that is not positive.
+    """
+
+    sigma: float = 0.0
+    slowdown: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.sigma) and self.sigma >= 0):
+            raise ValueError(f"sigma={self.sigma!r} must be at least 0; 0 is no noise")
+        for rank, factor in self.slowdown.items():
+            if not (math.isfinite(factor) and factor > 0):
+                raise ValueError(f"slowdown: rank {rank} has factor {factor!r}; give a positive number, 1 is none")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One operation on every rank; a rank with ``start == end`` did nothing."""
+
+    stream: str
+    name: str
+    block: str
+    start: Times
+    end: Times
+
+
+def latest(*times: Times) -> Times:
+    """For each rank, the largest of its times."""
+    result: Times = np.maximum.reduce(times)
+    return result
+
+
+class Groups:
+    """Disjoint groups that together hold every rank."""
+
+    def __init__(self, ids: NDArray[np.int64]) -> None:
+        _, self._ids = np.unique(ids, return_inverse=True)
+        self._order = np.argsort(self._ids, kind="stable")
+        self._starts = np.searchsorted(self._ids[self._order], np.arange(int(self._ids.max()) + 1))
+
+    def latest(self, times: Times) -> Times:
+        """For each rank, the largest of its group's ``times``."""
+        return np.asarray(np.maximum.reduceat(times[self._order], self._starts)[self._ids])
+
+
+class Simulation:
+    """Resources of every rank and the time at which each is free.
+
+    A resource is whatever serves one operation at a time, in the order in which operations are submitted: a stream, or
+    a link that several streams share.
+
+    Raises:
+        ValueError: no rank, or a straggler that does not exist.
+    """
+
+    def __init__(self, ranks: int, noise: Noise | None = None) -> None:
+        if ranks < 1:
+            raise ValueError(f"ranks={ranks} must be at least 1")
+        noise = noise or Noise()
+        self.ranks = ranks
+        self.spans: list[Span] = []
+        self._free: dict[str, Times] = {}
+        self._sigma = noise.sigma
+        self._random = np.random.default_rng(noise.seed)
+        self._slowdown = np.ones(ranks)
+        for rank, factor in noise.slowdown.items():
+            if not 0 <= rank < ranks:
+                raise ValueError(f"slowdown: there is no rank {rank} among {ranks}; use 0 … {ranks - 1}")
+            self._slowdown[rank] = factor
+
+    def now(self, resource: str) -> Times:
+        """When everything submitted to ``resource`` so far has ended."""
+        return self._free[resource].copy() if resource in self._free else np.zeros(self.ranks)
+
+    def wait(self, resource: str, times: Times) -> None:
+        """Whatever is submitted to ``resource`` from here starts no earlier than ``times``."""
+        self._free[resource] = np.maximum(self.now(resource), times)
+
+    def compute(self, name: str, seconds: float | Times, *, block: str = "") -> Times:
+        """Run on the compute stream, with each rank's noise and slowdown; returns the ends."""
+        took = seconds * self._slowdown
+        if self._sigma:
+            took = took * np.exp(self._sigma * self._random.standard_normal(self.ranks) - self._sigma**2 / 2)
+        return self.run((COMPUTE,), name, took, block=block)
+
+    def run(
+        self,
+        resources: tuple[str, ...],
+        name: str,
+        seconds: float | Times,
+        *,
+        block: str = "",
+        after: Iterable[Times] = (),
+        groups: Groups | None = None,
+    ) -> Times:
+        """Submit an operation that holds all ``resources`` for ``seconds``; returns the ends.
+
+        Args:
+            resources: the first is the stream that a timeline shows.
+            seconds: one duration, or one per rank.
+            after: ends of what it waits for.
+            groups: for a collective: its members start together.
+        """
+        start = latest(*(self.now(resource) for resource in resources), *after)
+        if groups is not None:
+            start = groups.latest(start)
+        end: Times = start + seconds
+        for resource in resources:
+            self._free[resource] = end
+        self.spans.append(Span(resources[0], name, block, start, end))
+        return end

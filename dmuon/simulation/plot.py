@@ -1,0 +1,192 @@
+"""Pictures of a simulation: what a few ranks do during one step, and how step time grows with ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmuon.simulation.engine import COMPUTE
+from dmuon.simulation.programs import StepTrace
+
+__all__ = ["draw_scaling", "draw_timeline", "pick_ranks"]
+
+_COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#72b7b2",
+    "head": "#3f5f8a",
+    "ns": "#e45756",
+    "adamw": "#b279a2",
+    "pack": "#bab0ac",
+    "copy-out": "#d7d2cd",
+    "copy": "#d7d2cd",
+    "fill": "#54a24b",
+    "publish": "#2f7a3b",
+    "reduce": "#9d755d",
+    "reduce over replicas": "#6b4c3b",
+    "votes": "#ffbf79",
+    "all-gather": "#88d27a",
+    "gather momentum": "#f2cf5b",
+    "reduce-scatter": "#d8b5a5",
+    "all-reduce": "#f58518",
+}
+_TEXT = {
+    "head": "output head",
+    "ns": "Newton–Schulz",
+    "adamw": "AdamW",
+    "pack": "pack gradients",
+    "copy-out": "copy",
+    "fill": "fill (owners broadcast)",
+    "publish": "publish over replicas",
+    "reduce": "reduce to owners",
+    "all-gather": "FSDP2 all-gather",
+    "reduce-scatter": "FSDP2 reduce-scatter",
+    "all-reduce": "FSDP2 all-reduce",
+}
+_LANES = (
+    COMPUTE, "fill", "publish", "reduce", "reduce over replicas", "FSDP2 gather", "FSDP2 reduce", "FSDP2 all-reduce",
+)  # fmt: skip
+_OVERHEAD_SHOWN = (-3, 30)  # percent: beyond it what counts would be flat
+_LEAST_WIDTH = 8e-4  # of the picture: shorter bars would vanish
+_PROGRAM_COLOURS = {"dedicated": "#4c78a8", "dedicated keep": "#72b7b2", "gather": "#e45756", "adamw": "#7f7f7f"}
+
+
+def pick_ranks(trace: StepTrace) -> dict[int, str]:
+    """The ranks that compute longest, median and shortest during the step, with what to call them."""
+    start, end = trace.window
+    busy = sum(
+        (np.clip(s.end, start, end) - np.clip(s.start, start, end) for s in trace.spans if s.stream == COMPUTE),
+        start=np.zeros_like(trace.spans[0].end),
+    )
+    order = np.argsort(busy, kind="stable")[::-1]
+    chosen: dict[int, str] = {}
+    for position, name in ((0, "slowest"), (len(order) // 2, "median"), (len(order) - 1, "fastest")):
+        chosen.setdefault(int(order[position]), name)
+    return chosen
+
+
+def draw_timeline(
+    trace: StepTrace, path: str | Path, *, title: str = "", ranks: Mapping[int, str] | None = None
+) -> None:
+    """Draw one step of a few ranks, a lane per stream, as a PNG; time 0 is the end of the update before.
+
+    The beginning of the next step is shown too: it is there that publication shows.
+
+    Args:
+        ranks: rank to what to call it; default :func:`pick_ranks`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: a rank that was not simulated.
+    """
+    plt = _matplotlib()
+    from matplotlib.patches import Patch
+
+    chosen = dict(ranks) if ranks is not None else pick_ranks(trace)
+    world = len(trace.spans[0].end)
+    for rank in chosen:
+        if not 0 <= rank < world:
+            raise ValueError(f"ranks: there is no rank {rank} among {world}; use 0 … {world - 1}")
+    begin, end = trace.window
+    margin = 0.12 * (end - begin)
+    shown = [s for s in trace.spans if s.end.max() > begin - margin / 3 and s.start.min() < end + margin]
+    used = {s.stream for s in shown if np.any(s.end > s.start)}
+    lanes = [lane for lane in _LANES if lane in used]
+    least = _LEAST_WIDTH * (end - begin)
+    scale, unit = (1e3, "ms") if end - begin < 10 else (1.0, "s")
+    figure, axis = plt.subplots(figsize=(13, 1.4 + 0.34 * len(chosen) * (len(lanes) + 0.7)))
+    ticks: list[tuple[float, str]] = []
+    kinds: dict[str, None] = {}
+    for place, (rank, name) in enumerate(chosen.items()):
+        for index, lane in enumerate(lanes):
+            row = place * (len(lanes) + 0.7) + index
+            ticks.append((row, f"rank {rank} ({name})  {lane}" if index == 0 else lane))
+            for span in shown:
+                first, last = span.start[rank], span.end[rank]
+                if span.stream != lane or last <= first:
+                    continue
+                kinds[span.name] = None
+                bar = [((first - begin) * scale, max(last - first, least) * scale)]
+                outline = "white" if lane == COMPUTE else _COLOURS[span.name]
+                axis.broken_barh(
+                    bar, (row - 0.4, 0.8), facecolors=_COLOURS[span.name], edgecolor=outline, linewidth=0.2
+                )
+    for edge in (0.0, (end - begin) * scale):
+        axis.axvline(edge, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xlim(-margin / 3 * scale, (end - begin + margin) * scale)
+    axis.set_yticks([row for row, _ in ticks], [text for _, text in ticks], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel(f"{unit}; dotted: the slowest rank has finished its update")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    texts: dict[str, str] = {}
+    for kind in _COLOURS:
+        if kind in kinds:
+            texts.setdefault(_TEXT.get(kind, kind), _COLOURS[kind])
+    handles = [Patch(color=colour, label=text) for text, colour in texts.items()]
+    axis.legend(handles=handles, ncols=6, loc="lower center", bbox_to_anchor=(0.45, 1.0), frameon=False, fontsize=8)
+    _save(figure, (axis,), path)
+
+
+def draw_scaling(
+    worlds: Sequence[int], steps_s: Mapping[str, Sequence[float]], path: str | Path, *, title: str = ""
+) -> None:
+    """Draw seconds per step and the overhead over AdamW against ranks, a line per program, as a PNG.
+
+    Args:
+        steps_s: program, perhaps with a variant after ", " (dashed), to its seconds at each of ``worlds``. Overheads
+            are against ``adamw`` of the same variant.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    plt = _matplotlib()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5))
+    for name, seconds in steps_s.items():
+        program, _, variant = name.partition(", ")
+        look = {
+            "color": _PROGRAM_COLOURS[program],
+            "linestyle": "--" if variant else "-",
+            "marker": "o",
+            "markersize": 4,
+            "label": name,
+        }
+        left.plot(worlds, [1e3 * s for s in seconds], **look)
+        base = steps_s.get(f"adamw, {variant}" if variant else "adamw")
+        if program.startswith("dedicated") and base is not None:
+            right.plot(worlds, [100 * (s / b - 1) for s, b in zip(seconds, base, strict=True)], **look)
+    left.set_ylim(bottom=0)
+    left.set_ylabel("ms per step, predicted")
+    right.set_ylabel("dedicated over adamw, %, predicted")
+    right.set_ylim(*_OVERHEAD_SHOWN)
+    right.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(worlds, [str(world) for world in worlds])
+        axis.set_xlabel("ranks")
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    _save(figure, (left, right), path)
+
+
+def _save(figure: Any, axes: tuple[Any, ...], path: str | Path) -> None:
+    for axis in axes:
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    figure.tight_layout()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    figure.clear()
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("plots need matplotlib; install it with: pip install 'dmuon[bench]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

@@ -1,0 +1,135 @@
+"""What a step time depends on: a workload, who owns what at what cost, a grid of ranks, and their rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmuon.simulation.hardware import Hardware
+from dmuon.simulation.network import AlphaBeta, Network, Topology
+from dmuon.simulation.workload import Workload
+from dmuon.solver import CostTable, Plan
+
+__all__ = ["Machine", "Scenario", "batches", "ns_chunks", "owned_elements"]
+
+_ADAMW_BYTES = 28  # per element: weight, gradient and two moments read, all but the gradient written, fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Rates of one rank.
+
+    Attributes:
+        flops_per_s: of forward and backward.
+        copy_bytes_per_s: bytes read and written together.
+        adamw_elements_per_s: elements that AdamW updates.
+        network: how long collectives take.
+        ns_scale: factor on every cost of Newton–Schulz.
+        communication_computes: communication takes the compute stream, as on CPU ranks with one core each.
+    """
+
+    flops_per_s: float
+    copy_bytes_per_s: float
+    adamw_elements_per_s: float
+    network: Network
+    ns_scale: float = 1.0
+    communication_computes: bool = False
+
+    @classmethod
+    def of(cls, hardware: Hardware, efficiency: float | None = None) -> Machine:
+        """Rates of a preset.
+
+        Args:
+            efficiency: part of the peak that forward and backward reach; ``None`` takes that of large matrix products,
+                which a model does not quite reach: steps come out short, and overheads long.
+
+        Raises:
+            ValueError: an efficiency outside (0, 1].
+        """
+        device = hardware.device
+        if efficiency is not None and not 0 < efficiency <= 1:
+            raise ValueError(f"efficiency={efficiency!r} must be above 0 and at most 1; give the part of the peak")
+        return cls(
+            device.peak_flops * (device.matmul_efficiency if efficiency is None else efficiency),
+            device.memory_bandwidth,
+            device.memory_bandwidth / _ADAMW_BYTES,
+            AlphaBeta.of(hardware),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything that a step time depends on.
+
+    Attributes:
+        speeds: ranks that are not as fast as the machine says, and how many times as fast they are. Slow ranks slow
+            down forward and backward too.
+
+    Raises:
+        ValueError: plan, costs, workload and topology that do not belong together.
+    """
+
+    workload: Workload
+    plan: Plan
+    costs: CostTable
+    machine: Machine
+    topology: Topology
+    speeds: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.plan.world != self.topology.world:
+            raise ValueError(f"plan is for {self.plan.world} ranks, topology for {self.topology.world}; plan again")
+        elements: dict[str, int] = {}
+        for m in self.plan.matrices:
+            elements[m.block] = elements.get(m.block, 0) + m.rows * m.cols
+            self.costs.cost(m.shape, 1)
+        blocks = {b.name: b.matrix_elements for b in self.workload.blocks if b.matrix_elements}
+        for name in sorted(set(blocks) | set(elements)):
+            if blocks.get(name, 0) != elements.get(name, 0):
+                raise ValueError(
+                    f"block {name!r} has {blocks.get(name, 0)} matrix elements in the workload and "
+                    f"{elements.get(name, 0)} in the plan; make both from one model"
+                )
+
+
+def ns_chunks(scenario: Scenario) -> NDArray[np.float64]:
+    """Seconds of each rank's batched updates in the order in which it runs them, shape ``(batches, ranks)``.
+
+    As ``dmuon.Muon`` batches: per stored shape, in chunks of the cost table.
+    """
+    order = {block.name: i for i, block in enumerate(scenario.workload.blocks)}
+    counts: list[dict[tuple[int, int], int]] = [{} for _ in range(scenario.topology.world)]
+    for m in sorted(scenario.plan.matrices, key=lambda m: order[m.block]):
+        row = counts[scenario.plan.owners[m.name]]
+        row[m.rows, m.cols] = row.get((m.rows, m.cols), 0) + 1
+    rows = [batches(scenario, row) for row in counts]
+    table = np.zeros((max(map(len, rows)), len(rows)))
+    for rank, seconds in enumerate(rows):
+        table[: len(seconds), rank] = seconds
+    return table
+
+
+def batches(scenario: Scenario, counts: Mapping[tuple[int, int], int]) -> list[float]:
+    """Seconds of the batches that ``counts`` matrices per stored shape make on one rank."""
+    costs, scale = scenario.costs, 1e-9 * scenario.machine.ns_scale
+    seconds: list[float] = []
+    for (rows, cols), count in counts.items():
+        shape = min(rows, cols), max(rows, cols)
+        whole, rest = divmod(count, costs.chunk(shape))
+        seconds += [costs.cost(shape, costs.chunk(shape)) * scale] * whole
+        seconds += [costs.cost(shape, rest) * scale] * bool(rest)
+    return seconds
+
+
+def owned_elements(scenario: Scenario) -> list[NDArray[np.float64]]:
+    """Per block, elements of one tensor-parallel rank by their owner's coordinates, shape ``(replicate, shard)``."""
+    topology = scenario.topology
+    index = {block.name: i for i, block in enumerate(scenario.workload.blocks)}
+    owned = [np.zeros((topology.replicate, topology.shard)) for _ in index]
+    for m in scenario.plan.matrices:
+        row, column = divmod(scenario.plan.owners[m.name] // topology.tp, topology.shard)
+        owned[index[m.block]][row, column] += m.rows * m.cols / topology.tp
+    return owned

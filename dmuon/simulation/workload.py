@@ -1,0 +1,223 @@
+"""What one training step computes and moves, block by block, before anything is divided over ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dmuon.model_config import MatrixShape, config_path, read_model
+
+__all__ = ["Block", "Workload"]
+
+_NORMS_PER_BLOCK = 2
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_BACKWARD = 2  # products per forward product: one for the input's gradient, one for the weight's
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One part of a model that computes and communicates together.
+
+    Attributes:
+        name: canonical name, as in the plan.
+        forward_flops, backward_flops: work of one rank's tokens.
+        matrix_elements: elements of the matrices that Muon takes.
+        other_elements: elements of everything else in it.
+
+    Raises:
+        ValueError: a figure is negative or not finite.
+    """
+
+    name: str
+    forward_flops: float
+    backward_flops: float
+    matrix_elements: int
+    other_elements: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"block {self.name!r}: {field.name} is {value!r}; give a figure of at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One step of a model on one rank's tokens.
+
+    Attributes:
+        blocks: in the order of forward.
+        ends: embedding, final norm and output head, which the root FSDP2 unit holds; their work runs between the
+            blocks' forward and backward.
+        tokens: per rank and step.
+        param_bytes: per element of a weight as it travels.
+        reduce_bytes: per element of a gradient as it travels.
+
+    Raises:
+        ValueError: no block, a block named twice, or a count below 1.
+    """
+
+    blocks: tuple[Block, ...]
+    ends: Block
+    tokens: int
+    param_bytes: int = 2
+    reduce_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ValueError("blocks: there is none; a workload needs at least one")
+        names = [block.name for block in self.blocks]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"blocks: {twice[0]!r} is there twice; name each block once")
+        for field in ("tokens", "param_bytes", "reduce_bytes"):
+            _check_count(field, getattr(self, field))
+
+    @classmethod
+    def from_config(
+        cls,
+        path: str | Path,
+        *,
+        tokens: int,
+        sequence: int,
+        recompute: bool = False,
+        param_bytes: int = 2,
+        reduce_bytes: int = 4,
+    ) -> Workload:
+        """The workload of a model's ``config.json``, of the model types that ``dmuon.model_config`` reads.
+
+        Counted are matrix products, two operations per element and token, and causal attention, half of the full
+        square. A token meets ``num_experts_per_tok`` of the routed experts. Backward is twice forward, and three
+        times with ``recompute``; the head is never recomputed. A config without ``vocab_size`` has no embedding and
+        no head here; every stack of a ``towers`` config sees all tokens. Left out are biases, and attention whose
+        projections have names that no listed model type uses.
+
+        Args:
+            tokens: per rank and step, a multiple of ``sequence``.
+            sequence: tokens that attend to one another.
+            recompute: activation checkpointing of whole blocks.
+
+        Raises:
+            ValueError: as ``read_model``, or a field or argument that cannot be used, with the remedy.
+        """
+        for name, count in (("tokens", tokens), ("sequence", sequence)):
+            _check_count(name, count)
+        if tokens % sequence:
+            raise ValueError(f"tokens={tokens} must be a multiple of sequence={sequence}; give whole sequences")
+        path = config_path(path)
+        matrices = read_model(path)
+        data = json.loads(path.read_text(encoding="utf-8"))
+        active = _active_experts(path, data, matrices)
+        members: dict[str, list[MatrixShape]] = {}
+        for matrix in matrices:
+            members.setdefault(matrix.block, []).append(matrix)
+        blocks = []
+        for name, owned in members.items():
+            forward = 2.0 * tokens * sum(m.rows * m.cols * (active if _is_expert(m) else 1.0) for m in owned)
+            forward += tokens * sequence * _attention_width(owned)
+            hidden = _hidden(data, owned)
+            blocks.append(
+                Block(
+                    name,
+                    forward,
+                    forward * (_BACKWARD + recompute),
+                    sum(m.rows * m.cols for m in owned),
+                    _NORMS_PER_BLOCK * hidden,
+                )
+            )
+        ends = _ends(path, data, tokens, _hidden(data, members[blocks[-1].name]))
+        return cls(tuple(blocks), ends, tokens, param_bytes, reduce_bytes)
+
+    def scaled(self, factor: float) -> Workload:
+        """The same model with ``factor`` times the tokens per rank, in sequences of the same length."""
+
+        def more(block: Block) -> Block:
+            return replace(
+                block,
+                forward_flops=block.forward_flops * factor,
+                backward_flops=block.backward_flops * factor,
+            )
+
+        return replace(
+            self,
+            blocks=tuple(map(more, self.blocks)),
+            ends=more(self.ends),
+            tokens=max(1, round(self.tokens * factor)),
+        )
+
+    @property
+    def flops(self) -> float:
+        """Forward and backward of one rank's tokens."""
+        return sum(b.forward_flops + b.backward_flops for b in (*self.blocks, self.ends))
+
+    @property
+    def elements(self) -> int:
+        """Parameters of the model."""
+        return sum(b.matrix_elements + b.other_elements for b in (*self.blocks, self.ends))
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def _is_expert(matrix: MatrixShape) -> bool:
+    return ".experts." in matrix.name
+
+
+def _active_experts(path: Path, data: Mapping[str, Any], matrices: Iterable[MatrixShape]) -> float:
+    """The part of the routed experts that one token meets."""
+    if not any(map(_is_expert, matrices)):
+        return 1.0
+    name = next((name for name in _EXPERT_COUNTS if name in data), _EXPERT_COUNTS[0])
+    experts, chosen = data.get(name), data.get("num_experts_per_tok")
+    if isinstance(experts, bool) or not isinstance(experts, int) or experts < 1:
+        raise ValueError(f"{path}: field '{name}' is {experts!r}; set it to the number of routed experts")
+    if isinstance(chosen, bool) or not isinstance(chosen, int) or not 1 <= chosen <= experts:
+        raise ValueError(f"{path}: field 'num_experts_per_tok' is {chosen!r}; set it to an integer from 1 to {experts}")
+    return float(chosen / experts)
+
+
+def _attention_width(matrices: Iterable[MatrixShape]) -> int:
+    """Width of all heads' keys and values together: what each pair of tokens costs, causal, is once that.
+
+    Full attention is ``2 · width`` per ordered pair for the scores and again for the values, over key and value width;
+    half of the pairs are masked.
+    """
+    width = 0
+    for m in matrices:
+        if m.name.endswith(("self_attn.q_proj.weight", "self_attn.q_b_proj.weight", "attn.c_attn.q.weight")):
+            width += m.rows
+        elif m.name.endswith(("self_attn.o_proj.weight", "attn.c_proj.weight")):
+            width += m.cols
+    return width
+
+
+def _hidden(data: Mapping[str, Any], matrices: Iterable[MatrixShape]) -> int:
+    """Width of the residual stream: what attention writes, or what the config says; 0 where neither tells."""
+    for m in matrices:
+        if m.name.endswith(("self_attn.o_proj.weight", "attn.c_proj.weight")):
+            return m.rows
+    width = data.get("hidden_size", data.get("n_embd", 0))
+    return width if isinstance(width, int) else 0
+
+
+def _ends(path: Path, data: Mapping[str, Any], tokens: int, hidden: int) -> Block:
+    vocabulary = data.get("vocab_size")
+    if vocabulary is None:
+        return Block("ends", 0.0, 0.0, 0, 0)
+    if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or vocabulary < 1:
+        raise ValueError(f"{path}: field 'vocab_size' is {vocabulary!r}; set it to an integer of at least 1")
+    tied = data.get("tie_word_embeddings", data["model_type"] == "gpt2")  # the defaults of Hugging Face
+    if not isinstance(tied, bool):
+        raise ValueError(f"{path}: field 'tie_word_embeddings' is {tied!r}; set it to true or false")
+    positions = data.get("n_positions", 0) if data["model_type"] == "gpt2" else 0
+    if isinstance(positions, bool) or not isinstance(positions, int) or positions < 0:
+        raise ValueError(f"{path}: field 'n_positions' is {positions!r}; set it to an integer of at least 0")
+    table = vocabulary * hidden
+    forward = 2.0 * tokens * table
+    return Block("ends", forward, _BACKWARD * forward, 0, table * (1 if tied else 2) + positions * hidden + hidden)

@@ -1,0 +1,187 @@
+"""Which rank bears which label: spread blocks over nodes and lanes.
+
+A rank's lane is its position within its node: GPU 0 … 7. Ranks of one lane share a rail of the network, ranks of one
+node share its links, and on a mesh of nodes × GPUs they share a communicator of a column or a row. Relabelling moves
+whole ranks, so what a rank owns stays together, and two blocks that share an owner go on sharing one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .types import Matrix, Rank
+
+__all__ = ["link_cost", "relabel", "xor_labels"]
+
+_Ints = NDArray[np.int64]
+
+_BUDGET = 24_000_000  # cells of traffic looked at; counted, not timed, so that the result repeats
+_CALL = 10_000  # what a batch costs however few its cells, in cells
+_BATCH = 100_000  # cells per batch of swaps
+_STRIDE = 7919  # a prime: partners differ from batch to batch, and all have their turn
+
+
+def link_cost(matrices: Sequence[Matrix], owners: Mapping[str, int], ranks: Sequence[Rank]) -> int:
+    """Bytes that wait for one another.
+
+    The sum, over blocks and over pairs of consecutive blocks, of the bytes owned by the node that owns most of them
+    plus those of the lane that owns most. Blocks follow one another in the natural order of their names.
+
+    Args:
+        ranks: in the order of their indices.
+    """
+    rows = _rows(matrices, owners, len(ranks))
+    return _cost(rows, np.arange(len(ranks)), _grid(ranks))
+
+
+def relabel(matrices: Sequence[Matrix], owners: Mapping[str, int], ranks: Sequence[Rank]) -> dict[str, int]:
+    """Permute the labels of interchangeable ranks so that ``link_cost`` is small.
+
+    Interchangeable are ranks of equal speed, memory and pools. Takes the best of the labels as they are, of
+    ``xor_labels``, and of placing ranks one by one, then swaps pairs. Nothing to gain: the labels as they are.
+
+    Args:
+        ranks: in the order of their indices.
+
+    Returns:
+        rank per matrix name, in the order of ``owners``.
+    """
+    rows, grid, peers = _rows(matrices, owners, len(ranks)), _grid(ranks), _peers(ranks)
+    starts = [np.arange(len(ranks)), _xor_order(ranks), _place(rows, grid, peers)]
+    label = min(starts, key=lambda start: _cost(rows, start, grid))
+    _swap(rows, label, grid, peers)
+    return {name: int(label[rank]) for name, rank in owners.items()}
+
+
+def xor_labels(owners: Mapping[str, int], ranks: Sequence[Rank]) -> dict[str, int]:
+    """The XOR rule over the mesh of nodes × GPUs, for comparison: consecutive owners lie on other nodes and lanes.
+
+    Owner ``k`` goes to node ``i = k mod N`` of ``N`` and to lane ``(k div N) XOR i``. Rotation replaces XOR where the
+    lanes are not a power of two. Only interchangeable ranks trade labels.
+    """
+    label = _xor_order(ranks)
+    return {name: int(label[rank]) for name, rank in owners.items()}
+
+
+def _grid(ranks: Sequence[Rank]) -> tuple[_Ints, _Ints]:
+    """Node and lane per rank, both counted from 0."""
+    order = {node: i for i, node in enumerate(sorted({rank.node for rank in ranks}))}
+    seen = [0] * len(order)
+    nodes, lanes = [], []
+    for rank in ranks:
+        node = order[rank.node]
+        nodes.append(node)
+        lanes.append(seen[node])
+        seen[node] += 1
+    return np.array(nodes, dtype=np.int64), np.array(lanes, dtype=np.int64)
+
+
+def _peers(ranks: Sequence[Rank]) -> list[_Ints]:
+    """Per rank, the ranks that it may trade labels with, itself included."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for i, rank in enumerate(ranks):
+        alike.setdefault((rank.speed, rank.memory, rank.pools), []).append(i)
+    groups = {key: np.array(members, dtype=np.int64) for key, members in alike.items()}
+    return [groups[rank.speed, rank.memory, rank.pools] for rank in ranks]
+
+
+def _rows(matrices: Sequence[Matrix], owners: Mapping[str, int], ranks: int) -> _Ints:
+    """Bytes per rank of each block, then of each pair of consecutive blocks, ``(2 blocks - 1, ranks)``."""
+    order = {block: i for i, block in enumerate(sorted({m.block for m in matrices}, key=_natural))}
+    held = np.zeros((len(order), ranks), dtype=np.int64)
+    for m in matrices:
+        held[order[m.block], owners[m.name]] += m.nbytes
+    return np.concatenate([held, held[1:] + held[:-1]])
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sorts ``layers.2`` before ``layers.10``; the name itself breaks ties."""
+    parts = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+    return [*parts, (1, 0, name)]
+
+
+def _traffic(rows: _Ints, where: _Ints) -> _Ints:
+    """Bytes per row and node, or lane; ``where`` names it per rank."""
+    links = np.zeros((len(rows), int(where.max()) + 1), dtype=np.int64)
+    np.add.at(links.T, where, rows.T)
+    return links
+
+
+def _cost(rows: _Ints, label: _Ints, grid: tuple[_Ints, _Ints]) -> int:
+    return sum(int(_traffic(rows, where[label]).max(axis=1).sum()) for where in grid)
+
+
+def _xor_order(ranks: Sequence[Rank]) -> _Ints:
+    """New label per rank by the XOR rule."""
+    nodes, lanes = _grid(ranks)
+    width = int(lanes.max()) + 1
+    turn = lanes ^ (nodes % width) if width & (width - 1) == 0 else (lanes - nodes) % width
+    step = np.lexsort((nodes, turn)).argsort()  # when a place is due
+    label = np.arange(len(ranks))
+    for peers in _peers(ranks):
+        label[peers] = peers[step[peers].argsort()]
+    return label
+
+
+def _place(rows: _Ints, grid: tuple[_Ints, _Ints], peers: Sequence[_Ints]) -> _Ints:
+    """New label per rank: by the blocks where they own most, each to the free place that adds least to the cost.
+
+    Of places that add equally, to the one whose node and lane carry least of the same blocks and their neighbours.
+    """
+    unit = int(rows.max()) // 2**20 + 1  # keeps products of bytes within 64 bits, and exact
+    label = np.zeros(rows.shape[1], dtype=np.int64)
+    free = np.ones(rows.shape[1], dtype=bool)
+    links = [(where, np.zeros((len(rows), int(where.max()) + 1), dtype=np.int64)) for where in grid]
+    most = np.where(rows.any(axis=0), rows[: (len(rows) + 1) // 2].argmax(axis=0), len(rows))
+    for rank in np.lexsort((-rows.sum(axis=0), most)).tolist():
+        touched = np.flatnonzero(rows[:, rank])
+        mine = rows[touched, rank][:, None]
+        able = peers[rank][free[peers[rank]]]
+        added, shared = np.zeros((2, len(able)), dtype=np.int64)
+        for where, traffic in links:
+            now = traffic[touched]
+            added += np.maximum(now + mine - now.max(axis=1, keepdims=True), 0).sum(axis=0)[where[able]]
+            shared += ((mine // unit) * (now // unit)).sum(axis=0)[where[able]]
+        chosen = int(able[np.lexsort((shared, added))[0]])
+        label[rank], free[chosen] = chosen, False
+        for where, traffic in links:
+            traffic[touched, where[chosen]] += mine[:, 0]
+    return label
+
+
+def _swap(rows: _Ints, label: _Ints, grid: tuple[_Ints, _Ints], peers: Sequence[_Ints]) -> None:
+    """Swap two ranks' labels while that lowers the cost, in place.
+
+    Each turn takes a row, its most crowded node or lane, and a rank there, and tries a batch of partners.
+    """
+    links = [(where, _traffic(rows, where[label])) for where in grid]
+    cells = sum(traffic.size for _, traffic in links)
+    best = sum(int(traffic.max(axis=1).sum()) for _, traffic in links)
+    budget, turn, idle = _BUDGET, 0, 0
+    while budget > 0 and idle < 2 * len(links) * len(rows):
+        where, traffic = links[turn % 2]
+        row = turn // 2 % len(rows)
+        crowd = np.flatnonzero(where[label] == traffic[row].argmax())
+        rank = int(crowd[np.argsort(-rows[row, crowd], kind="stable")[turn // 2 // len(rows) % len(crowd)]])
+        count = min(max(1, _BATCH // cells), len(peers[rank]))
+        partners = peers[rank][(turn * _STRIDE + np.arange(count)) % len(peers[rank])]
+        moved = (rows[:, partners] - rows[:, [rank]]).T
+        costs = np.zeros(count, dtype=np.int64)
+        for where, traffic in links:
+            trial = np.repeat(traffic[None], count, axis=0)
+            trial[np.arange(count), :, where[label[rank]]] += moved
+            trial[np.arange(count), :, where[label[partners]]] -= moved
+            costs += trial.max(axis=2).sum(axis=1)
+        budget -= cells * count + _CALL
+        turn, idle = turn + 1, idle + 1
+        i = int(costs.argmin())
+        if costs[i] < best:
+            best, idle, partner = int(costs[i]), 0, int(partners[i])
+            for where, traffic in links:
+                traffic[:, where[label[rank]]] += moved[i]
+                traffic[:, where[label[partner]]] -= moved[i]
+            label[[rank, partner]] = label[[partner, rank]]

@@ -1,0 +1,188 @@
+"""A plan: who owns what, how long each rank takes, and what is proven about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .report import format_plan
+from .spread import block_bytes
+from .types import Matrix, Shape, is_int
+
+__all__ = ["Plan", "least_block_bytes"]
+
+_SCHEMA = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An owner for each matrix.
+
+    Attributes:
+        owners: rank index per matrix name; every matrix once, sorted by name.
+        matrices: the matrices, sorted by name.
+        loads_ns: cost per rank in nanoseconds.
+        bound_ns: nanoseconds that no assignment can go below, proven.
+        stage: what found the assignment: ``"lpt"``, ``"greedy"``, ``"multifit"``, each perhaps with ``"+search"``, or
+            ``"milp"`` or ``"patterns"``; of a baseline, its name.
+        reason: why the search ended there.
+        estimated: the shapes whose costs are estimates.
+        pool_ranks: how many ranks may own the matrices of each pool.
+
+    Raises:
+        ValueError: owners, loads and bound that contradict each other.
+    """
+
+    owners: Mapping[str, int]
+    matrices: tuple[Matrix, ...]
+    loads_ns: tuple[int, ...]
+    bound_ns: int
+    stage: str
+    reason: str
+    estimated: tuple[Shape, ...] = ()
+    pool_ranks: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if list(self.owners) != [m.name for m in self.matrices]:
+            raise ValueError("plan: owners and matrices must name the same matrices, sorted; plan again")
+        for name, rank in self.owners.items():
+            if not 0 <= rank < self.world:
+                raise ValueError(
+                    f"plan: the owner of {name!r} is rank {rank}, outside 0 … {self.world - 1}; plan again"
+                )
+        if not all(is_int(ns) and ns >= 0 for ns in (*self.loads_ns, self.bound_ns)):
+            raise ValueError("plan: loads must be whole nanoseconds, and so must the bound; plan again")
+        if not 0 < self.bound_ns <= self.makespan_ns:
+            raise ValueError(
+                f"plan: bound {self.bound_ns} ns is not in (0, makespan {self.makespan_ns} ns]; plan again"
+            )
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.loads_ns)
+
+    @property
+    def makespan_ns(self) -> int:
+        """Nanoseconds of the slowest rank."""
+        return max(self.loads_ns)
+
+    @property
+    def gap(self) -> float:
+        """``(makespan - bound) / makespan``: the most that any other assignment could save."""
+        return (self.makespan_ns - self.bound_ns) / self.makespan_ns
+
+    @property
+    def counts(self) -> tuple[dict[Shape, int], ...]:
+        """Matrices of each shape, per rank."""
+        table: tuple[dict[Shape, int], ...] = tuple({} for _ in self.loads_ns)
+        for m in self.matrices:
+            row = table[self.owners[m.name]]
+            row[m.shape] = row.get(m.shape, 0) + 1
+        return table
+
+    @property
+    def rank_matrices(self) -> tuple[int, ...]:
+        """Matrices per rank."""
+        return tuple(sum(row.values()) for row in self.counts)
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Bytes per rank."""
+        held = [0] * self.world
+        for m in self.matrices:
+            held[self.owners[m.name]] += m.nbytes
+        return tuple(held)
+
+    @property
+    def block_balance(self) -> dict[str, tuple[int, int]]:
+        """Per block, its largest owner's bytes and the least that these could be (mean over ranks, largest matrix)."""
+        least = least_block_bytes(self.matrices, {m.pool: self.world for m in self.matrices} | dict(self.pool_ranks))
+        rows = block_bytes(self.matrices, self.owners)
+        return {block: (max(row.values()), least[block]) for block, row in rows.items()}
+
+    @property
+    def spread(self) -> float:
+        """The worst block's largest owner, in bytes, as a multiple of the least possible; 1 is perfect."""
+        return max(most / least for most, least in self.block_balance.values())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of world size, owners, shapes and blocks: equal on all ranks, or they do not run the same plan."""
+        content = [self.world, [[m.name, m.rows, m.cols, m.block, self.owners[m.name]] for m in self.matrices]]
+        return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
+
+    def report(self) -> str:
+        """The plan as text for people."""
+        return format_plan(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain types that ``json.dumps`` takes and ``from_json`` reads."""
+        return {
+            "schema": _SCHEMA,
+            "digest": self.digest,
+            "matrices": [
+                [m.name, m.rows, m.cols, m.block, m.nbytes, m.pool, self.owners[m.name]] for m in self.matrices
+            ],
+            "loads_ns": list(self.loads_ns),
+            "makespan_ns": self.makespan_ns,
+            "bound_ns": self.bound_ns,
+            "stage": self.stage,
+            "reason": self.reason,
+            "estimated": [list(shape) for shape in self.estimated],
+            "pool_ranks": dict(self.pool_ranks),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that ``to_json`` wrote.
+
+        Raises:
+            ValueError: another schema, a field missing or ill-typed, or content that does not match its digest.
+        """
+        if not isinstance(data, Mapping) or data.get("schema") != _SCHEMA:
+            found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"plan: schema is {found!r}, not {_SCHEMA}; write it again with Plan.to_json")
+        try:
+            rows = [(Matrix(*row[:6]), row[6]) for row in data["matrices"]]
+            result = cls(
+                owners={m.name: rank for m, rank in rows},
+                matrices=tuple(m for m, _ in rows),
+                loads_ns=tuple(data["loads_ns"]),
+                bound_ns=data["bound_ns"],
+                stage=data["stage"],
+                reason=data["reason"],
+                estimated=tuple((small, large) for small, large in data["estimated"]),
+                pool_ranks={str(pool): int(count) for pool, count in data["pool_ranks"].items()},
+            )
+            digest, makespan = data["digest"], data["makespan_ns"]
+        except KeyError as error:
+            raise ValueError(f"plan: field {error} is missing; write it again with Plan.to_json") from error
+        except (TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"plan: a field is ill-typed ({error}); write it again with Plan.to_json") from error
+        if result.digest != digest:
+            raise ValueError(
+                f"plan: owners, shapes or blocks were changed: digest {result.digest}, recorded {digest}; plan again"
+            )
+        if result.makespan_ns != makespan:
+            raise ValueError(f"plan: loads reach {result.makespan_ns} ns, recorded makespan {makespan} ns; plan again")
+        return result
+
+
+def least_block_bytes(matrices: Iterable[Matrix], pool_ranks: Mapping[str, int]) -> dict[str, int]:
+    """Per block, bytes that its largest owner has at least: the mean over the ranks of a pool, or the largest matrix.
+
+    Args:
+        pool_ranks: how many ranks may own the matrices of each pool.
+    """
+    least: dict[str, int] = {}
+    sums: dict[tuple[str, str], int] = {}
+    for m in matrices:
+        least[m.block] = max(least.get(m.block, 0), m.nbytes)
+        sums[m.block, m.pool] = sums.get((m.block, m.pool), 0) + m.nbytes
+    for (block, pool), total in sums.items():
+        least[block] = max(least[block], -(-total // max(1, pool_ranks[pool])))  # no ranks: refused elsewhere, by name
+    return least

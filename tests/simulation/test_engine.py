@@ -1,0 +1,140 @@
+"""The engine and the network model, against small cases worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmuon.simulation.engine import COMPUTE, Groups, Noise, Simulation
+from dmuon.simulation.hardware import Link
+from dmuon.simulation.network import AlphaBeta, Collective, Ring, Topology
+
+ALL = Groups(np.zeros(2, dtype=np.int64))
+
+
+def test_operations_of_one_stream_follow_one_another() -> None:
+    sim = Simulation(2)
+    sim.compute("a", 1.0)
+    assert sim.compute("b", np.array([2.0, 3.0])).tolist() == [3.0, 4.0]
+
+
+def test_streams_overlap_and_dependencies_do_not() -> None:
+    sim = Simulation(1)
+    first = sim.compute("a", 2.0)
+    beside = sim.run(("fill",), "f", 1.0)
+    behind = sim.run(("fill",), "g", 1.0, after=(first,))
+    assert (beside[0], behind[0]) == (1.0, 3.0)
+    sim.wait(COMPUTE, behind)
+    assert sim.compute("b", 1.0)[0] == 4.0
+
+
+def test_a_collective_waits_for_its_slowest_member_and_no_other_group() -> None:
+    sim = Simulation(4)
+    ready = sim.compute("a", np.array([1.0, 5.0, 2.0, 3.0]))
+    pairs = Groups(np.array([0, 1, 0, 1]))
+    assert sim.run(("reduce",), "r", 1.0, after=(ready,), groups=pairs).tolist() == [3.0, 6.0, 3.0, 6.0]
+
+
+def test_streams_that_share_a_link_take_turns() -> None:
+    sim = Simulation(2)
+    sim.run(("fill", "link"), "f", 2.0, groups=ALL)
+    assert sim.run(("reduce", "link"), "r", 1.0, groups=ALL).tolist() == [3.0, 3.0]
+    assert sim.run(("reduce",), "s", 1.0).tolist() == [4.0, 4.0]
+
+
+def test_spans_show_every_operation() -> None:
+    sim = Simulation(2)
+    sim.compute("forward", np.array([1.0, 2.0]), block="b0")
+    (span,) = sim.spans
+    assert (span.stream, span.name, span.block) == (COMPUTE, "forward", "b0")
+    assert (span.start.tolist(), span.end.tolist()) == ([0.0, 0.0], [1.0, 2.0])
+
+
+def test_a_straggler_slows_its_computation_only() -> None:
+    sim = Simulation(3, Noise(slowdown={1: 2.0}))
+    assert sim.compute("a", 1.0).tolist() == [1.0, 2.0, 1.0]
+    assert sim.run(("fill",), "f", 1.0).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_noise_repeats_by_seed_and_keeps_the_mean() -> None:
+    def ends(seed: int) -> np.ndarray[Any, Any]:
+        return Simulation(20_000, Noise(sigma=0.2, seed=seed)).compute("a", 1.0)
+
+    assert np.array_equal(ends(1), ends(1))
+    assert not np.array_equal(ends(1), ends(2))
+    assert ends(1).mean() == pytest.approx(1.0, abs=0.01)
+    assert np.log(ends(1)).std() == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("noise", "message"),
+    [
+        ({"sigma": -0.1}, "sigma=-0.1 must be at least 0"),
+        ({"slowdown": {0: 0.0}}, "rank 0 has factor 0.0"),
+        ({"slowdown": {5: 1.5}}, "there is no rank 5 among 2"),
+    ],
+)
+def test_bad_noise_is_named(noise: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Simulation(2, Noise(**noise))
+
+
+NETWORK = AlphaBeta(intra=Link(1.0, 100.0), inter=Link(10.0, 20.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ring", "seconds"),
+    [
+        ("broadcast", Ring(4, 1), 3 * 1.0 + 400 / 100),
+        ("reduce", Ring(4, 1), 3 * 1.0 + 400 / 100),
+        ("all_gather", Ring(4, 1), 3 * 1.0 + 3 / 4 * 400 / 100),
+        ("reduce_scatter", Ring(4, 1), 3 * 1.0 + 3 / 4 * 400 / 100),
+        ("all_reduce", Ring(4, 1), 2 * (3 * 1.0 + 3 / 4 * 400 / 100)),
+        # Two nodes of two: one hop between, two inside; two adapters leave each node.
+        ("broadcast", Ring(4, 2), 10.0 + 2 * 1.0 + 400 / 40),
+        # As many adapters as the intra-node link can feed, and no more.
+        ("broadcast", Ring(16, 2), 10.0 + 14 * 1.0 + 400 / 100),
+        # Tree: two levels of nodes beat the three hops of a ring.
+        ("all_reduce", Ring(4, 4), 2 * (2 * 10.0 + 3 / 4 * 400 / 20)),
+        ("broadcast", Ring(1, 1), 0.0),
+    ],
+)
+def test_collectives_by_hand(kind: Collective, ring: Ring, seconds: float) -> None:
+    assert NETWORK.seconds(kind, ring, 400.0) == pytest.approx(seconds)
+
+
+def test_broadcasts_of_several_owners_follow_one_another_along_the_ring() -> None:
+    once, thrice = (NETWORK.seconds("broadcast", Ring(4, 1), 400.0, calls) for calls in (1, 3))
+    assert thrice - once == pytest.approx(2 / 3 * 3 * 1.0 + 2 * 1.0)
+
+
+def test_every_all_gather_goes_around() -> None:
+    once, thrice = (NETWORK.seconds("all_gather", Ring(4, 1), 400.0, calls) for calls in (1, 3))
+    assert thrice - once == pytest.approx(2 * 3 * 1.0)
+
+
+def test_grid_of_groups() -> None:
+    grid = Topology(world=16, gpus_per_node=8, replicate=2, tp=2)
+    assert (grid.shard, grid.nodes) == (4, 2)
+    shard, replicate = grid.shard_ids(), grid.replicate_ids()
+    assert [int(r) for r in np.flatnonzero(shard == shard[0])] == [0, 2, 4, 6]
+    assert [int(r) for r in np.flatnonzero(replicate == replicate[3])] == [3, 11]
+    assert grid.ring(shard) == Ring(4, 1)
+    assert grid.ring(replicate) == Ring(2, 2)
+    assert grid.ring(grid.data_ids()) == Ring(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"world": 0}, "world=0 must be a whole number"),
+        ({"world": 8, "replicate": 3}, "replicate=3 × tp=1 does not divide world=8"),
+        ({"world": 12}, "gpus_per_node=8 does not divide world=12"),
+        ({"world": 24, "tp": 3}, "tp=3 and gpus_per_node=8: one must divide the other"),
+    ],
+)
+def test_bad_grids_are_named(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Topology(**sizes)

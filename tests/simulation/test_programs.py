@@ -1,0 +1,295 @@
+"""The programs and the prediction, against steps worked out by hand and against what must hold at any size."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmuon.model_config import read_model
+from dmuon.simulation.changes import overhead
+from dmuon.simulation.engine import Noise
+from dmuon.simulation.hardware import HARDWARE
+from dmuon.simulation.network import AlphaBeta, Collective, Ring, Topology
+from dmuon.simulation.plot import draw_scaling, draw_timeline, pick_ranks
+from dmuon.simulation.prediction import Prediction, predict
+from dmuon.simulation.programs import PROGRAMS, ProgramName, simulate
+from dmuon.simulation.scenario import Machine, Scenario, ns_chunks
+from dmuon.simulation.workload import Block, Workload
+from dmuon.solver import CostTable, Matrix, Plan, SolveOptions, plan
+
+SECOND = 10**9
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Every collective of a kind takes as long as the next."""
+
+    figures: dict[Collective, float]
+
+    def seconds(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> float:
+        return 0.0 if ring.size == 1 else calls * self.figures[kind]
+
+
+SLOW = Fixed({"broadcast": 3.0, "reduce": 5.0, "all_gather": 4.0, "reduce_scatter": 6.0, "all_reduce": 1.0})
+FREE = Fixed(dict.fromkeys(SLOW.figures, 0.0))
+
+
+def owned_by(*owners: int, world: int) -> Plan:
+    """Matrix ``i`` of block ``i``, 4 × 4 at 7 s, on rank ``owners[i]``."""
+    names = [f"b{i}.w" for i in range(len(owners))]
+    return Plan(
+        owners=dict(zip(names, owners, strict=True)),
+        matrices=tuple(Matrix(name, 4, 4, name[:2]) for name in names),
+        loads_ns=tuple(7 * SECOND * owners.count(rank) for rank in range(world)),
+        bound_ns=1,
+        stage="greedy",
+        reason="by hand",
+    )
+
+
+def case(*owners: int, world: int = 2, network: Fixed = SLOW, **grid: int) -> Scenario:
+    """Blocks of 10 s forward and 20 s backward, one matrix each; copies and AdamW take no time."""
+    blocks = tuple(Block(f"b{i}", 10.0, 20.0, 16, 0) for i in range(len(owners)))
+    return Scenario(
+        Workload(blocks, Block("ends", 0.0, 0.0, 0, 0), 1),
+        owned_by(*owners, world=world),
+        CostTable({(4, 4): {1: 7 * SECOND}}),
+        Machine(1.0, math.inf, math.inf, network),
+        Topology(world, **grid),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [
+        # Fill b0 3; forward 10 + 10 hides the fill of b1; refill b1 3; backward 20 + 20 hides the refill of b0 and the
+        # reduction of b1; reduction of b0 5; votes 1; Newton–Schulz 7.
+        ("dedicated", 3 + 20 + 3 + 40 + 5 + 1 + 7),
+        ("dedicated keep", 3 + 20 + 40 + 5 + 1 + 7),
+        # Gather b0 4; the last block is gathered anew for backward; reduce-scatter of b0 6.
+        ("adamw", 4 + 20 + 4 + 40 + 6),
+        ("gather", 4 + 20 + 4 + 40 + 6 + 2 * 4 + 2 * 7),
+    ],
+)
+def test_two_ranks_and_two_blocks_by_hand(name: ProgramName, seconds: float) -> None:
+    assert simulate(name, case(0, 1)).step_s == pytest.approx(seconds)
+
+
+def test_the_next_forward_waits_for_the_slowest_owner() -> None:
+    assert simulate("dedicated", case(0, 0)).step_s == pytest.approx(simulate("dedicated", case(0, 1)).step_s + 7)
+
+
+def test_two_reductions_may_be_on_their_way() -> None:
+    network = Fixed(SLOW.figures | {"broadcast": 0.0, "reduce": 50.0, "all_reduce": 0.0})
+    # Backward ends at 50 + 20 + …: b3's reduction starts at 60, each takes 50 and they follow one another.
+    assert simulate("dedicated", case(0, 1, 0, 1, network=network)).step_s == pytest.approx(40 + 20 + 4 * 50 + 14)
+
+
+def test_replicas_publish_and_reduce_across_and_fill_nothing() -> None:
+    # Publish b0 3; forward hides that of b1; reduction over replicas 5; votes 1; Newton–Schulz 7.
+    trace = simulate("dedicated", case(0, 1, replicate=2))
+    assert trace.step_s == pytest.approx(3 + 20 + 40 + 5 + 1 + 7)
+    assert "fill" not in {span.name for span in trace.spans}
+
+
+def test_replicas_of_shards_reduce_in_two_stages() -> None:
+    # Publish b0 3 and fill it 3; refill b1 3; reduce b0 over shards 5, over replicas 5; votes 1; Newton–Schulz 7.
+    # The fill of b1 waits for its publication, which forward of b0 hides.
+    scenario = case(0, 3, world=4, replicate=2)
+    assert simulate("dedicated", scenario).step_s == pytest.approx(3 + 3 + 20 + 3 + 40 + 5 + 5 + 1 + 7)
+
+
+def test_tensor_parallel_ranks_share_the_work() -> None:
+    assert simulate("dedicated", case(0, 1, tp=2)).step_s == pytest.approx(5 + 5 + 10 + 10 + 7)
+
+
+def test_communication_that_computes_hides_nothing() -> None:
+    scenario = case(0, 1)
+    scenario = replace(scenario, machine=replace(scenario.machine, communication_computes=True))
+    assert simulate("dedicated", scenario).step_s == pytest.approx(4 * 3 + 60 + 2 * 5 + 1 + 7)
+    assert simulate("adamw", scenario).step_s == pytest.approx(4 * 4 + 60 + 2 * 6)
+
+
+def test_without_communication_a_step_is_its_computation() -> None:
+    scenario = case(0, 0, 1, network=FREE)
+    assert simulate("dedicated", scenario).step_s == pytest.approx(90 + 14)
+    assert simulate("adamw", scenario).step_s == pytest.approx(90)
+
+
+@pytest.mark.parametrize(("rank", "seconds"), [(0, 2 * (90 + 14)), (1, 2 * 90 + 2 * 7)])
+def test_a_straggler_slows_the_step_by_its_own_share(rank: int, seconds: float) -> None:
+    trace = simulate("dedicated", case(0, 0, 1, network=FREE), Noise(slowdown={rank: 2.0}))
+    # Nothing joins ranks without communication; the straggler alone decides.
+    assert trace.step_s == pytest.approx(seconds)
+
+
+def test_noise_makes_a_step_longer_than_its_mean() -> None:
+    scenario = case(0, 1, 2, 3, world=4)
+    quiet = simulate("dedicated", scenario).step_s
+    noisy = np.mean([simulate("dedicated", scenario, Noise(0.1, seed=seed)).step_s for seed in range(20)])
+    assert quiet < noisy < 1.3 * quiet
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_permutation_of_ranks_changes_nothing(name: ProgramName) -> None:
+    first, second = case(0, 1, 2, 1, world=4), case(3, 2, 0, 2, world=4)
+    assert simulate(name, first).step_s == pytest.approx(simulate(name, second).step_s)
+
+
+def test_batches_are_the_chunks_of_the_cost_table_per_stored_shape() -> None:
+    scenario = case(0, 0, 0, 1)
+    costs = CostTable({(4, 4): {1: 7 * SECOND, 2: 8 * SECOND}})
+    assert ns_chunks(replace(scenario, costs=costs)).T.tolist() == [[8.0, 7.0], [7.0, 0.0]]
+
+
+# -- real models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "config.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    return path
+
+
+def inputs(path: Path, world: int, **grid: int) -> tuple[Workload, Plan, CostTable, Topology]:
+    matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in read_model(path)]
+    costs = CostTable.from_flops({m.shape for m in matrices})
+    owners = plan(matrices, world, costs, SolveOptions(method="greedy"))
+    return Workload.from_config(path, tokens=8192, sequence=4096), owners, costs, Topology(world, **grid)
+
+
+def prediction(path: Path, world: int, target: float | None = None, **grid: int) -> Prediction:
+    workload, owners, costs, topology = inputs(path, world, **grid)
+    return predict(workload, owners, costs, HARDWARE["h200"], topology, target=target)
+
+
+@pytest.mark.parametrize(("world", "replicate"), [(8, 1), (256, 1), (256, 32)])
+def test_llama_8b_within_brackets(llama: Path, world: int, replicate: int) -> None:
+    found = prediction(llama, world, replicate=replicate)
+    times = found.programs
+    for time_ in times.values():
+        assert time_.step_s > time_.forward_backward_s == pytest.approx(0.5, rel=0.01)
+    assert times["gather"].step_s > times["adamw"].step_s + times["gather"].ns_s
+    assert times["gather"].ns_s == pytest.approx(0.854, rel=0.01)
+    assert times["dedicated"].ns_s >= times["gather"].ns_s / world
+    assert times["dedicated"].step_s >= 0.97 * times["adamw"].step_s
+    assert times["dedicated keep"].step_s <= times["dedicated"].step_s
+    assert 1.0 < found.speedup < 5.0
+
+
+def test_all_durations_scale_the_step(llama: Path) -> None:
+    workload, owners, costs, topology = inputs(llama, 16)
+    hardware = HARDWARE["h200"]
+    slower = AlphaBeta(
+        *(replace(k, latency_s=3 * k.latency_s, bandwidth=k.bandwidth / 3) for k in (hardware.intra, hardware.inter))
+    )
+    machine = Machine.of(hardware)
+    thrice = Machine(
+        machine.flops_per_s / 3, machine.copy_bytes_per_s / 3, machine.adamw_elements_per_s / 3, slower, ns_scale=3.0
+    )
+    for name in PROGRAMS:
+        once = simulate(name, Scenario(workload, owners, costs, machine, topology))
+        long = simulate(name, Scenario(workload, owners, costs, thrice, topology))
+        assert long.step_s == pytest.approx(3 * once.step_s)
+
+
+def test_a_slow_link_leaves_its_bytes_only(llama: Path) -> None:
+    workload, owners, costs, topology = inputs(llama, 8)
+    bandwidth = 1e6
+    network = AlphaBeta(replace(HARDWARE["h200"].intra, bandwidth=bandwidth), HARDWARE["h200"].inter)
+    machine = replace(Machine.of(HARDWARE["h200"]), network=network)
+    matrices = sum(b.matrix_elements for b in workload.blocks)
+    rest = workload.elements - matrices
+    norms = rest - workload.ends.other_elements
+    # Weights at 2 bytes for forward and backward (the ends once), gradients at 4.
+    owned, sharded = matrices * (2 * 2 + 4), rest * (2 + 4) + norms * 2
+    nbytes = owned + 7 / 8 * sharded
+    step_s = simulate("dedicated", Scenario(workload, owners, costs, machine, topology)).step_s
+    assert step_s == pytest.approx(nbytes / bandwidth, rel=0.01)
+
+
+def test_1024_ranks_take_seconds(llama: Path) -> None:
+    began = time.perf_counter()
+    found = prediction(llama, 1024, replicate=128)
+    assert time.perf_counter() - began < 10
+    assert found.programs["dedicated"].ns_s < 0.01
+
+
+def test_changes_reach_the_target_and_no_less_would(llama: Path) -> None:
+    found = prediction(llama, 8, target=0.05)
+    changes = {change.quantity: change for change in found.changes}
+    tokens, ns = changes["tokens per rank"], changes["Newton–Schulz speed"]
+    assert changes["link bandwidth"].factor is None
+    assert changes["link bandwidth"].overhead > 0.05
+    assert tokens.factor is not None and ns.factor is not None
+    scenario = found.scenario
+    assert overhead(replace(scenario, workload=scenario.workload.scaled(tokens.factor))) < 0.05
+    assert overhead(replace(scenario, workload=scenario.workload.scaled(0.97 * tokens.factor))) > 0.05
+    slower = replace(scenario.machine, ns_scale=1 / (0.97 * ns.factor))
+    assert overhead(replace(scenario, machine=slower)) > 0.05
+
+
+def test_report_says_what_a_reader_needs(llama: Path) -> None:
+    text = prediction(llama, 8, target=0.01).report()
+    assert "8 × H200, 1 node (replicate 1 × shard 8 × tp 1), 8,192 tokens per rank" in text
+    assert "estimated for 3 of 3 shapes" in text
+    assert "to come within 1.0% of AdamW" in text
+    assert "link bandwidth       not reachable by this alone" in text
+    assert "design" not in text
+    assert "what its design would take" in prediction(llama, 16, replicate=2).report()
+
+
+def test_what_does_not_belong_together_is_named(llama: Path) -> None:
+    workload, owners, costs, topology = inputs(llama, 8)
+    hardware = HARDWARE["h200"]
+
+    def fails(message: str, **changes: Any) -> None:
+        given = {"workload": workload, "plan": owners, "costs": costs, "hardware": hardware, "topology": topology}
+        with pytest.raises(ValueError, match=message):
+            predict(**(given | changes))
+
+    fails("plan is for 8 ranks, topology for 16", topology=Topology(16))
+    fails("block 'model.layers.0' has 0 matrix elements", workload=replace(workload, blocks=workload.blocks[1:]))
+    fails("no cost for shape", costs=CostTable.from_flops([(4, 4)]))
+    fails("efficiency=1.5", efficiency=1.5)
+    fails("target=0", target=0)
+
+
+def test_simulation_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="program 'sgd' is unknown; use one of dedicated"):
+        simulate("sgd", case(0, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="steps=1 must be at least 3"):
+        simulate("adamw", case(0, 1), steps=1)
+
+
+def test_timeline_shows_the_slowest_and_the_fastest_rank(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace = simulate("dedicated", case(0, 1, 2, 3, world=4), Noise(slowdown={2: 1.5, 1: 0.5}))
+    chosen = pick_ranks(trace)
+    assert (chosen[2], chosen[1]) == ("slowest", "fastest")
+    draw_timeline(trace, tmp_path / "step.png", title="step")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="there is no rank 9 among 4"):
+        draw_timeline(trace, tmp_path / "none.png", ranks={9: "none"})
+
+
+def test_scaling_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_scaling(
+        [8, 16],
+        {"dedicated": [1.0, 1.1], "adamw": [0.9, 1.0], "gather, replicas": [2.0, 2.0]},
+        tmp_path / "scaling.png",
+    )
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,186 @@
+"""The wave model: a sub-additive staircase between what the arithmetic needs and one matrix at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dmuon.kernels import iteration_flops
+from dmuon.kernels.newton_schulz import Iteration, choose_iteration
+from dmuon.profiler import NsOptions
+from dmuon.simulation.hardware import HARDWARE
+from dmuon.simulation.wave_model import _kernels, _Product, _product_s, _update_ns, describe, wave_costs
+
+DEVICES = {name: machine.device for name, machine in HARDWARE.items()}
+H200 = DEVICES["h200"]
+SQUARE, WIDE = (1024, 1024), (1024, 4096)  # the kernels choose the standard form, and the Gram form
+
+shapes = st.tuples(st.integers(1, 5000), st.integers(1, 5000)).map(lambda sides: (min(sides), max(sides)))
+devices = st.sampled_from(sorted(DEVICES)).map(DEVICES.__getitem__)
+
+
+def chosen(shape, steps=5, dtype=torch.float16) -> Iteration:
+    return choose_iteration(
+        shape, coefficients="polar_express", steps=steps, method="auto", restarts="auto", dtype=dtype
+    )
+
+
+def update_ns(device, shape, k, symmetric=False) -> int:
+    return _update_ns(device, shape, k, chosen(shape), symmetric)
+
+
+def flops(shape) -> int:
+    iteration = chosen(shape)
+    return iteration_flops(shape, 5, iteration.restarts if iteration.method == "gram" else None)
+
+
+@pytest.mark.parametrize("shape", [SQUARE, WIDE, (3, 1000)])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_the_noted_products_have_the_operations_that_the_kernels_count(shape, steps, method):
+    iteration = choose_iteration(
+        shape, coefficients="polar_express", steps=steps, method=method, restarts="auto", dtype=torch.float16
+    )
+    products, _ = _kernels(shape, iteration)
+    restarts = iteration.restarts if method == "gram" else None
+    assert sum(product.flops for product in products) == iteration_flops(shape, steps, restarts)
+
+
+def test_five_gram_steps_with_a_restart_are_eighteen_products_sixteen_of_them_symmetric():
+    assert chosen(WIDE).restarts == (2,)
+    products, others = _kernels(WIDE, chosen(WIDE))
+    # NUMERICS: 8α + 28, or 6α + 14 with halves, in m³: two XXᵀ, two QX, fourteen squares.
+    assert len(products) == 18
+    assert sum(product.symmetric for product in products) == 16
+    assert sum(product.addend for product in products) == 14
+    assert others == 2  # aI is added to the first Z of either block in place
+
+
+def test_the_products_of_a_square_matrix_tell_xxt_from_zx():
+    assert chosen(SQUARE).method == "standard"
+    products, others = _kernels(SQUARE, chosen(SQUARE))
+    assert [product.symmetric for product in products] == [True, True, False] * 5
+    assert others == 0
+
+
+def test_half_of_the_tiles_and_the_diagonal_are_left_with_symmetric_products():
+    product = _Product(1024, 4096, 1024, addend=False, symmetric=True)
+    assert product.tiles(half=False) == 64
+    assert product.tiles(half=True) == 36
+    assert replace(product, symmetric=False).tiles(half=True) == 64
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_batches_within_one_wave_take_equal_product_time(name):
+    device = replace(DEVICES[name], memory_bandwidth=1e15)  # so that arithmetic alone bounds
+    product = _Product(512, 8192, 512, addend=True, symmetric=True)  # 16 tiles
+    in_one_wave = device.sms // 16
+    times = [_product_s(device, product, k, False) for k in range(1, 3 * in_one_wave)]
+    assert len(set(times[:in_one_wave])) == 1
+    assert times[in_one_wave] == pytest.approx(2 * times[0])
+    assert len(set(times)) == len({math.ceil(k * 16 / device.sms) for k in range(1, 3 * in_one_wave)})
+
+
+def test_memory_bounds_a_product_with_little_arithmetic():
+    product = _Product(8192, 16, 8192, addend=True, symmetric=False)
+    moved = 2 * (2 * 8192 * 16 + 2 * 8192 * 8192)
+    assert _product_s(H200, product, 3, False) == pytest.approx(3 * moved / H200.memory_bandwidth)
+
+
+@given(device=devices, shape=shapes, a=st.integers(1, 64), b=st.integers(1, 64), symmetric=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_costs_are_isotonic_and_sub_additive(device, shape, a, b, symmetric):
+    together = update_ns(device, shape, a + b, symmetric)
+    apart = [update_ns(device, shape, k, symmetric) for k in (a, b)]
+    assert max(apart) <= together <= sum(apart), f"{device.name} {shape} {a} + {b}"
+
+
+@given(device=devices, shape=shapes, k=st.integers(1, 64))
+@settings(max_examples=100, deadline=None)
+def test_a_batch_lies_between_its_arithmetic_and_its_matrices_one_by_one(device, shape, k):
+    bound = 1e9 * k * flops(shape) / (device.peak_flops * device.matmul_efficiency)
+    assert bound <= update_ns(device, shape, k) <= k * update_ns(device, shape, 1)
+
+
+@given(shape=shapes, k=st.integers(1, 64))
+@settings(max_examples=50, deadline=None)
+def test_symmetric_products_never_cost_more(shape, k):
+    assert update_ns(H200, shape, k, symmetric=True) <= update_ns(H200, shape, k)
+
+
+def test_full_products_are_the_default():
+    assert wave_costs(H200, {WIDE: 8}) == wave_costs(H200, {WIDE: 8}, symmetric=False)
+    halves = wave_costs(H200, {(4096, 16384): 1}, symmetric=True).cost((4096, 16384), 1)
+    assert halves < 0.75 * wave_costs(H200, {(4096, 16384): 1}).cost((4096, 16384), 1)
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_products_of_large_matrices_approach_the_efficiency(name):
+    device = DEVICES[name]
+    product = _Product(8192, 8192, 8192, addend=False, symmetric=False)
+    reached = product.flops / _product_s(device, product, 1, False) / device.peak_flops
+    assert 0.95 * device.matmul_efficiency < reached <= device.matmul_efficiency
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_updates_of_large_matrices_approach_the_efficiency(name):
+    device, shape = DEVICES[name], (16384, 16384)
+    reached = flops(shape) / (update_ns(device, shape, 1) * 1e-9) / device.peak_flops
+    assert 0.9 * device.matmul_efficiency < reached < device.matmul_efficiency
+
+
+def test_launches_bound_small_matrices_so_that_batching_pays():
+    one, many = (update_ns(H200, (64, 64), k) for k in (1, 64))
+    assert one > 20 * H200.launch_s * 1e9
+    assert many < 1.5 * one
+
+
+def test_a_table_has_the_batch_sizes_that_would_be_timed_and_says_that_it_is_estimated():
+    limits = {(64, 64): 1000, (256, 1024): 6, (512, 512): 1, (16384, 16384): 64}
+    table = wave_costs(H200, limits)
+    assert {shape: tuple(batches) for shape, batches in table.costs.items()} == {
+        (64, 64): (1, 2, 4, 8, 16, 32, 64),
+        (256, 1024): (1, 2, 4),
+        (512, 512): (1,),
+        (16384, 16384): (1,),
+    }
+    assert table.estimated == tuple(sorted(limits))
+    for batches in table.costs.values():
+        assert list(batches.values()) == sorted(batches.values())
+
+
+def test_an_empty_table_is_possible():
+    assert wave_costs(H200, {}).costs == {}
+
+
+def test_more_steps_cost_more_and_bf16_takes_the_standard_form():
+    five = wave_costs(H200, {WIDE: 1}).cost(WIDE, 1)
+    assert wave_costs(H200, {WIDE: 1}, options=NsOptions(steps=3)).cost(WIDE, 1) < five
+    bf16 = wave_costs(H200, {WIDE: 1}, options=NsOptions(dtype=torch.bfloat16)).cost(WIDE, 1)
+    assert bf16 == _update_ns(H200, WIDE, 1, chosen(WIDE, dtype=torch.bfloat16), False) > five
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True, None])
+def test_a_limit_that_cannot_be_is_refused_with_its_shape(limit):
+    with pytest.raises(ValueError, match=r"limits: shape \(64, 64\)"):
+        wave_costs(H200, {(64, 64): limit})
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (0, 64), (64,), (1.0, 2.0)])
+def test_a_shape_that_cannot_be_is_refused(shape):
+    with pytest.raises(ValueError, match="shape"):
+        wave_costs(H200, {shape: 1})
+
+
+def test_full_precision_is_refused():
+    with pytest.raises(ValueError, match=r"options\.dtype=torch\.float32"):
+        wave_costs(H200, {(64, 64): 1}, options=NsOptions(dtype=torch.float32))
+
+
+def test_people_read_which_device_was_modelled():
+    assert describe(H200) == "estimated: wave model of H200"

@@ -1,0 +1,114 @@
+"""Labels of interchangeable ranks: what they own stays, where they stand changes."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dmuon.solver import Matrix
+from dmuon.solver.relabel import link_cost, relabel, xor_labels
+from dmuon.solver.types import Rank
+
+Task = tuple[list[Matrix], dict[str, int], list[Rank]]
+
+
+def grid(nodes: int, lanes: int) -> list[Rank]:
+    return [Rank(i, node=i // lanes) for i in range(nodes * lanes)]
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> Task:
+    """Matrices in blocks, owners at random, and nodes of uneven sizes with two kinds of ranks."""
+    nodes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    speeds = st.sampled_from([1.0, 1.0, 2.0])
+    places = [node for node, size in enumerate(nodes) for _ in range(size)]
+    ranks = [Rank(i, node=node, speed=draw(speeds)) for i, node in enumerate(places)]
+    matrices = [
+        Matrix(f"m{i}", *side, block=f"layers.{block}")
+        for i, (side, block) in enumerate(
+            draw(st.lists(st.tuples(st.sampled_from([(8, 8), (8, 16)]), st.integers(0, 11)), min_size=1, max_size=20))
+        )
+    ]
+    return matrices, {m.name: draw(st.integers(0, len(ranks) - 1)) for m in matrices}, ranks
+
+
+@given(tasks())
+@settings(deadline=None, max_examples=100)
+def test_ranks_keep_what_they_own_and_trade_labels_with_their_like(task: Task) -> None:
+    matrices, owners, ranks = task
+    for labels in (relabel(matrices, owners, ranks), xor_labels(owners, ranks)):
+        assert list(labels) == list(owners)
+        pairs = {(owners[name], labels[name]) for name in owners}
+        assert len({old for old, _ in pairs}) == len({new for _, new in pairs}) == len(pairs)
+        assert all(ranks[old].speed == ranks[new].speed for old, new in pairs)
+
+
+@given(tasks())
+@settings(deadline=None, max_examples=100)
+def test_relabelling_is_never_worse_than_leaving_the_labels_nor_than_the_xor_rule(task: Task) -> None:
+    matrices, owners, ranks = task
+    reached = link_cost(matrices, relabel(matrices, owners, ranks), ranks)
+    assert reached <= link_cost(matrices, owners, ranks)
+    assert reached <= link_cost(matrices, xor_labels(owners, ranks), ranks)
+
+
+@given(tasks(), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=50)
+def test_the_order_of_the_matrices_does_not_reach_the_labels(task: Task, random: Random) -> None:
+    matrices, owners, ranks = task
+    assert relabel(random.sample(matrices, len(matrices)), owners, ranks) == relabel(matrices, owners, ranks)
+
+
+@pytest.mark.parametrize("ranks", [grid(1, 8), grid(8, 1), grid(1, 1)])
+def test_one_node_or_one_lane_leaves_the_labels_as_they_are(ranks: list[Rank]) -> None:
+    matrices = [Matrix(f"{i}", 8, 8, block=f"{i // 3}") for i in range(30)]
+    owners = {m.name: i % len(ranks) for i, m in enumerate(matrices)}
+    assert relabel(matrices, owners, ranks) == owners
+
+
+def test_consecutive_blocks_start_from_other_nodes_and_lanes() -> None:
+    ranks = grid(4, 4)
+    matrices = [Matrix(f"{i}", 8, 8, block=f"layers.{i}") for i in range(12)]  # 2 after 1, 10 after 9
+    labels = relabel(matrices, {f"{i}": i for i in range(12)}, ranks)
+    for i in range(11):
+        here, there = labels[f"{i}"], labels[f"{i + 1}"]
+        assert here // 4 != there // 4, (i, labels)
+        assert here % 4 != there % 4, (i, labels)
+
+
+def test_a_block_is_even_over_nodes_and_lanes() -> None:
+    ranks = grid(4, 4)
+    matrices = [Matrix(f"{block}.{i}", 8, 8, block=f"{block}") for block in range(4) for i in range(4)]
+    labels = relabel(matrices, {m.name: i for i, m in enumerate(matrices)}, ranks)
+    # Each of 4 blocks has 256 bytes on every node and every lane, each of 3 pairs 512.
+    assert link_cost(matrices, labels, ranks) == 2 * (4 * 256 + 3 * 512)
+
+
+def test_the_cost_adds_the_fullest_node_and_lane_of_blocks_and_of_pairs() -> None:
+    matrices = [Matrix(f"{i}", 1, 1, block=f"b{i // 2}", nbytes=n) for i, n in enumerate([1, 2, 4, 8])]
+    owners = {"0": 0, "1": 1, "2": 0, "3": 3}
+    # Nodes: 3, 8, and 8 of both blocks. Lanes: 2, 8, and 10 of both.
+    assert link_cost(matrices, owners, grid(2, 2)) == (3 + 8 + 8) + (2 + 8 + 10)
+
+
+def test_the_xor_rule_sends_consecutive_owners_to_other_nodes_and_lanes() -> None:
+    owners = {f"{i}": i for i in range(16)}
+    places = [divmod(rank, 4) for rank in xor_labels(owners, grid(4, 4)).values()]
+    assert places[:8] == [(0, 0), (1, 1), (2, 2), (3, 3), (0, 1), (1, 0), (2, 3), (3, 2)]
+
+
+def test_a_decoder_on_four_nodes_of_eight_costs_less_than_by_the_xor_rule() -> None:
+    sides = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 3
+    matrices = [Matrix(f"{b}.{i}", *side, block=f"{b}") for b in range(32) for i, side in enumerate(sides)]
+    rng, ranks = np.random.default_rng(0), grid(4, 8)
+    owners: dict[str, int] = {}
+    for block in range(32):
+        drawn = rng.permutation(32).tolist()
+        owners.update({f"{block}.{i}": drawn[i] for i in range(7)})
+    reached = link_cost(matrices, relabel(matrices, owners, ranks), ranks)
+    assert reached < 0.97 * link_cost(matrices, xor_labels(owners, ranks), ranks)
+    assert reached < 0.97 * link_cost(matrices, owners, ranks)

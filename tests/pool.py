@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 MAX_WORLD = 4
 BOOT_SECONDS = 90.0  # starting a worker: one import of torch on a busy machine
@@ -305,8 +306,26 @@ def _load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
+class _OneThreadGloo(c10d.ProcessGroupGloo):  # type: ignore[name-defined, misc]
+    """A gloo group with one worker thread, where torch starts two.
+
+    torch 2.13's worker threads assign the name of the work they completed to one string without a lock. Names of over
+    15 characters are on the heap, ALLGATHER_COALESCED among them, which is what DTensors gather with: two works that
+    complete at once then corrupt the heap, and the process dies of it sooner or later. With 16 threads a loop of such
+    gathers dies in seconds. dmuon's own collectives have shorter names.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [c10d.ProcessGroupGloo.create_default_device()]  # type: ignore[attr-defined]
+        options._timeout = timeout
+        options._threads = 1
+        super().__init__(store, rank, size, options)
+
+
 def _work(rank: int, connection: Connection, log: str) -> None:
     """The worker process: one call after another until the pipe closes."""
+    c10d.ProcessGroupGloo = _OneThreadGloo  # type: ignore[attr-defined]
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon
 from dmuon import OwnerPlan
-from dmuon.costs import find_costs
+from dmuon.costs import FoundCosts, find_costs
 from dmuon.group import Residence
 from dmuon.model_config import read_model
 from dmuon.solver import CostTable, Matrix, Plan, baseline
@@ -141,8 +141,9 @@ def named_by_module(matrices: list[Matrix]) -> list[Matrix]:
     return [Matrix(name, *param.shape, block) for name, param, block in named]
 
 
-def plans(matrices: list[Matrix], world: int, table: CostTable, source: str) -> dict[str, OwnerPlan]:
+def plans(matrices: list[Matrix], world: int, costs: FoundCosts) -> dict[str, OwnerPlan]:
     """A plan per planner. All run the same batches; what they differ in is who owns what."""
+    table = costs.table
     best = dmuon.solver.plan(matrices, world, table)
     flops = CostTable.from_flops({m.shape for m in matrices})
     found = {
@@ -151,7 +152,7 @@ def plans(matrices: list[Matrix], world: int, table: CostTable, source: str) -> 
         "LPT on T(1)": baseline("lpt", matrices, world, table),
         OURS: best,
     }
-    return {name: OwnerPlan.from_solution(priced(p, table, best.bound_ns), table, source) for name, p in found.items()}
+    return {name: OwnerPlan.from_solution(priced(p, table, best.bound_ns), costs) for name, p in found.items()}
 
 
 def priced(plan: Plan, table: CostTable, bound_ns: int) -> Plan:
@@ -202,7 +203,7 @@ def measure(title: str, matrices: list[Matrix], mesh: DeviceMesh, settings: Sett
         return items
 
     shapes = dict(Counter(m.shape for m in named))
-    table, source = find_costs(
+    costs = find_costs(
         shapes,
         world=world,
         rank=rank,
@@ -211,7 +212,7 @@ def measure(title: str, matrices: list[Matrix], mesh: DeviceMesh, settings: Sett
         budget_s=60.0,
         share=share if world > 1 else None,
     )
-    sent = [{n: p.to_json() for n, p in plans(named, world, table, source).items()} if rank == 0 else None]
+    sent = [{n: p.to_json() for n, p in plans(named, world, costs).items()} if rank == 0 else None]
     dist.broadcast_object_list(sent, src=0)  # a solver that stops at a time limit does not repeat itself
     chosen = {name: OwnerPlan.from_json(document, "sent by rank 0") for name, document in (sent[0] or {}).items()}
     programs = [Program.build(name, matrices, plan, mesh) for name, plan in chosen.items()]
@@ -227,7 +228,7 @@ def measure(title: str, matrices: list[Matrix], mesh: DeviceMesh, settings: Sett
         "matrices": len(named),
         "shapes": {f"{small}x{large}": count for (small, large), count in sorted(shapes.items())},
         "batches": {f"{small}x{large}": size for (small, large), size in chosen[OURS].chunks.items()},
-        "cost_source": source,
+        "cost_source": costs.source,
         "bound_ms": chosen[OURS].solution.bound_ns / 1e6,
         "predicted_ms": {name: plan.solution.makespan_ns / 1e6 for name, plan in chosen.items()},
         "wall_ms": {name: [wall for wall, _ in rows] for name, rows in samples.items()},

@@ -69,13 +69,13 @@ def validate(rank: int, settings: Settings, quantile: float) -> dict[str, Any]:
         return items
 
     shapes = dict(Counter(m.shape for m in plan.matrices))
-    table, source = find_costs(
+    costs = find_costs(
         shapes, world=settings.world, rank=rank, device=torch.device("cpu"), costs=settings.costs, share=share
     )
     scenario = Scenario(
         workload=workload(initial, settings, found),
         plan=plan.solution,
-        costs=table,
+        costs=costs.table,
         machine=Machine(
             flops_per_s=1.0,  # the workload holds seconds
             copy_bytes_per_s=1 / found["copy per byte"],
@@ -92,7 +92,7 @@ def validate(rank: int, settings: Settings, quantile: float) -> dict[str, Any]:
         "cpu": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "cost_source": source,
+        "cost_source": costs.source,
         "quantile": quantile,
         "constants_s": found,
         "predicted_s": predicted,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dmuon.files import parse_json, write_bytes
+from dmuon.kernels import Variant
 from dmuon.solver import CostTable
 
 __all__ = [
@@ -33,7 +34,7 @@ __all__ = [
     "user_cache_path",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 
 Shape: TypeAlias = tuple[int, int]  # (small side, large side)
 
@@ -88,12 +89,16 @@ class CacheKey:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Distribution of the time of one batch over ``n`` samples, in whole nanoseconds."""
+    """Distribution of the time of one batch over ``n`` samples, in whole nanoseconds.
+
+    ``variant`` is how Newton–Schulz ran, the fastest that was tried; empty where nothing else was tried than the rule.
+    """
 
     median_ns: int
     p10_ns: int
     p90_ns: int
     n: int
+    variant: str = ""
 
 
 Entries: TypeAlias = Mapping[Shape, Mapping[int, Timing]]  # shape → matrices per batch → timing
@@ -320,9 +325,17 @@ def _batch_size(shape: str, text: str) -> int:
 
 def _timing(name: str, value: object) -> Timing:
     raw = _object(value, f"field {name!r}", tuple(f.name for f in fields(Timing)))
+    variant = raw.pop("variant")
+    if not isinstance(variant, str):
+        raise _Invalid(f"field '{name}.variant' is {variant!r}, not a string")
+    if variant:
+        try:
+            Variant.parse(variant)
+        except ValueError as error:
+            raise _Invalid(f"field '{name}.variant': {error}") from None
     for field, number in raw.items():
         _integer(number, f"field '{name}.{field}'", 1, _MAX_SAMPLES if field == "n" else _MAX_NS)
-    timing = Timing(**raw)
+    timing = Timing(**raw, variant=variant)
     if not timing.p10_ns <= timing.median_ns <= timing.p90_ns:
         raise _Invalid(
             f"field {name!r}: p10 {timing.p10_ns}, median {timing.median_ns}, p90 {timing.p90_ns} not in order"

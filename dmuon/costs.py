@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -32,7 +32,7 @@ from dmuon.kernels import newton_schulz_flops
 from dmuon.profiler import NsOptions, device_key, measure, timing_bar, useful_batch_sizes
 from dmuon.solver import CostTable
 
-__all__ = ["cached_entries", "find_costs", "store"]
+__all__ = ["FoundCosts", "cached_entries", "fastest_variants", "find_costs", "store"]
 
 Work: TypeAlias = Mapping[Shape, tuple[int, ...]]
 
@@ -43,6 +43,21 @@ _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _measured: dict[CacheKey, Entries] = {}
 _too_large: dict[CacheKey, dict[Shape, int]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCosts:
+    """What planning needs to know of a device.
+
+    Attributes:
+        table: the planner's costs.
+        source: where they came from, for people.
+        variants: shape → batch size → how Newton–Schulz was fastest; without what was not measured.
+    """
+
+    table: CostTable
+    source: str
+    variants: Mapping[Shape, Mapping[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +80,8 @@ def find_costs(
     options: NsOptions | None = None,
     budget_s: float = 10.0,
     share: Callable[[object], list[object]] | None = None,
-) -> tuple[CostTable, str]:
-    """The cost table for ``counts`` matrices per shape over ``world`` ranks, and where it came from, for people.
+) -> FoundCosts:
+    """Costs for ``counts`` matrices per shape over ``world`` ranks, where they came from, and the fastest variants.
 
     Collective where ``share`` is given. Rank 0 reads the user's cache, then the shipped profiles; what they lack is
     divided among the ranks, measured, and written to the user's cache by rank 0: batches of powers of two, as
@@ -86,7 +101,7 @@ def find_costs(
         RuntimeError: on every rank, when measuring failed on one.
     """
     if costs == "flops":
-        return CostTable.from_flops(counts), "estimated from FLOPs"
+        return FoundCosts(CostTable.from_flops(counts), "estimated from FLOPs")
     options = options or NsOptions()
     share = share or _alone
     key = device_key(device, options)
@@ -114,7 +129,13 @@ def find_costs(
                 _measured[key] = merge_entries(_measured.get(key, {}), measured)
             written = store(CostCache(key, measured))
             source += f", kept in user cache {written}" if written else ""
-    return _table(counts, entries, options, device), source or "estimated from FLOPs"
+    table = _table(counts, entries, options, device)
+    return FoundCosts(table, source or "estimated from FLOPs", fastest_variants(entries, counts))
+
+
+def fastest_variants(entries: Entries, shapes: Iterable[Shape]) -> dict[Shape, dict[int, str]]:
+    """How Newton–Schulz ran in each timing of ``shapes``, where rivals were tried."""
+    return {shape: {k: t.variant for k, t in entries.get(shape, {}).items() if t.variant} for shape in shapes}
 
 
 def cached_entries(key: CacheKey) -> tuple[Entries, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import socket
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from dmuon.comm import Comm, agree, make_comm
 from dmuon.device import mesh_device
 from dmuon.group import OwnerGroup
 from dmuon.owned_tensor import OwnedTensor
+from dmuon.place import Place, warn_if_oversubscribed
 from dmuon.plan import Costs, OwnerPlan, PlanSource, check_options, describe_source, make_plan
 from dmuon.policy import BlockPredicate, Route, Select, canonical_fqn, route_parameters
 from dmuon.runtime import Runtime
@@ -93,7 +93,7 @@ def dedicate_params(
     routes: list[Route] = []
     policy = MixedPrecisionPolicy()
     description: list[tuple[str, str]] = []
-    host = ""
+    place: Place | None = None
     error: Exception | None = None
     try:
         check_options(costs, solve, plan)
@@ -110,10 +110,12 @@ def dedicate_params(
             "plan": describe_source(plan),
         }
         description = _describe(model, routes, options)
-        host = socket.gethostname()
+        place = Place.here()
     except Exception as fault:  # also what select or blocks raise: the other ranks must not wait
         error = fault
-    hosts = _require_same(group, error, description, host)
+    places = _require_same(group, error, description, place)
+    if mesh.device_type == "cpu":
+        warn_if_oversubscribed(places, dist.get_rank(group))
     result = make_plan(
         routes,
         group,
@@ -121,13 +123,13 @@ def dedicate_params(
         costs=costs,
         solve=solve,
         plan=plan,
-        hosts=hosts,
+        hosts=[p.host for p in places],
         comm_itemsize=lambda r: (policy.param_dtype or r.param.dtype).itemsize,
     )
     comm = make_comm(mesh)
     _share_initial_values(model, routes, comm)
     groups = _make_groups(routes, result, comm, policy, keep=not reshard_after_forward)
-    runtime = Runtime(model, groups, comm, result.chunks)
+    runtime = Runtime(model, groups, comm, result.chunks, result.variants)
     hook_state_dicts(runtime)
     setattr(model, _ATTRIBUTE, Dedication(result, routes, runtime))
     return result
@@ -262,13 +264,13 @@ def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, obje
 
 
 def _require_same(
-    group: dist.ProcessGroup, error: Exception | None, description: list[tuple[str, str]], host: str
-) -> list[str]:
-    """Raise on every rank unless all have the same description and no error; the host name of every rank."""
+    group: dist.ProcessGroup, error: Exception | None, description: list[tuple[str, str]], place: Place | None
+) -> list[Place]:
+    """Raise on every rank unless all have the same description and no error; where every rank runs."""
     digest = hashlib.sha256(repr(description).encode()).hexdigest()
-    found = agree(group, error, (digest, host))
+    found = agree(group, error, (digest, place))
     if len({theirs for theirs, _ in found}) == 1:
-        return [name for _, name in found]
+        return [there for _, there in found]
     descriptions = agree(group, None, description)
     first = dict(descriptions[0])
     for rank, items in enumerate(descriptions):

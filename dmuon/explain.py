@@ -68,6 +68,9 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
             f"last step on this rank: {stats.ns_matrices} matrices orthogonalized in {stats.ns_batches} batches; "
             f"{phases or 'no step yet'}",
         ]
+        lines += [f"  {small}x{large}: {variant}" for (small, large), variant in stats.variants.items()]
+        if stats.nonfinite:
+            lines.append(f"not finite in the last step: {', '.join(stats.nonfinite)}")
     return "\n".join(lines)
 
 

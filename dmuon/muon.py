@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, overload
 
 import torch
@@ -15,7 +17,18 @@ from dmuon._torch import local_tensor
 from dmuon.adamw import adamw_step, init_adamw_state
 from dmuon.comm import agree
 from dmuon.device import PhaseTimer
-from dmuon.kernels import apply_update_, momentum_update, orthogonalize, update_scale
+from dmuon.kernels import (
+    Variant,
+    adapted,
+    apply_update_,
+    backend_fault,
+    choose_variant,
+    coefficient_sequence,
+    normalized_momentum,
+    run,
+    storage_dtype,
+    update_scale,
+)
 from dmuon.owned_tensor import OwnedTensor, owned_tensor
 from dmuon.param_groups import check_group, groups_from
 from dmuon.policy import Select
@@ -36,11 +49,15 @@ class StepStats:
         ns_matrices: matrices that were orthogonalized.
         ns_batches: batched Newton-Schulz calls that took.
         seconds: per phase: ``momentum``, ``ns``, ``apply``, ``publish``, ``adamw``.
+        variants: per shape, small side first, how Newton-Schulz ran: form, restarts, back end, matrices at once.
+        nonfinite: the matrices whose momentum holds NaN or infinity; their weights do now too, nobody else's.
     """
 
     ns_matrices: int
     ns_batches: int
     seconds: dict[str, float]
+    variants: dict[tuple[int, int], str]
+    nonfinite: tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +66,15 @@ class _Batch:
 
     params: list[Tensor]
     momentum: Tensor  # (k, m, n)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Done:
+    """One batched update of the last step; ``norms`` of what was orthogonalized, ``(k,)``."""
+
+    params: list[Tensor]
+    variant: Variant
+    norms: Tensor
 
 
 class Muon(torch.optim.Optimizer):
@@ -117,7 +143,7 @@ class Muon(torch.optim.Optimizer):
         }
         self._batches: list[list[_Batch]] = []  # per group
         self._runtimes: list[Runtime] = []
-        self._counts = (0, 0)
+        self._done: list[_Done] = []
         groups = groups_from(params, select)
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         self._timer = PhaseTimer(next(local_tensor(p).device for g in self.param_groups for p in g["params"]))
@@ -200,15 +226,12 @@ class Muon(torch.optim.Optimizer):
                     "no_sync()"
                 )
         self._timer.reset()
-        matrices = calls = 0
+        self._done = []
         for group, batches in zip(self.param_groups, self._batches, strict=True):
             lr = float(group["lr"]) if batches else 0.0
             for batch in batches:
                 for params, momentum in _with_gradients(batch):
                     self._update(group, lr, params, momentum)
-                    matrices += len(params)
-                    calls += 1
-        self._counts = (matrices, calls)
         with self._timer.phase("publish"):
             for runtime in self._runtimes:
                 runtime.publish()
@@ -226,21 +249,21 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _update(self, group: dict[str, Any], lr: float, params: list[Tensor], momentum: Tensor) -> None:
+        sequence = coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
+        storage = storage_dtype(momentum.dtype, momentum.device, group["ns_dtype"])
+        planned = _planned_variant(params[0])
+        variant = _variant(planned, momentum.shape[1:], len(params), sequence, storage, momentum.device)
         with self._timer.phase("momentum"):
-            update = momentum_update(
+            x, norms = normalized_momentum(
                 [local_tensor(_grad(p)) for p in params],
                 momentum,
                 beta=group["momentum"],
                 nesterov=group["nesterov"],
+                storage=storage,
+                eps=group["eps"],
             )
         with self._timer.phase("ns"):
-            update = orthogonalize(
-                update,
-                coefficients=group["ns_coefficients"],
-                steps=group["ns_steps"],
-                eps=group["eps"],
-                dtype=group["ns_dtype"],
-            )
+            update = run(x, variant, sequence, storage)
         with self._timer.phase("apply"):
             apply_update_(
                 [local_tensor(p).detach() for p in params],
@@ -249,11 +272,34 @@ class Muon(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 scale=update_scale(group["adjust_lr_fn"], momentum.shape[1:]),
             )
+        self._done.append(_Done(params, variant, norms))
 
     @property
     def last_step(self) -> StepStats:
         """Counters and time per phase of the last step. On an accelerator it waits for that step to finish."""
-        return StepStats(*self._counts, self._timer.seconds())
+        variants = {}
+        nonfinite = []
+        for done in self._done:
+            small, large = sorted(local_tensor(done.params[0]).shape)
+            variants[small, large] = str(done.variant)
+            finite = done.norms.isfinite().tolist()
+            nonfinite += [p for p, ok in zip(done.params, finite, strict=True) if not ok]
+        return StepStats(
+            ns_matrices=sum(len(done.params) for done in self._done),
+            ns_batches=len(self._done),
+            seconds=self._timer.seconds(),
+            variants=dict(sorted(variants.items())),
+            nonfinite=tuple(self._name_of(p) for p in nonfinite),
+        )
+
+    def _name_of(self, param: Tensor) -> str:
+        if isinstance(param, OwnedTensor):
+            return param.fqn
+        for g, group in enumerate(self.param_groups):
+            for i, other in enumerate(group["params"]):
+                if other is param:
+                    return f"parameter {i} of group {g}"
+        return "a parameter that no group holds"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients that wait for a synchronizing backward are dropped too."""
@@ -271,6 +317,34 @@ def _batch_size(shape: torch.Size, runtime: Runtime | None) -> int:
     if runtime is not None:
         return runtime.chunks[(min(shape), max(shape))]
     return max(1, _PLAIN_BATCH_ELEMENTS // shape.numel())
+
+
+def _planned_variant(param: Tensor) -> str:
+    """How the plan says that matrices like ``param`` run, or nothing."""
+    runtime = getattr(param, "runtime", None)
+    if runtime is None:
+        return ""
+    small, large = sorted(param.shape)
+    return str(runtime.variants.get((small, large), ""))
+
+
+@lru_cache(maxsize=4096)
+def _variant(
+    planned: str,
+    shape: torch.Size,
+    k: int,
+    coefficients: tuple[tuple[float, float, float], ...],
+    storage: torch.dtype,
+    device: torch.device,
+) -> Variant:
+    """The planned variant, made safe for these coefficients, or the rule's where there is none or it cannot run."""
+    if planned:
+        variant = Variant.parse(planned)
+        fault = backend_fault(variant.backend, device, storage)
+        if fault is None:
+            return adapted(variant, (shape[0], shape[1]), coefficients, storage, device)
+        warnings.warn(f"the plan runs {shape[0]}x{shape[1]} as {planned!r}, which this device cannot: {fault}")
+    return choose_variant((shape[0], shape[1]), k, coefficients, storage, device)
 
 
 def _momentum_view(param: Tensor, local: Tensor) -> Tensor:

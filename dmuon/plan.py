@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from dmuon.comm import agree
-from dmuon.costs import find_costs
+from dmuon.costs import FoundCosts, find_costs
 from dmuon.files import read_json, write_text
+from dmuon.kernels import Variant
 from dmuon.policy import Route
 from dmuon.solver import CostTable, Matrix, Plan, Rank, Shape, SolveOptions
 from dmuon.solver import plan as solve_plan
@@ -26,8 +27,8 @@ __all__ = ["Costs", "OwnerPlan", "PlanSource", "check_options", "describe_source
 
 Costs = Literal["flops"] | str | os.PathLike[str] | CostTable | None
 
-_SCHEMA = 1
-_FIELDS = ("schema", "solution", "chunks", "cost_source")
+_SCHEMA = 2
+_FIELDS = ("schema", "solution", "chunks", "variants", "cost_source")
 _CHECKSUM = "sha256"  # of these fields
 _SOLVED = "solved now"
 _AGAIN = "plan again: leave plan= out, save the new plan"
@@ -42,6 +43,8 @@ class OwnerPlan:
         solution: the solver's plan (owners, makespan, bound, loads).
         chunks: ``(small side, large side)`` to the number of matrices that one batched update takes.
         cost_source: where the costs came from, for people.
+        variants: ``(small side, large side)`` to how Newton–Schulz was measured to be fastest, as
+            ``dmuon.kernels.Variant`` prints; a shape that is absent runs as the rules say.
         origin: where the plan came from, for people.
 
     Raises:
@@ -52,6 +55,7 @@ class OwnerPlan:
     solution: Plan
     chunks: dict[Shape, int]
     cost_source: str
+    variants: dict[Shape, str] = field(default_factory=dict)
     origin: str = _SOLVED
 
     def __post_init__(self) -> None:
@@ -63,12 +67,25 @@ class OwnerPlan:
         for (small, large), size in self.chunks.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"field 'chunks.{small}x{large}' is {size!r}, not an integer of at least 1; {_AGAIN}")
+        for (small, large), variant in self.variants.items():
+            name = f"field 'variants.{small}x{large}'"
+            if (small, large) not in shapes:
+                raise ValueError(f"{name}: the plan has no matrices of that shape; {_AGAIN}")
+            try:
+                Variant.parse(variant)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{name}: {error}; {_AGAIN}") from None
 
     @classmethod
-    def from_solution(cls, solution: Plan, table: CostTable, source: str) -> OwnerPlan:
-        """What the solver found with the costs of ``table``, which came from ``source``. Needs no process group."""
-        shapes = sorted({m.shape for m in solution.matrices})
-        return cls(solution.matrices, solution, {shape: table.chunk(shape) for shape in shapes}, source)
+    def from_solution(cls, solution: Plan, costs: FoundCosts) -> OwnerPlan:
+        """What the solver found with ``costs``. Needs no process group."""
+        chunks = {shape: costs.table.chunk(shape) for shape in sorted({m.shape for m in solution.matrices})}
+        variants = {}
+        for shape, chunk in chunks.items():
+            measured = [k for k in costs.variants.get(shape, {}) if k <= chunk]
+            if measured:
+                variants[shape] = costs.variants[shape][max(measured)]
+        return cls(solution.matrices, solution, chunks, costs.source, variants)
 
     @property
     def world(self) -> int:
@@ -82,8 +99,8 @@ class OwnerPlan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of owners, shapes, blocks and batch sizes: plans of one digest give bitwise equal updates."""
-        return _sha256([self.solution.digest, _named(self.chunks)])
+        """SHA-256 of owners, shapes, blocks, batch sizes and variants: one digest gives bitwise equal updates."""
+        return _sha256([self.solution.digest, _named(self.chunks), _named(self.variants)])
 
     @property
     def balance(self) -> float:
@@ -94,7 +111,11 @@ class OwnerPlan:
 
     def report(self) -> str:
         """Origin, source of the costs, batch sizes, makespan, proven bound, gap, and a bar per rank."""
-        batches = ", ".join(f"{shape} by {size}" for shape, size in _named(self.chunks).items())
+        how = _named(self.variants)
+        batches = "; ".join(
+            f"{shape} by {size}" + (f" ({how[shape]})" if shape in how else "")
+            for shape, size in _named(self.chunks).items()
+        )
         return (
             f"plan: {self.origin}, digest with batches {self.digest}\n"
             f"costs: {self.cost_source}\nbatches: {batches}\n{self.solution.report()}"
@@ -137,6 +158,7 @@ class OwnerPlan:
             "schema": _SCHEMA,
             "solution": self.solution.to_json(),
             "chunks": _named(self.chunks),
+            "variants": _named(self.variants),
             "cost_source": self.cost_source,
         }
         return {**fields, _CHECKSUM: _sha256(fields)}
@@ -158,12 +180,12 @@ class OwnerPlan:
             raise ValueError(f"field {odd[0]!r} is {'unknown' if odd[0] in document else 'missing'}; {_AGAIN}")
         if not isinstance(document["cost_source"], str):
             raise ValueError(f"field 'cost_source' is {document['cost_source']!r}, not a string; {_AGAIN}")
-        chunks = _chunks(document["chunks"])
+        chunks, variants = (_by_shape(name, document[name]) for name in ("chunks", "variants"))
         try:
             solution = Plan.from_json(document["solution"])
         except Exception as error:  # whatever reading nonsense raises, it is the file's fault
             raise ValueError(f"field 'solution': {_said(error)}; {_AGAIN}") from error
-        plan = cls(solution.matrices, solution, chunks, document["cost_source"], origin)
+        plan = cls(solution.matrices, solution, chunks, document["cost_source"], variants, origin)
         found = _sha256({name: document[name] for name in _FIELDS})
         if found != document[_CHECKSUM]:
             raise ValueError(f"the content was changed: its SHA-256 is {found}, not {document[_CHECKSUM]!r}; {_AGAIN}")
@@ -225,13 +247,13 @@ def make_plan(
         if r.muon
     )
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    table, cost_source = (None, "") if plan is not None else _find_costs(matrices, group, device, costs)
+    found_costs = None if plan is not None else _find_costs(matrices, group, device, costs)
     sent: list[Any] = [None, None, None]  # error, document, origin
     if rank == 0:
         try:
-            if table is not None:
-                solution = solve_plan(matrices, _ranks(hosts), table, solve or SolveOptions())
-                found = OwnerPlan.from_solution(solution, table, cost_source)
+            if found_costs is not None:
+                solution = solve_plan(matrices, _ranks(hosts), found_costs.table, solve or SolveOptions())
+                found = OwnerPlan.from_solution(solution, found_costs)
             elif isinstance(plan, OwnerPlan):
                 found = replace(plan, origin="given" if plan.origin == _SOLVED else plan.origin)
             else:
@@ -259,11 +281,9 @@ def make_plan(
     return result
 
 
-def _find_costs(
-    matrices: Sequence[Matrix], group: dist.ProcessGroup, device: torch.device, costs: Costs
-) -> tuple[CostTable, str]:
+def _find_costs(matrices: Sequence[Matrix], group: dist.ProcessGroup, device: torch.device, costs: Costs) -> FoundCosts:
     if isinstance(costs, CostTable):
-        return costs, "given"
+        return FoundCosts(costs, "given")
     world = dist.get_world_size(group)
 
     def share(item: object) -> list[object]:
@@ -311,20 +331,20 @@ def _fit(plan: OwnerPlan, matrices: Sequence[Matrix], world: int) -> OwnerPlan:
     return replace(plan, matrices=tuple(matrices), solution=replace(plan.solution, matrices=counted))
 
 
-def _chunks(value: object) -> dict[Shape, int]:
+def _by_shape(field: str, value: object) -> dict[Shape, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"field 'chunks' is no object; {_AGAIN}")
-    chunks = {}
-    for text, size in value.items():
+        raise ValueError(f"field {field!r} is no object; {_AGAIN}")
+    result = {}
+    for text, item in value.items():
         match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
         if not match:
-            raise ValueError(f"field 'chunks': shape {text!r} is not like '1024x4096'; {_AGAIN}")
-        chunks[int(match[1]), int(match[2])] = size
-    return chunks
+            raise ValueError(f"field {field!r}: shape {text!r} is not like '1024x4096'; {_AGAIN}")
+        result[int(match[1]), int(match[2])] = item
+    return result
 
 
-def _named(chunks: Mapping[Shape, int]) -> dict[str, int]:
-    return {f"{small}x{large}": size for (small, large), size in sorted(chunks.items())}
+def _named(values: Mapping[Shape, Any]) -> dict[str, Any]:
+    return {f"{small}x{large}": value for (small, large), value in sorted(values.items())}
 
 
 def _sha256(content: object) -> str:

@@ -7,10 +7,11 @@ import hashlib
 import platform
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from importlib import resources
 from pathlib import Path
 
@@ -19,12 +20,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dmuon.cost_cache import CacheKey, CostCacheError, Shape, Timing
-from dmuon.kernels import batch_size, coefficient_sequence, muon_update_, newton_schulz_flops
+from dmuon.kernels import (
+    Variant,
+    alternatives,
+    batch_size,
+    choose_variant,
+    coefficient_sequence,
+    muon_update_,
+    newton_schulz_flops,
+    orthogonalize,
+    storage_dtype,
+)
 
 __all__ = [
     "MAX_BATCH",
     "NsOptions",
     "device_key",
+    "fastest_variant",
     "measure",
     "options_of",
     "settled",
@@ -37,6 +49,9 @@ MAX_BATCH = 64  # an owner of more runs several batches: by then launches are lo
 _SPREAD = 0.03  # (p90 - p10) / median that counts as settled
 _ROUND = 9  # samples that a spread is judged by
 _MAX_ROUNDS = 4  # on a machine that never settles, more rounds do not help
+_TRIALS = 3  # samples that a variant is judged by
+_CLEARLY = 0.95  # less of a gain is noise, and another form rounds otherwise
+_AGREEMENT = 400  # units of the storage dtype: forms differ by some dozens on such matrices, mistakes by thousands
 _CACHE_BYTES = 1 << 28  # above every current device's L2
 _CPU_CACHE_BYTES = 1 << 25  # above a core's L2 and its share of the L3
 _MAX_BATCH_ELEMENTS = 1 << 28  # 1 GiB of fp32: far beyond where batching still helps
@@ -114,7 +129,9 @@ def measure(
     """Time momentum, Newton–Schulz and weight update together, for each shape and batch size in ``work``.
 
     Every shape's smallest batch is timed before any shape's next. What does not fit ``budget_s`` or the device's memory
-    is left out. Medians do not fall with batch size. On the CPU one thread works; the setting is restored.
+    is left out. Forms, back ends and tiles of Newton–Schulz are tried first, in half of a batch's share of the budget;
+    the fastest is timed, and named in the result. Medians do not fall with batch size. On the CPU one thread works;
+    the setting is restored.
 
     Args:
         work: shape (small side, large side) to batch sizes.
@@ -139,7 +156,7 @@ def measure(
             remaining = (deadline - time.perf_counter()) * 1e9
             if shape not in full and remaining > 2 * k * flops / rate:
                 share = remaining / (len(items) - index)
-                timing = _time_batch(shape, k, device, options, clock, share)
+                timing = _time_best(shape, k, device, options, clock, share, k * flops / rate)
                 if timing is not None:
                     rate = max(rate, k * flops / timing.median_ns)
                     result.setdefault(shape, {})[k] = timing
@@ -150,6 +167,12 @@ def measure(
             if progress is not None:
                 progress(shape, k)
     return {shape: _isotonic(timings) for shape, timings in sorted(result.items())}
+
+
+def fastest_variant(shape: Shape, k: int, device: torch.device, options: NsOptions, *, seconds: float) -> Variant:
+    """How ``k`` matrices of ``shape`` are updated fastest on ``device``, as far as ``seconds`` allow to try."""
+    with _clock(device) as clock:
+        return _fastest(_Batch(shape, k, device), options, clock, seconds * 1e9, 0.0)
 
 
 def settled(timing: Timing) -> bool:
@@ -172,69 +195,126 @@ def timing_bar(work: Mapping[Shape, Sequence[int]], device_name: str) -> Iterato
 
 
 def _rate(shape: Shape, device: torch.device, options: NsOptions, clock: Clock) -> float:
-    update = _batch_update(shape, 1, device, options)
+    update = _Batch(shape, 1, device).update(options)
     clock(update)
     flops = newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device)
     return flops / min(clock(update) for _ in range(2))
 
 
-def _time_batch(
-    shape: Shape, k: int, device: torch.device, options: NsOptions, clock: Clock, share_ns: float
+def _time_best(
+    shape: Shape, k: int, device: torch.device, options: NsOptions, clock: Clock, share_ns: float, expected_ns: float
 ) -> Timing | None:
-    """Rounds of samples until one settles or the share of the budget is spent; the one of least p90 counts."""
+    """The time of the fastest variant, or ``None`` where one batch does not fit the device's memory."""
+    started = time.perf_counter()
     try:
-        update = _batch_update(shape, k, device, options)
-        clock(update)  # no sample: it may compile kernels
-        started = time.perf_counter()
-        samples = [clock(update)]
-        best = _summary(samples)
-        for _ in range(_MAX_ROUNDS):
-            while len(samples) < _ROUND and (time.perf_counter() - started) * 1e9 + best.median_ns < share_ns:
-                samples.append(clock(update))
-            if not samples:
-                break
-            timing = _summary(samples)
-            if timing.n > best.n or (timing.n == best.n and timing.p90_ns < best.p90_ns):
-                best = timing
-            if timing.n < _ROUND or settled(timing):
-                break
-            samples = []
-        return best
+        batch = _Batch(shape, k, device)
+        best = _fastest(batch, options, clock, share_ns / 2, expected_ns)
+        spent_ns = (time.perf_counter() - started) * 1e9
+        return _time_batch(batch.update(options, best), clock, share_ns - spent_ns, str(best))
     except torch.OutOfMemoryError:
         return None
 
 
-def _batch_update(shape: Shape, k: int, device: torch.device, options: NsOptions) -> Callable[[], None]:
-    generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the user's program
+def _fastest(batch: _Batch, options: NsOptions, clock: Clock, limit_ns: float, expected_ns: float) -> Variant:
+    """The variant that a tuner finds within ``limit_ns``: the rule's, unless a rival is clearly faster and agrees."""
+    started = time.perf_counter()
+    sequence = coefficient_sequence(options.coefficients, options.steps)
+    dtype = storage_dtype(torch.float32, batch.device, options.dtype)
+    best = choose_variant(batch.shape, batch.k, sequence, dtype, batch.device)
 
-    def gaussian() -> Tensor:
-        return torch.randn(k, *shape, device=device, generator=generator)
+    def quick(variant: Variant) -> int:
+        update = batch.update(options, variant)
+        clock(update)  # no sample: it may compile kernels
+        return min(clock(update) for _ in range(_TRIALS))
 
-    params, grads, momentum = list(gaussian().unbind(0)), list(gaussian().unbind(0)), gaussian()
-
-    def update() -> None:
-        muon_update_(
-            params,
-            grads,
-            momentum,
-            lr=1e-3,
-            weight_decay=0.1,
-            beta=0.95,
-            nesterov=True,
-            scale=1.0,
-            coefficients=options.coefficients,
-            steps=options.steps,
-            dtype=options.dtype,
-        )
-
-    return update
+    best_ns: int | None = None
+    for rivals in alternatives(batch.shape, batch.k, sequence, dtype, batch.device):
+        for rival in rivals(best):
+            spent_ns = (time.perf_counter() - started) * 1e9
+            if rival == best or spent_ns + 4 * (_TRIALS + 1) * (best_ns or expected_ns) > limit_ns:
+                continue
+            best_ns = quick(best) if best_ns is None else best_ns
+            # A second look at both: the faster of two noisy times is fast by chance half the time.
+            if quick(rival) < _CLEARLY * best_ns and _agrees(batch, options, rival):
+                best_ns, rival_ns = min(best_ns, quick(best)), quick(rival)
+                if rival_ns < _CLEARLY * best_ns:
+                    best, best_ns = rival, rival_ns
+    return best
 
 
-def _summary(samples: Sequence[int]) -> Timing:
+def _agrees(batch: _Batch, options: NsOptions, variant: Variant) -> bool:
+    """Whether ``variant`` computes what the standard form with whole products does; warns where it does not."""
+    run = partial(
+        orthogonalize, batch.momentum, coefficients=options.coefficients, steps=options.steps, dtype=options.dtype
+    )
+    expected, found = run(method="standard", backend="torch"), run(variant=variant)
+    error = float((found - expected).norm() / expected.norm())
+    dtype = storage_dtype(torch.float32, batch.device, options.dtype)
+    if error <= _AGREEMENT * torch.finfo(dtype).eps:
+        return True
+    warnings.warn(f"Newton–Schulz variant {variant} differs from the standard form by {error:.2g}; not used")
+    return False
+
+
+def _time_batch(update: Callable[[], None], clock: Clock, share_ns: float, variant: str = "") -> Timing:
+    """Rounds of samples until one settles or the share of the budget is spent; the one of least p90 counts."""
+    clock(update)  # no sample: it may compile kernels
+    started = time.perf_counter()
+    samples = [clock(update)]
+    best = _summary(samples, variant)
+    for _ in range(_MAX_ROUNDS):
+        while len(samples) < _ROUND and (time.perf_counter() - started) * 1e9 + best.median_ns < share_ns:
+            samples.append(clock(update))
+        if not samples:
+            break
+        timing = _summary(samples, variant)
+        if timing.n > best.n or (timing.n == best.n and timing.p90_ns < best.p90_ns):
+            best = timing
+        if timing.n < _ROUND or settled(timing):
+            break
+        samples = []
+    return best
+
+
+class _Batch:
+    """``k`` random matrices of ``shape`` with gradients and momentum."""
+
+    def __init__(self, shape: Shape, k: int, device: torch.device) -> None:
+        self.shape, self.k, self.device = shape, k, device
+        generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the user's program
+
+        def gaussian() -> Tensor:
+            return torch.randn(k, *shape, device=device, generator=generator)
+
+        self.params, self.grads, self.momentum = list(gaussian().unbind(0)), list(gaussian().unbind(0)), gaussian()
+
+    def update(self, options: NsOptions, variant: Variant | None = None) -> Callable[[], None]:
+        """A function that updates the batch once."""
+
+        def update() -> None:
+            muon_update_(
+                self.params,
+                self.grads,
+                self.momentum,
+                lr=1e-3,
+                weight_decay=0.1,
+                beta=0.95,
+                nesterov=True,
+                scale=1.0,
+                coefficients=options.coefficients,
+                steps=options.steps,
+                dtype=options.dtype,
+                variant=variant,
+            )
+
+        return update
+
+
+def _summary(samples: Sequence[int], variant: str) -> Timing:
     ordered = sorted(samples)
     last = len(ordered) - 1
     low, middle, high = (max(1, ordered[round(last * q)]) for q in (0.1, 0.5, 0.9))
-    return Timing(middle, low, high, len(ordered))
+    return Timing(middle, low, high, len(ordered), variant)
 
 
 def _isotonic(timings: Mapping[int, Timing]) -> dict[int, Timing]:
@@ -242,7 +322,7 @@ def _isotonic(timings: Mapping[int, Timing]) -> dict[int, Timing]:
     floor = 0
     for k, t in sorted(timings.items()):
         floor = max(floor, t.median_ns)
-        result[k] = Timing(floor, t.p10_ns, max(t.p90_ns, floor), t.n)
+        result[k] = replace(t, median_ns=floor, p90_ns=max(t.p90_ns, floor))
     return result
 
 

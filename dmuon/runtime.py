@@ -35,11 +35,17 @@ class Runtime:
     """
 
     def __init__(
-        self, model: nn.Module, groups: Sequence[OwnerGroup], comm: Comm, chunks: dict[tuple[int, int], int]
+        self,
+        model: nn.Module,
+        groups: Sequence[OwnerGroup],
+        comm: Comm,
+        chunks: dict[tuple[int, int], int],
+        variants: dict[tuple[int, int], str],
     ) -> None:
         self.groups = list(groups)
         self.comm = comm
         self.chunks = chunks
+        self.variants = variants
         self.generation = 0
         self.sync = True
         self._index = {id(g): i for i, g in enumerate(self.groups)}

@@ -1,21 +1,35 @@
-"""Newton–Schulz orthogonalization and the Muon update. Depends on torch only and knows no process group."""
+"""Newton–Schulz orthogonalization and the Muon update. Depends on torch only and knows no process group.
+
+Triton is imported where its kernels are first used.
+"""
 
 from .coefficients import PRESETS, amplification, coefficient_sequence, is_safe, safe_restarts
-from .newton_schulz import batch_size, iteration_flops, newton_schulz_flops, orthogonalize
-from .update import apply_update_, momentum_update, muon_update_, update_scale
+from .newton_schulz import iteration_flops, newton_schulz_flops, orthogonalize, run, storage_dtype
+from .symmetric import symmetric_product
+from .update import apply_update_, momentum_update, muon_update_, normalized_momentum, update_scale
+from .variant import Variant, adapted, alternatives, backend_fault, batch_size, choose_variant
 
 __all__ = [
     "PRESETS",
+    "Variant",
+    "adapted",
+    "alternatives",
     "amplification",
     "apply_update_",
+    "backend_fault",
     "batch_size",
+    "choose_variant",
     "coefficient_sequence",
     "is_safe",
     "iteration_flops",
     "momentum_update",
     "muon_update_",
     "newton_schulz_flops",
+    "normalized_momentum",
     "orthogonalize",
+    "run",
     "safe_restarts",
+    "storage_dtype",
+    "symmetric_product",
     "update_scale",
 ]

@@ -16,32 +16,33 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from .coefficients import Coefficients, checked_restarts, coefficient_sequence
-from .products import HALF, Arithmetic, full_accumulation
+from .coefficients import Coefficients, coefficient_sequence
+from .products import Arithmetic, carrier_dtype, full_accumulation, make_arithmetic
+from .variant import HALF, Backend, Method, Variant, adapted, choose_variant, relative_cost, require_backend, whole_v
 
-Method: TypeAlias = Literal["auto", "standard", "gram"]
-Backend: TypeAlias = Literal["auto", "torch"]
 CoefficientsArg: TypeAlias = "str | Sequence[float] | Sequence[Sequence[float]]"
 
-_METHODS = ("auto", "standard", "gram")
-_BACKENDS = ("auto", "torch")
 _STORAGE = (*HALF, torch.float32, torch.float64)
 
-# CPU: matrices that run as one product together hold at most so many elements; more fall out of the cache.
-_CPU_BATCH_ELEMENTS = 1 << 16
+# Norms of matrices that must be scaled first: so many elements at a time, which bounds the scaled copy.
+_NORM_CHUNK = 1 << 22
 
-# Norms are accumulated in fp64, which casts: so many elements at a time, so that the cast stays small.
-_NORM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
+# Norms between these come from entries whose squares are in fp32's range, but for some that are too small to matter.
+_SAFE_NORMS = (1e-10, 1e18)
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What a Newton–Schulz run does, decided once; ``restarts`` are the Gram form's, ``dtype`` is storage."""
+    """What a Newton–Schulz run computes; ``restarts`` are the Gram form's, ``dtype`` is storage.
+
+    ``whole_v``: the first ``V`` after a restart is computed whole, not as a symmetric product.
+    """
 
     coefficients: Coefficients
     method: Literal["standard", "gram"]
     restarts: tuple[int, ...]
     dtype: torch.dtype
+    whole_v: bool = False
 
 
 @torch.no_grad()
@@ -55,6 +56,7 @@ def orthogonalize(
     dtype: torch.dtype | None = None,
     backend: Backend = "auto",
     eps: float = 0.0,
+    variant: Variant | None = None,
 ) -> Tensor:
     """The orthogonal factor ``U Vᵀ`` of each matrix, approximately: singular values near one.
 
@@ -65,13 +67,15 @@ def orthogonalize(
         x: ``(..., m, n)``, floating point, any strides; not modified.
         coefficients: ``"polar_express"``, ``"classic"``, ``"you"``, one ``(a, b, c)``, or a sequence of them.
         steps: number of Newton–Schulz steps.
-        method: ``"standard"``, ``"gram"``, or ``"auto"``: the one with fewer operations; standard in bf16.
+        method: ``"standard"``, ``"gram"``, or ``"auto"``: the cheaper one by rule; standard in bf16.
         restarts: Gram form: the 0-based steps before which it restarts from ``X``. ``"auto"`` takes the
             fewest that are safe for these coefficients in ``dtype``; others select the Gram form.
         dtype: dtype that intermediate matrices are stored in; products of halves accumulate in fp32. ``None``:
             fp64 for fp64 input, else fp32 on CPU and fp16 elsewhere. On CPU, fp16 and bf16 are emulated.
-        backend: what multiplies matrices: ``"torch"``, or ``"auto"``: the fastest available.
+        backend: what computes products whose result is symmetric: ``"torch"`` all of it, ``"split"`` (CPU) block
+            rows up to the diagonal, ``"triton"`` (CUDA) lower tiles; ``"auto"`` by rule.
         eps: lower clamp of the norm; 0 is exact.
+        variant: what a measurement chose instead of the rules; excludes method, restarts and backend.
 
     Returns:
         Tensor of the shape and dtype of ``x``.
@@ -79,7 +83,7 @@ def orthogonalize(
     Raises:
         TypeError: ``x`` is no floating-point tensor, ``steps`` no int, or ``dtype`` no supported dtype.
         ValueError: ``x`` has fewer than two dimensions; an option is unknown or contradicts another;
-            restarts are unsafe in ``dtype``.
+            restarts are unsafe in ``dtype``; a back end cannot run on this device in ``dtype``.
 
     Reference: Jordan et al., https://kellerjordan.github.io/posts/muon; Zhang et al., "Gram Newton-Schulz".
     """
@@ -88,48 +92,91 @@ def orthogonalize(
         raise TypeError(f"x must be a floating-point tensor, got {kind}; convert it, for example with x.float()")
     if x.ndim < 2:
         raise ValueError(f"x must have two or more dimensions, got shape {tuple(x.shape)}; vectors belong on AdamW")
-    if backend not in _BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(_BACKENDS)}")
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps={eps!r} must be finite and non-negative; 0 is exact")
-    iteration = choose_iteration(
-        (x.shape[-2], x.shape[-1]),
-        coefficients=coefficients,
-        steps=steps,
-        method=method,
-        restarts=restarts,
-        dtype=storage_dtype(x.dtype, x.device, dtype),
-    )
+    check_eps(eps)
+    if variant is not None and not (method == restarts == backend == "auto"):
+        raise ValueError(f"variant={variant} excludes method, restarts and backend; leave them at 'auto'")
+    storage = storage_dtype(x.dtype, x.device, dtype)
+    sequence = coefficient_sequence(coefficients, steps)
+    shape = (x.shape[-2], x.shape[-1])
+    k = math.prod(x.shape[:-2])
+    if variant is None:
+        variant = choose_variant(
+            shape,
+            max(1, k),
+            sequence,
+            storage,
+            x.device,
+            method=method,
+            restarts=restarts if isinstance(restarts, str) else tuple(restarts),
+            backend=backend,
+        )
+    else:
+        variant = usable(variant, shape, sequence, storage, x.device)
     if x.numel() == 0:
         return torch.empty_like(x)
+    normalized, _ = normalize(x.reshape(k, *shape), storage, eps)
+    return run(normalized, variant, sequence, storage).to(x.dtype).reshape(x.shape)
 
-    batch = x.reshape(-1, *x.shape[-2:])
-    arithmetic = Arithmetic.on(x.device, iteration.dtype)
-    piece = batch_size((x.shape[-2], x.shape[-1]), len(batch), x.device)
+
+def run(
+    x: Tensor,  # (k, m, n)
+    variant: Variant,
+    coefficients: Coefficients,
+    storage: torch.dtype,
+) -> Tensor:  # (k, m, n)
+    """Orthogonalize matrices that :func:`normalize` made, piece by piece; ``x`` is overwritten or returned.
+
+    The result is in ``x``'s dtype. One that was replayed from a CUDA graph stays valid until the next replay.
+    """
+    if variant.replay:
+        from .replay import replayed
+
+        return replayed(x, variant, coefficients, storage)
+    arithmetic = make_arithmetic(variant, x.device, storage)
+    iteration = make_iteration(variant, coefficients, storage)
     with full_accumulation(x.device):
-        if piece == len(batch):
-            result = iterate(normalize(batch, arithmetic, eps), iteration, arithmetic).to(x.dtype)
-        else:
-            result = torch.empty(batch.shape, dtype=x.dtype, device=x.device)
-            for source, target in zip(torch.split(batch, piece), torch.split(result, piece), strict=True):
-                target.copy_(iterate(normalize(source, arithmetic, eps), iteration, arithmetic))
-    return result.reshape(x.shape)
+        if variant.piece >= len(x):
+            return iterate(x if len(x) > 1 else x[0], iteration, arithmetic).view(x.shape)
+        for piece in torch.split(x, variant.piece):
+            source = piece if len(piece) > 1 else piece[0]
+            source.copy_(iterate(source, iteration, arithmetic))
+    return x
 
 
-def batch_size(shape: tuple[int, int], k: int, device: torch.device) -> int:
-    """How many of ``k`` matrices of ``shape`` run as one batch on ``device``."""
-    return k if device.type != "cpu" else min(k, max(1, _CPU_BATCH_ELEMENTS // (shape[0] * shape[1])))
+def make_iteration(variant: Variant, coefficients: Coefficients, storage: torch.dtype) -> Iteration:
+    """What ``variant`` computes."""
+    return Iteration(coefficients, variant.method, variant.restarts, storage, whole_v=whole_v(variant.backend, storage))
+
+
+def usable(
+    variant: Variant,
+    shape: tuple[int, int],
+    coefficients: Coefficients,
+    storage: torch.dtype,
+    device: torch.device,
+) -> Variant:
+    """``variant`` with restarts that are safe for these coefficients.
+
+    Raises:
+        ValueError: its back end cannot run on ``device`` in ``storage``.
+    """
+    require_backend(variant.backend, device, storage)
+    return adapted(variant, shape, coefficients, storage, device)
 
 
 def newton_schulz_flops(
     shape: tuple[int, int], coefficients: CoefficientsArg, steps: int, dtype: torch.dtype | None, device: torch.device
 ) -> int:
-    """Operations that :func:`orthogonalize` takes for one fp32 matrix of ``shape`` on ``device``."""
+    """Operations that :func:`orthogonalize` takes for one fp32 matrix of ``shape``, with whole products."""
     storage = storage_dtype(torch.float32, device, dtype)
-    iteration = choose_iteration(
-        shape, coefficients=coefficients, steps=steps, method="auto", restarts="auto", dtype=storage
-    )
-    return iteration_flops(shape, steps, iteration.restarts if iteration.method == "gram" else None)
+    sequence = coefficient_sequence(coefficients, steps)
+    variant = choose_variant(shape, 1, sequence, storage, device, backend="torch")
+    return iteration_flops(shape, steps, variant.restarts if variant.method == "gram" else None)
+
+
+def iteration_flops(shape: tuple[int, int], steps: int, restarts: Sequence[int] | None) -> int:
+    """Operations for one matrix with whole products in the Gram form; ``restarts=None``: the standard form."""
+    return 2 * int(relative_cost(shape, steps, restarts))
 
 
 def storage_dtype(x_dtype: torch.dtype, device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
@@ -143,120 +190,139 @@ def storage_dtype(x_dtype: torch.dtype, device: torch.device, dtype: torch.dtype
     return dtype
 
 
-def choose_iteration(
-    shape: tuple[int, int],
+def check_eps(eps: float) -> None:
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps={eps!r} must be finite and non-negative; 0 is exact")
+
+
+def normalize(
+    x: Tensor,  # (k, m, n)
+    storage: torch.dtype,
+    eps: float,
     *,
-    coefficients: CoefficientsArg,
-    steps: int,
-    method: Method,
-    restarts: Literal["auto"] | Sequence[int],
-    dtype: torch.dtype,
-) -> Iteration:
-    """Decide form and restarts for matrices of ``shape`` ``(m, n)``; raises as :func:`orthogonalize` does."""
-    if method not in _METHODS:
-        raise ValueError(f"method={method!r} is unknown; use one of {', '.join(_METHODS)}")
-    sequence = coefficient_sequence(coefficients, steps)
-    explicit = not isinstance(restarts, str)
-    if method == "standard" and explicit:
-        raise ValueError(f"restarts={restarts!r} needs the Gram form; use method='gram' or restarts='auto'")
-    schedule = checked_restarts(restarts, sequence, dtype)
-    if method == "auto":
-        cheaper = iteration_flops(shape, steps, schedule) < iteration_flops(shape, steps, None)
-        method = "gram" if explicit or (cheaper and dtype != torch.bfloat16) else "standard"
-    if method == "standard":
-        return Iteration(sequence, "standard", (), dtype)
-    return Iteration(sequence, "gram", schedule, dtype)
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``x / max(‖x‖, eps)`` of each matrix, rounded once to ``storage``, and the norms, fp64 ``(k,)``.
 
-
-def iteration_flops(shape: tuple[int, int], steps: int, restarts: Sequence[int] | None) -> int:
-    """Operations for one matrix with full products in the Gram form; ``restarts=None``: the standard form."""
-    small, large = min(shape), max(shape)
-    wide, square = 2 * small * small * large, 2 * small**3
-    if restarts is None:
-        return steps * (2 * wide + square)
-    blocks = len(restarts) + 1
-    # Per block: XXᵀ and QX. Per step: R²; except a block's first: QZ; except a block's last: RZ and ZV.
-    return 2 * blocks * wide + (steps + 3 * (steps - blocks)) * square
-
-
-def normalize(x: Tensor, arithmetic: Arithmetic, eps: float) -> Tensor:
-    """``x / max(‖x‖, eps)`` of each matrix ``(..., m, n)``, rounded once to storage; zero stays exact zero.
-
-    The norm is accumulated in fp64: squares of 1e±30 leave fp32's range. The cast is last: fp16 has no 1e-8.
+    Zero stays exact zero. A norm is not finite where an entry is not. The cast is last: fp16 has no 1e-8. ``out`` may
+    be ``x``.
     """
-    norm = _frobenius_norm(x).clamp(min=eps)
+    norms = frobenius_norms(x)
     compute = torch.promote_types(x.dtype, torch.float32)
-    # A finite nonzero factor: a norm outside fp32's range must not turn numbers into zeros or NaN.
+    if x.device.type == "cpu":  # numbers: a dozen small operations take as long as a small matrix
+        factor = torch.tensor([_inverse(norm, eps, torch.finfo(compute)) for norm in norms.tolist()], dtype=compute)
+    else:
+        factor = _inverses(norms, eps, compute)
+    carrier = carrier_dtype(x.device, storage)
+    if out is None:
+        out = torch.empty(x.shape, dtype=carrier, device=x.device)
+    torch.mul(x, factor[:, None, None], out=out)
+    return (out if carrier == storage else out.copy_(out.to(storage))), norms
+
+
+def _inverses(norms: Tensor, eps: float, compute: torch.dtype) -> Tensor:
+    """:func:`_inverse` of each, without waiting for a device."""
     limits = torch.finfo(compute)
-    in_range = norm.reciprocal().clamp(limits.smallest_normal * 2.0**-20, limits.max)
-    factor = torch.where(norm == 0, 0.0, in_range).to(compute)
-    result = torch.empty(x.shape, dtype=arithmetic.carrier, device=x.device)
-    return arithmetic.round_(torch.mul(x, factor, out=result))
+    clamped = norms.clamp(min=eps)
+    in_range = clamped.reciprocal().clamp(limits.smallest_normal * 2.0**-20, limits.max)
+    return torch.where(clamped == 0, 0.0, in_range).to(compute)
 
 
-def _frobenius_norm(x: Tensor) -> Tensor:
-    """fp64 norms ``(..., 1, 1)`` of the matrices of ``x``."""
-    limit = _NORM_CHUNK.get(x.device.type, _NORM_CHUNK["cuda"])
-    rows = max(1, limit * x.shape[-2] // x.numel())
+def _inverse(norm: float, eps: float, limits: torch.finfo) -> float:
+    """``1 / max(norm, eps)``, zero for zero; NaN stays.
+
+    A finite nonzero factor: a norm outside the range of the dtype must not turn numbers into zeros or NaN.
+    """
+    norm = eps if norm < eps else norm
+    if norm == 0 or math.isnan(norm):
+        return norm
+    return min(max(1 / norm, limits.smallest_normal * 2.0**-20), limits.max)
+
+
+def frobenius_norms(x: Tensor) -> Tensor:
+    """Norms of the matrices ``(k, m, n)`` in fp64, ``(k,)``; nothing waits for a device.
+
+    Rows are summed in ``x``'s dtype or fp32, and their norms in fp64. Squares of 1e±30 leave fp32's range: matrices
+    are then scaled by a power of two first, which changes no bit of the result but its exponent.
+    """
+    compute = torch.promote_types(x.dtype, torch.float32)
+    if x.device.type == "cpu":
+        norms = _norms_of_rows(x.to(compute))
+        if all(_SAFE_NORMS[0] < norm < _SAFE_NORMS[1] for norm in norms.tolist()):
+            return norms
+    rows = max(1, _NORM_CHUNK * x.shape[-2] // x.numel())
     chunks = torch.split(x, rows, dim=-2)
-    norms = [torch.linalg.vector_norm(chunk, dim=(-2, -1), dtype=torch.float64) for chunk in chunks]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-    return norm[..., None, None]
+    largest = torch.stack([chunk.abs().amax(dim=(-2, -1)) for chunk in chunks]).amax(dim=0).to(compute)
+    exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent.clamp(-120, 120), 0)
+    scale = torch.ldexp(torch.ones_like(largest), -exponent)[:, None, None]
+    norms = torch.stack([_norms_of_rows(chunk.to(compute) * scale) for chunk in chunks])
+    return torch.ldexp(torch.linalg.vector_norm(norms, dim=0), exponent)
+
+
+def _norms_of_rows(x: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1), dim=-1, dtype=torch.float64)
+    return norms
 
 
 def iterate(x: Tensor, iteration: Iteration, arithmetic: Arithmetic) -> Tensor:
-    """Run ``iteration`` on normalised ``x``, ``(m, n)`` or ``(k, m, n)``, in ``arithmetic``'s carrier."""
+    """Run ``iteration`` on normalised ``x``, ``(m, n)`` or ``(k, m, n)``, in ``arithmetic``'s carrier.
+
+    ``x`` is overwritten or returned. Beside it, intermediate matrices take one more of its size, and four squares.
+    """
     if iteration.method == "standard":
         return _standard(x, iteration.coefficients, arithmetic)
-    return _gram_form(x, iteration.coefficients, iteration.restarts, arithmetic)
+    spare = torch.empty_like(x)
+    for start, stop in itertools.pairwise((0, *iteration.restarts, len(iteration.coefficients))):
+        whole_v = iteration.whole_v and start > 0
+        result = _gram_block(x, iteration.coefficients[start:stop], arithmetic, whole_v, spare)
+        x, spare = result, x
+    return x
 
 
 def _standard(x: Tensor, coefficients: Coefficients, arithmetic: Arithmetic) -> Tensor:
+    spare = torch.empty_like(x)
     for a, b, c in coefficients:
         r = _gram(x, arithmetic)
-        z = arithmetic.product(r, r, r, alpha=c, beta=b)
-        x = _apply(z, a, x, arithmetic)
+        z = arithmetic.symmetric(r, r, r, alpha=c, beta=b)
+        x, spare = _apply(z, a, x, arithmetic, spare), x
     return x
 
 
-def _gram_form(x: Tensor, coefficients: Coefficients, restarts: Sequence[int], arithmetic: Arithmetic) -> Tensor:
-    for start, stop in itertools.pairwise((0, *restarts, len(coefficients))):
-        x = _gram_block(x, coefficients[start:stop], arithmetic)
-    return x
-
-
-def _gram_block(x: Tensor, coefficients: Coefficients, arithmetic: Arithmetic) -> Tensor:
-    """``X`` after the steps of one restart block.
+def _gram_block(x: Tensor, coefficients: Coefficients, arithmetic: Arithmetic, whole_v: bool, out: Tensor) -> Tensor:
+    """``X`` after the steps of one restart block, in ``out``.
 
     A factor ``Z + aI`` is not multiplied with: the identity's share is added inside the product instead, as
     in half precision ``a`` costs the small entries of ``Z`` their last digits. The accumulated ``Q`` is kept
     whole: kept as ``Q - sI`` it cancels where ``Q`` is small, which measured ten times worse.
     """
     r = _gram(x, arithmetic)
-    q = r
+    if len(coefficients) == 1:
+        ((a, b, c),) = coefficients
+        return _apply(arithmetic.symmetric(r, r, r, alpha=c, beta=b), a, x, arithmetic, out)
+    q = z = v = None  # written by the first step, then reused: results go where nothing is needed any more
     for index, (a, b, c) in enumerate(coefficients):
-        z = arithmetic.product(r, r, r, alpha=c, beta=b)
-        if index + 1 == len(coefficients) == 1:
-            return _apply(z, a, x, arithmetic)
+        z = arithmetic.symmetric(r, r, r, alpha=c, beta=b, out=z)
         if index + 1 < len(coefficients):
-            v = arithmetic.product(r, z, r, beta=a)
-            r = arithmetic.product(z, v, v, beta=a)
-        if index == 0:
+            multiply = arithmetic.product if whole_v and index == 0 else arithmetic.symmetric
+            v = multiply(r, z, r, beta=a, out=v)
+            r = arithmetic.symmetric(z, v, v, beta=a, out=r)
+        if q is None:
             z.diagonal(dim1=-2, dim2=-1).add_(a)
-            q = arithmetic.round_(z)
+            q, z = arithmetic.round_(z), None
         else:
-            q = arithmetic.product(q, z, q, beta=a)
-    return _apply(q, 0.0, x, arithmetic)
+            q, v = arithmetic.symmetric(q, z, q, beta=a, out=v), q
+    assert q is not None
+    return _apply(q, 0.0, x, arithmetic, out)
 
 
 def _gram(x: Tensor, arithmetic: Arithmetic) -> Tensor:
     """The smaller of ``XXᵀ`` and ``XᵀX``."""
-    return arithmetic.product(x, x.mT) if x.shape[-2] <= x.shape[-1] else arithmetic.product(x.mT, x)
+    return arithmetic.gram(x if x.shape[-2] <= x.shape[-1] else x.mT)
 
 
-def _apply(q: Tensor, scale: float, x: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """``(q + scale · I)`` times ``x`` on its small side; ``q`` is symmetric."""
+def _apply(q: Tensor, scale: float, x: Tensor, arithmetic: Arithmetic, out: Tensor) -> Tensor:
+    """``(q + scale · I)`` times ``x`` on its small side, into ``out``; ``q`` is symmetric."""
     addend = x if scale else None
     if x.shape[-2] <= x.shape[-1]:
-        return arithmetic.product(q, x, addend, beta=scale)
-    return arithmetic.product(x, q.mT, addend, beta=scale)
+        return arithmetic.product(q, x, addend, beta=scale, out=out)
+    return arithmetic.product(x, q.mT, addend, beta=scale, out=out)

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HALF = (torch.float16, torch.bfloat16)
+from .cpu_symmetric import split_product
+from .tile_config import TileConfig
+from .triton_symmetric import symmetric_product
+from .variant import HALF, Variant
 
 
 @contextmanager
@@ -19,17 +22,18 @@ def full_accumulation(device: torch.device) -> Iterator[None]:
         yield
         return
     matmul = torch.backends.cuda.matmul
-    allowed = matmul.allow_fp16_reduced_precision_reduction
+    allowed = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
     matmul.allow_fp16_reduced_precision_reduction = False
+    matmul.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     finally:
-        matmul.allow_fp16_reduced_precision_reduction = allowed
+        matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = allowed
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How a Newton–Schulz iteration stores matrices and multiplies them.
+    """How a Newton–Schulz iteration stores matrices and multiplies them; this one with torch's whole products.
 
     ``storage`` is the dtype whose values are kept. Where the device multiplies it fast, tensors are of that
     dtype. On CPU half-precision products run 60 times slower than fp32's, so there tensors are fp32
@@ -39,11 +43,6 @@ class Arithmetic:
 
     storage: torch.dtype
     carrier: torch.dtype
-
-    @classmethod
-    def on(cls, device: torch.device, storage: torch.dtype) -> Arithmetic:
-        emulated = device.type == "cpu" and storage in HALF
-        return cls(storage, torch.float32 if emulated else storage)
 
     def round_(self, x: Tensor) -> Tensor:
         """Round ``x``, in ``carrier``, to the values that ``storage`` holds, in place."""
@@ -57,9 +56,95 @@ class Arithmetic:
         *,
         alpha: float = 1.0,
         beta: float = 1.0,
+        out: Tensor | None = None,  # (..., m, n)
     ) -> Tensor:
-        """``alpha · a b + beta · c`` with one rounding, of matrices or batches. Without ``c``: ``a b``."""
+        """``alpha · a b + beta · c`` with one rounding, of matrices or batches. Without ``c``: ``a b``.
+
+        ``out`` may be neither ``a`` nor ``b``.
+        """
         if c is None:
-            return self.round_(a @ b)
+            return self.round_(torch.matmul(a, b, out=out))
         fused = torch.addmm if a.ndim == 2 else torch.baddbmm
-        return self.round_(fused(c, a, b, beta=beta, alpha=alpha))
+        return self.round_(fused(c, a, b, beta=beta, alpha=alpha, out=out))
+
+    def symmetric(
+        self,
+        a: Tensor,  # (..., m, m)
+        b: Tensor,  # (..., m, m), symmetric
+        c: Tensor | None = None,  # (..., m, m), symmetric
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """:meth:`product` of symmetric matrices that commute: a symmetric result. ``out`` may be ``c``."""
+        return self.product(a, b, c, alpha=alpha, beta=beta, out=out)
+
+    def gram(self, x: Tensor) -> Tensor:
+        """``X Xᵀ`` of ``(..., m, p)``."""
+        return self.product(x, x.mT)
+
+
+class SplitArithmetic(Arithmetic):
+    """On the CPU: symmetric results by block rows up to the diagonal."""
+
+    __slots__ = ()
+
+    def symmetric(
+        self,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        result = torch.empty_like(a) if out is None else out
+        if a.ndim == 2:
+            return self.round_(split_product(a, b, c, alpha=alpha, beta=beta, out=result))
+        for i, (left, right, row) in enumerate(zip(a, b, result, strict=True)):
+            split_product(left, right, None if c is None else c[i], alpha=alpha, beta=beta, out=row)
+        return self.round_(result)
+
+    def gram(self, x: Tensor) -> Tensor:
+        if x.ndim == 2:
+            return self.round_(split_product(x, x.mT))
+        return self.round_(torch.stack([split_product(row, row.mT) for row in x]))
+
+
+@dataclass(frozen=True, slots=True)
+class TritonArithmetic(Arithmetic):
+    """On the GPU: symmetric results by lower tiles, each stored twice."""
+
+    tile: TileConfig | None = None
+
+    def symmetric(
+        self,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return symmetric_product(
+            a, b, c, alpha=alpha, beta=beta if c is not None else 0.0, out=out, b_symmetric=True, config=self.tile
+        )
+
+    def gram(self, x: Tensor) -> Tensor:
+        return symmetric_product(x, x.mT, config=self.tile)
+
+
+def make_arithmetic(variant: Variant, device: torch.device, storage: torch.dtype) -> Arithmetic:
+    """What ``variant`` multiplies with."""
+    carrier = carrier_dtype(device, storage)
+    if variant.backend == "triton":
+        return TritonArithmetic(storage, carrier, TileConfig.parse(variant.tile) if variant.tile else None)
+    return (SplitArithmetic if variant.backend == "split" else Arithmetic)(storage, carrier)
+
+
+def carrier_dtype(device: torch.device, storage: torch.dtype) -> torch.dtype:
+    """The dtype of tensors that hold values of ``storage`` on ``device``."""
+    return torch.float32 if device.type == "cpu" and storage in HALF else storage

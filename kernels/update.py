@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
+from types import ModuleType
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .newton_schulz import CoefficientsArg, orthogonalize
+from .coefficients import coefficient_sequence
+from .newton_schulz import CoefficientsArg, check_eps, normalize, run, storage_dtype
+from .products import carrier_dtype
+from .variant import Variant, choose_variant
 
 AdjustLr: TypeAlias = "Literal['original', 'match_rms_adamw', 'spectral'] | Callable[[Sequence[int]], float] | None"
 
@@ -61,21 +66,45 @@ def momentum_update(
     Raises:
         ValueError: momentum not fp32 or fp64, or a gradient of another shape than its momentum.
     """
-    if momentum.dtype not in _MOMENTUM_DTYPES:
-        raise ValueError(f"momentum must be fp32 or fp64, got {momentum.dtype}; keep optimizer state in fp32")
-    if momentum.ndim != 3 or len(grads) != momentum.shape[0]:
-        raise ValueError(
-            f"momentum must be ({len(grads)}, m, n) for {len(grads)} gradients, got {tuple(momentum.shape)}"
-        )
+    _check_momentum(grads, momentum)
     update = torch.empty_like(momentum, memory_format=torch.contiguous_format)
-    for index, (grad, row) in enumerate(zip(grads, update, strict=True)):
-        if grad.shape != row.shape:  # copy_ would broadcast
-            raise ValueError(
-                f"gradient {index} is {tuple(grad.shape)}, momentum {tuple(row.shape)}; batch equal shapes"
-            )
     torch._foreach_copy_(list(update.unbind(0)), list(grads))
     momentum.lerp_(update, 1 - beta)
     return update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
+
+
+@torch.no_grad()
+def normalized_momentum(
+    grads: Sequence[Tensor],  # k of (m, n)
+    momentum: Tensor,  # (k, m, n)
+    *,
+    beta: float,
+    nesterov: bool,
+    storage: torch.dtype,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # (k, m, n), (k,)
+    """:func:`momentum_update`, divided by the norm and rounded to ``storage`` once: what ``run`` takes.
+
+    On CUDA two passes: one writes momentum and sums squares, the other reads gradient and momentum again and writes
+    the result, for which no fp32 copy of the update is kept.
+
+    Returns:
+        The matrices, and their norms before that in fp64, which are not finite where an entry is not.
+
+    Raises:
+        ValueError: as :func:`momentum_update`; ``eps`` negative or not finite.
+    """
+    check_eps(eps)
+    _check_momentum(grads, momentum)
+    fused = _fused(momentum)
+    if fused is not None and fused.unsupported(grads, momentum) is None and momentum.dtype == torch.float32:
+        norms = fused.momentum_norms(grads, momentum, beta=beta, nesterov=nesterov)
+        out = torch.empty(momentum.shape, dtype=carrier_dtype(momentum.device, storage), device=momentum.device)
+        fused.normalized_update(grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, out=out)
+        return out, norms
+    update = momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
+    in_place = update.dtype == carrier_dtype(update.device, storage)
+    return normalize(update, storage, eps, out=update if in_place else None)
 
 
 @torch.no_grad()
@@ -86,26 +115,30 @@ def apply_update_(
     lr: float,
     weight_decay: float,
     scale: float,
+    copies: Sequence[Tensor] | None = None,  # k of (m, n)
 ) -> None:
-    """``param ← (1 - lr · weight_decay) · param - lr · scale · update``, in place.
+    """``param ← (1 - lr · weight_decay) · param - lr · scale · update``, in place; in one pass on CUDA.
+
+    Args:
+        copies: receive the new values in their own dtype, for example what is communicated.
 
     Raises:
-        ValueError: a parameter of another shape than its update.
+        ValueError: a parameter or copy of another shape than its update.
     """
     weights = list(params)
-    if update.ndim != 3 or len(weights) != update.shape[0]:
-        raise ValueError(
-            f"update must be ({len(weights)}, m, n) for {len(weights)} parameters, got {tuple(update.shape)}"
-        )
-    for index, weight in enumerate(weights):
-        if weight.shape != update.shape[1:]:  # add_ would broadcast
-            raise ValueError(
-                f"parameter {index} is {tuple(weight.shape)}, update {tuple(update.shape[1:])}; batch equal shapes"
-            )
+    _check_shapes("parameter", weights, update)
+    if copies is not None:
+        _check_shapes("copy", copies, update)
     if not weights:
+        return
+    fused = _fused(update)
+    if fused is not None and fused.unsupported(weights, update, copies or ()) is None:
+        fused.apply_update(weights, update, lr=lr, weight_decay=weight_decay, scale=scale, copies=copies)
         return
     torch._foreach_mul_(weights, 1 - lr * weight_decay)
     torch._foreach_add_(weights, list(update.unbind(0)), alpha=-lr * scale)
+    if copies is not None:
+        torch._foreach_copy_(list(copies), weights)
 
 
 @torch.no_grad()
@@ -123,8 +156,60 @@ def muon_update_(
     coefficients: CoefficientsArg = "polar_express",
     steps: int = 5,
     dtype: torch.dtype | None = None,
+    variant: Variant | None = None,
 ) -> None:
-    """One Muon update of ``k`` matrices: ``momentum_update``, ``orthogonalize``, ``apply_update_``."""
-    update = momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
-    update = orthogonalize(update, coefficients=coefficients, steps=steps, dtype=dtype, eps=eps)
+    """One Muon update of ``k`` matrices: ``normalized_momentum``, Newton–Schulz, ``apply_update_``.
+
+    Args:
+        variant: how Newton–Schulz runs; ``None`` is the rule's choice.
+    """
+    storage = storage_dtype(momentum.dtype, momentum.device, dtype)
+    sequence = coefficient_sequence(coefficients, steps)
+    if variant is None:
+        variant = choose_variant(
+            (momentum.shape[-2], momentum.shape[-1]), len(momentum), sequence, storage, momentum.device
+        )
+    x, _ = normalized_momentum(grads, momentum, beta=beta, nesterov=nesterov, storage=storage, eps=eps)
+    update = run(x, variant, sequence, storage)
     apply_update_(params, update, lr=lr, weight_decay=weight_decay, scale=scale)
+
+
+def _check_momentum(grads: Sequence[Tensor], momentum: Tensor) -> None:
+    if momentum.dtype not in _MOMENTUM_DTYPES:
+        raise ValueError(f"momentum must be fp32 or fp64, got {momentum.dtype}; keep optimizer state in fp32")
+    if momentum.ndim != 3 or len(grads) != momentum.shape[0]:
+        raise ValueError(
+            f"momentum must be ({len(grads)}, m, n) for {len(grads)} gradients, got {tuple(momentum.shape)}"
+        )
+    for index, grad in enumerate(grads):
+        if grad.shape != momentum.shape[1:]:  # copy_ would broadcast
+            raise ValueError(
+                f"gradient {index} is {tuple(grad.shape)}, momentum {tuple(momentum.shape[1:])}; batch equal shapes"
+            )
+
+
+def _check_shapes(name: str, tensors: Sequence[Tensor], update: Tensor) -> None:
+    plural = "copies" if name == "copy" else f"{name}s"
+    if update.ndim != 3 or len(tensors) != update.shape[0]:
+        raise ValueError(
+            f"update must be ({len(tensors)}, m, n) for {len(tensors)} {plural}, got {tuple(update.shape)}"
+        )
+    for index, tensor in enumerate(tensors):
+        if tensor.shape != update.shape[1:]:  # add_ would broadcast
+            raise ValueError(
+                f"{name} {index} is {tuple(tensor.shape)}, update {tuple(update.shape[1:])}; batch equal shapes"
+            )
+
+
+def _fused(tensor: Tensor) -> ModuleType | None:
+    """The Triton kernels, where they can run."""
+    return _triton_update() if tensor.device.type == "cuda" else None
+
+
+@cache
+def _triton_update() -> ModuleType | None:
+    try:
+        from . import triton_update
+    except ImportError:
+        return None
+    return triton_update

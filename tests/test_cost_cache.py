@@ -27,7 +27,7 @@ KEY = CacheKey("Device X", 132, "550.1", "2.13.0", "12.8", "float16", "abc123", 
 CACHE = CostCache(
     KEY,
     {
-        (64, 256): {1: Timing(100, 99, 103, 9), 2: Timing(150, 150, 151, 9)},
+        (64, 256): {1: Timing(100, 99, 103, 9, "gram r2 torch by4"), 2: Timing(150, 150, 151, 9)},
         (512, 512): {1: Timing(900, 800, 950, 7)},
     },
 )
@@ -204,7 +204,9 @@ T = "entries/64x256/1"
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (broken("schema", 99), r"field 'schema' is 99, this version reads 1"),
+        (broken(f"{T}/variant", "fast"), r"field 'entries.64x256.1.variant': 'fast' is no .* variant"),
+        (broken(f"{T}/variant", 3), r"field 'entries.64x256.1.variant' is 3, not a string"),
+        (broken("schema", 99), r"field 'schema' is 99, this version reads 2"),
         (broken("schema", True), r"field 'schema' is True"),
         (broken("schema", ...), r"field 'schema' is missing"),
         (broken("extra", 1), r"field 'extra' is unknown"),
@@ -387,5 +389,11 @@ def test_shipped_profiles_are_valid():
 def test_the_file_is_plain_json_with_the_documented_fields(tmp_path):
     CACHE.save(tmp_path / "c.json")
     document = json.loads((tmp_path / "c.json").read_text())
-    assert document["schema"] == 1 and document["key"] == asdict(KEY)
-    assert document["entries"]["64x256"]["1"] == {"median_ns": 100, "p10_ns": 99, "p90_ns": 103, "n": 9}
+    assert document["schema"] == 2 and document["key"] == asdict(KEY)
+    assert document["entries"]["64x256"]["1"] == {
+        "median_ns": 100,
+        "p10_ns": 99,
+        "p90_ns": 103,
+        "n": 9,
+        "variant": "gram r2 torch by4",
+    }

@@ -57,7 +57,8 @@ def key():
 
 
 def alone(counts=COUNTS, **options):
-    return find_costs(counts, world=1, rank=0, device=CPU, **options)
+    found = find_costs(counts, world=1, rank=0, device=CPU, **options)
+    return found.table, found.source
 
 
 def together(world, counts=COUNTS, each=None, **options):
@@ -73,7 +74,8 @@ def together(world, counts=COUNTS, each=None, **options):
             return answer
 
         try:
-            results[rank] = find_costs(counts, world=world, rank=rank, device=CPU, share=share, **options)
+            found = find_costs(counts, world=world, rank=rank, device=CPU, share=share, **options)
+            results[rank] = found.table, found.source
         except Exception as error:
             results[rank] = error
 

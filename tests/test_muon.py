@@ -72,6 +72,27 @@ def test_five_steps_equal_torch(nesterov: bool) -> None:
     assert set(optimizer.last_step.seconds) == {"momentum", "ns", "apply", "publish", "adamw"}
 
 
+@pytest.mark.pitfall("P38", "P47")
+def test_the_last_step_tells_how_it_ran_and_which_matrices_are_not_finite() -> None:
+    params = [*matrices(2, (8, 8)), *matrices(1, (8, 40))]
+    params[1].grad[3, 4] = float("nan")
+    kept = [p.detach().clone() for p in params]
+    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], lr=0.01)
+    optimizer.step()
+    stats = optimizer.last_step
+    assert stats.nonfinite == ("parameter 1 of group 0",)
+    assert stats.variants == {(8, 8): "standard torch by1024", (8, 40): "gram r2 torch by204"}
+    assert params[1].isnan().all(), "NaN is not hidden"
+    for index in (0, 2):
+        assert params[index].isfinite().all() and not torch.equal(params[index], kept[index])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    params[1].detach().zero_()
+    optimizer.state[params[1]]["momentum_buffer"].zero_()
+    optimizer.step()
+    assert optimizer.last_step.nonfinite == ()
+
+
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw", None], ids=str)
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_matrix_updates_equal_torch_muon(adjust: str | None, nesterov: bool) -> None:

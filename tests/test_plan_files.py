@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ import dmuon
 from dmuon import OwnerPlan, files
 from dmuon import plan as plan_module
 from dmuon.cli.plan import main as plan_command
+from dmuon.costs import FoundCosts
 from dmuon.solver import CostTable, Matrix, SolveOptions
 
 # Batches of several matrices pay here, and the FLOPs that the planner would go by otherwise say that they do not.
@@ -40,7 +42,7 @@ def toy_plan(world: int, model: nn.Module | None = None, table: CostTable = BATC
     """A plan for ``Toy``, made without a process group."""
     named = (build() if model is None else model).named_parameters()
     matrices = [Matrix(n, *p.shape, ".".join(n.split(".")[:2])) for n, p in named if is_matrix(n)]
-    return OwnerPlan.from_solution(dmuon.solver.plan(matrices, world, table, GREEDY), table, "a table")
+    return OwnerPlan.from_solution(dmuon.solver.plan(matrices, world, table, GREEDY), FoundCosts(table, "a table"))
 
 
 def run(model: nn.Module, optimizer: dmuon.Muon, rank: int, world: int, steps: range) -> None:
@@ -79,8 +81,11 @@ def test_a_plan_survives_its_file(
     shapes = [(m, n) for m, n, count in counts for _ in range(count)]
     matrices = [Matrix(f"m{i}", m, n, f"{block}{i % 3}", 1 + i) for i, (m, n) in enumerate(shapes)]
     table = CostTable({m.shape: dict(zip((1, 2, 4), times, strict=True)) for m in matrices})
-    plan = OwnerPlan.from_solution(dmuon.solver.plan(matrices, world, table, GREEDY), table, cost_source)
+    measured = {m.shape: {1: "standard torch by1", 2: "gram r2 torch by9"} for m in matrices[::2]}
+    costs = FoundCosts(table, cost_source, measured)
+    plan = OwnerPlan.from_solution(dmuon.solver.plan(matrices, world, table, GREEDY), costs)
     assert plan.chunks == {m.shape: table.chunk(m.shape) for m in matrices}
+    assert plan.variants == {s: of[1 if plan.chunks[s] == 1 else 2] for s, of in measured.items()}, "of the largest"
     path = tmp_path / "plan.json"
     plan.save(path)
     again = OwnerPlan.load(str(path))
@@ -129,7 +134,7 @@ def set_reason(document: dict[str, Any]) -> None:
         (set_field("cost_source", "elsewhere"), "the content was changed"),
         (set_field("sha256", "0" * 64), f"the content was changed: .* not '{'0' * 64}'"),
         (set_field("cost_source", 3), "field 'cost_source' is 3, not a string"),
-        (set_field("schema", 99), "field 'schema' is 99, this version of dmuon reads 1"),
+        (set_field("schema", 99), "field 'schema' is 99, this version of dmuon reads 2"),
         (set_field("schema", True), "field 'schema' is True"),
         (set_field("chunks", []), "field 'chunks' is no object"),
         (set_field("chunks", {"13x13": 1}), "field 'chunks': shape 13x29 is missing"),
@@ -138,11 +143,22 @@ def set_reason(document: dict[str, Any]) -> None:
         (set_field("chunks", {"13x13": True, "13x29": 1}), "field 'chunks.13x13' is True"),
         (set_field("chunks", {"13x13": 1, "13x29": 2.0}), r"field 'chunks.13x29' is 2\.0"),
         (set_field("chunks", {"13 x 13": 1}), "field 'chunks': shape '13 x 13' is not like '1024x4096'"),
+        (set_field("variants", {"13x13": "fast"}), r"field 'variants\.13x13': 'fast' is no Newton–Schulz variant"),
+        (set_field("variants", {"13x13": 3}), r"field 'variants\.13x13': "),
+        (
+            set_field("variants", {"2x2": "gram r2 torch by1"}),
+            r"field 'variants\.2x2': the plan has no matrices of that",
+        ),
+        (set_field("variants", {"13x13": "gram r2 torch by3"}), "the content was changed"),
+        (set_field("variants", None), "field 'variants' is no object"),
         (set_field("solution", None), "field 'solution': "),
         (set_field("solution", {}), "field 'solution': "),
         (set_field("more", 1), "field 'more' is unknown"),
         (drop_field("schema"), "field 'schema' is None"),
-        *((drop_field(name), f"field '{name}' is missing") for name in ("solution", "chunks", "cost_source", "sha256")),
+        *(
+            (drop_field(name), f"field '{name}' is missing")
+            for name in ("solution", "chunks", "variants", "cost_source", "sha256")
+        ),
     ],
 )
 def test_a_tampered_file_is_refused_by_file_and_field(
@@ -340,6 +356,34 @@ def test_a_resumed_run_with_its_plan_goes_on_bit_by_bit(ranks: RankPool, tmp_pat
     assert len(texts) == 1, "every rank writes the same file"
 
 
+def run_as_planned(rank: int, world: int, path: str) -> tuple[dict[tuple[int, int], str], str, list[str]]:
+    """How Newton–Schulz ran on this rank, what is told of it, and warnings."""
+    model = build(seed=rank)
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), plan=path)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(model, optimizer, rank, world, range(1))
+    return optimizer.last_step.variants, dmuon.explain(model, optimizer), [str(w.message) for w in caught]
+
+
+@pytest.mark.pitfall("P47")
+def test_newton_schulz_runs_as_the_plan_says_and_explain_tells(ranks: RankPool, tmp_path: Path) -> None:
+    variants = {(13, 13): "gram r1,3 split by2", (13, 29): "gram r2 triton 128x64w8s4g8 by4"}
+    plan = replace(toy_plan(2), variants=variants)
+    assert plan.digest != toy_plan(2).digest
+    plan.save(tmp_path / "plan.json")
+    both = {}
+    for ran, text, said in ranks(2, run_as_planned, str(tmp_path / "plan.json")):
+        both.update(ran)
+        assert all(f"{small}x{large}: {variant}" in text for (small, large), variant in ran.items())
+        assert "13x13 by 4 (gram r1,3 split by2)" in text
+        if (13, 29) in ran:
+            assert any("13x29 as 'gram r2 triton 128x64w8s4g8 by4', which this device cannot" in w for w in said)
+    assert both[13, 13] == "gram r1,3 split by2", "the plan's, which the rule would not choose"
+    assert both[13, 29] == "gram r3 torch by173", "the rule's, as there is no GPU"
+
+
 def odd_plan_applied(rank: int, world: int, path: str) -> tuple[str, str, tuple[int, ...]]:
     model = build(seed=rank)
     policy = MixedPrecisionPolicy(param_dtype=torch.float64)
@@ -362,7 +406,7 @@ def test_owners_and_batches_are_the_files_and_bytes_this_runs(ranks: RankPool, t
         for part in (
             f"plan: loaded from {path}, digest with batches {plan.digest}",
             "costs: a table",
-            "batches: 13x13 by 4, 13x29 by 2",
+            "batches: 13x13 by 4; 13x29 by 2",
             f"{plan.solution.makespan_ns / 1e6:.3f} ms",
             f"gap {plan.solution.gap:.2%}",
         ):
@@ -421,7 +465,7 @@ def test_the_plan_of_something_else_is_refused_on_every_rank(
 def test_the_plan_of_other_blocks_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     matrices = [Matrix(f"blocks.{i}.mix.weight", 13, 13, f"blocks.{i}") for i in range(2)]
-    OwnerPlan.from_solution(dmuon.solver.plan(matrices, 2, BATCHED), BATCHED, "a table").save(path)
+    OwnerPlan.from_solution(dmuon.solver.plan(matrices, 2, BATCHED), FoundCosts(BATCHED, "a table")).save(path)
     says = r"'blocks\.1\.mix\.weight' with block 'blocks\.1', here it is 'blocks\.1\.mix'; plan again"
     ranks(2, refused, {"plan": str(path)}, "other blocks", expect=ValueError, match=says, timeout=30)
 

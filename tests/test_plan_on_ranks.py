@@ -203,7 +203,7 @@ def ranks_given_to_the_solver(rank: int, world: int, hosts: list[str]) -> list[d
 
     with (
         replaced(plan_module, "solve_plan", solve),
-        replaced(dedicate_module.socket, "gethostname", lambda: hosts[rank]),
+        replaced(place_module.socket, "gethostname", lambda: hosts[rank]),
     ):
         dmuon.dedicate_params(build(), init_device_mesh("cpu", (world,)), costs="flops")
     return seen

@@ -11,6 +11,7 @@ import torch
 
 from dmuon import profiler
 from dmuon.cost_cache import CostCacheError, Timing
+from dmuon.kernels import Variant
 from dmuon.profiler import NsOptions, device_key, measure, options_of, timing_bar, useful_batch_sizes
 
 CPU = torch.device("cpu")
@@ -111,14 +112,63 @@ def test_what_is_timed_is_the_update_with_these_options(monkeypatch):
 
 def test_a_noisy_round_is_measured_again_and_a_calm_one_counts():
     ticks = iter([100, *[100, 200] * 4, 100, *[101] * 8, 102, *[1] * 99])
-    timing = profiler._time_batch((4, 4), 1, CPU, NsOptions(), lambda f: next(ticks), 1e12)
+    timing = profiler._time_batch(lambda: None, lambda f: next(ticks), 1e12)
     assert timing == Timing(101, 101, 101, 9)
 
 
 def test_the_first_run_which_may_compile_is_never_the_cost():
     ticks = iter([10**9, 100, 120])
-    timing = profiler._time_batch((4, 4), 1, CPU, NsOptions(), lambda f: next(ticks), 0.0)
+    timing = profiler._time_batch(lambda: None, lambda f: next(ticks), 0.0)
     assert timing == Timing(100, 100, 100, 1), "one run counts even where the share is spent"
+
+
+def rivals(monkeypatch, times, wrong=()):
+    """Lets ``times`` (by back end and form) decide what is fastest; forms in ``wrong`` compute nonsense."""
+    clocked = []
+
+    def update(self, options, variant=None):
+        return lambda: clocked.append(variant)
+
+    def clock(function):
+        function()
+        return times.get((clocked[-1].backend, clocked[-1].method), 1000)
+
+    real = profiler.orthogonalize
+
+    def orthogonalize(x, *, variant=None, **options):
+        result = real(x, variant=variant, **options)
+        return result + 0.1 if variant is not None and variant.method in wrong else result
+
+    monkeypatch.setattr(profiler._Batch, "update", update)
+    monkeypatch.setattr(profiler, "orthogonalize", orthogonalize)
+    return lambda: profiler._fastest(profiler._Batch((24, 32), 2, CPU), NsOptions(), clock, 1e12, 0.0), clocked
+
+
+def test_the_fastest_variant_is_found_and_small_gains_are_noise(monkeypatch):
+    find, tried = rivals(monkeypatch, {("split", "gram"): 500, ("split", "standard"): 970})
+    assert (find().backend, find().method) == ("split", "gram")
+    assert {(v.backend, v.method) for v in tried} == {(b, m) for b in ("torch", "split") for m in ("gram", "standard")}
+    find, _ = rivals(monkeypatch, {("split", "gram"): 970})
+    assert (find().backend, find().method) == ("torch", "standard"), "the rule's"
+
+
+def test_a_variant_that_computes_something_else_is_not_chosen_however_fast(monkeypatch):
+    find, _ = rivals(monkeypatch, {("torch", "gram"): 10}, wrong=("gram",))
+    with pytest.warns(UserWarning, match=r"variant gram r2 torch by85 differs from the standard form by .*; not used"):
+        assert find().method == "standard"
+
+
+def test_without_time_to_try_rivals_the_rule_counts():
+    tried = []
+    batch = profiler._Batch((24, 32), 2, CPU)
+    found = profiler._fastest(batch, NsOptions(), lambda f: tried.append(f) or 1, 0.0, 1.0)
+    assert tried == [] and str(found) == "standard torch by85"
+
+
+def test_the_timed_variant_is_named():
+    timings = measure({(24, 96): (1, 2)}, device=CPU, budget_s=3)
+    for timing in timings[24, 96].values():
+        assert str(Variant.parse(timing.variant)) == timing.variant
 
 
 @pytest.mark.pitfall("P10")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from dmuon.cost_cache import CostCache
+from dmuon.costs import FoundCosts, fastest_variants
 from dmuon.model_config import MatrixShape, read_model
 from dmuon.plan import OwnerPlan
 from dmuon.plan_plot import plot_plan
@@ -54,8 +55,7 @@ class _Question:
 
     matrices: tuple[Matrix, ...]
     ranks: tuple[Rank, ...]
-    costs: CostTable
-    source: str
+    costs: FoundCosts
     options: SolveOptions
     machine: Hardware
     topology: Topology
@@ -64,7 +64,7 @@ class _Question:
 
     def solve(self, options: SolveOptions) -> Plan:
         return plan(
-            self.matrices, self.ranks, self.costs, options, predict=None if self.workload is None else self.step
+            self.matrices, self.ranks, self.costs.table, options, predict=None if self.workload is None else self.step
         )
 
     def step(self, result: Plan) -> float:
@@ -79,7 +79,7 @@ class _Question:
         return predict(
             self.workload,
             result,
-            self.costs,
+            self.costs.table,
             self.machine,
             self.topology,
             speeds={rank.index: rank.speed for rank in self.ranks if rank.speed != 1},
@@ -108,7 +108,12 @@ def _run(arguments: argparse.Namespace) -> int:
     result = question.solve(question.options)
     seconds = time.perf_counter() - started
     prediction = question.predict(result, arguments.target / 100)
-    lines = [f"costs: {question.source}", result.report(), _memory(question, result), f"planned in {seconds:.2f} s"]
+    lines = [
+        f"costs: {question.costs.source}",
+        result.report(),
+        _memory(question, result),
+        f"planned in {seconds:.2f} s",
+    ]
     if arguments.owners:
         lines += ["", *_owners(result)]
     if arguments.compare:
@@ -122,7 +127,7 @@ def _run(arguments: argparse.Namespace) -> int:
         plot_plan(result, arguments.png, title=f"{arguments.model} over {question.topology.world} ranks")
         print(f"wrote {arguments.png}")
     if arguments.json is not None:
-        OwnerPlan.from_solution(result, question.costs, question.source).save(arguments.json)
+        OwnerPlan.from_solution(result, question.costs).save(arguments.json)
         print(f"wrote {arguments.json}")
     return 0
 
@@ -193,10 +198,11 @@ def _question(arguments: argparse.Namespace) -> _Question:
     topology = _topology(arguments, machine)
     shapes = read_model(arguments.model)
     matrices = tuple(Matrix(m.name, m.rows, m.cols, m.block, 2 * m.rows * m.cols) for m in shapes)  # bf16 travels
-    costs, source = _costs(arguments.costs, machine, matrices)
+    costs = _costs(arguments.costs, machine, matrices)
     if topology.tp > 1:
-        costs = costs.with_transfer({shape: _gather_ns(shape, machine, topology) for shape in costs.costs})
-        source += f", gather and scatter over {topology.tp} tensor-parallel ranks added"
+        table = costs.table.with_transfer({shape: _gather_ns(shape, machine, topology) for shape in costs.table.costs})
+        source = f"{costs.source}, gather and scatter over {topology.tp} tensor-parallel ranks added"
+        costs = FoundCosts(table, source, costs.variants)
     options = SolveOptions(
         method=arguments.method,
         backend=arguments.backend,
@@ -207,7 +213,7 @@ def _question(arguments: argparse.Namespace) -> _Question:
     )
     workload = None if _unpredicted(arguments) else _workload(arguments, shapes)
     ranks = _ranks(arguments, topology)
-    return _Question(matrices, ranks, costs, source, options, machine, topology, workload, arguments.efficiency)
+    return _Question(matrices, ranks, costs, options, machine, topology, workload, arguments.efficiency)
 
 
 def _unpredicted(arguments: argparse.Namespace) -> str:
@@ -265,14 +271,15 @@ def _number(text: str, what: str) -> float:
         raise _Bad(f"{what} is no number; write NAME=NUMBER") from None
 
 
-def _costs(source: str, machine: Hardware, matrices: Sequence[Matrix]) -> tuple[CostTable, str]:
+def _costs(source: str, machine: Hardware, matrices: Sequence[Matrix]) -> FoundCosts:
     counts: Counter[Shape] = Counter(m.shape for m in matrices)
     if source == "wave":
-        return wave_costs(machine.device, counts), describe(machine.device)
+        return FoundCosts(wave_costs(machine.device, counts), describe(machine.device))
     if source == "flops":
-        return CostTable.from_flops(counts), "estimated from FLOPs"
+        return FoundCosts(CostTable.from_flops(counts), "estimated from FLOPs")
     cache = CostCache.load(source)
-    return cache.table(counts), f"measured on {cache.key.device}, cost cache {os.fspath(source)}"
+    name = f"measured on {cache.key.device}, cost cache {os.fspath(source)}"
+    return FoundCosts(cache.table(counts), name, fastest_variants(cache.entries, counts))
 
 
 def _gather_ns(shape: Shape, machine: Hardware, topology: Topology) -> int:
@@ -312,7 +319,7 @@ def _compare(question: _Question, result: Plan, names: Sequence[str]) -> str:
             elif name == "milp":
                 other = question.solve(replace(question.options, method="milp"))
             else:
-                other = baseline(name, question.matrices, question.ranks, question.costs, result.bound_ns)
+                other = baseline(name, question.matrices, question.ranks, question.costs.table, result.bound_ns)
         except Infeasible:
             lines.append(f"{name:<12} breaks the limits on memory or spread")
             continue

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dmuon.kernels.newton_schulz import Iteration, choose_iteration, iterate
-from dmuon.kernels.products import HALF, Arithmetic
+from dmuon.kernels import choose_variant, coefficient_sequence
+from dmuon.kernels.newton_schulz import Iteration, iterate, make_iteration
+from dmuon.kernels.products import Arithmetic
+from dmuon.kernels.variant import HALF
 from dmuon.profiler import NsOptions, useful_batch_sizes
 from dmuon.simulation.hardware import Device
 from dmuon.solver import CostTable, Shape
@@ -72,7 +74,14 @@ class _Recorder(Arithmetic):
     others: list[None] = field(default_factory=list)
 
     def product(
-        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+        self,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        out: Tensor | None = None,
     ) -> Tensor:
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
         self.products.append(_Product(rows, inner, columns, c is not None, rows == columns))
@@ -111,14 +120,9 @@ def wave_costs(
     for shape, limit in limits.items():
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise ValueError(f"limits: shape {shape}: {limit!r} must be a positive integer; give the largest batch")
-        iteration = choose_iteration(
-            shape,
-            coefficients=options.coefficients,
-            steps=options.steps,
-            method="auto",
-            restarts="auto",
-            dtype=dtype,
-        )
+        sequence = coefficient_sequence(options.coefficients, options.steps)
+        variant = choose_variant(shape, 1, sequence, dtype, torch.device("cuda"), backend="torch")
+        iteration = make_iteration(variant, sequence, dtype)
         sizes = useful_batch_sizes(shape, limit, torch.device("cuda"))
         costs[shape] = {k: _update_ns(device, shape, k, iteration, symmetric) for k in sizes}
     return CostTable(costs, dict.fromkeys(costs, "estimated"))

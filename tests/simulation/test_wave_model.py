@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmuon.kernels import iteration_flops
-from dmuon.kernels.newton_schulz import Iteration, choose_iteration
+from dmuon.kernels import choose_variant, coefficient_sequence, iteration_flops
+from dmuon.kernels.newton_schulz import Iteration, make_iteration
 from dmuon.profiler import NsOptions
 from dmuon.simulation.hardware import HARDWARE
 from dmuon.simulation.wave_model import _kernels, _Product, _product_s, _update_ns, describe, wave_costs
@@ -24,10 +24,10 @@ shapes = st.tuples(st.integers(1, 5000), st.integers(1, 5000)).map(lambda sides:
 devices = st.sampled_from(sorted(DEVICES)).map(DEVICES.__getitem__)
 
 
-def chosen(shape, steps=5, dtype=torch.float16) -> Iteration:
-    return choose_iteration(
-        shape, coefficients="polar_express", steps=steps, method="auto", restarts="auto", dtype=dtype
-    )
+def chosen(shape, steps=5, dtype=torch.float16, method="auto") -> Iteration:
+    coefficients = coefficient_sequence("polar_express", steps)
+    variant = choose_variant(shape, 1, coefficients, dtype, torch.device("cuda"), method=method, backend="torch")
+    return make_iteration(variant, coefficients, dtype)
 
 
 def update_ns(device, shape, k, symmetric=False) -> int:
@@ -43,9 +43,7 @@ def flops(shape) -> int:
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_the_noted_products_have_the_operations_that_the_kernels_count(shape, steps, method):
-    iteration = choose_iteration(
-        shape, coefficients="polar_express", steps=steps, method=method, restarts="auto", dtype=torch.float16
-    )
+    iteration = chosen(shape, steps, method=method)
     products, _ = _kernels(shape, iteration)
     restarts = iteration.restarts if method == "gram" else None
     assert sum(product.flops for product in products) == iteration_flops(shape, steps, restarts)

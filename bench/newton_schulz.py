@@ -1,0 +1,291 @@
+"""Newton-Schulz on CPU, one thread: `dmuon.kernels.orthogonalize` beside plain programs and torch.optim.Muon's.
+
+Compared for each shape (m, n), m <= n, all from the same input, normalization included:
+
+- standard: the textbook loop in fp32, `R = XX'; Z = bR + cRR; X = aX + ZX`;
+- gram: the plain Gram form in fp32 with a restart before step 2;
+- torch: torch.optim.Muon's own routine, in bf16 with classic coefficients, as a program outside of the comparison;
+- ours: `orthogonalize(x)` with defaults.
+
+All but torch's take Polar Express coefficients, 5 steps. A batch of k is a loop for all but ours. Printed are medians
+of CPU time over rounds in which the programs take turns, each on cold caches, and the relative Frobenius error from
+the standard form in fp64 with the same coefficients. Targets are checked in a summary; `--check` makes them the exit
+code. `--products` instead measures symmetric products by halves (`dmuon.kernels.cpu_symmetric`) against full ones.
+
+    python bench/newton_schulz.py --models ../shared/models --json X.json --markdown X.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from planner_gaps import matrices_of
+from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from dmuon.kernels import coefficient_sequence, orthogonalize
+from dmuon.kernels.cpu_symmetric import split_product, worth_splitting
+
+STEPS = 5
+RESTART = 2
+PROGRAMS = ("standard", "gram", "torch", "ours")
+
+# Unscaled sides of common models that one CPU affords, so that the targets for large matrices have rows.
+LARGE = ((1024, 1024), (1024, 2048), (1024, 3584), (1024, 4096), (1024, 5504), (1536, 1536), (1536, 6144), (1536, 8256))
+BATCHED_ROWS = 128  # shapes of at most so many rows are also measured as a batch
+BATCH = 8
+CACHE_BYTES = 32 << 20
+
+PRODUCT_ROWS = (256, 384, 448, 512, 640, 768, 896, 1024, 1536, 2048)
+
+Coefficients = Sequence[tuple[float, float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    m: int
+    n: int
+    k: int
+    rounds: int
+    ms: dict[str, float]
+    error: dict[str, float]
+
+    @property
+    def best_plain(self) -> float:
+        return min(self.ms["standard"], self.ms["gram"])
+
+    def speedup(self, name: str) -> float:
+        return (self.best_plain if name == "best plain" else self.ms[name]) / self.ms["ours"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Rows with at least these ``alpha = n / m`` and ``m`` must be ``least`` times faster than ``over``."""
+
+    over: str
+    least: float
+    alpha: float
+    m: int
+
+    def verdict(self, rows: Sequence[Row]) -> tuple[bool, str]:
+        covered = [r for r in rows if r.n / r.m >= self.alpha and r.m >= self.m]
+        claim = f">= {self.least} x over {self.over} at n/m >= {self.alpha:g}, m >= {self.m}"
+        if not covered:
+            return False, f"FAIL {claim}: no such shape was measured"
+        short = [r for r in covered if r.speedup(self.over) < self.least]
+        worst = min(covered, key=lambda r: r.speedup(self.over))
+        found = f"least {worst.speedup(self.over):.2f} at {worst.m}x{worst.n}, k = {worst.k}"
+        return not short, f"{'FAIL' if short else 'pass'} {claim}: {found}; {len(short)} of {len(covered)} rows short"
+
+
+TARGETS = (
+    Target("standard", 1.35, 3.5, 1),
+    Target("standard", 1.5, 4.0, 1024),
+    Target("best plain", 0.97, 1.0, 256),
+)
+
+
+def standard(x: Tensor, coefficients: Coefficients) -> Tensor:
+    x = x / x.norm()
+    for a, b, c in coefficients:
+        r = x @ x.mT
+        z = torch.addmm(r, r, r, beta=b, alpha=c)
+        x = torch.addmm(x, z, x, beta=a)
+    return x
+
+
+def gram(x: Tensor, coefficients: Coefficients) -> Tensor:
+    x = x / x.norm()
+    for start, stop in itertools.pairwise((0, RESTART, len(coefficients))):
+        r = x @ x.mT
+        q = torch.eye(len(r))
+        for index, (a, b, c) in enumerate(coefficients[start:stop]):
+            z = torch.addmm(r, r, r, beta=b, alpha=c)
+            q = a * q + z if index == 0 else torch.addmm(q, q, z, beta=a)
+            if index + 1 < stop - start:
+                v = torch.addmm(r, r, z, beta=a)
+                r = torch.addmm(v, z, v, beta=a)
+        x = q @ x
+    return x
+
+
+def torch_muon(x: Tensor, coefficients: Coefficients) -> Tensor:
+    return _zeropower_via_newtonschulz(x, coefficients[0], STEPS, 1e-7)
+
+
+def looped(program: Callable[[Tensor, Coefficients], Tensor], x: Tensor, coefficients: Coefficients) -> Tensor:
+    return torch.stack([program(matrix, coefficients) for matrix in x]) if x.ndim == 3 else program(x, coefficients)
+
+
+def cpu_ms(work: Callable[[], object]) -> float:
+    start = time.thread_time_ns()
+    work()
+    return (time.thread_time_ns() - start) / 1e6
+
+
+def medians(
+    work: dict[str, Callable[[], object]], rounds: int, seconds: float, least: int = 3
+) -> tuple[dict[str, float], int]:
+    """Median milliseconds of each, in turns; as many rounds as ``seconds`` allow, ``least`` at least."""
+    cold = torch.empty(CACHE_BYTES // 4)
+    samples: dict[str, list[float]] = {name: [] for name in work}
+    names = list(work)
+    begin = time.perf_counter()
+    for index in range(-1, rounds):  # the first round warms up
+        if index >= least and time.perf_counter() - begin > seconds:
+            break
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            cold.fill_(index)
+            took = cpu_ms(work[name])
+            if index >= 0:
+                samples[name].append(took)
+    return {name: statistics.median(values) for name, values in samples.items()}, len(samples[names[0]])
+
+
+def measure(m: int, n: int, k: int, rounds: int, seconds: float) -> Row:
+    generator = torch.Generator().manual_seed(m * n + k)
+    x = torch.randn((k, m, n) if k > 1 else (m, n), generator=generator)
+    polar, classic = coefficient_sequence("polar_express", STEPS), coefficient_sequence("classic", STEPS)
+    work: dict[str, Callable[[], Tensor]] = {
+        "standard": lambda: looped(standard, x, polar),
+        "gram": lambda: looped(gram, x, polar),
+        "torch": lambda: looped(torch_muon, x, classic),
+        "ours": lambda: orthogonalize(x),
+    }
+    first = x[0] if k > 1 else x
+    exact = {preset: standard(first.double(), preset) for preset in (polar, classic)}
+    error = {}
+    for name, run in work.items():
+        found = run()
+        expected = exact[classic if name == "torch" else polar]
+        error[name] = float(((found[0] if k > 1 else found).double() - expected).norm() / expected.norm())
+    ms, taken = medians(dict(work), rounds, seconds)
+    return Row(m, n, k, taken, ms, error)
+
+
+def shapes_of(models: Path, scale: int, large: bool) -> list[tuple[int, int]]:
+    """Shapes of all models with sides divided by ``scale``, small side first, and with ``large`` those in LARGE."""
+    found = {(min(m.shape), max(m.shape)) for path in models.glob("*.json") for m in matrices_of(path, scale)}
+    return sorted(found.union(LARGE if large else ())) if found else []
+
+
+HEADER = (
+    "| m | n | n/m | k | standard ms (error) | gram ms (error) | torch bf16 ms (error) | ours ms (error) "
+    "| standard/ours | gram/ours | best plain/ours | torch/ours |\n"
+    "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+def line(row: Row) -> str:
+    cells = [str(row.m), str(row.n), f"{row.n / row.m:.2f}", str(row.k)]
+    cells += [f"{row.ms[name]:.3g} ({row.error[name]:.0e})" for name in PROGRAMS]
+    cells += [f"{row.speedup(name):.2f}" for name in ("standard", "gram", "best plain", "torch")]
+    return f"| {' | '.join(cells)} |"
+
+
+def machine() -> dict[str, str]:
+    """The CPU, which of the features that matter it has, torch, and the date."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    fields = {key.strip(): value.strip() for key, _, value in (entry.partition(":") for entry in info.splitlines())}
+    flags = fields.get("flags", "").split()
+    return {
+        "cpu": fields.get("model name", platform.processor() or platform.machine()),
+        "features": " ".join(f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def describe(about: dict[str, str]) -> str:
+    return f"{about['cpu']} ({about['features']}), one thread, torch {about['torch']}, {about['date']}"
+
+
+def products(rounds: int, seconds: float) -> None:
+    """Split over full time of the products of Newton-Schulz, cold caches, results in given memory."""
+    print(f"{describe(machine())}\n\nsplit/full of cpu_symmetric.split_product; * where worth_splitting says so\n")
+    print("| m | dtype | full RR GFLOP/s | RR | ZV + aV | XX', n = m | XX', n = 4m |\n|--:|---|--:|--:|--:|--:|--:|")
+    for m, dtype in itertools.product(PRODUCT_ROWS, (torch.float32, torch.float64)):
+        r, out = torch.randn(m, m, dtype=dtype) / m**0.5, torch.empty(m, m, dtype=dtype)
+        c = r + r.mT
+        wide = torch.randn(m, 4 * m, dtype=dtype)
+        square, deep = wide[:, :m].contiguous(), wide
+        cells: list[str] = []
+        for a, b, addend in ((r, r, None), (r, r, c), (square, square.mT, None), (deep, deep.mT, None)):
+
+            def full(a: Tensor = a, b: Tensor = b, c: Tensor | None = addend) -> None:
+                if c is None:
+                    torch.mm(a, b, out=out)  # noqa: B023
+                else:
+                    torch.addmm(c, a, b, beta=2.0, out=out)  # noqa: B023
+
+            def split(a: Tensor = a, b: Tensor = b, c: Tensor | None = addend) -> None:
+                split_product(a, b, c, beta=2.0, out=out)  # noqa: B023
+
+            ms, _ = medians({"full": full, "split": split}, rounds, seconds / 4)
+            if not cells:
+                cells.append(f"{2e-6 * m**3 / ms['full']:.0f}")
+            cells.append(f"{ms['split'] / ms['full']:.2f}{'*' if worth_splitting(m, a.shape[1]) else ''}")
+        print(f"| {m} | {str(dtype).removeprefix('torch.')} | {' | '.join(cells)} |", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, default=Path("../shared/models"), help="folder of config.json files")
+    parser.add_argument("--scale", type=int, default=8, help="divide all sides by this (default: 8)")
+    parser.add_argument("--no-large", action="store_true", help="without the shapes of 1024 and 1536 rows")
+    parser.add_argument("--rounds", type=int, default=15, help="at most so many samples (default: 15)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="stop a shape after this, and 3 rounds (default: 3)")
+    parser.add_argument("--products", action="store_true", help="measure symmetric products only")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1 or arguments.scale < 1:
+        parser.error("--rounds and --scale must be at least 1")
+    torch.set_num_threads(1)
+    if arguments.products:
+        products(arguments.rounds, arguments.seconds)
+        return 0
+    shapes = shapes_of(arguments.models, arguments.scale, not arguments.no_large)
+    if not shapes:
+        parser.error(f"--models {arguments.models}: no *.json with matrices there")
+    print(HEADER, flush=True)
+    rows = []
+    for m, n in shapes:
+        for k in (1, BATCH) if m <= BATCHED_ROWS else (1,):
+            rows.append(measure(m, n, k, arguments.rounds, arguments.seconds))
+            print(line(rows[-1]), flush=True)
+    verdicts = [target.verdict(rows) for target in TARGETS]
+    summary = [text for _, text in verdicts]
+    print("\n" + "\n".join(summary))
+    about = machine()
+    if arguments.markdown is not None:
+        title = f"# Newton-Schulz on CPU\n\n{describe(about)}.\n\n"
+        notes = (
+            f"Medians of CPU time, {min(r.rounds for r in rows)} to {max(r.rounds for r in rows)} rounds in turns, "
+            "cold caches; error: relative, from the standard form in fp64.\n"
+            "Polar Express, 5 steps, fp32; torch: torch.optim.Muon's bf16 routine, classic coefficients.\n\n"
+        )
+        text = title + notes + "\n".join(f"- {s}" for s in summary) + "\n\n" + "\n".join([HEADER, *map(line, rows)])
+        arguments.markdown.write_text(text + "\n")
+    if arguments.json is not None:
+        document = {**about, "summary": summary, "rows": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return int(arguments.check and not all(passed for passed, _ in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

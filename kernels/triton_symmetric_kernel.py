@@ -1,0 +1,160 @@
+"""Device code of the batched symmetric product; imports Triton, so import it only to launch."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# Triton types device code itself, and reads only ``constexpr`` from annotations.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def triangular_root(index):
+    """Largest ``r`` with ``r (r + 1) / 2 <= index``, for ``0 <= index < 2**28``."""
+    root = ((tl.sqrt((8 * index + 1).to(tl.float32)) - 1.0) * 0.5).to(tl.int32)
+    # The device's square root is approximate: it may land on the other side of an integer.
+    root = tl.where(root * (root + 1) // 2 > index, root - 1, root)
+    return tl.where((root + 1) * (root + 2) // 2 <= index, root + 1, root)
+
+
+@triton.jit
+def lower_tile(index, side, GROUP: tl.constexpr):
+    """Row and column of lower tile ``index`` among ``side`` tile rows.
+
+    Super-rows of ``GROUP`` tile rows follow each other. Inside one, columns left of the diagonal block go
+    first, top to bottom, so that programs which run together share operands in L2; then the diagonal block.
+    """
+    first = triangular_root(index) // GROUP * GROUP
+    height = tl.minimum(side - first, GROUP)
+    local = index - first * (first + 1) // 2
+    inside = local - first * height
+    triangle = tl.maximum(inside, 0)
+    root = triangular_root(triangle)
+    row = tl.where(inside < 0, local % height, root)
+    col = tl.where(inside < 0, local // height, first + triangle - root * (root + 1) // 2)
+    return first + row, col
+
+
+@triton.jit
+def _accumulate_pointers(
+    a, b, rows, cols, m, p, a_row, a_inner, b_inner, b_col,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    inner = tl.arange(0, BLOCK_K)
+    # Rows past the end wrap to valid ones, whose products are not stored: no mask in the loop.
+    a_tile = a + ((rows % m).to(tl.int64)[:, None] * a_row + inner.to(tl.int64)[None, :] * a_inner)
+    b_tile = b + (inner.to(tl.int64)[:, None] * b_inner + (cols % m).to(tl.int64)[None, :] * b_col)
+    a_step = tl.cast(BLOCK_K, tl.int64) * a_inner
+    b_step = tl.cast(BLOCK_K, tl.int64) * b_inner
+    accumulator = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for start in tl.range(0, p, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(a_tile)
+            y = tl.load(b_tile)
+        else:
+            x = tl.load(a_tile, mask=(inner < p - start)[None, :], other=0.0)
+            y = tl.load(b_tile, mask=(inner < p - start)[:, None], other=0.0)
+        accumulator = tl.dot(x, y, accumulator, input_precision="ieee")
+        a_tile += a_step
+        b_tile += b_step
+    return accumulator
+
+
+@triton.jit
+def _accumulate_descriptors(
+    a, b, batch, row, col, p,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
+):  # fmt: skip
+    accumulator = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for start in tl.range(0, p, BLOCK_K):
+        if A_K_MAJOR:
+            x = a.load([batch, row, start]).reshape(BLOCK, BLOCK_K)
+        else:
+            x = tl.trans(a.load([batch, start, row]).reshape(BLOCK_K, BLOCK))
+        if B_K_MAJOR:
+            y = tl.trans(b.load([batch, col, start]).reshape(BLOCK, BLOCK_K))
+        else:
+            y = b.load([batch, start, col]).reshape(BLOCK_K, BLOCK)
+        accumulator = tl.dot(x, y, accumulator, input_precision="ieee")
+    return accumulator
+
+
+@triton.jit
+def _compute_tile(
+    index, a, b, c, d, m, p,
+    a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
+    alpha, beta,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr, READS_C: tl.constexpr,
+):  # fmt: skip
+    side = tl.cdiv(m, BLOCK)
+    tiles = side * (side + 1) // 2
+    batch = index // tiles
+    tile_row, tile_col = lower_tile(index % tiles, side, GROUP)
+    row, col = tile_row * BLOCK, tile_col * BLOCK
+    rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
+
+    if DESCRIPTORS:
+        accumulator = _accumulate_descriptors(a, b, batch, row, col, p, BLOCK, BLOCK_K, A_K_MAJOR, B_K_MAJOR)
+    else:
+        # Offsets of a large batch, and of far rows in it, do not fit 32 bits.
+        a += batch.to(tl.int64) * a_batch
+        b += batch.to(tl.int64) * b_batch
+        d += batch.to(tl.int64) * d_batch
+        rows_64, cols_64 = rows.to(tl.int64), cols.to(tl.int64)
+        inside = (rows < m)[:, None] & (cols < m)[None, :]
+        accumulator = _accumulate_pointers(
+            a, b, rows, cols, m, p, a_row, a_inner, b_inner, b_col, BLOCK, BLOCK_K, EVEN_K
+        )
+
+    result = alpha * accumulator
+    if READS_C:
+        if DESCRIPTORS:
+            addend = c.load([batch, row, col]).reshape(BLOCK, BLOCK)
+        else:
+            c += batch.to(tl.int64) * c_batch
+            addend = tl.load(c + (rows_64[:, None] * c_row + cols_64[None, :] * c_col), mask=inside, other=0.0)
+        result += beta * addend.to(tl.float32)
+    tile = result.to(d.dtype if DESCRIPTORS else d.dtype.element_ty)
+    mirror = tl.trans(tile)
+    if row == col:
+        # A·B is computed with one operand on each side, so rounding alone makes the tile unsymmetric.
+        tile = tl.where(rows[:, None] >= cols[None, :], tile, mirror)
+
+    if DESCRIPTORS:
+        d.store([batch, row, col], tile.reshape(1, BLOCK, BLOCK))
+        if row != col:
+            d.store([batch, col, row], mirror.reshape(1, BLOCK, BLOCK))
+    else:
+        tl.store(d + (rows_64[:, None] * d_row + cols_64[None, :] * d_col), tile, mask=inside)
+        if row != col:
+            mirrored = (cols < m)[:, None] & (rows < m)[None, :]
+            tl.store(d + (cols_64[:, None] * d_row + rows_64[None, :] * d_col), mirror, mask=mirrored)
+
+
+@triton.jit(do_not_specialize=["total", "alpha", "beta"])
+def symmetric_product_kernel(
+    a, b, c, d, total, m, p,
+    a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
+    alpha, beta,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr, READS_C: tl.constexpr,
+):  # fmt: skip
+    """``D = alpha A B + beta C`` on the lower ``BLOCK`` tiles of ``total / tiles`` matrices, each stored twice.
+
+    ``a`` ``(k, m, p)``, ``b`` ``(k, p, m)``, ``c`` and ``d`` ``(k, m, m)`` are pointers with strides in
+    elements, one program a tile; or, if ``DESCRIPTORS``, tensor descriptors (strides unused), and each
+    program takes every ``num_programs``-th tile. ``c`` is ``None`` unless ``READS_C``.
+    """
+    if DESCRIPTORS:
+        for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+            _compute_tile(
+                index, a, b, c, d, m, p,
+                a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
+                alpha, beta, BLOCK, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, READS_C,
+            )  # fmt: skip
+    else:
+        _compute_tile(
+            tl.program_id(0), a, b, c, d, m, p,
+            a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
+            alpha, beta, BLOCK, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, READS_C,
+        )  # fmt: skip

@@ -1,0 +1,404 @@
+"""Fused elementwise passes of the Muon update of ``k`` matrices of one shape: one launch per pass and batch.
+
+Gradients and parameters are ``k`` separate tensors, whose addresses reach a kernel in a small table; momentum
+and updates are stacked, ``(k, m, n)``. With fp32 tensors and fp16 Newton–Schulz the torch path moves about
+68 bytes an element and keeps an fp32 update; these passes move 32 and keep only what Newton–Schulz takes.
+
+Arithmetic is fp32 with every fused multiply-add written out: it is that of torch's CUDA kernels, and two
+passes that compute the same value get the same bits. Triton must be installed. Launches wait for nothing
+on the device.
+"""
+
+# mypy: allow-untyped-decorators
+# Triton's decorators have no types. It takes an annotation of int for int32, which would cut a size; and its
+# launcher shadows an argument named params.
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
+
+_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+# Elements of one program; 16 per thread keep enough loads in flight. A multiple of 16, as hints assume.
+_BLOCK = 2048
+_LAUNCH = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+
+# One compiled kernel for all values: Triton would specialize on integers that are 1 or multiples of 16, and on
+# addresses that are. Only ALIGNED says so here. Floats must arrive as such, or their type would differ too.
+_RUN_TIME = ("grads", "momentum", "partials", "norms", "out", "weights", "copies", "update", "numel", "tiles")
+_MINIMUM_CAPABILITY = (8, 0)
+
+
+def unsupported(
+    matrices: Sequence[Tensor],  # k of (m, n)
+    stacked: Tensor,  # (k, m, n)
+    copies: Sequence[Tensor] = (),  # none, or k of (m, n)
+) -> str | None:
+    """Why the fused passes cannot take these tensors, or None if they can.
+
+    They take dense fp32, fp16 and bf16 tensors, contiguous, at any address, on one CUDA device of compute
+    capability 8.0 or later; ``matrices`` are of one dtype, and so are ``copies``. With Triton's interpreter
+    they take CPU tensors instead. The functions below raise a ValueError with this text.
+    """
+    if stacked.ndim != 3 or len(matrices) != stacked.shape[0]:
+        return f"the stacked tensor is {tuple(stacked.shape)}, not ({len(matrices)}, m, n)"
+    if copies and len(copies) != len(matrices):
+        return f"there are {len(copies)} copies for {len(matrices)} matrices"
+    device = stacked.device
+    needed = "cpu" if _interpreted() else "cuda"
+    if device.type != needed:
+        return f"the tensors are on {device}, not on {needed}"
+    if device.type == "cuda" and _capability(device) < _MINIMUM_CAPABILITY:
+        return f"{device} has compute capability {_capability(device)}, below {_MINIMUM_CAPABILITY}"
+    reason = _unfit("the stacked tensor", [stacked], stacked.shape, device)
+    for name, tensors in (("matrix", matrices), ("copy", copies)):
+        reason = reason or _unfit(name, tensors, stacked.shape[1:], device)
+    return reason
+
+
+def momentum_norms(
+    grads: Sequence[Tensor],  # k of (m, n), fp32, fp16 or bf16
+    momentum: Tensor,  # (k, m, n), fp32
+    *,
+    beta: float,
+    nesterov: bool,
+) -> Tensor:  # (k,), fp64
+    """Fold gradients into ``momentum`` in place; return the Frobenius norms of what to orthogonalize.
+
+    ``momentum ← lerp(momentum, grad, 1 - beta)``, and the norms are those of ``lerp(grad, momentum, beta)``
+    with ``nesterov``, else of the new momentum, accurate for entries of 1e-38 to 1e38. A matrix with an entry
+    that is not finite has a norm that is not finite, and no other matrix has.
+
+    Raises:
+        ValueError: momentum not fp32, or :func:`unsupported` tensors.
+    """
+    _check_momentum(grads, momentum)
+    k, numel, tiles = _tiles(momentum)
+    partials = torch.empty((k, tiles), dtype=torch.float64, device=momentum.device)
+    if partials.numel():
+        table, aligned = _addresses([*grads], [momentum])
+        with torch.cuda.device_of(momentum):
+            _momentum_kernel[(k * tiles,)](
+                table,
+                momentum,
+                partials,
+                float(1 - beta),
+                float(beta),
+                numel,
+                tiles,
+                NESTEROV=nesterov,
+                GRAD=_DTYPES[grads[0].dtype],
+                ALIGNED=aligned,
+                BLOCK=_BLOCK,
+                **_LAUNCH,
+            )
+        increment_version(momentum)
+    return partials.sum(dim=1).sqrt_()
+
+
+def normalized_update(
+    grads: Sequence[Tensor],  # k of (m, n), fp32, fp16 or bf16
+    momentum: Tensor,  # (k, m, n), fp32
+    norms: Tensor,  # (k,), fp64
+    *,
+    beta: float,
+    nesterov: bool,
+    eps: float,
+    out: Tensor,  # (k, m, n), fp32, fp16 or bf16
+) -> None:
+    """Write what to orthogonalize, divided by ``max(norm, eps)``, to ``out``: rounded once, after dividing.
+
+    ``momentum`` and ``norms`` are those that :func:`momentum_norms` left. Computing the update again costs no
+    more traffic than reading it and spares its fp32 buffer. Zero norms give zeros, as in ``normalize``.
+
+    Raises:
+        ValueError: momentum not fp32, ``norms`` not k fp64 numbers, ``out`` of another shape than momentum,
+            or :func:`unsupported` tensors.
+    """
+    _check_momentum(grads, momentum)
+    k, numel, tiles = _tiles(momentum)
+    _check(_unfit("norms", [norms], torch.Size([k]), momentum.device, dtypes=(torch.float64,)))
+    _check(_unfit("out", [out], momentum.shape, momentum.device))
+    if not k * tiles:
+        return
+    table, aligned = _addresses([*grads], [momentum, out])
+    with torch.cuda.device_of(momentum):
+        _normalize_kernel[(k * tiles,)](
+            table,
+            momentum,
+            norms,
+            out,
+            float(beta),
+            float(eps),
+            numel,
+            tiles,
+            NESTEROV=nesterov,
+            GRAD=_DTYPES[grads[0].dtype],
+            ALIGNED=aligned,
+            BLOCK=_BLOCK,
+            **_LAUNCH,
+        )
+    increment_version(out)
+
+
+def apply_update(
+    params: Sequence[Tensor],  # k of (m, n), fp32, fp16 or bf16
+    update: Tensor,  # (k, m, n), fp32, fp16 or bf16
+    *,
+    lr: float,
+    weight_decay: float,
+    scale: float,
+    copies: Sequence[Tensor] | None = None,  # k of (m, n), fp32, fp16 or bf16
+) -> None:
+    """``param ← (1 - lr · weight_decay) · param - lr · scale · update``, in place, and ``copy ← param``.
+
+    Computed in fp32 and rounded once to the parameters' dtype; the foreach path rounds half-precision
+    parameters twice. ``copies`` get the rounded parameters, cast to their own dtype.
+
+    Raises:
+        ValueError: :func:`unsupported` tensors.
+    """
+    targets = [] if copies is None else [*copies]
+    _check(unsupported(params, update, targets))
+    k, numel, tiles = _tiles(update)
+    if copies is not None and len(targets) != k:
+        raise ValueError(f"there are {len(targets)} copies for {k} parameters; pass one each, or None")
+    if not k * tiles:
+        return
+    table, aligned = _addresses([*params, *targets], [update])
+    with torch.cuda.device_of(update):
+        _apply_kernel[(k * tiles,)](
+            table,
+            table[k:],
+            update,
+            float(1 - lr * weight_decay),
+            float(-lr * scale),
+            numel,
+            tiles,
+            PARAM=_DTYPES[params[0].dtype],
+            COPY=_DTYPES[targets[0].dtype] if targets else None,
+            ALIGNED=aligned,
+            BLOCK=_BLOCK,
+            **_LAUNCH,
+        )
+    increment_version([*params, *targets])
+
+
+@triton.jit(do_not_specialize=_RUN_TIME)
+def _momentum_kernel(
+    grads: tl.tensor,  # (k,) addresses
+    momentum: tl.tensor,  # (k, numel)
+    partials: tl.tensor,  # (k, tiles), fp64
+    grad_weight: float,
+    beta: float,
+    numel: tl.tensor,
+    tiles: tl.tensor,
+    NESTEROV: tl.constexpr,
+    GRAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
+    momentum_tile = _stacked_tile(momentum, matrix, numel, start, ALIGNED, BLOCK)
+    grad = tl.load(_tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0).to(tl.float32)
+    average = _lerp(tl.load(momentum_tile, mask=mask, other=0.0), grad, grad_weight)
+    tl.store(momentum_tile, average, mask=mask)
+    update = _lerp(grad, average, beta) if NESTEROV else average
+    tl.store(partials + tl.program_id(0), _square_sum(update))
+
+
+@triton.jit(do_not_specialize=_RUN_TIME)
+def _normalize_kernel(
+    grads: tl.tensor,  # (k,) addresses
+    momentum: tl.tensor,  # (k, numel)
+    norms: tl.tensor,  # (k,), fp64
+    out: tl.tensor,  # (k, numel)
+    beta: float,
+    eps: float,
+    numel: tl.tensor,
+    tiles: tl.tensor,
+    NESTEROV: tl.constexpr,
+    GRAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
+    update = tl.load(_stacked_tile(momentum, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
+    if NESTEROV:
+        grad = tl.load(_tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0)
+        update = _lerp(grad.to(tl.float32), update, beta)
+    update *= _inverse(tl.load(norms + matrix), eps)
+    out_tile = _stacked_tile(out, matrix, numel, start, ALIGNED, BLOCK)
+    tl.store(out_tile, update.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_RUN_TIME)
+def _apply_kernel(
+    weights: tl.tensor,  # (k,) addresses
+    copies: tl.tensor,  # (k,) addresses, or none if COPY is None
+    update: tl.tensor,  # (k, numel)
+    decay: float,
+    step: float,
+    numel: tl.tensor,
+    tiles: tl.tensor,
+    PARAM: tl.constexpr,
+    COPY: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
+    param_tile = _tile_at(weights, matrix, start, PARAM, ALIGNED, BLOCK)
+    param = tl.load(param_tile, mask=mask, other=0.0).to(tl.float32)
+    change = tl.load(_stacked_tile(update, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
+    param = tl.fma(change.to(tl.float32), step, param * decay).to(PARAM)
+    tl.store(param_tile, param, mask=mask)
+    if COPY is not None:
+        copy_tile = _tile_at(copies, matrix, start, COPY, ALIGNED, BLOCK)
+        tl.store(copy_tile, param.to(tl.float32).to(COPY), mask=mask)
+
+
+@triton.jit
+def _tile(numel: tl.tensor, tiles: tl.tensor, ALIGNED: tl.constexpr, BLOCK: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """This program's matrix, the first element of its tile in that matrix, and which of BLOCK elements exist."""
+    program = tl.program_id(0)
+    start = (program % tiles).to(tl.int64) * BLOCK
+    count = tl.minimum(numel - start, BLOCK).to(tl.int32)
+    if ALIGNED:
+        # Else the mask may change inside a vector, which splits it.
+        count = tl.multiple_of(count, 16)
+    return program // tiles, start, tl.arange(0, BLOCK) < count
+
+
+@triton.jit
+def _tile_at(
+    table: tl.tensor,  # (k,) addresses
+    matrix: tl.tensor,
+    start: tl.tensor,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:  # (BLOCK,) pointers
+    """The tile that begins at element ``start`` of the tensor at ``table[matrix]``."""
+    first = tl.load(table + matrix).to(tl.pointer_type(DTYPE)) + start
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    return first + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _stacked_tile(
+    stacked: tl.tensor,  # (k, numel)
+    matrix: tl.tensor,
+    numel: tl.tensor,
+    start: tl.tensor,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:  # (BLOCK,) pointers
+    """The tile that begins at element ``start`` of row ``matrix``; 64-bit, as a batch may pass 2³¹ elements."""
+    first = stacked + (matrix.to(tl.int64) * numel + start)
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    return first + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _lerp(start: tl.tensor, end: tl.tensor, weight: float) -> tl.tensor:
+    """``torch.lerp``: from the nearer end, with one fused multiply-add."""
+    fraction = tl.full((), weight, tl.float32)
+    near_start = tl.abs(fraction) < 0.5
+    fraction = tl.where(near_start, fraction, fraction - 1.0)
+    return tl.fma(end - start, fraction, tl.where(near_start, start, end))
+
+
+@triton.jit
+def _square_sum(x: tl.tensor) -> tl.tensor:  # fp64
+    """The sum of squares of fp32 ``x``: inf or NaN if an entry is, and otherwise never out of range.
+
+    Entries are scaled by the power of two that brings the largest to [1, 4): squares then neither overflow nor
+    underflow if they count, and undoing it is exact in fp64. It is found in integers, where NaN is largest.
+    """
+    exponent = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=0) >> 23
+    exponent = tl.maximum(254 - exponent, 1)  # of the inverse, biased; both ends of the range stay normal
+    scaled = x * (exponent << 23).to(tl.float32, bitcast=True)
+    square = ((1023 + 2 * (127 - exponent)).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    return tl.sum(scaled * scaled, axis=0).to(tl.float64) * square
+
+
+@triton.jit
+def _inverse(norm: tl.tensor, eps: float) -> tl.tensor:
+    """fp32 ``1 / max(norm, eps)`` of an fp64 norm: 0 for 0, else finite and not 0 as ``normalize`` clamps it."""
+    norm = tl.where(norm < eps, eps, norm)  # NaN stays
+    zero = norm == 0.0
+    inverse = 1.0 / tl.where(zero, 1.0, norm)
+    inverse = tl.where(inverse > 3.4028234663852886e38, 3.4028234663852886e38, inverse)
+    inverse = tl.where(inverse < 1.1210387714598537e-44, 1.1210387714598537e-44, inverse)
+    return tl.where(zero, 0.0, inverse).to(tl.float32)
+
+
+def _interpreted() -> bool:
+    """Whether Triton ran these kernels' decorators with its interpreter on."""
+    return not isinstance(_momentum_kernel, triton.JITFunction)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _unfit(
+    name: str,
+    tensors: Sequence[Tensor],
+    shape: torch.Size,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype] = tuple(_DTYPES),
+) -> str | None:
+    """What keeps the kernels, which see only addresses, from ``tensors`` of one dtype and ``shape``."""
+    for index, tensor in enumerate(tensors):
+        label = f"{name} {index}" if len(tensors) > 1 else name
+        if type(tensor) not in (Tensor, Parameter) or tensor.layout != torch.strided:
+            return f"{label} is a {type(tensor).__name__} of layout {tensor.layout}, not a plain dense tensor"
+        if tensor.device != device:
+            return f"{label} is on {tensor.device}, not on {device}"
+        if tensor.shape != shape:
+            return f"{label} is {tuple(tensor.shape)}, not {tuple(shape)}"
+        if tensor.dtype not in dtypes or tensor.dtype != tensors[0].dtype:
+            expected = (tensors[0].dtype,) if tensors[0].dtype in dtypes else dtypes
+            return f"{label} is {tensor.dtype}, not {' or '.join(map(str, expected))}"
+        if not tensor.is_contiguous():
+            return f"{label} has strides {tensor.stride()}; it is not contiguous"
+    return None
+
+
+def _check(reason: str | None) -> None:
+    if reason is not None:
+        raise ValueError(f"{reason}; ask `unsupported` first and take the foreach path")
+
+
+def _check_momentum(grads: Sequence[Tensor], momentum: Tensor) -> None:
+    if momentum.dtype != torch.float32:
+        raise ValueError(f"momentum must be fp32, got {momentum.dtype}; keep optimizer state in fp32")
+    _check(unsupported(grads, momentum))
+
+
+def _tiles(stacked: Tensor) -> tuple[int, int, int]:
+    """Matrices, elements of a matrix, and programs for a matrix."""
+    k, m, n = stacked.shape
+    return k, m * n, triton.cdiv(m * n, _BLOCK)
+
+
+def _addresses(matrices: list[Tensor], stacked: list[Tensor]) -> tuple[Tensor, bool]:
+    """The addresses of ``matrices`` on their device, and whether all rows begin and end at 16-byte steps."""
+    device = stacked[0].device
+    addresses = [matrix.data_ptr() for matrix in matrices]
+    table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    aligned = all(a % 16 == 0 for a in itertools.chain(addresses, (tensor.data_ptr() for tensor in stacked)))
+    return table.to(device, non_blocking=True), aligned and matrices[0].numel() % 16 == 0

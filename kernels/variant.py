@@ -1,0 +1,241 @@
+"""Which way a batch of one shape is orthogonalized: form, restarts, what multiplies, how many matrices at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+import torch
+
+from .coefficients import Coefficients, checked_restarts, is_safe
+from .cpu_symmetric import worth_splitting
+from .tile_config import candidates
+from .triton_symmetric import unsupported
+
+Method: TypeAlias = Literal["auto", "standard", "gram"]
+Backend: TypeAlias = Literal["auto", "torch", "split", "triton"]
+
+METHODS: tuple[Method, ...] = ("auto", "standard", "gram")
+BACKENDS: tuple[Backend, ...] = ("auto", "torch", "split", "triton")
+
+HALF = (torch.float16, torch.bfloat16)
+
+# CPU: matrices that run as one product together hold at most so many elements; more fall out of the cache.
+_CPU_BATCH_ELEMENTS = 1 << 16
+
+# Accelerators: bound on what one batch's intermediate matrices take; more are run one piece after another.
+_WORKSPACE_BYTES = 1 << 32
+
+# Below this side, or below this many tiles a multiprocessor, cuBLAS is taken unless a measurement says otherwise.
+_TRITON_LEAST_SIDE = 1024
+_TRITON_WAVES = 2
+
+# What a product with a symmetric result costs, relative to a whole one.
+_SYMMETRIC_COST = {"torch": 1.0, "split": 0.7, "triton": 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run Newton–Schulz on a batch of matrices of one shape.
+
+    Attributes:
+        method: the form.
+        restarts: of the Gram form, 0-based steps; empty in the standard form.
+        backend: what computes products whose result is symmetric: ``"torch"`` all of it, ``"split"`` (CPU) block rows
+            up to the diagonal, ``"triton"`` lower tiles.
+        piece: at most so many matrices run as one batch.
+        tile: tile configuration of the Triton kernel, as its ``TileConfig`` prints; empty is the kernel's default.
+        replay: launched as one CUDA graph.
+    """
+
+    method: Literal["standard", "gram"]
+    restarts: tuple[int, ...]
+    backend: Literal["torch", "split", "triton"]
+    piece: int
+    tile: str = ""
+    replay: bool = False
+
+    def __str__(self) -> str:
+        restarts = "r" + ",".join(map(str, self.restarts)) if self.restarts else ""
+        words = (self.method, restarts, self.backend, self.tile, f"by{self.piece}", "replay" if self.replay else "")
+        return " ".join(filter(None, words))
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """The variant that ``str`` wrote.
+
+        Raises:
+            ValueError: it did not.
+        """
+        match = re.fullmatch(
+            r"(standard|gram)(?: r(\d+(?:,\d+)*))? (torch|split|triton)(?: (\d+x\d+\w*))? by([1-9]\d*)( replay)?", text
+        )
+        if match is None:
+            raise ValueError(f"{text!r} is no Newton–Schulz variant such as 'gram r2 torch by4'")
+        method, restarts, backend, tile, piece, replay = match.groups()
+        schedule = tuple(int(r) for r in restarts.split(",")) if restarts else ()
+        return cls(method, schedule, backend, int(piece), tile or "", replay is not None)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def choose_variant(
+    shape: tuple[int, int],
+    k: int,
+    coefficients: Coefficients,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    method: Method = "auto",
+    restarts: Literal["auto"] | tuple[int, ...] = "auto",
+    backend: Backend = "auto",
+) -> Variant:
+    """The rule for ``k`` matrices of ``shape`` ``(m, n)`` where nothing was measured; what is given is kept.
+
+    Raises:
+        ValueError: an unknown or contradictory option, unsafe restarts, or a back end that cannot run here.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
+    require_backend(backend, device, dtype)
+    explicit = not isinstance(restarts, str)
+    if method == "standard" and explicit:
+        raise ValueError(f"restarts={restarts!r} needs the Gram form; use method='gram' or restarts='auto'")
+    if backend == "auto":
+        backend = _usual_backend(shape, k, dtype, device)
+    schedule = checked_restarts(restarts, coefficients, dtype)
+    if method == "auto":
+        gram = relative_cost(shape, len(coefficients), schedule, backend, dtype)
+        cheaper = gram < relative_cost(shape, len(coefficients), None, backend, dtype)
+        method = "gram" if explicit or (cheaper and dtype != torch.bfloat16) else "standard"
+    return Variant(method, schedule if method == "gram" else (), backend, _largest_piece(shape, device))
+
+
+def alternatives(
+    shape: tuple[int, int], k: int, coefficients: Coefficients, dtype: torch.dtype, device: torch.device
+) -> Iterator[Callable[[Variant], tuple[Variant, ...]]]:
+    """What a tuner tries, one dimension after the other: each function gives the rivals of the best so far.
+
+    First form and back end, then the kernel's tiles, then the number of matrices at once, then replay.
+    """
+
+    def forms(_best: Variant) -> tuple[Variant, ...]:
+        methods: tuple[Method, ...] = ("standard",) if dtype == torch.bfloat16 else ("standard", "gram")
+        backends = [b for b in BACKENDS[1:] if backend_fault(b, device, dtype) is None]
+        return tuple(
+            choose_variant(shape, k, coefficients, dtype, device, method=method, backend=backend)
+            for method in methods
+            for backend in backends
+        )
+
+    def tiles(best: Variant) -> tuple[Variant, ...]:
+        if best.backend != "triton":
+            return ()
+        capability = torch.cuda.get_device_capability(device)
+        return tuple(replace(best, tile=str(c)) for c in candidates(min(shape), max(shape), dtype, capability))
+
+    def pieces(best: Variant) -> tuple[Variant, ...]:
+        if device.type != "cpu":
+            return ()
+        most = min(best.piece, k)
+        sizes = {1, max(1, most // 2), *([2 * best.piece] if best.piece < k else [])}
+        return tuple(replace(best, piece=size) for size in sorted(sizes - {best.piece}))
+
+    def replays(best: Variant) -> tuple[Variant, ...]:
+        return (replace(best, replay=True),) if device.type == "cuda" and best.piece >= k else ()
+
+    yield from (forms, tiles, pieces, replays)
+
+
+def adapted(
+    variant: Variant, shape: tuple[int, int], coefficients: Coefficients, dtype: torch.dtype, device: torch.device
+) -> Variant:
+    """``variant``, measured with some coefficients, for others: restarts by the rule where its own are unsafe."""
+    if variant.method == "standard" or (
+        max(variant.restarts, default=0) < len(coefficients) and is_safe(coefficients, variant.restarts, dtype)
+    ):
+        return variant
+    return replace(
+        choose_variant(shape, variant.piece, coefficients, dtype, device, backend=variant.backend),
+        piece=variant.piece,
+        tile=variant.tile,
+        replay=variant.replay,
+    )
+
+
+def batch_size(shape: tuple[int, int], k: int, device: torch.device) -> int:
+    """How many of ``k`` matrices of ``shape`` run as one batch on ``device``, by rule."""
+    return min(k, _largest_piece(shape, device))
+
+
+def backend_fault(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why ``backend`` cannot run on ``device`` in ``dtype``, or ``None`` if it can."""
+    if backend == "split":
+        return None if device.type == "cpu" else f"it splits products on the CPU, the matrix is on {device.type}"
+    if backend == "triton":
+        return unsupported(device, dtype)
+    return None
+
+
+def require_backend(backend: Backend, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` unless ``backend`` is one, and runs on ``device`` in ``dtype``."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
+    fault = backend_fault(backend, device, dtype)
+    if fault is not None:
+        raise ValueError(f"backend={backend!r} cannot run: {fault}; use backend='auto' or 'torch'")
+
+
+def relative_cost(
+    shape: tuple[int, int],
+    steps: int,
+    restarts: Sequence[int] | None,
+    backend: Backend = "torch",
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """Multiply-adds for one matrix, a product with symmetric result counted as what it takes with ``backend``."""
+    small, large = min(shape), max(shape)
+    half = _SYMMETRIC_COST[backend]
+    wide, square = small * small * large, small**3
+    if restarts is None:
+        return steps * (half * (wide + square) + wide)
+    blocks = len(restarts) + 1
+    # Per block: XXᵀ and QX. Per step: R²; except a block's first: QZ; except a block's last: RZ and ZV.
+    inner = steps - blocks
+    ends = (*restarts[1:], steps)
+    whole = sum(stop - start > 1 for start, stop in zip(restarts, ends, strict=True)) if whole_v(backend, dtype) else 0
+    return blocks * (half * wide + wide) + (half * (steps + 3 * inner - whole) + whole) * square
+
+
+def whole_v(backend: str, dtype: torch.dtype) -> bool:
+    """Whether the first ``V`` after a restart is computed whole where other symmetric results are mirrored.
+
+    Mirrored, that one alone takes the largest singular value on the stress set out of range (bench/numerics.py: 1.31
+    with Polar Express and r2 in fp16, 1.15 with this ``V`` whole, and no less with all of them whole).
+    """
+    return backend != "torch" and dtype in HALF
+
+
+def _largest_piece(shape: tuple[int, int], device: torch.device) -> int:
+    small, large = max(1, min(shape)), max(1, max(shape))  # a side may be 0
+    if device.type == "cpu":
+        return max(1, _CPU_BATCH_ELEMENTS // (small * large))
+    return max(1, _WORKSPACE_BYTES // (2 * (2 * small * large + 4 * small * small)))
+
+
+def _usual_backend(
+    shape: tuple[int, int], k: int, dtype: torch.dtype, device: torch.device
+) -> Literal["torch", "split", "triton"]:
+    small, large = min(shape), max(shape)
+    if device.type == "cpu":
+        return "split" if worth_splitting(small, large) else "torch"
+    if device.type != "cuda" or dtype not in HALF or small < _TRITON_LEAST_SIDE:
+        return "torch"
+    if backend_fault("triton", device, dtype) is not None:
+        return "torch"
+    rows = -(-small // 128)
+    tiles = k * rows * (rows + 1) // 2
+    enough = tiles >= _TRITON_WAVES * torch.cuda.get_device_properties(device).multi_processor_count
+    return "triton" if enough else "torch"

@@ -1,0 +1,63 @@
+"""fp16 on matrices with near-null directions, where rounding noise is amplified: a part of bench/numerics.py's set."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmuon.kernels import PRESETS, coefficient_sequence, orthogonalize
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from numerics import MARGIN, SMALL, Batch, Products, Variant, polynomial, run, stress_set
+
+# (m, n, seed, every how many kinds)
+PLAN = ((32, 32, 40, 1), (32, 64, 41, 2), (64, 128, 43, 3), (96, 224, 9, 10))
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[Batch]:
+    return stress_set(PLAN)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("backend", ["torch", "split"])
+@pytest.mark.parametrize("method", ["auto", "gram"])
+def test_default_fp16_path_holds_on_the_stress_set(batches, preset, backend, method):
+    """σmax at most 0.06 above what exact arithmetic gives; directions above 1e-3 are not lost; no NaN.
+
+    ``split`` in fp16 rounds as the Triton kernel does: symmetric results are halves, mirrored.
+    """
+    steps = coefficient_sequence(preset, 5)
+    limit = max(polynomial(batch.sigma, steps).max().item() for batch in batches) + MARGIN
+    for batch in batches:
+        x = batch.x.float()
+        ours = orthogonalize(x, coefficients=preset, dtype=torch.float16, backend=backend, method=method).double()
+        assert ours.isfinite().all()
+        for name, matrix, sigma, u in zip(batch.names, ours, batch.sigma, batch.u, strict=True):
+            assert torch.linalg.matrix_norm(matrix, 2).item() <= limit, name
+            kept = sigma >= SMALL
+            expected = polynomial(sigma[kept], steps).min().item()
+            assert torch.linalg.svdvals(u[:, kept].mT @ matrix).min().item() >= expected - MARGIN, name
+
+
+@pytest.mark.parametrize(("full_v", "holds"), [((), False), ((2,), True)])
+def test_the_first_v_after_a_restart_must_not_be_mirrored(batches, full_v, holds):
+    """Polar Express, half products, restart before step 2: the set sees the failure; one full product cures it."""
+    variant = Variant("", torch.float16, (2,), full_v=full_v)
+    steps = coefficient_sequence("polar_express", 5)
+    largest = exact = 0.0
+    for batch in batches:
+        products = Products(torch.float16, halves=True)
+        ours = run(products.round(batch.x.float()), steps, variant, products)
+        largest = max(largest, torch.linalg.matrix_norm(ours, 2).max().item())
+        exact = max(exact, polynomial(batch.sigma, steps).max().item())
+    assert (largest <= exact + MARGIN) == holds, (largest, exact)
+
+
+def test_the_stress_set_is_deterministic(batches):
+    again = stress_set(PLAN[:1])[0]
+    assert again.names == batches[0].names
+    assert torch.equal(again.x, batches[0].x)

@@ -1,0 +1,110 @@
+"""``symmetric_product`` on every back end that runs here: numbers, symmetry, aliasing, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dmuon.kernels import symmetric_product
+
+BACKENDS = ("auto", "torch", "split")
+
+
+def gaussian(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def commuting(k: int, m: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric matrices that commute but for rounding."""
+    x = gaussian(k, m, m + 3, dtype=torch.float64)
+    r = x @ x.mT / m
+    return r.to(dtype), (r @ r - 0.5 * r).to(dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("k", "m", "p"), [(1, 1, 1), (2, 33, 50), (1, 150, 40), (3, 64, 0), (0, 8, 8), (1, 300, 300)])
+def test_a_gram_matrix(backend, dtype, k, m, p):
+    x = gaussian(k, m, p, dtype=dtype)
+    found = symmetric_product(x, x.mT, alpha=0.5, backend=backend)
+    exact = 0.5 * (x.double() @ x.double().mT)
+    assert found.shape == (k, m, m) and found.dtype == dtype
+    limit = (1e-6 if dtype == torch.float32 else 1e-14) * max(1.0, exact.abs().amax().item() if exact.numel() else 0.0)
+    assert torch.allclose(found.double(), exact, rtol=0, atol=limit)
+    assert torch.equal(found, found.mT)
+
+
+@pytest.mark.pitfall("P43")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("m", [5, 40, 200])
+def test_the_product_of_two_matrices_that_commute_is_symmetric_bitwise(backend, m):
+    a, b = commuting(2, m)
+    assert not torch.equal(a @ b, (a @ b).mT), "or the test would see nothing"
+    found = symmetric_product(a, b, a, alpha=2.0, beta=-3.0, b_symmetric=True, backend=backend)
+    exact = 2 * a.double() @ b.double() - 3 * a.double()
+    assert (found - exact).abs().max() <= 2e-6 * exact.abs().max()
+    assert torch.equal(found, found.mT)
+
+
+@pytest.mark.pitfall("P44")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_and_transposed_operands(backend):
+    x = gaussian(2, 80, 120)
+    exact = x.double() @ x.double().mT
+    wide = torch.empty(2, 80, 240)[:, :, ::2].copy_(x)
+    tall = x.mT.contiguous().mT
+    for operand in (wide, tall, x.expand(2, 80, 120), x.transpose(0, 1).contiguous().transpose(0, 1)):
+        found = symmetric_product(operand, operand.mT, backend=backend)
+        assert (found - exact).abs().max() <= 2e-6 * exact.abs().max()
+    found = symmetric_product(x[0], x[0].mT, backend=backend)
+    assert found.shape == (80, 80) and (found - exact[0]).abs().max() <= 2e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_out_may_be_c_and_what_is_not_read_does_not_leak(backend):
+    a, b = commuting(2, 40)
+    c = a.clone()
+    found = symmetric_product(a, b, c, alpha=1.0, beta=2.0, out=c, backend=backend)
+    exact = a.double() @ b.double() + 2 * a.double()
+    assert found is c and (c - exact).abs().max() <= 2e-6 * exact.abs().max()
+    rubbish = torch.full((2, 40, 40), float("nan"))
+    symmetric_product(a, b, rubbish, beta=0.0, out=rubbish, backend=backend)
+    assert (rubbish - a.double() @ b.double()).abs().max() <= 2e-6 * exact.abs().max()
+    for name, out in (("a", a), ("b", b)):
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+            symmetric_product(a, b, out=out, backend=backend)
+
+
+@pytest.mark.pitfall("P38", "P45")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_call_gives_the_same_bits_and_nan_stays_in_its_matrix(backend):
+    x = gaussian(3, 70, 90)
+    first = symmetric_product(x, x.mT, backend=backend)
+    assert torch.equal(first, symmetric_product(x, x.mT, backend=backend))
+    x[1, 3, 4] = float("nan")
+    found = symmetric_product(x, x.mT, backend=backend)
+    assert torch.equal(found[0], first[0]) and torch.equal(found[2], first[2]) and found[1].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: symmetric_product(x.int(), x.mT), TypeError, "a must be a floating-point tensor, got torch.int32"),
+        (lambda x: symmetric_product(x, [1.0]), TypeError, "b must be a floating-point tensor, got list"),
+        (lambda x: symmetric_product(x, x.mT.double()), TypeError, "b is torch.float64, a is torch.float32"),
+        (lambda x: symmetric_product(x, x.mT.to("meta")), ValueError, "b is on meta, a on cpu"),
+        (lambda x: symmetric_product(x[0], x[0]), ValueError, r"a must be \(m, p\) or \(k, m, p\), got \(6,\)"),
+        (lambda x: symmetric_product(x, x), ValueError, r"b must be \(6, 4\) beside a \(4, 6\), got \(4, 6\)"),
+        (lambda x: symmetric_product(x, x.mT, x), ValueError, r"c must be \(4, 4\) beside a"),
+        (lambda x: symmetric_product(x, x.mT, out=x), ValueError, r"out must be \(4, 4\)"),
+        (lambda x: symmetric_product(x, x.mT, backend="fast"), ValueError, "backend='fast' is unknown; use one of"),
+        (
+            lambda x: symmetric_product(x, x.mT, backend="triton"),
+            ValueError,
+            "backend='triton' cannot run: .*interpreter",
+        ),
+    ],
+)
+def test_bad_input_is_refused_by_name(call, error, message):
+    with pytest.raises(error, match=message):
+        call(torch.randn(4, 6))

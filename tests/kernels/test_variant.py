@@ -1,0 +1,243 @@
+"""Which way Newton–Schulz runs: the rule, what a tuner tries, strings, and what is recorded."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dmuon.kernels import (
+    Variant,
+    adapted,
+    alternatives,
+    backend_fault,
+    choose_variant,
+    coefficient_sequence,
+    orthogonalize,
+    safe_restarts,
+)
+from dmuon.kernels.tile_config import TileConfig
+from dmuon.kernels.variant import relative_cost
+
+newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
+variant_module = importlib.import_module("dmuon.kernels.variant")
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+POLAR = coefficient_sequence("polar_express", 5)
+
+variants = st.builds(
+    Variant,
+    method=st.sampled_from(["standard", "gram"]),
+    restarts=st.lists(st.integers(1, 9), unique=True, max_size=3).map(lambda r: tuple(sorted(r))),
+    backend=st.sampled_from(["torch", "split", "triton"]),
+    piece=st.integers(1, 10**6),
+    tile=st.sampled_from(["", str(TileConfig(128, 64, 8, 4, True)), str(TileConfig(64, 64, 4, 3))]),
+    replay=st.booleans(),
+)
+
+
+def rule(shape, k=1, dtype=torch.float32, device=CPU, **options) -> Variant:
+    return choose_variant(shape, k, POLAR, dtype, device, **options)
+
+
+@given(variants)
+def test_a_variant_is_what_its_string_says(variant):
+    assert Variant.parse(str(variant)) == variant
+
+
+@pytest.mark.parametrize(
+    "text", ["", "gram", "gram torch", "gram r torch by1", "gram r2 cuda by1", "gram r2 torch by0", "gram torch by1 x"]
+)
+def test_other_strings_are_no_variants(text):
+    with pytest.raises(ValueError, match="no Newton–Schulz variant such as"):
+        Variant.parse(text)
+
+
+def test_the_rule_on_cpu():
+    assert rule((64, 64)).method == "standard" and rule((64, 256)).method == "gram"
+    assert rule((64, 256)).restarts == (2,)
+    assert rule((64, 64), 100).piece == 16, "as many as stay in the cache"
+    assert rule((64, 256)).backend == "torch" and rule((1024, 4096)).backend == "split"
+    assert rule((1024, 1024)).method == "standard" and rule((1024, 1408)).method == "gram"
+    assert rule((1024, 4096), dtype=torch.bfloat16).method == "standard"
+
+
+def test_the_rule_on_cuda(monkeypatch):
+    class Properties:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(variant_module, "unsupported", lambda device, dtype: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    choose_variant.cache_clear()
+    try:
+        many = rule((4096, 14336), 8, torch.float16, CUDA)
+        assert (many.method, many.backend) == ("gram", "triton")
+        assert rule((1024, 4096), 1, torch.float16, CUDA).backend == "torch", "36 tiles do not fill 132 processors"
+        assert rule((1024, 4096), 8, torch.float16, CUDA).backend == "triton"
+        assert rule((512, 2048), 64, torch.float16, CUDA).backend == "torch", "too small"
+        assert rule((4096, 4096), 8, torch.float32, CUDA).backend == "torch", "fp32 has no matrix instruction"
+        bf16 = rule((4096, 14336), 8, torch.bfloat16, CUDA)
+        assert (bf16.method, bf16.backend) == ("standard", "triton")
+        monkeypatch.setattr(variant_module, "unsupported", lambda device, dtype: "no")
+        choose_variant.cache_clear()
+        assert rule((4096, 14336), 8, torch.float16, CUDA).backend == "torch"
+    finally:
+        choose_variant.cache_clear()
+
+
+def test_a_batch_on_cuda_is_cut_where_its_workspace_is_bounded():
+    large = rule((8192, 28672), 64, torch.float16, CUDA, backend="torch").piece
+    small = rule((512, 512), 64, torch.float16, CUDA, backend="torch").piece
+    assert 1 <= large < 8 and small >= 64
+    workspace = 2 * large * (2 * 8192 * 28672 + 4 * 8192**2)
+    assert workspace <= 2**32
+
+
+@pytest.mark.parametrize("backend", ["triton", "split"])
+def test_an_explicit_back_end_that_cannot_run_is_an_error(backend):
+    device = CPU if backend == "triton" else torch.device("meta")
+    with pytest.raises(ValueError, match=rf"backend='{backend}' cannot run: .*; use backend='auto' or 'torch'"):
+        orthogonalize(torch.ones(4, 4, device=device), backend=backend, dtype=torch.float32)
+
+
+def test_a_given_variant_excludes_options_and_must_be_able_to_run():
+    x = torch.randn(8, 16)
+    with pytest.raises(ValueError, match="excludes method, restarts and backend"):
+        orthogonalize(x, variant=rule((8, 16)), method="gram")
+    with pytest.raises(ValueError, match="backend='triton' cannot run"):
+        orthogonalize(x, variant=Variant("gram", (2,), "triton", 1))
+
+
+@pytest.mark.pitfall("P47")
+@pytest.mark.parametrize("backend", ["torch", "split"])
+def test_the_named_back_end_is_what_multiplies(backend, monkeypatch):
+    products = importlib.import_module("dmuon.kernels.products")
+    calls = []
+    real = products.split_product
+    monkeypatch.setattr(products, "split_product", lambda *a, **o: calls.append(1) or real(*a, **o))
+    x = torch.randn(3, 24, 64)
+    found = orthogonalize(x, variant=Variant("gram", (2,), backend, 2))
+    # r2: two XXᵀ and fourteen squares for each of three matrices.
+    assert len(calls) == (3 * 16 if backend == "split" else 0)
+    exact = orthogonalize(x.double(), method="standard")
+    assert (found - exact).norm() / exact.norm() < 5e-5
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 40), (3, 40, 100), (3, 100, 40), (1, 16, 48)])
+@pytest.mark.parametrize("backend", ["torch", "split"])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("piece", [1, 2, 8])
+def test_all_variants_compute_the_same(shape, backend, method, piece):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    kept = x.clone()
+    exact = orthogonalize(x.double(), method="standard", backend="torch")
+    found = orthogonalize(x, variant=Variant(method, (2,) if method == "gram" else (), backend, piece))
+    assert (found - exact).norm() / exact.norm() < 5e-5
+    assert torch.equal(x, kept)
+
+
+def test_a_measured_variant_keeps_what_is_safe_with_other_coefficients():
+    measured = Variant("gram", (2,), "split", 3)
+    assert adapted(measured, (64, 256), POLAR, torch.float16, CPU) is measured
+    steep = ((8.0, -20.0, 13.0),) * 5
+    other = adapted(measured, (64, 256), steep, torch.float16, CPU)
+    assert other.restarts == safe_restarts(steep, torch.float16) != (2,) and (other.backend, other.piece) == (
+        "split",
+        3,
+    )
+    short = coefficient_sequence("polar_express", 2)
+    assert max(adapted(measured, (64, 256), short, torch.float32, CPU).restarts, default=0) < 2
+
+
+def test_a_tuner_tries_every_form_and_back_end_and_piece():
+    best = rule((64, 256), 8)
+    forms, tiles, pieces, replays = (rivals(best) for rivals in alternatives((64, 256), 8, POLAR, torch.float32, CPU))
+    assert {(v.method, v.backend) for v in forms} == {(m, b) for m in ("standard", "gram") for b in ("torch", "split")}
+    assert {v.piece for v in pieces} == {1, 2, 8} and best.piece == 4
+    assert tiles == replays == ()
+    half = next(iter(alternatives((64, 256), 8, POLAR, torch.bfloat16, CPU)))(best)
+    assert {v.method for v in half} == {"standard"}, "the Gram form is not safe in bf16"
+
+
+def test_costs_follow_the_table_of_half_products():
+    """In m³: standard 20α+10 whole, 15α+5 in halves; Gram r2 8α+28 and 6α+14, one more with a V whole."""
+    for alpha in (1.0, 2.5, 4.0):
+        shape, unit = (64, int(64 * alpha)), 64**3 / 2
+        cost = {
+            (restarts, backend, dtype): relative_cost(shape, 5, restarts, backend, dtype) / unit
+            for restarts in (None, (2,), (2, 4))
+            for backend in ("torch", "triton")
+            for dtype in (torch.float16, torch.float32)
+        }
+        assert cost[None, "torch", torch.float32] == 20 * alpha + 10
+        assert cost[None, "triton", torch.float16] == 15 * alpha + 5
+        assert cost[(2,), "torch", torch.float16] == 8 * alpha + 28
+        assert cost[(2,), "triton", torch.float32] == 6 * alpha + 14
+        assert cost[(2, 4), "triton", torch.float32] == 9 * alpha + 11
+        assert cost[(2,), "triton", torch.float16] == 6 * alpha + 15
+
+
+def test_what_cannot_run_here_says_why():
+    assert backend_fault("torch", CPU, torch.float64) is None
+    assert backend_fault("split", CPU, torch.float32) is None
+    assert "CPU" in (backend_fault("split", CUDA, torch.float32) or "")
+    assert "interpreter" in (backend_fault("triton", CPU, torch.float16) or "")
+    assert "float64" in (backend_fault("triton", CUDA, torch.float64) or "")
+
+
+class Graph:
+    """What a CUDA graph does, on the CPU: replays what was run while it was captured."""
+
+    captured: ClassVar[list[Graph]] = []
+    capturing: ClassVar[Graph | None] = None
+
+    def __init__(self):
+        self.programs = []
+
+    def replay(self):
+        for program in self.programs:
+            program()
+
+    @classmethod
+    @contextmanager
+    def capture(cls, graph, **_):
+        cls.captured.append(graph)
+        cls.capturing = graph
+        yield
+        cls.capturing = None
+
+
+def test_replay_captures_once_and_returns_what_the_kernels_compute(monkeypatch):
+    """The bookkeeping of replays, with a stand-in for the graph: a GPU is needed for the capture itself."""
+    replay = importlib.import_module("dmuon.kernels.replay")
+    real = newton_schulz.run
+
+    def run(x, variant, *rest):
+        result = real(x, variant, *rest)
+        if Graph.capturing is not None:
+            Graph.capturing.programs.append(lambda: result.copy_(real(x, variant, *rest)))
+        return result
+
+    monkeypatch.setattr(Graph, "captured", [])
+    monkeypatch.setattr(replay, "_recordings", type(replay._recordings)())
+    monkeypatch.setattr(newton_schulz, "run", run)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Graph.capture)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    eager = Variant("gram", (2,), "torch", 8)
+    for seed in (0, 1, 2):
+        x = torch.randn(2, 16, 48, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(orthogonalize(x, variant=replace(eager, replay=True)), orthogonalize(x, variant=eager))
+    assert len(Graph.captured) == 1
+    orthogonalize(torch.randn(3, 16, 48), variant=replace(eager, replay=True))
+    assert len(Graph.captured) == 2, "another shape"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    orthogonalize(torch.randn(4, 16, 48), variant=replace(eager, replay=True))
+    assert len(Graph.captured) == 2, "launched into the caller's own graph"

@@ -30,7 +30,7 @@ from toy import (
 )
 
 import dmuon
-from dmuon import dedicate as dedicate_module
+from dmuon import place as place_module
 from dmuon import plan as plan_module
 from dmuon.solver import Plan, SolveOptions
 

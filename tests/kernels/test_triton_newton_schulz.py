@@ -1,0 +1,39 @@
+"""Newton–Schulz and the Muon update as they run on a GPU, all kernels together, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("interpreted_newton_schulz.py")
+
+
+@pytest.fixture(scope="module")
+def results() -> Any:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.pitfall("P39", "P45", "P47")
+def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product(results):
+    assert len(results["runs"]) >= 26
+    for name, run in results["runs"].items():
+        assert run["error"] <= run["limit"], name
+        assert run["launches"] == run["products"], name
+        assert run["unmodified"] and run["again"], name
+
+
+@pytest.mark.pitfall("P38", "P47")
+def test_the_update_takes_three_fused_passes_and_keeps_nan_in_its_matrix(results):
+    for name, update in results["updates"].items():
+        assert update["error"] <= update["limit"], name
+        assert update["passes"] == ["momentum_norms", "normalized_update", "apply_update"], name
+        assert update["nan_stays"], name

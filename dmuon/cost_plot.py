@@ -14,8 +14,8 @@ __all__ = ["cost_table", "draw_costs"]
 
 
 def cost_table(entries: Entries, options: NsOptions, device: torch.device) -> str:
-    """One line per shape and batch size: times, rate, spread and samples."""
-    head = f"{'shape':>14} {'batch':>6} {'ms':>11} {'ms each':>11} {'GFLOP/s':>10} {'spread':>7} {'samples':>8}"
+    """One line per shape and batch size: times, rate at whole products, spread, samples, and how it ran."""
+    head = f"{'shape':>14} {'batch':>6} {'ms':>11} {'ms each':>11} {'GFLOP/s':>10} {'spread':>7} {'samples':>8}  variant"
     lines = [head]
     for (m, n), timings in sorted(entries.items()):
         flops = _flops((m, n), options, device)
@@ -23,7 +23,7 @@ def cost_table(entries: Entries, options: NsOptions, device: torch.device) -> st
             each, spread = t.median_ns / k / 1e6, (t.p90_ns - t.p10_ns) / t.median_ns
             lines.append(
                 f"{f'{m}x{n}':>14} {k:>6} {t.median_ns / 1e6:>11.3f} {each:>11.3f} {k * flops / t.median_ns:>10.4g} "
-                f"{spread:>6.1%} {t.n:>8}"
+                f"{spread:>6.1%} {t.n:>8}  {t.variant or 'by rule'}"
             )
     return "\n".join(lines)
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import torch
@@ -134,7 +136,7 @@ def run(
         return replayed(x, variant, coefficients, storage)
     arithmetic = make_arithmetic(variant, x.device, storage)
     iteration = make_iteration(variant, coefficients, storage)
-    with full_accumulation(x.device):
+    with full_accumulation() if x.device.type == "cuda" else nullcontext():
         if variant.piece >= len(x):
             return iterate(x if len(x) > 1 else x[0], iteration, arithmetic).view(x.shape)
         for piece in torch.split(x, variant.piece):
@@ -143,6 +145,7 @@ def run(
     return x
 
 
+@lru_cache(maxsize=4096)
 def make_iteration(variant: Variant, coefficients: Coefficients, storage: torch.dtype) -> Iteration:
     """What ``variant`` computes."""
     return Iteration(coefficients, variant.method, variant.restarts, storage, whole_v=whole_v(variant.backend, storage))

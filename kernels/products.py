@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,11 +17,8 @@ from .variant import HALF, Variant
 
 
 @contextmanager
-def full_accumulation(device: torch.device) -> Iterator[None]:
-    """On CUDA, keep cuBLAS from reducing parts of long fp16 products in fp16, which PyTorch allows by default."""
-    if device.type != "cuda":
-        yield
-        return
+def full_accumulation() -> Iterator[None]:
+    """Keep cuBLAS from reducing parts of long products of halves in half precision, which PyTorch allows by default."""
     matmul = torch.backends.cuda.matmul
     allowed = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
     matmul.allow_fp16_reduced_precision_reduction = False
@@ -137,6 +135,7 @@ class TritonArithmetic(Arithmetic):
         return symmetric_product(x, x.mT, config=self.tile)
 
 
+@lru_cache(maxsize=4096)
 def make_arithmetic(variant: Variant, device: torch.device, storage: torch.dtype) -> Arithmetic:
     """What ``variant`` multiplies with."""
     carrier = carrier_dtype(device, storage)

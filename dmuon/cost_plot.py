@@ -15,8 +15,8 @@ __all__ = ["cost_table", "draw_costs"]
 
 def cost_table(entries: Entries, options: NsOptions, device: torch.device) -> str:
     """One line per shape and batch size: times, rate at whole products, spread, samples, and how it ran."""
-    head = f"{'shape':>14} {'batch':>6} {'ms':>11} {'ms each':>11} {'GFLOP/s':>10} {'spread':>7} {'samples':>8}  variant"
-    lines = [head]
+    head = f"{'shape':>14} {'batch':>6} {'ms':>11} {'ms each':>11} {'GFLOP/s':>10} {'spread':>7} {'samples':>8}"
+    lines = [f"{head}  variant"]
     for (m, n), timings in sorted(entries.items()):
         flops = _flops((m, n), options, device)
         for k, t in sorted(timings.items()):

@@ -21,13 +21,13 @@ from dmuon.kernels import (
     Variant,
     adapted,
     apply_update_,
-    backend_fault,
     choose_variant,
     coefficient_sequence,
     normalized_momentum,
     run,
     storage_dtype,
     update_scale,
+    variant_fault,
 )
 from dmuon.owned_tensor import OwnedTensor, owned_tensor
 from dmuon.param_groups import check_group, groups_from
@@ -251,7 +251,7 @@ class Muon(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], lr: float, params: list[Tensor], momentum: Tensor) -> None:
         sequence = coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
         storage = storage_dtype(momentum.dtype, momentum.device, group["ns_dtype"])
-        planned = _planned_variant(params[0])
+        planned = _planned_variant(params[0], len(params))
         variant = _variant(planned, momentum.shape[1:], len(params), sequence, storage, momentum.device)
         with self._timer.phase("momentum"):
             x, norms = normalized_momentum(
@@ -319,13 +319,14 @@ def _batch_size(shape: torch.Size, runtime: Runtime | None) -> int:
     return max(1, _PLAIN_BATCH_ELEMENTS // shape.numel())
 
 
-def _planned_variant(param: Tensor) -> str:
-    """How the plan says that matrices like ``param`` run, or nothing."""
+def _planned_variant(param: Tensor, k: int) -> str:
+    """How the plan says that ``k`` matrices like ``param`` run, or nothing."""
     runtime = getattr(param, "runtime", None)
     if runtime is None:
         return ""
-    small, large = sorted(param.shape)
-    return str(runtime.variants.get((small, large), ""))
+    variants: dict[int, str] = runtime.variants.get((min(param.shape), max(param.shape)), {})
+    smaller = [size for size in variants if size <= k]
+    return variants[max(smaller)] if smaller else ""
 
 
 @lru_cache(maxsize=4096)
@@ -340,7 +341,7 @@ def _variant(
     """The planned variant, made safe for these coefficients, or the rule's where there is none or it cannot run."""
     if planned:
         variant = Variant.parse(planned)
-        fault = backend_fault(variant.backend, device, storage)
+        fault = variant_fault(variant, (shape[0], shape[1]), device, storage)
         if fault is None:
             return adapted(variant, (shape[0], shape[1]), coefficients, storage, device)
         warnings.warn(f"the plan runs {shape[0]}x{shape[1]} as {planned!r}, which this device cannot: {fault}")

@@ -43,8 +43,8 @@ class OwnerPlan:
         solution: the solver's plan (owners, makespan, bound, loads).
         chunks: ``(small side, large side)`` to the number of matrices that one batched update takes.
         cost_source: where the costs came from, for people.
-        variants: ``(small side, large side)`` to how Newton–Schulz was measured to be fastest, as
-            ``dmuon.kernels.Variant`` prints; a shape that is absent runs as the rules say.
+        variants: ``(small side, large side)`` to batch size to how Newton–Schulz was measured to be fastest, as
+            ``dmuon.kernels.Variant`` prints; a batch runs as the largest that is no larger, or as the rules say.
         origin: where the plan came from, for people.
 
     Raises:
@@ -55,7 +55,7 @@ class OwnerPlan:
     solution: Plan
     chunks: dict[Shape, int]
     cost_source: str
-    variants: dict[Shape, str] = field(default_factory=dict)
+    variants: dict[Shape, dict[int, str]] = field(default_factory=dict)
     origin: str = _SOLVED
 
     def __post_init__(self) -> None:
@@ -67,24 +67,25 @@ class OwnerPlan:
         for (small, large), size in self.chunks.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"field 'chunks.{small}x{large}' is {size!r}, not an integer of at least 1; {_AGAIN}")
-        for (small, large), variant in self.variants.items():
+        for (small, large), variants in self.variants.items():
             name = f"field 'variants.{small}x{large}'"
             if (small, large) not in shapes:
                 raise ValueError(f"{name}: the plan has no matrices of that shape; {_AGAIN}")
-            try:
-                Variant.parse(variant)
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{name}: {error}; {_AGAIN}") from None
+            for size, variant in variants.items():
+                try:
+                    Variant.parse(variant)
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"field 'variants.{small}x{large}.{size}': {error}; {_AGAIN}") from None
 
     @classmethod
     def from_solution(cls, solution: Plan, costs: FoundCosts) -> OwnerPlan:
         """What the solver found with ``costs``. Needs no process group."""
         chunks = {shape: costs.table.chunk(shape) for shape in sorted({m.shape for m in solution.matrices})}
-        variants = {}
-        for shape, chunk in chunks.items():
-            measured = [k for k in costs.variants.get(shape, {}) if k <= chunk]
-            if measured:
-                variants[shape] = costs.variants[shape][max(measured)]
+        of_shapes = {shape: costs.variants.get(shape, {}) for shape in chunks}
+        variants = {
+            shape: {k: v for k, v in sorted(found.items()) if k <= chunks[shape]} for shape, found in of_shapes.items()
+        }
+        variants = {shape: found for shape, found in variants.items() if found}
         return cls(solution.matrices, solution, chunks, costs.source, variants)
 
     @property
@@ -99,8 +100,8 @@ class OwnerPlan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of owners, shapes, blocks, batch sizes and variants: one digest gives bitwise equal updates."""
-        return _sha256([self.solution.digest, _named(self.chunks), _named(self.variants)])
+        """SHA-256 of owners, shapes, blocks, batches and variants: on alike devices, equal digests give equal bits."""
+        return _sha256([self.solution.digest, _named(self.chunks), self._named_variants()])
 
     @property
     def balance(self) -> float:
@@ -111,10 +112,10 @@ class OwnerPlan:
 
     def report(self) -> str:
         """Origin, source of the costs, batch sizes, makespan, proven bound, gap, and a bar per rank."""
-        how = _named(self.variants)
         batches = "; ".join(
-            f"{shape} by {size}" + (f" ({how[shape]})" if shape in how else "")
-            for shape, size in _named(self.chunks).items()
+            f"{shape[0]}x{shape[1]} by {size}" + (f" ({variants[max(variants)]})" if variants else "")
+            for shape, size in sorted(self.chunks.items())
+            for variants in [self.variants.get(shape, {})]
         )
         return (
             f"plan: {self.origin}, digest with batches {self.digest}\n"
@@ -158,10 +159,13 @@ class OwnerPlan:
             "schema": _SCHEMA,
             "solution": self.solution.to_json(),
             "chunks": _named(self.chunks),
-            "variants": _named(self.variants),
+            "variants": self._named_variants(),
             "cost_source": self.cost_source,
         }
         return {**fields, _CHECKSUM: _sha256(fields)}
+
+    def _named_variants(self) -> dict[str, dict[str, str]]:
+        return _named({s: {str(k): v for k, v in sorted(sizes.items())} for s, sizes in self.variants.items()})
 
     @classmethod
     def from_json(cls, document: object, origin: str) -> OwnerPlan:
@@ -181,6 +185,7 @@ class OwnerPlan:
         if not isinstance(document["cost_source"], str):
             raise ValueError(f"field 'cost_source' is {document['cost_source']!r}, not a string; {_AGAIN}")
         chunks, variants = (_by_shape(name, document[name]) for name in ("chunks", "variants"))
+        variants = {shape: _by_size(shape, sizes) for shape, sizes in variants.items()}
         try:
             solution = Plan.from_json(document["solution"])
         except Exception as error:  # whatever reading nonsense raises, it is the file's fault
@@ -341,6 +346,16 @@ def _by_shape(field: str, value: object) -> dict[Shape, Any]:
             raise ValueError(f"field {field!r}: shape {text!r} is not like '1024x4096'; {_AGAIN}")
         result[int(match[1]), int(match[2])] = item
     return result
+
+
+def _by_size(shape: Shape, value: object) -> dict[int, Any]:
+    name = f"field 'variants.{shape[0]}x{shape[1]}'"
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is no object of batch sizes; {_AGAIN}")
+    for text in value:
+        if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+            raise ValueError(f"{name}: batch size {text!r} is no positive integer; {_AGAIN}")
+    return {int(text): item for text, item in value.items()}
 
 
 def _named(values: Mapping[Shape, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Runtime:
         groups: Sequence[OwnerGroup],
         comm: Comm,
         chunks: dict[tuple[int, int], int],
-        variants: dict[tuple[int, int], str],
+        variants: dict[tuple[int, int], dict[int, str]],
     ) -> None:
         self.groups = list(groups)
         self.comm = comm

@@ -7,7 +7,7 @@ from .coefficients import PRESETS, amplification, coefficient_sequence, is_safe,
 from .newton_schulz import iteration_flops, newton_schulz_flops, orthogonalize, run, storage_dtype
 from .symmetric import symmetric_product
 from .update import apply_update_, momentum_update, muon_update_, normalized_momentum, update_scale
-from .variant import Variant, adapted, alternatives, backend_fault, batch_size, choose_variant
+from .variant import Variant, adapted, alternatives, backend_fault, batch_size, choose_variant, variant_fault
 
 __all__ = [
     "PRESETS",
@@ -32,4 +32,5 @@ __all__ = [
     "storage_dtype",
     "symmetric_product",
     "update_scale",
+    "variant_fault",
 ]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .coefficients import Coefficients, coefficient_sequence
 from .products import Arithmetic, carrier_dtype, full_accumulation, make_arithmetic
-from .variant import HALF, Backend, Method, Variant, adapted, choose_variant, relative_cost, require_backend, whole_v
+from .variant import HALF, Backend, Method, Variant, adapted, choose_variant, relative_cost, variant_fault, whole_v
 
 CoefficientsArg: TypeAlias = "str | Sequence[float] | Sequence[Sequence[float]]"
 
@@ -117,7 +117,9 @@ def orthogonalize(
     if x.numel() == 0:
         return torch.empty_like(x)
     normalized, _ = normalize(x.reshape(k, *shape), storage, eps)
-    return run(normalized, variant, sequence, storage).to(x.dtype).reshape(x.shape)
+    result = run(normalized, variant, sequence, storage)
+    # What a graph wrote is overwritten by its next replay.
+    return result.to(x.dtype, copy=variant.replay).reshape(x.shape)
 
 
 def run(
@@ -161,9 +163,11 @@ def usable(
     """``variant`` with restarts that are safe for these coefficients.
 
     Raises:
-        ValueError: its back end cannot run on ``device`` in ``storage``.
+        ValueError: it cannot run on ``device`` in ``storage``.
     """
-    require_backend(variant.backend, device, storage)
+    fault = variant_fault(variant, shape, device, storage)
+    if fault is not None:
+        raise ValueError(f"variant={str(variant)!r} cannot run: {fault}; leave it out, or measure on this device")
     return adapted(variant, shape, coefficients, storage, device)
 
 

@@ -18,15 +18,47 @@ from .variant import HALF, Variant
 
 @contextmanager
 def full_accumulation() -> Iterator[None]:
-    """Keep cuBLAS from reducing parts of long products of halves in half precision, which PyTorch allows by default."""
+    """Products as their storage dtype promises: halves accumulate in fp32 wholly, and fp32 is not rounded to TF32.
+
+    cuBLAS may do otherwise by PyTorch's default (parts of long products are reduced in half precision) or by the
+    user's leave; both are restored.
+    """
     matmul = torch.backends.cuda.matmul
-    allowed = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
-    matmul.allow_fp16_reduced_precision_reduction = False
-    matmul.allow_bf16_reduced_precision_reduction = False
+    flags = [f"allow_{half}_reduced_precision_reduction" for half in ("fp16", "bf16")]
+    kept = {flag: (getattr(matmul, flag), getattr(matmul, f"{flag}_split_k")) for flag in flags}
+    kept["allow_fp16_accumulation"] = matmul.allow_fp16_accumulation
+    for flag, value in kept.items():
+        setattr(matmul, flag, (False, value[1]) if isinstance(value, tuple) else False)
+    with _ieee_fp32():
+        try:
+            yield
+        finally:
+            for flag, value in kept.items():
+                setattr(matmul, flag, value)
+
+
+@contextmanager
+def _ieee_fp32() -> Iterator[None]:
+    """PyTorch has two ways to allow TF32, and refuses to read one where the user took the other."""
+    matmul = torch.backends.cuda.matmul
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        kept = matmul.fp32_precision
+        matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = kept
+        return
+    if precision == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = allowed
+        torch.set_float32_matmul_precision(precision)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,14 +45,24 @@ def replayed(x: Tensor, variant: Variant, coefficients: Coefficients, storage: t
     return recording.result
 
 
+def forget() -> None:
+    """Drop all graphs and the memory that they keep."""
+    _recordings.clear()
+
+
 def _record(x: Tensor, variant: Variant, coefficients: Coefficients, storage: torch.dtype) -> _Recording:
     from .newton_schulz import run
 
     with torch.cuda.device(x.device):
-        # Once outside capture: kernels are compiled and cuBLAS takes its workspace, neither of which can be captured.
-        run(x.clone(), variant, coefficients, storage)
+        current = torch.cuda.current_stream()
+        stream = torch.cuda.Stream()  # of this device: torch's own for captures is of whichever came first
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            # Once outside capture: compiling and loading kernels cannot be captured.
+            run(x.clone(), variant, coefficients, storage)
+        current.wait_stream(stream)
         source = torch.empty_like(x)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             result = run(source, variant, coefficients, storage)
     return _Recording(graph, source, result)

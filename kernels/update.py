@@ -203,7 +203,7 @@ def _check_shapes(name: str, tensors: Sequence[Tensor], update: Tensor) -> None:
 
 def _fused(tensor: Tensor) -> ModuleType | None:
     """The Triton kernels, where they can run."""
-    return _triton_update() if tensor.device.type == "cuda" else None
+    return _triton_update() if tensor.device.type == "cuda" and torch.version.hip is None else None
 
 
 @cache

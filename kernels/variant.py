@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +14,7 @@ import torch
 
 from .coefficients import Coefficients, checked_restarts, is_safe
 from .cpu_symmetric import worth_splitting
-from .tile_config import candidates
+from .tile_config import TileConfig, candidates
 from .triton_symmetric import unsupported
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -28,6 +30,9 @@ _CPU_BATCH_ELEMENTS = 1 << 16
 
 # Accelerators: bound on what one batch's intermediate matrices take; more are run one piece after another.
 _WORKSPACE_BYTES = 1 << 32
+
+# A CUDA graph keeps its workspace, so none is tried that needs more; where launches take long, matrices are small.
+_REPLAY_BYTES = 1 << 25
 
 # Below this side, or below this many tiles a multiprocessor, cuBLAS is taken unless a measurement says otherwise.
 _TRITON_LEAST_SIDE = 1024
@@ -49,6 +54,10 @@ class Variant:
         piece: at most so many matrices run as one batch.
         tile: tile configuration of the Triton kernel, as its ``TileConfig`` prints; empty is the kernel's default.
         replay: launched as one CUDA graph.
+
+    Raises:
+        ValueError: no such form or back end, restarts that are not increasing or not the Gram form's, no matrices at
+            once, or a tile of another back end.
     """
 
     method: Literal["standard", "gram"]
@@ -57,6 +66,19 @@ class Variant:
     piece: int
     tile: str = ""
     replay: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS[1:] or self.backend not in BACKENDS[1:]:
+            raise ValueError(f"{self.method!r} with {self.backend!r}: no such form or back end")
+        increasing = all(a < b for a, b in itertools.pairwise((0, *self.restarts)))
+        if not increasing or (self.restarts and self.method != "gram"):
+            raise ValueError(f"restarts {self.restarts!r} must be increasing, from 1, and of the Gram form")
+        if self.piece < 1:
+            raise ValueError(f"piece {self.piece!r} must be at least 1")
+        if self.tile:
+            TileConfig.parse(self.tile)
+            if self.backend != "triton":
+                raise ValueError(f"tile {self.tile!r} is Triton's, not of back end {self.backend!r}")
 
     def __str__(self) -> str:
         restarts = "r" + ",".join(map(str, self.restarts)) if self.restarts else ""
@@ -134,7 +156,7 @@ def alternatives(
         if best.backend != "triton":
             return ()
         capability = torch.cuda.get_device_capability(device)
-        return tuple(replace(best, tile=str(c)) for c in candidates(min(shape), max(shape), dtype, capability))
+        return tuple(replace(best, tile=str(c)) for c in candidates(min(shape), max(shape), dtype, capability)[1:])
 
     def pieces(best: Variant) -> tuple[Variant, ...]:
         if device.type != "cpu":
@@ -144,7 +166,8 @@ def alternatives(
         return tuple(replace(best, piece=size) for size in sorted(sizes - {best.piece}))
 
     def replays(best: Variant) -> tuple[Variant, ...]:
-        return (replace(best, replay=True),) if device.type == "cuda" and best.piece >= k else ()
+        small = 2 * k * (2 * math.prod(shape) + 4 * min(shape) ** 2) <= _REPLAY_BYTES
+        return (replace(best, replay=True),) if device.type == "cuda" and best.piece >= k and small else ()
 
     yield from (forms, tiles, pieces, replays)
 
@@ -176,6 +199,20 @@ def backend_fault(backend: Backend, device: torch.device, dtype: torch.dtype) ->
         return None if device.type == "cpu" else f"it splits products on the CPU, the matrix is on {device.type}"
     if backend == "triton":
         return unsupported(device, dtype)
+    return None
+
+
+def variant_fault(variant: Variant, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why ``variant`` cannot run matrices of ``shape`` on ``device`` in ``dtype``, or ``None`` if it can."""
+    fault = backend_fault(variant.backend, device, dtype)
+    if fault is not None:
+        return fault
+    if variant.replay and device.type != "cuda":
+        return f"CUDA graphs are not replayed on {device.type}"
+    if variant.tile and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if TileConfig.parse(variant.tile) not in candidates(min(shape), max(shape), dtype, capability):
+            return f"tile {variant.tile} is for another device or dtype than compute capability {capability} in {dtype}"
     return None
 
 

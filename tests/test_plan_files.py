@@ -85,7 +85,8 @@ def test_a_plan_survives_its_file(
     costs = FoundCosts(table, cost_source, measured)
     plan = OwnerPlan.from_solution(dmuon.solver.plan(matrices, world, table, GREEDY), costs)
     assert plan.chunks == {m.shape: table.chunk(m.shape) for m in matrices}
-    assert plan.variants == {s: of[1 if plan.chunks[s] == 1 else 2] for s, of in measured.items()}, "of the largest"
+    expected = {s: {k: v for k, v in of.items() if k <= plan.chunks[s]} for s, of in measured.items()}
+    assert plan.variants == expected, "of the batches that run"
     path = tmp_path / "plan.json"
     plan.save(path)
     again = OwnerPlan.load(str(path))
@@ -143,13 +144,19 @@ def set_reason(document: dict[str, Any]) -> None:
         (set_field("chunks", {"13x13": True, "13x29": 1}), "field 'chunks.13x13' is True"),
         (set_field("chunks", {"13x13": 1, "13x29": 2.0}), r"field 'chunks.13x29' is 2\.0"),
         (set_field("chunks", {"13 x 13": 1}), "field 'chunks': shape '13 x 13' is not like '1024x4096'"),
-        (set_field("variants", {"13x13": "fast"}), r"field 'variants\.13x13': 'fast' is no Newton–Schulz variant"),
-        (set_field("variants", {"13x13": 3}), r"field 'variants\.13x13': "),
+        (set_field("variants", {"13x13": {"1": "fast"}}), r"field 'variants\.13x13\.1': 'fast' is no Newton–Schulz v"),
+        (set_field("variants", {"13x13": {"1": 3}}), r"field 'variants\.13x13\.1': "),
         (
-            set_field("variants", {"2x2": "gram r2 torch by1"}),
-            r"field 'variants\.2x2': the plan has no matrices of that",
+            set_field("variants", {"13x13": {"1": "gram r3,2 torch by1"}}),
+            r"field 'variants\.13x13\.1': restarts \(3, 2\)",
         ),
-        (set_field("variants", {"13x13": "gram r2 torch by3"}), "the content was changed"),
+        (set_field("variants", {"13x13": "fast"}), r"field 'variants\.13x13' is no object of batch sizes"),
+        (set_field("variants", {"13x13": {"0": "x"}}), r"field 'variants\.13x13': batch size '0' is no positive"),
+        (
+            set_field("variants", {"2x2": {"1": "standard torch by1"}}),
+            r"field 'variants\.2x2': the plan has no matrices",
+        ),
+        (set_field("variants", {"13x13": {"1": "gram r2 torch by3"}}), "the content was changed"),
         (set_field("variants", None), "field 'variants' is no object"),
         (set_field("solution", None), "field 'solution': "),
         (set_field("solution", {}), "field 'solution': "),
@@ -369,7 +376,10 @@ def run_as_planned(rank: int, world: int, path: str) -> tuple[dict[tuple[int, in
 
 @pytest.mark.pitfall("P47")
 def test_newton_schulz_runs_as_the_plan_says_and_explain_tells(ranks: RankPool, tmp_path: Path) -> None:
-    variants = {(13, 13): "gram r1,3 split by2", (13, 29): "gram r2 triton 128x64w8s4g8 by4"}
+    variants = {
+        (13, 13): {1: "standard split by1", 2: "gram r1,3 split by2"},
+        (13, 29): {1: "gram r2 triton 128x64w8s4g8 by4"},
+    }
     plan = replace(toy_plan(2), variants=variants)
     assert plan.digest != toy_plan(2).digest
     plan.save(tmp_path / "plan.json")
@@ -377,7 +387,7 @@ def test_newton_schulz_runs_as_the_plan_says_and_explain_tells(ranks: RankPool, 
     for ran, text, said in ranks(2, run_as_planned, str(tmp_path / "plan.json")):
         both.update(ran)
         assert all(f"{small}x{large}: {variant}" in text for (small, large), variant in ran.items())
-        assert "13x13 by 4 (gram r1,3 split by2)" in text
+        assert "13x13 by 4 (gram r1,3 split by2)" in text, text
         if (13, 29) in ran:
             assert any("13x29 as 'gram r2 triton 128x64w8s4g8 by4', which this device cannot" in w for w in said)
     assert both[13, 13] == "gram r1,3 split by2", "the plan's, which the rule would not choose"

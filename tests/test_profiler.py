@@ -122,7 +122,7 @@ def test_the_first_run_which_may_compile_is_never_the_cost():
     assert timing == Timing(100, 100, 100, 1), "one run counts even where the share is spent"
 
 
-def rivals(monkeypatch, times, wrong=()):
+def rivals(monkeypatch, times, wrong=(), options=NsOptions()):  # noqa: B008
     """Lets ``times`` (by back end and form) decide what is fastest; forms in ``wrong`` compute nonsense."""
     clocked = []
 
@@ -137,11 +137,11 @@ def rivals(monkeypatch, times, wrong=()):
 
     def orthogonalize(x, *, variant=None, **options):
         result = real(x, variant=variant, **options)
-        return result + 0.1 if variant is not None and variant.method in wrong else result
+        return result * 0.85 if variant is not None and variant.method in wrong else result
 
     monkeypatch.setattr(profiler._Batch, "update", update)
     monkeypatch.setattr(profiler, "orthogonalize", orthogonalize)
-    return lambda: profiler._fastest(profiler._Batch((24, 32), 2, CPU), NsOptions(), clock, 1e12, 0.0), clocked
+    return lambda: profiler._fastest(profiler._Batch((24, 32), 2, CPU), options, clock, 1e12, 0.0)[0], clocked
 
 
 def test_the_fastest_variant_is_found_and_small_gains_are_noise(monkeypatch):
@@ -152,17 +152,45 @@ def test_the_fastest_variant_is_found_and_small_gains_are_noise(monkeypatch):
     assert (find().backend, find().method) == ("torch", "standard"), "the rule's"
 
 
-def test_a_variant_that_computes_something_else_is_not_chosen_however_fast(monkeypatch):
-    find, _ = rivals(monkeypatch, {("torch", "gram"): 10}, wrong=("gram",))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_variant_that_computes_something_else_is_not_chosen_however_fast(monkeypatch, dtype):
+    find, _ = rivals(monkeypatch, {("torch", "gram"): 10}, wrong=("gram",), options=NsOptions(dtype=dtype))
     with pytest.warns(UserWarning, match=r"variant gram r2 torch by85 differs from the standard form by .*; not used"):
         assert find().method == "standard"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_variants_that_compute_the_same_agree(dtype):
+    batch = profiler._Batch((48, 80), 2, CPU)
+    for method, restarts in (("gram", (2,)), ("standard", ())):
+        if method == "gram" and dtype == torch.bfloat16:
+            continue
+        for backend in ("torch", "split"):
+            assert profiler._agrees(batch, NsOptions(dtype=dtype), Variant(method, restarts, backend, 1))
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no"), torch.OutOfMemoryError("full")])
+def test_a_rival_that_fails_is_left_out(monkeypatch, failure):
+    real = profiler.muon_update_
+
+    def update(*arguments, variant=None, **options):
+        if variant is not None and variant.method == "gram":
+            raise failure
+        real(*arguments, variant=variant, **options)
+
+    monkeypatch.setattr(profiler, "muon_update_", update)
+    full = []
+    with pytest.warns(UserWarning, match="variant gram r2 torch by85 failed"):
+        timings = measure({(24, 32): (1,)}, device=CPU, budget_s=3, too_large=lambda *seen: full.append(seen))
+    assert Variant.parse(timings[24, 32][1].variant).method == "standard" and full == []
 
 
 def test_without_time_to_try_rivals_the_rule_counts():
     tried = []
     batch = profiler._Batch((24, 32), 2, CPU)
-    found = profiler._fastest(batch, NsOptions(), lambda f: tried.append(f) or 1, 0.0, 1.0)
-    assert tried == [] and str(found) == "standard torch by85"
+    found, any_tried = profiler._fastest(batch, NsOptions(), lambda f: tried.append(f) or 1, 0.0, 1.0)
+    assert tried == [] and not any_tried and str(found) == "standard torch by85"
+    assert profiler._time_best((24, 32), 2, CPU, NsOptions(), lambda f: 7, 0.0, 1.0).variant == ""
 
 
 def test_the_timed_variant_is_named():

@@ -21,7 +21,9 @@ from dmuon.kernels import (
     coefficient_sequence,
     orthogonalize,
     safe_restarts,
+    variant_fault,
 )
+from dmuon.kernels.products import full_accumulation
 from dmuon.kernels.tile_config import TileConfig
 from dmuon.kernels.variant import relative_cost
 
@@ -31,14 +33,16 @@ variant_module = importlib.import_module("dmuon.kernels.variant")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 POLAR = coefficient_sequence("polar_express", 5)
 
+restarts = st.lists(st.integers(1, 9), unique=True, max_size=3).map(lambda r: tuple(sorted(r)))
+forms = st.one_of(st.just(("standard", ())), st.tuples(st.just("gram"), restarts))
+tiles = st.sampled_from(["", str(TileConfig(128, 64, 8, 4, True)), str(TileConfig(64, 64, 4, 3))])
+backends = st.one_of(st.tuples(st.sampled_from(["torch", "split"]), st.just("")), st.tuples(st.just("triton"), tiles))
 variants = st.builds(
-    Variant,
-    method=st.sampled_from(["standard", "gram"]),
-    restarts=st.lists(st.integers(1, 9), unique=True, max_size=3).map(lambda r: tuple(sorted(r))),
-    backend=st.sampled_from(["torch", "split", "triton"]),
-    piece=st.integers(1, 10**6),
-    tile=st.sampled_from(["", str(TileConfig(128, 64, 8, 4, True)), str(TileConfig(64, 64, 4, 3))]),
-    replay=st.booleans(),
+    lambda form, backend, piece, replay: Variant(*form, backend[0], piece, backend[1], replay),
+    forms,
+    backends,
+    st.integers(1, 10**6),
+    st.booleans(),
 )
 
 
@@ -57,6 +61,73 @@ def test_a_variant_is_what_its_string_says(variant):
 def test_other_strings_are_no_variants(text):
     with pytest.raises(ValueError, match="no Newton–Schulz variant such as"):
         Variant.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gram r0 torch by1",
+        "gram r3,2 torch by1",
+        "gram r2,2 torch by1",
+        "standard r2 torch by1",
+        "gram r2 triton 128x99w8s4g8 by1",
+        "gram r2 triton 128x64qqq by1",
+        "gram r2 torch 128x64w8s4g8 by1",
+    ],
+)
+def test_variants_that_could_not_run_are_refused(text):
+    with pytest.raises(ValueError, match=r"restarts|tile|must be a power of two|no tile config"):
+        Variant.parse(text)
+
+
+def test_what_this_device_cannot_run_says_why(monkeypatch):
+    monkeypatch.setattr(variant_module, "unsupported", lambda device, dtype: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    tiled = Variant("gram", (2,), "triton", 1, "128x64w8s4dg8")
+    shape = (1024, 4096)
+    assert "another device or dtype than compute capability (8, 0)" in variant_fault(tiled, shape, CUDA, torch.float16)
+    pointers = replace(tiled, tile="128x64w8s4g8")
+    assert variant_fault(pointers, shape, CUDA, torch.float16) is None
+    assert "in torch.float32" in variant_fault(pointers, shape, CUDA, torch.float32)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert variant_fault(tiled, shape, CUDA, torch.float16) is None
+    assert "another device" in variant_fault(tiled, (1001, 4096), CUDA, torch.float16), "unaligned"
+    graph = Variant("gram", (2,), "torch", 1, replay=True)
+    assert variant_fault(graph, shape, CPU, torch.float32) == "CUDA graphs are not replayed on cpu"
+    with pytest.raises(ValueError, match="cannot run: CUDA graphs are not replayed on cpu; leave it out"):
+        orthogonalize(torch.ones(4, 8), variant=graph)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_products_are_exact_inside_and_the_users_settings_are_back_after(allowed, precision):
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    read = [*names, *(f"{name}_split_k" for name in names), "allow_fp16_accumulation", "fp32_precision"]
+    before, legacy = {name: getattr(matmul, name) for name in read}, torch.get_float32_matmul_precision()
+    try:
+        for name in names:
+            setattr(matmul, name, (allowed, allowed))
+        matmul.allow_fp16_accumulation = allowed
+        torch.set_float32_matmul_precision(precision)
+        users = {name: getattr(matmul, name) for name in read}
+        with pytest.raises(KeyError), full_accumulation():
+            inside = {name: getattr(matmul, name) for name in read}
+            raise KeyError
+        assert not any(inside[name] for name in (*names, "allow_fp16_accumulation"))
+        assert [inside[f"{name}_split_k"] for name in names] == [allowed, allowed]
+        assert inside["fp32_precision"] != "tf32"
+        assert {name: getattr(matmul, name) for name in read} == users
+        assert torch.get_float32_matmul_precision() == precision
+        matmul.fp32_precision = "tf32"  # the other way, which the getter above refuses to read
+        with full_accumulation():
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(legacy)
+        for name in names:
+            setattr(matmul, name, (before[name], before[f"{name}_split_k"]))
+        matmul.allow_fp16_accumulation = before["allow_fp16_accumulation"]
 
 
 def test_the_rule_on_cpu():
@@ -110,7 +181,7 @@ def test_a_given_variant_excludes_options_and_must_be_able_to_run():
     x = torch.randn(8, 16)
     with pytest.raises(ValueError, match="excludes method, restarts and backend"):
         orthogonalize(x, variant=rule((8, 16)), method="gram")
-    with pytest.raises(ValueError, match="backend='triton' cannot run"):
+    with pytest.raises(ValueError, match="variant='gram r2 triton by1' cannot run"):
         orthogonalize(x, variant=Variant("gram", (2,), "triton", 1))
 
 
@@ -213,6 +284,11 @@ class Graph:
         cls.capturing = None
 
 
+class Stream:
+    def wait_stream(self, other):
+        assert isinstance(other, Stream)
+
+
 def test_replay_captures_once_and_returns_what_the_kernels_compute(monkeypatch):
     """The bookkeeping of replays, with a stand-in for the graph: a GPU is needed for the capture itself."""
     replay = importlib.import_module("dmuon.kernels.replay")
@@ -230,11 +306,21 @@ def test_replay_captures_once_and_returns_what_the_kernels_compute(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Graph.capture)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(newton_schulz, "variant_fault", lambda *_: None)
+    monkeypatch.setattr(newton_schulz, "full_accumulation", nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     eager = Variant("gram", (2,), "torch", 8)
     for seed in (0, 1, 2):
         x = torch.randn(2, 16, 48, generator=torch.Generator().manual_seed(seed))
         assert torch.equal(orthogonalize(x, variant=replace(eager, replay=True)), orthogonalize(x, variant=eager))
+    assert len(Graph.captured) == 1
+    x, y = torch.randn(2, 2, 16, 48).unbind(0)
+    first = orthogonalize(x, variant=replace(eager, replay=True))
+    orthogonalize(y, variant=replace(eager, replay=True))
+    assert torch.equal(first, orthogonalize(x, variant=eager)), "not the graph's own buffer"
     assert len(Graph.captured) == 1
     orthogonalize(torch.randn(3, 16, 48), variant=replace(eager, replay=True))
     assert len(Graph.captured) == 2, "another shape"

@@ -156,9 +156,15 @@ def plans(matrices: list[Matrix], world: int, costs: FoundCosts) -> dict[str, Ow
 
 
 def priced(plan: Plan, table: CostTable, bound_ns: int) -> Plan:
-    """``plan`` with the loads that ``table`` predicts for its owners, whatever costs it was made with."""
-    loads = tuple(sum(table.cost(shape, n) for shape, n in row.items()) for row in plan.counts)
-    return replace(plan, loads_ns=loads, bound_ns=bound_ns)
+    """``plan`` with the loads that ``table`` predicts for its owners, whatever costs it was made with.
+
+    The optimizer batches matrices as they are stored: a transpose is another batch.
+    """
+    batches = Counter((plan.owners[m.name], m.rows, m.cols) for m in plan.matrices)
+    loads = [0] * plan.world
+    for (rank, rows, cols), n in batches.items():
+        loads[rank] += table.cost((min(rows, cols), max(rows, cols)), n)
+    return replace(plan, loads_ns=tuple(loads), bound_ns=bound_ns)
 
 
 @dataclass(slots=True)

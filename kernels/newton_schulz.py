@@ -141,9 +141,14 @@ def run(
     with full_accumulation() if x.device.type == "cuda" else nullcontext():
         if variant.piece >= len(x):
             return iterate(x if len(x) > 1 else x[0], iteration, arithmetic).view(x.shape)
+        workspace: Workspace | None = None
         for piece in torch.split(x, variant.piece):
             source = piece if len(piece) > 1 else piece[0]
-            source.copy_(iterate(source, iteration, arithmetic))
+            if workspace is None or workspace.spare.shape != source.shape:  # the last piece may be smaller
+                workspace = Workspace(torch.empty_like(source), [])
+            result = iterate(source, iteration, arithmetic, workspace)
+            if result is not source:
+                source.copy_(result)
     return x
 
 
@@ -271,60 +276,81 @@ def _norms_of_rows(x: Tensor) -> Tensor:
     return norms
 
 
-def iterate(x: Tensor, iteration: Iteration, arithmetic: Arithmetic) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Buffers that are written again and again: fresh memory costs the CPU more than a product of small matrices.
+
+    ``spare`` is of the shape of the matrices, ``squares`` of their small side, those that hold nothing any more.
+    """
+
+    spare: Tensor
+    squares: list[Tensor]
+
+    def square(self) -> Tensor | None:
+        """A buffer to write to, or ``None`` for a new one."""
+        return self.squares.pop() if self.squares else None
+
+    def release(self, *squares: Tensor) -> None:
+        """These are not read any more."""
+        self.squares.extend(squares)
+
+
+def iterate(x: Tensor, iteration: Iteration, arithmetic: Arithmetic, workspace: Workspace | None = None) -> Tensor:
     """Run ``iteration`` on normalised ``x``, ``(m, n)`` or ``(k, m, n)``, in ``arithmetic``'s carrier.
 
-    ``x`` is overwritten or returned. Beside it, intermediate matrices take one more of its size, and four squares.
+    The result is in ``x`` or in the workspace's ``spare``, and both are overwritten. Beside these two, intermediate
+    matrices take four squares of the small side.
     """
+    workspace = workspace or Workspace(torch.empty_like(x), [])
+    spare = workspace.spare
     if iteration.method == "standard":
-        return _standard(x, iteration.coefficients, arithmetic)
-    spare = torch.empty_like(x)
+        for a, b, c in iteration.coefficients:
+            r = _gram(x, arithmetic, workspace)
+            z = arithmetic.symmetric(r, r, r, alpha=c, beta=b, out=workspace.square())
+            x, spare = _apply(z, a, x, arithmetic, spare), x
+            workspace.release(r, z)
+        return x
     for start, stop in itertools.pairwise((0, *iteration.restarts, len(iteration.coefficients))):
-        whole_v = iteration.whole_v and start > 0
-        result = _gram_block(x, iteration.coefficients[start:stop], arithmetic, whole_v, spare)
-        x, spare = result, x
+        block = iteration.coefficients[start:stop]
+        x, spare = _gram_block(x, block, arithmetic, iteration.whole_v and start > 0, spare, workspace), x
     return x
 
 
-def _standard(x: Tensor, coefficients: Coefficients, arithmetic: Arithmetic) -> Tensor:
-    spare = torch.empty_like(x)
-    for a, b, c in coefficients:
-        r = _gram(x, arithmetic)
-        z = arithmetic.symmetric(r, r, r, alpha=c, beta=b)
-        x, spare = _apply(z, a, x, arithmetic, spare), x
-    return x
-
-
-def _gram_block(x: Tensor, coefficients: Coefficients, arithmetic: Arithmetic, whole_v: bool, out: Tensor) -> Tensor:
+def _gram_block(
+    x: Tensor, coefficients: Coefficients, arithmetic: Arithmetic, whole_v: bool, out: Tensor, workspace: Workspace
+) -> Tensor:
     """``X`` after the steps of one restart block, in ``out``.
 
     A factor ``Z + aI`` is not multiplied with: the identity's share is added inside the product instead, as
     in half precision ``a`` costs the small entries of ``Z`` their last digits. The accumulated ``Q`` is kept
     whole: kept as ``Q - sI`` it cancels where ``Q`` is small, which measured ten times worse.
     """
-    r = _gram(x, arithmetic)
-    if len(coefficients) == 1:
-        ((a, b, c),) = coefficients
-        return _apply(arithmetic.symmetric(r, r, r, alpha=c, beta=b), a, x, arithmetic, out)
-    q = z = v = None  # written by the first step, then reused: results go where nothing is needed any more
+    r = _gram(x, arithmetic, workspace)
+    q: Tensor | None = None
     for index, (a, b, c) in enumerate(coefficients):
-        z = arithmetic.symmetric(r, r, r, alpha=c, beta=b, out=z)
+        z = arithmetic.symmetric(r, r, r, alpha=c, beta=b, out=workspace.square())
+        if len(coefficients) == 1:
+            workspace.release(r, z)
+            return _apply(z, a, x, arithmetic, out)
         if index + 1 < len(coefficients):
             multiply = arithmetic.product if whole_v and index == 0 else arithmetic.symmetric
-            v = multiply(r, z, r, beta=a, out=v)
+            v = multiply(r, z, r, beta=a, out=workspace.square())
             r = arithmetic.symmetric(z, v, v, beta=a, out=r)
+            workspace.release(v)
         if q is None:
             z.diagonal(dim1=-2, dim2=-1).add_(a)
-            q, z = arithmetic.round_(z), None
+            q = arithmetic.round_(z)
         else:
-            q, v = arithmetic.symmetric(q, z, q, beta=a, out=v), q
+            before, q = q, arithmetic.symmetric(q, z, q, beta=a, out=workspace.square())
+            workspace.release(before, z)
     assert q is not None
+    workspace.release(r, q)
     return _apply(q, 0.0, x, arithmetic, out)
 
 
-def _gram(x: Tensor, arithmetic: Arithmetic) -> Tensor:
+def _gram(x: Tensor, arithmetic: Arithmetic, workspace: Workspace) -> Tensor:
     """The smaller of ``XXᵀ`` and ``XᵀX``."""
-    return arithmetic.gram(x if x.shape[-2] <= x.shape[-1] else x.mT)
+    return arithmetic.gram(x if x.shape[-2] <= x.shape[-1] else x.mT, out=workspace.square())
 
 
 def _apply(q: Tensor, scale: float, x: Tensor, arithmetic: Arithmetic, out: Tensor) -> Tensor:

@@ -110,9 +110,9 @@ class Arithmetic:
         """:meth:`product` of symmetric matrices that commute: a symmetric result. ``out`` may be ``c``."""
         return self.product(a, b, c, alpha=alpha, beta=beta, out=out)
 
-    def gram(self, x: Tensor) -> Tensor:
+    def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """``X Xᵀ`` of ``(..., m, p)``."""
-        return self.product(x, x.mT)
+        return self.product(x, x.mT, out=out)
 
 
 class SplitArithmetic(Arithmetic):
@@ -137,10 +137,11 @@ class SplitArithmetic(Arithmetic):
             split_product(left, right, None if c is None else c[i], alpha=alpha, beta=beta, out=row)
         return self.round_(result)
 
-    def gram(self, x: Tensor) -> Tensor:
-        if x.ndim == 2:
-            return self.round_(split_product(x, x.mT))
-        return self.round_(torch.stack([split_product(row, row.mT) for row in x]))
+    def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        result = x.new_empty(*x.shape[:-1], x.shape[-2]) if out is None else out
+        for matrix, row in zip([x] if x.ndim == 2 else x, [result] if x.ndim == 2 else result, strict=True):
+            split_product(matrix, matrix.mT, out=row)
+        return self.round_(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +164,8 @@ class TritonArithmetic(Arithmetic):
             a, b, c, alpha=alpha, beta=beta if c is not None else 0.0, out=out, b_symmetric=True, config=self.tile
         )
 
-    def gram(self, x: Tensor) -> Tensor:
-        return symmetric_product(x, x.mT, config=self.tile)
+    def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return symmetric_product(x, x.mT, out=out, config=self.tile)
 
 
 @lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
@@ -202,14 +203,23 @@ def _check_shapes(name: str, tensors: Sequence[Tensor], update: Tensor) -> None:
 
 
 def _fused(tensor: Tensor) -> ModuleType | None:
-    """The Triton kernels, where they can run."""
-    return _triton_update() if tensor.device.type == "cuda" and torch.version.hip is None else None
+    """The Triton kernels, where they run."""
+    return _triton_update(tensor.device) if tensor.device.type == "cuda" and torch.version.hip is None else None
 
 
 @cache
-def _triton_update() -> ModuleType | None:
+def _triton_update(device: torch.device) -> ModuleType | None:
+    """The kernels, or ``None`` with a warning where they do not build: without a C compiler, for one, Triton cannot."""
     try:
         from . import triton_update
-    except ImportError:
+
+        matrix, stacked = torch.ones(4, 4, device=device), torch.ones(1, 4, 4, device=device)
+        norms = triton_update.momentum_norms([matrix], stacked, beta=0.5, nesterov=True)
+        triton_update.normalized_update([matrix], stacked, norms, beta=0.5, nesterov=True, eps=0.0, out=stacked.clone())
+        triton_update.apply_update([matrix], stacked, lr=0.1, weight_decay=0.1, scale=1.0)
+    except Exception as error:  # whatever a compiler may raise
+        warnings.warn(
+            f"the fused update kernels do not run on {device} ({type(error).__name__}: {error}); slower without"
+        )
         return None
     return triton_update

@@ -15,7 +15,7 @@ import torch
 from .coefficients import Coefficients, checked_restarts, is_safe
 from .cpu_symmetric import worth_splitting
 from .tile_config import TileConfig, candidates
-from .triton_symmetric import unsupported
+from .triton_symmetric import symmetric_product, unsupported
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 Backend: TypeAlias = Literal["auto", "torch", "split", "triton"]
@@ -198,7 +198,20 @@ def backend_fault(backend: Backend, device: torch.device, dtype: torch.dtype) ->
     if backend == "split":
         return None if device.type == "cpu" else f"it splits products on the CPU, the matrix is on {device.type}"
     if backend == "triton":
-        return unsupported(device, dtype)
+        return unsupported(device, dtype) or _build_fault(device, dtype)
+    return None
+
+
+@lru_cache(maxsize=64)
+def _build_fault(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernel does not build or launch, or ``None``: without a C compiler, for one, it does not."""
+    if device.type != "cuda":
+        return None
+    try:
+        x = torch.ones(64, 64, device=device, dtype=dtype)
+        symmetric_product(x, x)
+    except Exception as error:  # whatever a compiler may raise
+        return f"the kernel does not build ({type(error).__name__}: {error})"
     return None
 
 

@@ -82,6 +82,7 @@ def test_variants_that_could_not_run_are_refused(text):
 
 def test_what_this_device_cannot_run_says_why(monkeypatch):
     monkeypatch.setattr(variant_module, "unsupported", lambda device, dtype: None)
+    monkeypatch.setattr(variant_module, "_build_fault", lambda device, dtype: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     tiled = Variant("gram", (2,), "triton", 1, "128x64w8s4dg8")
     shape = (1024, 4096)
@@ -96,6 +97,23 @@ def test_what_this_device_cannot_run_says_why(monkeypatch):
     assert variant_fault(graph, shape, CPU, torch.float32) == "CUDA graphs are not replayed on cpu"
     with pytest.raises(ValueError, match="cannot run: CUDA graphs are not replayed on cpu; leave it out"):
         orthogonalize(torch.ones(4, 8), variant=graph)
+
+
+def test_kernels_that_do_not_build_are_named_and_not_taken(monkeypatch):
+    """As in a container without a C compiler; here there is not even a GPU."""
+    update = importlib.import_module("dmuon.kernels.update")
+    monkeypatch.setattr(variant_module, "unsupported", lambda device, dtype: None)
+    variant_module._build_fault.cache_clear()
+    choose_variant.cache_clear()
+    try:
+        assert "the kernel does not build (" in (backend_fault("triton", CUDA, torch.float16) or "")
+        assert rule((4096, 14336), 8, torch.float16, CUDA).backend == "torch"
+        with pytest.warns(UserWarning, match=r"fused update kernels do not run on cuda \(.*\); slower without"):
+            assert update._triton_update(CUDA) is None
+    finally:
+        variant_module._build_fault.cache_clear()
+        choose_variant.cache_clear()
+        update._triton_update.cache_clear()
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -144,6 +162,7 @@ def test_the_rule_on_cuda(monkeypatch):
         multi_processor_count = 132
 
     monkeypatch.setattr(variant_module, "unsupported", lambda device, dtype: None)
+    monkeypatch.setattr(variant_module, "_build_fault", lambda device, dtype: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     choose_variant.cache_clear()
     try:

@@ -234,7 +234,7 @@ def measure(title: str, matrices: list[Matrix], mesh: DeviceMesh, settings: Sett
         "matrices": len(named),
         "shapes": {f"{small}x{large}": count for (small, large), count in sorted(shapes.items())},
         "batches": {f"{small}x{large}": size for (small, large), size in chosen[OURS].chunks.items()},
-        "cost_source": costs.source,
+        "cost_source": costs.source.replace(str(Path.home()), "~"),
         "bound_ms": chosen[OURS].solution.bound_ns / 1e6,
         "predicted_ms": {name: plan.solution.makespan_ns / 1e6 for name, plan in chosen.items()},
         "wall_ms": {name: [wall for wall, _ in rows] for name, rows in samples.items()},

@@ -220,7 +220,7 @@ def worker(rank: int, settings: Settings, rendezvous: str) -> None:
                 "cpu": platform.processor() or platform.machine(),
                 "torch": torch.__version__,
                 "date": time.strftime("%Y-%m-%d"),
-                "cost_source": plan.cost_source,
+                "cost_source": plan.cost_source.replace(str(Path.home()), "~"),
                 "samples_ms": samples,
                 "errors": found,
             }

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -92,7 +93,7 @@ def validate(rank: int, settings: Settings, quantile: float) -> dict[str, Any]:
         "cpu": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "cost_source": costs.source,
+        "cost_source": costs.source.replace(str(Path.home()), "~"),
         "quantile": quantile,
         "constants_s": found,
         "predicted_s": predicted,

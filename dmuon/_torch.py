@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "TorchDispatchMode",
+    "all_gather_single",
     "current_backward",
     "default_group_is_bound",
+    "default_store",
+    "even_shape",
     "local_tensor",
+    "managed_by_ddp",
     "on_backward_end",
     "outside_compile",
+    "owned_spec",
+    "reduce_scatter_single",
     "require_supported_torch",
-    "row_sharded_spec",
 ]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _OLDEST = (2, 11)
+
+# Renamed in PyTorch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def require_supported_torch() -> None:
@@ -38,10 +53,15 @@ def require_supported_torch() -> None:
         )
 
 
-def row_sharded_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """Spec of a contiguous ``(m, n)`` tensor sharded by rows over a 1-D ``mesh``, evenly or not."""
+def owned_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """Spec of a contiguous ``(m, n)`` tensor on ``mesh``, evenly sharded or not."""
     meta = TensorMeta(shape=shape, stride=(shape[1], 1), dtype=dtype)
-    return DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def even_shape(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
+    """Shape of this rank's part of a tensor that ``placements`` split evenly."""
+    return torch.Size(compute_local_shape_and_global_offset(shape, mesh, placements)[0])
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -52,6 +72,20 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def default_group_is_bound() -> bool:
     """Whether the default process group was made for one device (``init_process_group(device_id=…)``)."""
     return dist.distributed_c10d._get_default_group().bound_device_id is not None
+
+
+def managed_by_ddp() -> dict[str, Tensor]:
+    """The parameters of the ``DistributedDataParallel`` whose forward runs now, by name; none outside of one."""
+    wrapper = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None:
+        return {}
+    return {n: p for n, p in wrapper.module.named_parameters() if n not in wrapper.parameters_to_ignore}
+
+
+def default_store() -> Store:
+    """The store of the default process group."""
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def current_backward() -> int | None:

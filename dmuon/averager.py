@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from dmuon._torch import local_tensor
 from dmuon.comm import Comm
+from dmuon.monitor import Pending, run_all
 
 __all__ = ["GradAverager"]
 
@@ -23,38 +28,47 @@ class _Bucket:
         self.late: set[int] = set()
         self.used: dict[int, bool] = {}
         self.flat: Tensor | None = None
-        self.work: dist.Work | None = None
+        self.pending: Pending | None = None
 
     def launch(self, comm: Comm) -> None:
         with torch.no_grad():
-            flat = torch.empty(
-                sum(p.numel() for p in self.params), dtype=self.params[0].dtype, device=self.params[0].device
-            )
+            first = local_tensor(self.params[0])
+            flat = first.new_empty(sum(local_tensor(p).numel() for p in self.params))
             slots = self._slots(flat)
             self.used = {id(p): p.grad is not None for p in self.params}
-            present = [(slot, p.grad) for slot, p in zip(slots, self.params, strict=True) if p.grad is not None]
+            present = [
+                (slot, local_tensor(p.grad)) for slot, p in zip(slots, self.params, strict=True) if p.grad is not None
+            ]
             if len(present) < len(slots):
                 flat.zero_()
             if present:
                 torch._foreach_copy_([slot for slot, _ in present], [grad for _, grad in present])
         with comm.streams.reduce():
-            self.work = dist.all_reduce(flat, dist.ReduceOp.AVG, group=comm.average_group, async_op=True)
+            what = f"average of {len(self.params)} replicated gradients, {sum(p.numel() for p in self.params)} elements"
+            self.pending = comm.monitor.start("average", what, lambda: _average(flat, comm))
         self.flat = flat
 
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Wait and write the averages back; returns ``(param, average)`` of what got no gradient on this rank."""
-        assert self.flat is not None and self.work is not None
-        self.work.wait()
+        assert self.flat is not None and self.pending is not None
+        self.pending.wait()
         settled = [(p, s) for p, s in zip(self.params, self._slots(self.flat), strict=True) if id(p) not in self.late]
-        here = [(p.grad, slot) for p, slot in settled if self.used[id(p)] and p.grad is not None]
+        here = [(local_tensor(p.grad), slot) for p, slot in settled if self.used[id(p)] and p.grad is not None]
         if here:
             with torch.no_grad():
                 torch._foreach_copy_([grad for grad, _ in here], [slot for _, slot in here])
         return [(p, slot) for p, slot in settled if not self.used[id(p)]]
 
     def _slots(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([p.numel() for p in self.params])
-        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+        locals_ = [local_tensor(p) for p in self.params]
+        parts = flat.split([t.numel() for t in locals_])
+        return [part.view(t.shape) for part, t in zip(parts, locals_, strict=True)]
+
+
+def _average(flat: Tensor, comm: Comm) -> list[dist.Work]:
+    work = dist.all_reduce(flat, dist.ReduceOp.AVG, group=comm.average_group, async_op=True)
+    assert work is not None
+    return [work]
 
 
 class GradAverager:
@@ -65,7 +79,7 @@ class GradAverager:
     ``previous average + new gradient`` is exact, because the previous average is the same on all ranks.
 
     Args:
-        params: plain tensors that require gradients, in registration order.
+        params: in registration order; plain, or DTensors that tensor parallelism split, whose parts are averaged.
         on_gradient: called when a gradient arrives; tells whether this backward synchronizes.
     """
 
@@ -80,27 +94,33 @@ class GradAverager:
         self._build()
         for param in self.params:
             if param.requires_grad:  # one that is unfrozen later leaves with the rest at the end of backward
-                param.register_post_accumulate_grad_hook(self._arrived)
+                # Weakly: the collector cannot see through such hooks, and the model would never be freed.
+                param.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
 
     def _build(self) -> None:
         open_buckets: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
         for param in reversed(self.params):  # backward reaches the last parameters first
-            key = (param.dtype, param.device)
+            key = (param.dtype, local_tensor(param).device)
             index, size = open_buckets.get(key, (-1, _BUCKET_BYTES))
             if size >= _BUCKET_BYTES:
                 index, size = len(self._buckets), 0
                 self._buckets.append([])
             self._buckets[index].append(param)
             self._bucket_of[id(param)] = index
+            # Of the whole parameter: tensor-parallel ranks, whose parts may differ, make the same buckets.
             open_buckets[key] = (index, size + param.numel() * param.element_size())
 
-    def _arrived(self, param: nn.Parameter) -> None:
+    def arrived(self, param: Tensor) -> None:
+        grad = param.grad
+        if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+            # At once: the order of this collective among those of tensor parallelism is that of the graph.
+            param.grad = grad.redistribute(placements=param.placements)
         if not self._on_gradient():
             return
         if not self._active:
             self._start()
         bucket = self._active[self._bucket_of[id(param)]]
-        if bucket.work is not None:
+        if bucket.pending is not None:
             bucket.late.add(id(param))  # a second arrival after the bucket left: average it again at the end
             return
         bucket.ready.add(id(param))
@@ -132,13 +152,33 @@ class GradAverager:
         undecided = [item for bucket in self._active if bucket.params for item in bucket.finish()]
         late = [p for bucket in self._active for p in bucket.params if id(p) in bucket.late]
         for param in late:
-            dist.all_reduce(param.grad, dist.ReduceOp.AVG, group=self._comm.average_group)
+            if param.grad is not None:
+                with self._comm.monitor.watch("average of a replicated gradient"):
+                    dist.all_reduce(local_tensor(param.grad), dist.ReduceOp.AVG, group=self._comm.average_group)
         self._active = []
         return undecided
 
+    def set_grad(self, param: nn.Parameter, average: Tensor) -> None:
+        """Give ``param``, which got no gradient on this rank, the average of the others'."""
+        grad = average.clone()
+        if isinstance(param, DTensor):
+            grad = DTensor.from_local(
+                grad,
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+        param.grad = grad
+
     def reset(self) -> None:
         """Forget a backward that did not finish."""
-        for bucket in self._active:
-            if bucket.work is not None:
-                bucket.work.wait()
-        self._active = []
+        active, self._active = self._active, []
+        run_all(bucket.pending.wait for bucket in active if bucket.pending is not None)
+
+
+def _tell(averager: weakref.ref[GradAverager], param: Tensor) -> None:
+    alive = averager()
+    if alive is not None:
+        alive.arrived(param)

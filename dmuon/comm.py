@@ -2,62 +2,180 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.device import CommStreams, mesh_device
+from dmuon._torch import default_group_is_bound, default_store
+from dmuon.comm_options import CommOptions
+from dmuon.device import CommStreams, group_options, mesh_device
+from dmuon.monitor import CollectiveError, Monitor, first_line
+from dmuon.topology import Coordinate, Topology
+from dmuon.transport import Lane
 
-__all__ = ["Comm", "agree", "make_comm"]
+__all__ = ["Comm", "agree", "make_comm", "make_group"]
 
 
 @dataclass(frozen=True, slots=True)
 class Comm:
-    """What a block needs to communicate. Groups are dmuon's own, so that a user's collectives cannot interleave.
+    """What blocks need to communicate. Groups are dmuon's own, so that a user's collectives cannot interleave.
 
     Attributes:
-        mesh: the 1-D mesh.
-        ranks: global rank of each mesh coordinate.
-        rank: this process's coordinate on the mesh.
-        fill_group: broadcasts of weights from their owners.
-        reduce_group: reductions of gradients to their owners, and control messages.
-        average_group: all-reduces of gradients that nobody shards.
+        mesh: the data-parallel mesh.
+        tensor_mesh: with tensor parallelism, its dimension behind those of ``mesh``; otherwise ``mesh``.
+        flat_mesh: the ranks of ``mesh`` as one dimension, ascending; what state dicts are laid out on.
+        flat_tensor_mesh: with tensor parallelism, its dimension behind that; otherwise ``flat_mesh``.
+        ranks: global ranks of this tensor-parallel rank's mesh, ascending.
+        rank: this process's position among them.
+        at: its coordinate.
+        row: the ranks over which weights are sharded; None if they are not.
+        column: those that hold the same shard in every replica; None with one replica.
+        group: over ``ranks``: averages of what nobody shards, and whatever blocks.
+        average_group: over ``ranks``: all-reduces of gradients that nobody shards.
+        control: over all ranks of the topology, tensor parallelism included.
+        tensor: over the tensor-parallel ranks at this coordinate; None without.
     """
 
     mesh: DeviceMesh
+    tensor_mesh: DeviceMesh
+    flat_mesh: DeviceMesh
+    flat_tensor_mesh: DeviceMesh
+    topology: Topology
     ranks: tuple[int, ...]
     rank: int
+    at: Coordinate
     device: torch.device
     streams: CommStreams
-    fill_group: dist.ProcessGroup
-    reduce_group: dist.ProcessGroup
+    options: CommOptions
+    monitor: Monitor
+    row: Lane | None
+    column: Lane | None
+    group: dist.ProcessGroup
     average_group: dist.ProcessGroup
+    control: dist.ProcessGroup
+    tensor: dist.ProcessGroup | None
 
     @property
     def world(self) -> int:
+        """Number of data-parallel ranks."""
         return len(self.ranks)
 
+    @property
+    def backend(self) -> str:
+        """Name of the back end that moves tensors of this device."""
+        return str(dist.get_backend(self.group))
 
-def make_comm(mesh: DeviceMesh) -> Comm:
-    """Create dmuon's process groups over a 1-D ``mesh``. Collective over its ranks, and over no others."""
-    ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
+    def coordinate(self, owner: int) -> Coordinate:
+        """Of a position among the data-parallel ranks."""
+        return self.topology.of(self.ranks[owner])
+
+
+def make_group(
+    device_type: str, partition: Sequence[Sequence[int]], purpose: str, options: CommOptions, *, urgent: bool = False
+) -> dist.ProcessGroup:
+    """This rank's process group out of ``partition``, of dmuon's own.
+
+    Collective over the ranks of the group, and over no others, unless the default group is bound to a device: then
+    all ranks have to make all groups, in one order.
+
+    Args:
+        partition: global ranks of each group, ascending; one of them holds this rank.
+        urgent: on an accelerator its collectives run before others that wait.
+    """
+    bound = default_group_is_bound()
+    mine = None
+    for ranks in partition:
+        if bound or dist.get_rank() in ranks:
+            group = dist.new_group(
+                list(ranks),
+                timeout=options.timeout,
+                pg_options=group_options(device_type, urgent, options.timeout),
+                use_local_synchronization=not bound,
+                group_desc=f"dmuon_{purpose}",
+            )
+            mine = group if dist.get_rank() in ranks else mine
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
+
+
+def make_comm(
+    mesh: DeviceMesh,
+    topology: Topology,
+    group: dist.ProcessGroup,
+    options: CommOptions,
+    tensor_mesh: DeviceMesh | None,
+) -> Comm:
+    """Create dmuon's process groups. Collective over all ranks of ``topology``, and over no others.
+
+    Args:
+        group: over the data-parallel ranks of this process.
+        tensor_mesh: of tensor parallelism, 1-D.
+    """
     device = mesh_device(mesh.device_type)
-    fill, reduce, average = (
-        dist.new_group(list(ranks), use_local_synchronization=True, group_desc=f"dmuon_{purpose}")
-        for purpose in ("fill", "reduce", "average")
-    )
+    rank = dist.get_rank()
+    at = topology.of(rank)
+    ranks = topology.data_parallel(at.t)
+    control, tensor = group, None
+    if topology.tensor > 1:
+        control = make_group(device.type, [topology.ranks], "control", options)
+        tensor = make_group(device.type, topology.partition("t"), "tensor", options)
+    flat = mesh
+    if mesh.ndim > 1:
+        flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
     return Comm(
         mesh=mesh,
+        tensor_mesh=_with_dimension(mesh, tensor_mesh, topology),
+        flat_mesh=flat,
+        flat_tensor_mesh=_with_dimension(flat, tensor_mesh, topology),
+        topology=topology,
         ranks=ranks,
-        rank=ranks.index(dist.get_rank()),
+        rank=ranks.index(rank),
+        at=at,
         device=device,
         streams=CommStreams(device),
-        fill_group=fill,
-        reduce_group=reduce,
-        average_group=average,
+        options=options,
+        monitor=Monitor(topology.ranks, rank, default_store(), control.group_name, asynchronous=options.asynchronous),
+        row=_lane(device.type, topology, "s", rank, options),
+        column=_lane(device.type, topology, "r", rank, options),
+        group=group,
+        average_group=make_group(device.type, topology.partition("rs"), "average", options),
+        control=control,
+        tensor=tensor,
+    )
+
+
+def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: Topology) -> DeviceMesh:
+    """``mesh`` with the dimension of tensor parallelism behind its own."""
+    if tensor_mesh is None:
+        return mesh
+    where = [topology.of(rank) for rank in mesh.mesh.flatten().tolist()]
+    ranks = torch.tensor([[topology.rank_at(at.r, at.s, t) for t in range(topology.tensor)] for at in where])
+    names = mesh.mesh_dim_names or tuple(f"dmuon_{i}" for i in range(mesh.ndim))
+    return DeviceMesh.from_group(
+        [mesh.get_group(dim) for dim in range(mesh.ndim)] + [tensor_mesh.get_group()],
+        mesh.device_type,
+        mesh=ranks.view(*mesh.mesh.shape, topology.tensor),
+        mesh_dim_names=(*names, *(tensor_mesh.mesh_dim_names or ("dmuon_tensor",))),
+    )
+
+
+def _lane(
+    device_type: str, topology: Topology, along: Literal["r", "s"], rank: int, options: CommOptions
+) -> Lane | None:
+    partition = topology.partition(along)
+    ranks = next(group for group in partition if rank in group)
+    if len(ranks) == 1:
+        return None
+    by_rank = [sorted(group) for group in partition]
+    return Lane(
+        ranks,
+        ranks.index(rank),
+        make_group(device_type, by_rank, f"weights_along_{along}", options, urgent=True),
+        make_group(device_type, by_rank, f"gradients_along_{along}", options),
     )
 
 
@@ -74,13 +192,22 @@ def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any 
 
     Raises:
         ValueError: on every rank when any of them reported an error; names the rank.
+        CollectiveError: the exchange failed.
     """
     said = error
     if isinstance(error, Exception):
         said = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
     statuses: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(statuses, (said, payload), group=group)
-    faults = [f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(statuses) if fault is not None]
+    ranks = dist.get_process_group_ranks(group)
+    try:
+        dist.all_gather_object(statuses, (said, payload), group=group)
+    except RuntimeError as fault:
+        raise CollectiveError(
+            f"rank {dist.get_rank()}: the exchange of what ranks {ranks} were given failed: "
+            f"{first_line(fault)}. A rank was killed, raised elsewhere, or is late: see the logs of "
+            f"the others{f'. This rank would have reported: {said}' if said is not None else ''}"
+        ) from fault
+    faults = [f"rank {rank}: {fault}" for rank, (fault, _) in zip(ranks, statuses, strict=True) if fault is not None]
     if isinstance(error, Exception):
         raise error
     if faults:

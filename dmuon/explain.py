@@ -7,8 +7,10 @@ from collections.abc import Iterable
 import torch
 import torch.nn as nn
 
+from dmuon.accounting import expected_memory, expected_traffic
 from dmuon.dedicate import dedications
 from dmuon.muon import Muon
+from dmuon.runtime import Runtime
 
 __all__ = ["explain"]
 
@@ -56,6 +58,7 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
             f"forward in {_unique(e.full.dtype for e in entries)}, "
             f"masters in {_unique(e.master.dtype for e in entries)}, "
             f"gradients reduced in {_unique(g.reduce_dtype for g in runtime.groups)}, {kept}",
+            *_budget(runtime),
             *_fsdp_line(model),
             "",
             plan.report(),
@@ -72,6 +75,25 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         if stats.nonfinite:
             lines.append(f"not finite in the last step: {', '.join(stats.nonfinite)}")
     return "\n".join(lines)
+
+
+def _budget(runtime: Runtime) -> list[str]:
+    memory, traffic = expected_memory(runtime), expected_traffic(runtime)
+    topology = runtime.comm.topology
+    sent = "; ".join(
+        f"{purpose} {calls} calls, {_mib(traffic.nbytes[purpose])}" for purpose, calls in traffic.calls.items()
+    )
+    return [
+        f"ranks: {topology.replicas} replicas x {topology.shards} shards"
+        + (f" x {topology.tensor} tensor-parallel" if topology.tensor > 1 else ""),
+        f"this rank holds: masters {_mib(memory.masters)}, momentum as much, gradients as much, stand-ins "
+        f"{_mib(memory.standins)}, kept buffers {_mib(memory.kept)}, largest buffer {_mib(memory.largest)}",
+        f"this rank sends in a step of one micro-batch: {sent or 'nothing'}",
+    ]
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
 
 
 def _unique(dtypes: Iterable[torch.dtype]) -> str:

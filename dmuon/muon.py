@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, overload
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dmuon._torch import local_tensor
 from dmuon.adamw import adamw_step, init_adamw_state
-from dmuon.comm import agree
+from dmuon.batches import Batch, Done, apply, in_rounds, make_batches, update_round
 from dmuon.device import PhaseTimer
-from dmuon.kernels import (
-    Variant,
-    adapted,
-    apply_update_,
-    choose_variant,
-    coefficient_sequence,
-    normalized_momentum,
-    run,
-    storage_dtype,
-    update_scale,
-    variant_fault,
-)
-from dmuon.owned_tensor import OwnedTensor, owned_tensor
+from dmuon.early import EarlyUpdates
+from dmuon.muon_state import adopt_loaded_state, even_momentum, load_momentum, show_momentum
+from dmuon.owned_tensor import OwnedTensor
 from dmuon.param_groups import check_group, groups_from
 from dmuon.policy import Select
 from dmuon.runtime import Runtime
-from dmuon.state_dict import describe, even_to_owned, owned_to_even
 
 __all__ = ["Muon", "StepStats"]
-
-_PLAIN_BATCH_ELEMENTS = 2**25  # bounds the workspace where no plan sets a batch size
-_MOMENTUM = "momentum_buffer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +31,9 @@ class StepStats:
     Attributes:
         ns_matrices: matrices that were orthogonalized.
         ns_batches: batched Newton-Schulz calls that took.
-        seconds: per phase: ``momentum``, ``ns``, ``apply``, ``publish``, ``adamw``.
+        seconds: per phase: ``momentum``, ``ns``, ``apply``, ``publish``, ``adamw``; ``exchange`` of what tensor
+            parallelism splits.
+        overlapped: batches among them that ran during backward and were still right.
         variants: per shape, small side first, how Newton-Schulz ran: form, restarts, back end, matrices at once.
         nonfinite: the matrices whose momentum holds NaN or infinity; their weights do now too, nobody else's.
     """
@@ -56,25 +41,9 @@ class StepStats:
     ns_matrices: int
     ns_batches: int
     seconds: dict[str, float]
+    overlapped: int
     variants: dict[tuple[int, int], str]
     nonfinite: tuple[str, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """Matrices of one shape whose momentum is one stacked tensor, so that a batch needs no copies."""
-
-    params: list[Tensor]
-    momentum: Tensor  # (k, m, n)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Done:
-    """One batched update of the last step; ``norms`` of what was orthogonalized, ``(k,)``."""
-
-    params: list[Tensor]
-    variant: Variant
-    norms: Tensor
 
 
 class Muon(torch.optim.Optimizer):
@@ -100,6 +69,10 @@ class Muon(torch.optim.Optimizer):
         adamw_betas, adamw_eps: of AdamW.
         adamw_weight_decay: ``None`` means ``weight_decay``; tensors of fewer than two dimensions are not decayed.
         select: as in ``dedicate_params``; only with a module that was not dedicated.
+        overlap_backward: orthogonalize what dmuon owns as soon as its gradients have been reduced, while backward goes
+            on, on a stream of its own. Whatever changes a gradient before ``step()`` (clipping, another backward) makes
+            the step do it again. Matrices that tensor parallelism splits wait for ``step()``. Costs one update per
+            matrix of memory.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -123,7 +96,10 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float | None = None,
         select: Select | None = None,
+        overlap_backward: bool = False,
     ) -> None:
+        if not isinstance(overlap_backward, bool):
+            raise TypeError(f"overlap_backward must be True or False, got {overlap_backward!r}")
         self._muon_defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -141,15 +117,22 @@ class Muon(torch.optim.Optimizer):
             "betas": adamw_betas,
             "eps": adamw_eps,
         }
-        self._batches: list[list[_Batch]] = []  # per group
+        self._batches: list[list[Batch]] = []  # per group
         self._runtimes: list[Runtime] = []
-        self._done: list[_Done] = []
+        self._done: list[Done] = []
         groups = groups_from(params, select)
+        self._overlap = overlap_backward
+        self._early: EarlyUpdates | None = None
+        self._rounds: list[tuple[int, list[Batch]]] = []  # index of the group, what is updated at once
+        self._built = False  # torch adds the first groups one by one
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
-        self._timer = PhaseTimer(next(local_tensor(p).device for g in self.param_groups for p in g["params"]))
-        self.register_state_dict_post_hook(_even_momentum)
-        self.register_load_state_dict_pre_hook(_load_momentum)
-        self.register_load_state_dict_post_hook(_adopt_loaded_state)
+        self._device = next(local_tensor(p).device for g in self.param_groups for p in g["params"])
+        self._timer = PhaseTimer(self._device)
+        self._built = True
+        self._plan_rounds()
+        self.register_state_dict_post_hook(even_momentum)
+        self.register_load_state_dict_pre_hook(load_momentum)
+        self.register_load_state_dict_post_hook(adopt_loaded_state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; ``use_muon`` says which route it takes.
@@ -167,38 +150,35 @@ class Muon(torch.optim.Optimizer):
         check_group(param_group)
         super().add_param_group(param_group)
         self._batches.append(self._init_state(self.param_groups[-1]))
+        if self._built:
+            self._plan_rounds()
 
-    def _init_state(self, group: dict[str, Any]) -> list[_Batch]:
+    def _init_state(self, group: dict[str, Any]) -> list[Batch]:
         """Create the state at once: a checkpoint can then be loaded before the first step."""
         if not group["use_muon"]:
             for param in group["params"]:
                 init_adamw_state(param, self.state[param])
             return []
-        classes: dict[tuple[Any, ...], list[Tensor]] = {}
         for param in group["params"]:
             if isinstance(param, OwnedTensor) and param.runtime is not None and param.runtime not in self._runtimes:
                 self._runtimes.append(param.runtime)
-            local = local_tensor(param)
-            if local.shape == param.shape:  # otherwise owned elsewhere
-                key = (local.shape, local.dtype, local.device, getattr(param, "runtime", None))
-                classes.setdefault(key, []).append(param)
-        batches = []
-        for (shape, dtype, device, runtime), params in classes.items():
-            size = _batch_size(shape, runtime)
-            for start in range(0, len(params), size):
-                chunk = params[start : start + size]
-                stack_dtype = torch.promote_types(dtype, torch.float32)
-                batches.append(_Batch(chunk, torch.zeros((len(chunk), *shape), dtype=stack_dtype, device=device)))
-        self._show_momentum(group, batches)
+        batches = make_batches(group["params"])
+        show_momentum(self, group, batches)
         return batches
 
-    def _show_momentum(self, group: dict[str, Any], batches: list[_Batch]) -> None:
-        """Make ``state`` show the rows of the stacks, in the order of the group: ranks own different ones."""
-        rows = _momentum_rows(batches)
-        for param in group["params"]:
-            local = local_tensor(param)
-            row = rows.get(id(param), local.new_empty(local.shape))
-            self.state[param][_MOMENTUM] = _momentum_view(param, row)
+    def _plan_rounds(self) -> None:
+        """Order all groups' batches as the model runs; those that are updated early listen for gradients."""
+        # By index: loading a state dict replaces the dicts of the groups.
+        rounds = [(i, together) for i, batches in enumerate(self._batches) for together in in_rounds(batches)]
+        self._rounds = sorted(rounds, key=lambda item: min(batch.position for batch in item[1]))
+        for runtime in self._runtimes:
+            runtime.gradients.landed = None
+        self._early = None
+        if self._overlap and self._rounds:
+            alone = [(i, batches[0]) for i, batches in self._rounds if batches[0].sharding is None]
+            self._early = EarlyUpdates(alone, lambda i: self.param_groups[i], self._device)
+            for runtime in self._runtimes:
+                runtime.gradients.landed = self._early.landed
 
     # -- step ------------------------------------------------------------------------------------------------------
 
@@ -227,14 +207,14 @@ class Muon(torch.optim.Optimizer):
                 )
         self._timer.reset()
         self._done = []
-        for group, batches in zip(self.param_groups, self._batches, strict=True):
-            lr = float(group["lr"]) if batches else 0.0
-            for batch in batches:
-                for params, momentum in _with_gradients(batch):
-                    self._update(group, lr, params, momentum)
-        with self._timer.phase("publish"):
-            for runtime in self._runtimes:
-                runtime.publish()
+        if self._early is not None:
+            self._early.join()
+        with torch.autocast(self._device.type, enabled=False):  # a step may be called inside one
+            self._update_matrices()
+            self._update_others()
+        return loss
+
+    def _update_others(self) -> None:
         with self._timer.phase("adamw"):
             for group in self.param_groups:
                 if not group["use_muon"]:
@@ -246,33 +226,30 @@ class Muon(torch.optim.Optimizer):
                         eps=group["eps"],
                         weight_decay=group["weight_decay"],
                     )
-        return loss
 
-    def _update(self, group: dict[str, Any], lr: float, params: list[Tensor], momentum: Tensor) -> None:
-        sequence = coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
-        storage = storage_dtype(momentum.dtype, momentum.device, group["ns_dtype"])
-        planned = _planned_variant(params[0], len(params))
-        variant = _variant(planned, momentum.shape[1:], len(params), sequence, storage, momentum.device)
-        with self._timer.phase("momentum"):
-            x, norms = normalized_momentum(
-                [local_tensor(_grad(p)) for p in params],
-                momentum,
-                beta=group["momentum"],
-                nesterov=group["nesterov"],
-                storage=storage,
-                eps=group["eps"],
-            )
-        with self._timer.phase("ns"):
-            update = run(x, variant, sequence, storage)
-        with self._timer.phase("apply"):
-            apply_update_(
-                [local_tensor(p).detach() for p in params],
-                update,
-                lr=lr,
-                weight_decay=group["weight_decay"],
-                scale=update_scale(group["adjust_lr_fn"], momentum.shape[1:]),
-            )
-        self._done.append(_Done(params, variant, norms))
+    def _update_matrices(self) -> None:
+        """Every batch in forward order; what it completes leaves at once."""
+        coming = [p for _, batches in self._rounds for batch in batches for p in batch.params if p.grad is not None]
+        with self._timer.phase("publish"):
+            for runtime in self._runtimes:
+                runtime.begin_update(coming)
+        for i, batches in self._rounds:
+            group = self.param_groups[i]
+            ready = None if self._early is None else self._early.take(group, batches[0])
+            if ready is None:
+                self._done += update_round(group, batches, self._timer)
+            else:
+                shape = batches[0].params[0].shape
+                apply(group, batches[0].params, ready.update, tuple(shape), self._timer)
+                self._done.append(ready.done)
+            with self._timer.phase("publish"):
+                for runtime in self._runtimes:
+                    runtime.updated([p for batch in batches for p in batch.params])
+        with self._timer.phase("publish"):
+            for runtime in self._runtimes:
+                runtime.end_update()
+        if self._early is not None:
+            self._early.forget()
 
     @property
     def last_step(self) -> StepStats:
@@ -280,7 +257,7 @@ class Muon(torch.optim.Optimizer):
         variants = {}
         nonfinite = []
         for done in self._done:
-            small, large = sorted(local_tensor(done.params[0]).shape)
+            small, large = sorted(done.params[0].shape)
             variants[small, large] = str(done.variant)
             finite = done.norms.isfinite().tolist()
             nonfinite += [p for p, ok in zip(done.params, finite, strict=True) if not ok]
@@ -288,6 +265,7 @@ class Muon(torch.optim.Optimizer):
             ns_matrices=sum(len(done.params) for done in self._done),
             ns_batches=len(self._done),
             seconds=self._timer.seconds(),
+            overlapped=0 if self._early is None else self._early.taken,
             variants=dict(sorted(variants.items())),
             nonfinite=tuple(self._name_of(p) for p in nonfinite),
         )
@@ -305,169 +283,6 @@ class Muon(torch.optim.Optimizer):
         """As in torch; gradients that wait for a synchronizing backward are dropped too."""
         for runtime in self._runtimes:
             runtime.drop_gradients()
+        if self._early is not None:
+            self._early.forget()
         super().zero_grad(set_to_none)
-
-
-def _grad(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return param.grad
-
-
-def _batch_size(shape: torch.Size, runtime: Runtime | None) -> int:
-    if runtime is not None:
-        return runtime.chunks[(min(shape), max(shape))]
-    return max(1, _PLAIN_BATCH_ELEMENTS // shape.numel())
-
-
-def _planned_variant(param: Tensor, k: int) -> str:
-    """How the plan says that ``k`` matrices like ``param`` run, or nothing."""
-    runtime = getattr(param, "runtime", None)
-    if runtime is None:
-        return ""
-    variants: dict[int, str] = runtime.variants.get((min(param.shape), max(param.shape)), {})
-    smaller = [size for size in variants if size <= k]
-    return variants[max(smaller)] if smaller else ""
-
-
-@lru_cache(maxsize=4096)
-def _variant(
-    planned: str,
-    shape: torch.Size,
-    k: int,
-    coefficients: tuple[tuple[float, float, float], ...],
-    storage: torch.dtype,
-    device: torch.device,
-) -> Variant:
-    """The planned variant, made safe for these coefficients, or the rule's where there is none or it cannot run."""
-    if planned:
-        variant = Variant.parse(planned)
-        fault = variant_fault(variant, (shape[0], shape[1]), device, storage)
-        if fault is None:
-            return adapted(variant, (shape[0], shape[1]), coefficients, storage, device)
-        warnings.warn(f"the plan runs {shape[0]}x{shape[1]} as {planned!r}, which this device cannot: {fault}")
-    return choose_variant((shape[0], shape[1]), k, coefficients, storage, device)
-
-
-def _momentum_view(param: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(param, OwnedTensor):
-        return local
-    return owned_tensor(local, param.device_mesh, param.shape, fqn=f"{param.fqn}.{_MOMENTUM}", owner=param.owner)
-
-
-def _with_gradients(batch: _Batch) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Runs of neighbours that all have gradients: the whole batch, normally."""
-    start: int | None = None
-    for index in range(len(batch.params) + 1):
-        present = index < len(batch.params) and batch.params[index].grad is not None
-        if present and start is None:
-            start = index
-        elif not present and start is not None:
-            yield batch.params[start:index], batch.momentum[start:index]
-            start = None
-
-
-def _momentum_rows(batches: list[_Batch]) -> dict[int, Tensor]:
-    return {id(p): row for batch in batches for p, row in zip(batch.params, batch.momentum, strict=True)}
-
-
-def _even_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """On the way out owned momentum is an even row-sharded DTensor. Collective."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {}
-    for index, param in enumerate(params):  # in one order on all ranks, for us and for whoever gathers the result
-        values = state_dict["state"].get(index)
-        if values is None:
-            continue
-        momentum = values.get(_MOMENTUM)
-        if isinstance(param, OwnedTensor):
-            assert param.runtime is not None
-            momentum = owned_to_even(local_tensor(momentum), param.shape, param.owner, param.runtime.comm)
-        elif momentum is not None:
-            momentum = momentum.clone()  # not a view that saves the whole stack
-        state[index] = values if momentum is None else {**values, _MOMENTUM: momentum}
-    return {**state_dict, "state": state}
-
-
-def _load_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """On the way in momentum goes straight into the stacks. Collective.
-
-    ``torch.optim.Optimizer`` would cast it to the dtype of the parameter, which may be a half.
-    """
-    assert isinstance(optimizer, Muon)
-    saved_groups = state_dict["param_groups"]
-    fault = _group_mismatch(saved_groups, optimizer.param_groups)
-    # State is keyed by position among the saved groups' parameters, which DCP replaces by names.
-    loads = [
-        (param, key, state_dict["state"].get(key, {}).get(_MOMENTUM))
-        for saved, group in zip(saved_groups, optimizer.param_groups, strict=False)
-        if group["use_muon"] and fault is None
-        for key, param in zip(saved["params"], group["params"], strict=True)
-    ]
-    kinds = ["absent" if value is None else describe(value, param.shape) for param, _, value in loads]
-    for (param, key, value), kind in zip(loads, kinds, strict=True):
-        if kind is None:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            fault = f"momentum of {_name(param, key)} is {shape}, not a tensor of shape {tuple(param.shape)}"
-            break
-    for runtime in optimizer._runtimes:
-        everywhere = agree(runtime.comm.reduce_group, fault, kinds)
-        for (param, key, _), found in zip(loads, zip(*everywhere, strict=True), strict=True):
-            if len(set(found)) > 1:
-                raise ValueError(f"momentum of {_name(param, key)} is {', '.join(map(str, found))} on ranks 0, 1, …")
-    if fault is not None:
-        raise ValueError(fault)
-    rows = {key: row for batches in optimizer._batches for key, row in _momentum_rows(batches).items()}
-    state = dict(state_dict["state"])
-    for param, key, value in loads:
-        row = rows.get(id(param))
-        if value is None:
-            whole = None
-        elif isinstance(param, OwnedTensor):
-            assert param.runtime is not None
-            dtype = local_tensor(param).dtype
-            whole = even_to_owned(value, param.shape, param.owner, param.runtime.comm, dtype)
-        else:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if row is not None:
-            row.zero_() if whole is None else row.copy_(whole)
-        state[key] = {name: other for name, other in state.get(key, {}).items() if name != _MOMENTUM}
-    groups = [_completed(s, g) for s, g in zip(saved_groups, optimizer.param_groups, strict=True)]
-    return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _group_mismatch(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:
-    counts = [sum(len(g["params"]) for g in some) for some in (saved, groups)]
-    if counts[0] != counts[1]:
-        return f"the saved optimizer has {counts[0]} parameters, this one {counts[1]}; build it over the same model"
-    if len(saved) != len(groups):
-        return f"the saved optimizer has {len(saved)} groups, this one {len(groups)}; build it with the same groups"
-    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
-        sizes = len(theirs["params"]), len(ours["params"])
-        if sizes[0] != sizes[1]:
-            return f"group {index} has {sizes[0]} parameters in the saved optimizer and {sizes[1]} in this one"
-        if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
-            return f"group {index} has use_muon={theirs['use_muon']} in the saved optimizer, the opposite in this one"
-    return None
-
-
-def _completed(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """A saved group; options that ``torch.optim.Muon`` and ``torch.optim.AdamW`` do not know keep their values."""
-    return {**{name: value for name, value in group.items() if name != "params"}, **saved}
-
-
-def _name(param: Tensor, key: Any) -> str:
-    return repr(param.fqn) if isinstance(param, OwnedTensor) else f"parameter {key!r}"
-
-
-def _adopt_loaded_state(optimizer: torch.optim.Optimizer) -> None:
-    """Show the loaded momentum again, and make missing AdamW state anew."""
-    assert isinstance(optimizer, Muon)
-    for group, batches in zip(optimizer.param_groups, optimizer._batches, strict=True):
-        if group["use_muon"]:
-            optimizer._show_momentum(group, batches)
-            continue
-        for param in group["params"]:
-            state = optimizer.state[param]
-            if "step" not in state:
-                init_adamw_state(param, state)
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(local_tensor(param).device)

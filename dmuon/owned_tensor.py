@@ -1,5 +1,8 @@
 """The resting form of an owned matrix: an uneven row-sharded DTensor, whole on its owner and empty elsewhere.
 
+On a mesh of several dimensions it says ``Shard(0)`` on each of them; a last one of tensor parallelism keeps its
+placement, and the owner's part then lies on every tensor-parallel rank.
+
 Such a tensor has a true global shape and a local tensor that norms, elementwise arithmetic and optimizers can use
 exactly. Anything that redistributes it would assume even shards and silently return zeros, partial data or hang, so
 every operation outside an allow-list raises before it communicates.
@@ -14,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dmuon._torch import local_tensor, row_sharded_spec
+from dmuon._torch import local_tensor, owned_spec
+from dmuon.even_shard import EvenShard
 
 if TYPE_CHECKING:
     from dmuon.runtime import Runtime
@@ -40,11 +45,16 @@ _REMEDY = (
     "use `with dmuon.summon_full_params(model):` to read or edit whole weights, `model.state_dict()` or "
     "torch.distributed.checkpoint to save them"
 )
+_WRAPPER_REMEDY = (
+    f"{_REMEDY}; DistributedDataParallel is not needed around a dedicated model: dmuon averages all gradients over the "
+    "mesh"
+)
 _CONVERSIONS = ("_to_copy", "empty_like")  # what Module.to(…), .half(), .cuda() and .to_empty(…) call
 _CONVERSION_REMEDY = (
     "convert and move the model before dedicate_params, which takes it to the mesh's device; for another dtype in "
     "forward and backward pass mp_policy=MixedPrecisionPolicy(param_dtype=…)"
 )
+_REMEDIES = {**dict.fromkeys(_CONVERSIONS, _CONVERSION_REMEDY), "view": _WRAPPER_REMEDY}  # DDP flattens parameters
 
 
 class OwnedTensor(DTensor):
@@ -52,7 +62,7 @@ class OwnedTensor(DTensor):
 
     Attributes:
         fqn: canonical name of the parameter.
-        owner: rank on the mesh that holds it.
+        owner: position of the rank that holds it, among the data-parallel ones.
         runtime: moves the weights; told when an operation writes to a parameter or an alias of one, so that
             published copies are renewed. None on gradients, optimizer state and copies.
     """
@@ -74,7 +84,7 @@ class OwnedTensor(DTensor):
             raise RuntimeError(
                 f"{func} is not available on {owned[0].fqn!r}: outside the forward and backward of its block, dmuon "
                 f"keeps it whole on rank {owned[0].owner} and empty on the others; "
-                f"{_CONVERSION_REMEDY if name in _CONVERSIONS else _REMEDY}"
+                f"{_REMEDIES.get(name, _REMEDY)}"
             )
         twins: dict[int, OwnedTensor] = {}
         plain = []
@@ -107,10 +117,11 @@ class OwnedTensor(DTensor):
         )
 
     def to_local(self, **_: Any) -> Tensor:
-        # Checkpointing reads shards through this, and would take them for even ones.
-        raise RuntimeError(
-            f"to_local() of {self.fqn!r} is not an even shard: it is whole on rank {self.owner}; {_REMEDY}"
-        )
+        # Checkpointing reads shards through this, and would take them for even ones; it may write them.
+        refusal = f"to_local() of {self.fqn!r} is not an even shard: it is whole on rank {self.owner}; {_REMEDY}"
+        if self.runtime is None:
+            raise RuntimeError(refusal)
+        return EvenShard(self, self.runtime.write_even, refusal)
 
     def share_memory_(self) -> Tensor:
         # Tensor's own reads the storage that a wrapper has not got.
@@ -153,17 +164,30 @@ def owned_tensor(
     *,
     fqn: str,
     owner: int,
+    placements: Sequence[Placement] | None = None,
     runtime: Runtime | None = None,
 ) -> OwnedTensor:
-    """Wrap ``local`` (``shape`` on the owner, ``(0, n)`` elsewhere); shares its storage."""
-    spec = row_sharded_spec(mesh, shape, local.dtype)
+    """Wrap ``local`` (``shape`` on the owner, ``(0, n)`` elsewhere); shares its storage.
+
+    Args:
+        placements: on each dimension of ``mesh``; ``None`` is ``Shard(0)``.
+    """
+    spec = owned_spec(mesh, placements or (Shard(0),) * mesh.ndim, shape, local.dtype)
     tensor: OwnedTensor = OwnedTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     tensor.fqn, tensor.owner, tensor.runtime = fqn, owner, runtime
     return tensor
 
 
 def _like(source: OwnedTensor, local: Tensor, runtime: Runtime | None = None) -> OwnedTensor:
-    return owned_tensor(local, source.device_mesh, source.shape, fqn=source.fqn, owner=source.owner, runtime=runtime)
+    return owned_tensor(
+        local,
+        source.device_mesh,
+        source.shape,
+        fqn=source.fqn,
+        owner=source.owner,
+        placements=source.placements,
+        runtime=runtime,
+    )
 
 
 def _rewrap(out: Any, twins: dict[int, OwnedTensor], owned: list[OwnedTensor]) -> Any:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dmuon._torch import current_backward, on_backward_end, outside_compile
+from dmuon._torch import current_backward, managed_by_ddp, on_backward_end, outside_compile
 from dmuon.averager import GradAverager
+from dmuon.block import Block, Phase
 from dmuon.comm import Comm
-from dmuon.group import GradReduction, OwnedEntry, OwnerGroup, Residence
+from dmuon.entry import OwnedEntry
+from dmuon.gradients import Gradients
+from dmuon.group import OwnerGroup, Residence
+from dmuon.monitor import run_all
+from dmuon.order import ExecutionOrder
+from dmuon.owned_tensor import OwnedTensor
 
 __all__ = ["Runtime"]
-
-_PREFETCH_DEPTH = 1  # blocks filled ahead of the one that computes, and published after a step
-_MAX_REDUCTIONS = 2  # blocks whose gradients travel at once, the newest included
 
 
 class Runtime:
@@ -32,7 +34,14 @@ class Runtime:
 
     ``generation`` counts the versions of the weights. A buffer of an older generation is never used: a step, a load
     or any edit of a resting parameter raises it.
+
+    Attributes:
+        sync: backward reduces gradients; otherwise they accumulate where they arise.
+        all_reduce: backward reduces gradients across replicas too.
+        write_even: puts every rank's even shard of a resting parameter into its master; set by the state-dict hooks.
     """
+
+    write_even: Callable[[OwnedTensor, Tensor], None]
 
     def __init__(
         self,
@@ -48,29 +57,40 @@ class Runtime:
         self.variants = variants
         self.generation = 0
         self.sync = True
-        self._index = {id(g): i for i, g in enumerate(self.groups)}
-        self._following: dict[int, int] = {}
-        self._preceding: dict[int, int] = {}
-        self._first = 0
-        self._last: int | None = None
+        self.all_reduce = True
+        self.blocks = [block for group in self.groups for block in group.blocks]
+        self.order = ExecutionOrder(self.blocks)
+        self.gradients = Gradients(comm, list(self.entries()))
         self._backwards: set[int] = set()
-        self._reductions: deque[GradReduction] = deque()
-        self._undecided: list[tuple[OwnedEntry, Tensor]] = []
-        self._used: set[int] = set()  # entries that got a gradient on this rank in this backward
-        self._averager: GradAverager | None = None
+        self._closed: dict[int, OwnerGroup] = {}  # groups with gradients whose reduction has not started
+        self._due: deque[OwnerGroup] = deque()  # groups that this step has yet to publish, in forward order
+        self._updating: set[int] = set()  # resting parameters that this step has yet to update
+        self._to_fill = 0
         self._model = model
-        self._replicated = {id(p): weakref.ref(p) for p in model.parameters() if not isinstance(p, DTensor)}
+        # Not of what dmuon owns: `Module.to` swaps tensor subclasses, which no weak reference may watch.
+        self._replicated = {id(p): weakref.ref(p) for p in model.parameters() if not isinstance(p, OwnedTensor)}
         model.register_forward_pre_hook(self._start_of_model)
-        for group in self.groups:
-            for entry in group.entries:
-                entry.rest.runtime = self  # type: ignore[attr-defined]
-            module = group.module
-            module.register_forward_pre_hook(partial(self._before_forward, group), with_kwargs=True)
-            module.register_forward_hook(partial(self._after_forward, group), always_call=True)
+        self._by_rest = {id(entry.rest): entry for entry in self.entries()}
+        for entry in self.entries():
+            entry.rest.runtime = self  # type: ignore[attr-defined]
+        for block in self.blocks:
+            block.module.register_forward_pre_hook(partial(self._before_forward, block), with_kwargs=True)
+            block.module.register_forward_hook(partial(self._after_forward, block), always_call=True)
 
     def entries(self) -> Iterator[OwnedEntry]:
         for group in self.groups:
             yield from group.entries
+
+    def entry_of(self, param: Tensor) -> OwnedEntry:
+        """The entry whose resting form ``param`` is."""
+        return self._by_rest[id(param)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Hooks hold the runtime, so copying or pickling a model meets it before its parameters.
+        return next(self.entries()).rest.__deepcopy__(memo)  # raises, with the remedy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return next(self.entries()).rest.__reduce_ex__(protocol)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -78,23 +98,46 @@ class Runtime:
         """Masters were edited: whatever is in a buffer is out of date."""
         self.generation += 1
 
-    def publish(self) -> None:
-        """After an update: start the fills that the next forward wants first, in its order.
+    def begin_update(self, params: Iterable[Tensor]) -> None:
+        """Before the masters of ``params`` change: raise the generation, and publish what none of them delays.
 
-        With buffers that are kept, all of them; otherwise as many as are prefetched.
+        :meth:`updated` and :meth:`end_update` publish the rest, each group as soon as this rank's masters of it are up
+        to date, in the order in which the next forward wants them. Buffers are filled as far as they are due: all that
+        are kept, otherwise as many as are prefetched.
         """
+        self.comm.monitor.begin_step()
+        self.comm.streams.join()
         self.weights_changed()
-        for group in self.groups:  # graphs of forwards that never ran backward are void now
-            group.calls, group.awaits_backward = 0, False
-        index: int | None = self._first
-        started: set[int] = set()
-        while index is not None and index not in started:
-            group = self.groups[index]
-            if not group.keep and len(started) >= _PREFETCH_DEPTH:
-                break
-            started.add(index)
-            self._refresh(group)
-            index = self._following.get(index)
+        for block in self.blocks:  # graphs of forwards that never ran backward are void now
+            block.forget_graph()
+        self._updating = {id(p) for p in params if id(p) in self._by_rest}
+        self._due = deque(self.order.groups())
+        self._to_fill = self.comm.options.prefetch
+        self._publish_what_is_ready()
+
+    def updated(self, params: Iterable[Tensor]) -> None:
+        """The masters of ``params`` have their new values."""
+        self._updating.difference_update(id(p) for p in params)
+        self._publish_what_is_ready()
+
+    def end_update(self) -> None:
+        """All masters have their new values."""
+        self._updating.clear()
+        self._publish_what_is_ready()
+        self.comm.monitor.end_step()
+
+    def _publish_what_is_ready(self) -> None:
+        while self._due and not any(id(entry.rest) in self._updating for entry in self._due[0].entries):
+            group = self._due.popleft()
+            group.start_publication(self.generation)
+            if (group.keep or self._to_fill > 0) and not self.fills_wait:
+                self._to_fill -= 1
+                group.start_fill(self.generation)
+
+    @property
+    def fills_wait(self) -> bool:
+        """On the CPU a fill that follows a publication waits for it; the next forward starts it, not the step."""
+        return self.comm.column is not None and self.comm.row is not None and self.comm.device.type == "cpu"
 
     def at_rest(self, doing: str, *, summoned: bool = False) -> None:
         """Raise unless every block is outside forward, backward and ``summon_full_params``.
@@ -105,29 +148,22 @@ class Runtime:
             summoned: allow ``summon_full_params``.
         """
         self._recover()
-        resting = {Residence.FREED, Residence.FILLING, Residence.READY}
-        for group in self.groups:
-            if group.state not in resting and not (summoned and group.state is Residence.SUMMONED):
-                raise RuntimeError(f"{doing} while block {group.name!r} is {group.state.name}: {group.state.value}")
+        for block in self.blocks:
+            if block.phase is not Phase.REST and not (summoned and block.phase is Phase.SUMMONED):
+                raise RuntimeError(f"{doing} while block {block.name!r} is {block.phase.name}: {block.phase.value}")
 
-    def _refresh(self, group: OwnerGroup) -> None:
-        """Start filling ``group`` unless its buffer is current."""
-        current = group.generation == self.generation
-        if group.state is Residence.FREED or not current:
-            if group.state is Residence.FILLING:
-                group.free()
-            group.start_fill(self.generation)
+    def _ensure_ready(self, block: Block) -> None:
+        if block.phase is not Phase.REST:
+            raise RuntimeError(f"forward or backward of block {block.name!r} while {block.phase.value}")
+        block.group.start_fill(self.generation)
+        if block.group.state is Residence.FILLING:
+            block.group.finish_fill()
 
-    def _ensure_ready(self, group: OwnerGroup) -> None:
-        if group.state in (Residence.FORWARD, Residence.BACKWARD, Residence.SUMMONED):
-            raise RuntimeError(f"forward or backward of block {group.name!r} while {group.state.value}")
-        self._refresh(group)
-        if group.state is Residence.FILLING:
-            group.finish_fill()
-
-    def _release(self, group: OwnerGroup) -> None:
-        group.leave()
-        if not group.keep:
+    def _release(self, block: Block, successor: Block | None) -> None:
+        """Leave, and free the buffer unless the next block needs it too."""
+        block.leave()
+        group = block.group
+        if not group.keep and not group.at_work and (successor is None or successor.group is not group):
             group.free()
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -135,43 +171,41 @@ class Runtime:
     @outside_compile
     def _start_of_model(self, _module: nn.Module, _args: Any) -> None:
         self._recover()
-        self._last = None
-        if self._averager is None:
-            self._averager = self._make_averager()
+        self.order.restart()
+        self._find_replicated()
 
     @outside_compile
     def _before_forward(
-        self, group: OwnerGroup, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, block: Block, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if group.state is Residence.BACKWARD:
+        if block.phase is Phase.BACKWARD:
             return None  # recomputation: backward has filled the block already
         self._recover()
-        if self._averager is None:
-            self._averager = self._make_averager()
-        self._record(group)
-        self._ensure_ready(group)
-        group.enter(Residence.FORWARD)
+        self._find_replicated()
+        self.order.record(block, first=True)
+        self._ensure_ready(block)
+        block.enter(Phase.FORWARD)
         if current_backward() is None:  # a recomputation goes backward from here
-            self._prefetch(group, self._following)
+            self._prefetch(block, backward=False)
         if not torch.is_grad_enabled():
             return None
-        return self._mark_boundary(group, args, kwargs)
+        return self._mark_boundary(block, args, kwargs)
 
     @outside_compile
-    def _after_forward(self, group: OwnerGroup, _module: nn.Module, _args: Any, output: Any) -> None:
-        if group.state is not Residence.FORWARD:
+    def _after_forward(self, block: Block, _module: nn.Module, _args: Any, output: Any) -> None:
+        if block.phase is not Phase.FORWARD:
             return
-        self._release(group)
+        self._release(block, self.order.after(block))
         if not torch.is_grad_enabled():
             return
-        hook = partial(self._before_backward, group, self.generation)
+        hook = partial(self._before_backward, block, self.generation)
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(hook)
-                group.awaits_backward = True
+                block.awaits_backward = True
 
     def _mark_boundary(
-        self, group: OwnerGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Pass all inputs that need gradients through one function: its backward runs after the block's own."""
         leaves, spec = tree_flatten((args, kwargs))
@@ -179,92 +213,75 @@ class Runtime:
         if not where:
             return None  # the end of the backward pass releases the block
         if current_backward() is None:  # the graph of a recomputation may never be differentiated
-            group.calls += 1
+            block.calls += 1
         marked = _BackwardBoundary.apply(  # type: ignore[no-untyped-call]
-            partial(self._after_backward, group), *(leaves[i] for i in where)
+            partial(self._after_backward, block), *(leaves[i] for i in where)
         )
         for i, tensor in zip(where, marked, strict=True):
             leaves[i] = tensor
         new_args, new_kwargs = tree_unflatten(leaves, spec)
         return new_args, new_kwargs
 
-    def _record(self, group: OwnerGroup) -> None:
-        index = self._index[id(group)]
-        if self._last is None:
-            self._first = index
-        elif self._last != index:
-            self._following[self._last] = index
-            self._preceding[index] = self._last
-        self._last = index
-
-    def _prefetch(self, group: OwnerGroup, order: dict[int, int]) -> None:
-        index = self._index[id(group)]
-        for _ in range(_PREFETCH_DEPTH):
-            following = order.get(index)
-            if following is None:
+    def _prefetch(self, block: Block, *, backward: bool) -> None:
+        """Start filling the groups that come next."""
+        coming = self.order.groups_from(block, backward=backward)
+        for _ in range(self.comm.options.prefetch):
+            group = next(coming, None)
+            if group is None or (backward and not any(b.awaits_backward for b in group.blocks)):
                 return
-            target = self.groups[following]
-            if order is self._preceding and not target.awaits_backward:
-                return
-            if target.state not in (Residence.FORWARD, Residence.BACKWARD):
-                self._refresh(target)
-            index = following
+            if not group.at_work:
+                group.start_fill(self.generation)
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _before_backward(self, group: OwnerGroup, generation: int, _grad: Tensor) -> None:
-        if group.state is Residence.BACKWARD:
+    def _before_backward(self, block: Block, generation: int, _grad: Tensor) -> None:
+        if block.phase is Phase.BACKWARD:
             return
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"backward(create_graph=True) through block {group.name!r}: a second derivative would read weights "
+                f"backward(create_graph=True) through block {block.name!r}: a second derivative would read weights "
                 "that have been freed; keep the block out of it, or exclude its matrices with select=…"
             )
         if generation != self.generation:
             raise RuntimeError(
-                f"the weights of block {group.name!r} changed between its forward and its backward; run backward "
+                f"the weights of block {block.name!r} changed between its forward and its backward; run backward "
                 "before step(), load_state_dict() or edits"
             )
-        group.backward = self._in_backward()
-        self._last = None
-        self._ensure_ready(group)
-        for entry in group.entries:
+        block.backward = self._in_backward()
+        self.order.restart()
+        self._ensure_ready(block)
+        for entry in block.group.entries:  # not the block's alone: the group is reduced as a whole
             # Gradients of unsynchronized passes that zero_grad() has dropped since, whoever called it.
             if entry.unreduced and entry.rest.grad is None:
                 entry.drop_unreduced()
-        group.enter(Residence.BACKWARD)
-        self._prefetch(group, self._preceding)
+        block.enter(Phase.BACKWARD)
+        self._prefetch(block, backward=True)
 
-    def _after_backward(self, group: OwnerGroup) -> None:
-        if group.state is not Residence.BACKWARD:
+    def _after_backward(self, block: Block) -> None:
+        if block.phase is not Phase.BACKWARD:
             return
-        group.calls = max(0, group.calls - 1)
-        if group.calls == 0:  # otherwise an earlier call of the same block still needs the weights
-            self._close(group)
+        block.calls = max(0, block.calls - 1)
+        if block.calls == 0:  # otherwise an earlier call of the same block still needs the weights
+            self._close(block)
 
-    def _close(self, group: OwnerGroup) -> None:
-        self._release(group)
-        group.backward, group.calls, group.awaits_backward = None, 0, False
-        if not self.sync:
-            for entry in group.entries:
+    def _close(self, block: Block) -> None:
+        before = self.order.before(block)
+        self._release(block, before if before is not None and before.awaits_backward else None)
+        block.forget_graph()
+        group = block.group
+        # Without shards there is nothing to reduce but across replicas.
+        if not self.sync or not (self.all_reduce or self.comm.row is not None or self.comm.column is None):
+            for entry in block.entries:
                 if entry.full.requires_grad:
-                    self._hold(entry)
+                    entry.hold()
             return
-        while len(self._reductions) >= _MAX_REDUCTIONS:
-            self._finish_reduction()
-        reduction = group.start_reduction()
-        self._used.update(key for key, used in reduction.used.items() if used)
-        self._reductions.append(reduction)
+        self._closed[id(group)] = group
+        if not any(other.awaits_backward for other in group.blocks):
+            self._reduce(group)
 
-    def _hold(self, entry: OwnedEntry) -> None:
-        entry.unreduced = True
-        if entry.rest.grad is None:
-            local = entry.master
-            entry.placeholder_grad = entry.as_grad(self.comm, local.new_zeros(()).expand(local.shape))
-            entry.rest.grad = entry.placeholder_grad
-
-    def _finish_reduction(self) -> None:
-        self._undecided += self._reductions.popleft().finish()
+    def _reduce(self, group: OwnerGroup) -> None:
+        del self._closed[id(group)]
+        self.gradients.reduce(group, along_column=self.all_reduce)
 
     def _in_backward(self) -> int:
         """Identity of the running backward pass, whose end is hooked on first sight."""
@@ -277,63 +294,44 @@ class Runtime:
 
     def _gradient_arrived(self) -> bool:
         self._in_backward()
-        return self.sync
+        return self._whole_sync
+
+    @property
+    def _whole_sync(self) -> bool:
+        """Whether gradients are to be whole when backward returns."""
+        return self.sync and (self.all_reduce or self.comm.column is None)
 
     def _end_of_backward(self, backward: int) -> None:
         """All gradients are reduced and visible when ``backward()`` returns."""
-        self._backwards.discard(backward)
-        for group in self.groups:
-            if group.state is Residence.BACKWARD and group.backward == backward:
-                self._close(group)
-        if not self._backwards:
+        for block in self.blocks:
+            if block.phase is Phase.BACKWARD and block.backward == backward:
+                self._close(block)
+        for group in list(self._closed.values()):
+            self._reduce(group)
+        if self._backwards == {backward}:
             self._free_unused_prefetches()
-        if not self.sync:
-            return
-        while self._reductions:
-            self._finish_reduction()
-        self._settle(self._averager.finish() if self._averager is not None else [])
+        if self.sync:
+            self.gradients.finish(settle=self._whole_sync)
+        self._backwards.discard(backward)  # not before: after an exception in here there is something to recover from
 
     def _free_unused_prefetches(self) -> None:
         for group in self.groups:
-            if group.state in (Residence.READY, Residence.FILLING) and not group.keep:
+            if group.state is not Residence.FREED and not group.keep and not group.at_work:
                 group.free()
 
-    def _settle(self, averages: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Give a gradient to whatever any rank used, and to nothing else, the same on all ranks."""
-        undecided, self._undecided = self._undecided, []
-        replicated = self._averager.params if self._averager is not None else []
-        missing = {id(param) for param, _ in averages}
-        flags = [id(e) in self._used for e in self.entries()]
-        flags += [p.grad is not None and id(p) not in missing for p in replicated]
-        self._used.clear()
-        if self.comm.world > 1:
-            votes = self._on_device(torch.tensor(flags, dtype=torch.int32))
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.comm.reduce_group)
-            if not undecided and not averages:
-                return  # nothing depends on the others' votes: do not wait for them on the host
-            flags = votes.tolist()
-        keys = [id(e) for e in self.entries()] + [id(p) for p in replicated]
-        used = {key for key, flag in zip(keys, flags, strict=True) if flag}
-        for entry, local in undecided:
-            if id(entry) in used:
-                entry.set_grad(self.comm, local)
-            else:
-                entry.drop_unreduced()
-        for param, average in averages:
-            if id(param) in used:
-                param.grad = average.clone()
-
-    def _on_device(self, flags: Tensor) -> Tensor:
-        """Copy to the device without waiting for it."""
-        if self.comm.device.type == "cpu":
-            return flags
-        return flags.pin_memory().to(self.comm.device, non_blocking=True)
-
-    def _make_averager(self) -> GradAverager:
-        """Average what nobody shards. Known at the first forward only: FSDP2 may be applied until then.
+    def _find_replicated(self) -> None:
+        """What nobody shards is averaged. Known at the first forward only: FSDP2 may be applied until then.
 
         FSDP2 may have put whole weights into its modules by now, but never the very tensors that were there before.
         """
+        if self.gradients.averager is not None:
+            return
+        for param in managed_by_ddp().values():
+            if isinstance(param, OwnedTensor):
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} is owned by dmuon and managed by DistributedDataParallel too; call the "
+                    "dedicated model without it: dmuon averages all gradients over the mesh"
+                )
         owned = {id(e.rest) for e in self.entries()} | {id(e.full) for e in self.entries()}
         params: dict[int, nn.Parameter] = {}
         sharded: set[int] = set()
@@ -341,12 +339,15 @@ class Runtime:
             if isinstance(module, FSDPModule):
                 sharded.update(id(m) for m in module.modules())
             for param in module.parameters(recurse=False):
-                if isinstance(param, DTensor) or id(param) in owned:
-                    continue
                 original = self._replicated.get(id(param))
-                if id(module) not in sharded or (original is not None and original() is param):
+                ours = original is not None and original() is param
+                if id(param) in owned or (isinstance(param, DTensor) and not ours):
+                    continue
+                if id(module) not in sharded or ours:
                     params[id(param)] = param
-        return GradAverager(list(params.values()) if self.comm.world > 1 else [], self.comm, self._gradient_arrived)
+        several = [p for p in params.values() if self.comm.world > 1 or isinstance(p, DTensor)]
+        self.gradients.averager = GradAverager(several, self.comm, self._gradient_arrived)
+        self._replicated.clear()
 
     # -- recovery --------------------------------------------------------------------------------------------------
 
@@ -369,15 +370,11 @@ class Runtime:
         if not self._backwards or current_backward() is not None:
             return
         self._backwards.clear()
-        while self._reductions:
-            self._reductions.popleft().discard()
-        self._undecided.clear()
-        self._used.clear()
-        if self._averager is not None:
-            self._averager.reset()
-        for group in self.groups:
-            group.reset()
+        self._closed.clear()
+        for block in self.blocks:
+            block.reset()
         self.weights_changed()
+        run_all([self.gradients.discard, *(group.free for group in self.groups)])
 
 
 class _BackwardBoundary(torch.autograd.Function):

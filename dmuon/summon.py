@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from dmuon._torch import local_tensor
 from dmuon.comm import Comm
 from dmuon.dedicate import dedications
-from dmuon.group import OwnedEntry
+from dmuon.entry import OwnedEntry
+from dmuon.group import Residence
 
 __all__ = ["summon_full_params"]
 
@@ -20,8 +22,9 @@ __all__ = ["summon_full_params"]
 def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     """Within, modules hold whole owned weights, in the dtype of the masters, on every rank.
 
-    Costs the memory of all owned matrices on every rank. Forward and backward are not available inside. Collective;
-    with ``writeback`` edits must be the same on all ranks, the owner's are kept. An exception inside drops them.
+    Under tensor parallelism they hold this rank's parts, as DTensors. Costs the memory of all owned matrices on every
+    rank. Forward and backward are not available inside. Collective; with ``writeback`` edits must be the same on all
+    ranks, the owner's are kept. An exception inside drops them.
 
     Args:
         model: the model that was dedicated.
@@ -37,21 +40,23 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
     runtimes = [dedication.runtime for dedication in found]
     for runtime in runtimes:
         runtime.at_rest("summon_full_params()")
-    groups = [group for runtime in runtimes for group in runtime.groups]
-    wholes = [[_whole(group.comm, entry) for entry in group.entries] for group in groups]
-    for group, whole in zip(groups, wholes, strict=True):
-        group.summon(whole)
+    blocks = [block for runtime in runtimes for block in runtime.blocks]
+    wholes = [[_whole(block.group.comm, entry) for entry in block.entries] for block in blocks]
+    for block, whole in zip(blocks, wholes, strict=True):
+        if block.group.state is not Residence.FREED:
+            block.group.free()
+        block.summon(whole)
     try:
         yield
-        edited = [(group.comm, entry, _edited(entry)) for group in groups for entry in group.entries]
+        edited = [(block.group.comm, entry, _edited(entry)) for block in blocks for entry in block.entries]
     finally:
-        for group in groups:
-            group.dismiss()
+        for block in blocks:
+            block.dismiss()
     if writeback:
         with torch.no_grad():
             for comm, entry, param in edited:
                 if entry.owner == comm.rank:
-                    entry.master.copy_(param)
+                    entry.master.copy_(local_tensor(param))
         for runtime in runtimes:
             runtime.weights_changed()
 
@@ -74,9 +79,12 @@ def _whole(comm: Comm, entry: OwnedEntry) -> nn.Parameter:
         if entry.owner == comm.rank:
             whole = entry.master.clone()
         else:
-            whole = torch.empty(entry.shape, dtype=entry.master.dtype, device=comm.device)
+            whole = torch.empty(entry.local_shape, dtype=entry.master.dtype, device=comm.device)
         if comm.world > 1:
-            dist.broadcast(whole, src=comm.ranks[entry.owner], group=comm.fill_group)
+            with comm.monitor.watch(f"broadcast of {entry.fqn!r} for summon_full_params"):
+                dist.broadcast(whole, src=comm.ranks[entry.owner], group=comm.group)
+        if entry.tensor is not None:
+            whole = entry.tensor.wrap(whole, entry.shape)
     param = nn.Parameter(whole, requires_grad=entry.rest.requires_grad)
     param._dmuon_rest = entry.rest  # type: ignore[attr-defined]
     return param

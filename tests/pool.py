@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.distributed.tensor.debug
 
 MAX_WORLD = 4
 BOOT_SECONDS = 90.0  # starting a worker: one import of torch on a busy machine
@@ -71,13 +72,14 @@ class _Worker:
 
 
 class RankPool:
-    """Runs functions on 1 to 4 ranks in processes that stay alive from call to call.
+    """Runs functions on 1 to ``most`` ranks in processes that stay alive from call to call.
 
     The pool is ended after a failure that may have left a worker in an unknown state, and built again by
     the next call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_WORLD) -> None:
+        self._most = most
         self._directory = tempfile.TemporaryDirectory(prefix="dmuon-ranks-")
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
@@ -160,8 +162,8 @@ class RankPool:
         pg_timeout: float,
         grace: float | None,
     ) -> tuple[list[Outcome], Outcome | None]:
-        if not 1 <= world <= MAX_WORLD:
-            raise ValueError(f"world is {world}, this pool has 1 to {MAX_WORLD} ranks")
+        if not 1 <= world <= self._most:
+            raise ValueError(f"world is {world}, this pool has 1 to {self._most} ranks")
         call = _dump((fn, args))  # a function that cannot be pickled fails here, in the caller
         try:
             self._grow(world)
@@ -355,6 +357,8 @@ def _work(rank: int, connection: Connection, log: str) -> None:
         try:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # DTensor keeps what it derived from meshes that were equal but had other groups.
+            torch.distributed.tensor.debug._clear_sharding_prop_cache()
         except Exception:
             problem = traceback.format_exc()
         os.environ.clear()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import torch.nn as nn
 from pool import RankPool
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from toy import LR, WIDTH, Block, Toy, assert_equal_weights, batch, build, full_state, loss_of, reference_weights, shard
 
 import dmuon
@@ -68,12 +70,28 @@ def mesh_is_a_group(rank: int, world: int) -> None:
     refused(build(), dist.group.WORLD)
 
 
-def mesh_is_two_dimensional(rank: int, world: int) -> None:
-    refused(build(), init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard")))
+class mesh_names:
+    """A picklable case: a mesh with these names, over both ranks."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.__qualname__ = f"mesh_names {names}"
+
+    def __call__(self, rank: int, world: int) -> None:
+        extents = (world, *[1] * (len(self.names) - 1))
+        refused(build(), init_device_mesh("cpu", extents, mesh_dim_names=self.names))
 
 
-def mesh_replicates(rank: int, world: int) -> None:
-    refused(build(), init_device_mesh("cpu", (world,), mesh_dim_names=("replicate",)))
+def mesh_of_three_unnamed_dimensions(rank: int, world: int) -> None:
+    refused(build(), init_device_mesh("cpu", (world, 1, 1)))
+
+
+def mesh_in_another_order(rank: int, world: int) -> None:
+    refused(build(), DeviceMesh("cpu", [1, 0]))
+
+
+def mesh_in_another_order_along_one_dimension(rank: int, world: int) -> None:
+    refused(build(), DeviceMesh("cpu", [[0], [1]][::-1], mesh_dim_names=("replicate", "shard")))
 
 
 def mesh_of_other_ranks(rank: int, world: int) -> None:
@@ -112,6 +130,102 @@ def fsdp_before(rank: int, world: int) -> None:
     model = build()
     torch_fully_shard(model.blocks[1], mesh=default_mesh(world))
     dmuon.dedicate_params(model, default_mesh(world), costs="flops")
+
+
+def lay_out(module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]) -> None:
+    """Replace a parameter by a DTensor."""
+    param = getattr(module, name)
+    if all(type(p) in (Shard, Replicate) for p in placements):
+        tensor = distribute_tensor(param.detach(), mesh, placements)
+    else:
+        tensor = DTensor.from_local(param.detach(), mesh, placements, run_check=False)
+    setattr(module, name, nn.Parameter(tensor))
+
+
+def matrix_sharded_over_the_mesh(rank: int, world: int) -> None:
+    model = build()
+    lay_out(model.blocks[0].up, "weight", default_mesh(world), [Shard(0)])
+    dmuon.dedicate_params(model, default_mesh(world), costs="flops")
+
+
+def embedding_sharded_over_the_mesh(rank: int, world: int) -> None:
+    model = build()
+    lay_out(model.embed, "weight", default_mesh(world), [Shard(0)])
+    dmuon.dedicate_params(model, default_mesh(world), costs="flops")
+
+
+def buffer_sharded_over_the_mesh(rank: int, world: int) -> None:
+    model = build()
+    model.register_buffer("table", distribute_tensor(torch.ones(4, 2), default_mesh(world), [Shard(0)]))
+    dmuon.dedicate_params(model, default_mesh(world), costs="flops")
+
+
+def matrix_over_two_dimensions(rank: int, world: int) -> None:
+    model = build()
+    lay_out(model.blocks[0].up, "weight", init_device_mesh("cpu", (1, world)), [Replicate(), Shard(0)])
+    dmuon.dedicate_params(model, DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b"))["b"], costs="flops")
+
+
+class tensor_placement:
+    """A picklable case: tensor parallelism over both ranks with a placement that cannot be dedicated."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.__qualname__ = f"tensor_placement {type(placement).__name__}"
+
+    def __call__(self, rank: int, world: int) -> None:
+        model = build()
+        whole = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+        lay_out(model.blocks[0].up, "weight", whole["tp"], [self.placement])
+        dmuon.dedicate_params(model, whole["dp"], costs="flops")
+
+
+def two_tensor_parallel_meshes(rank: int, world: int) -> None:
+    model = build()
+    whole = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    lay_out(model.blocks[0].up, "weight", whole["tp"], [Shard(0)])
+    lay_out(model.blocks[1].up, "weight", DeviceMesh("cpu", [1, 0]), [Shard(0)])
+    dmuon.dedicate_params(model, whole["dp"], costs="flops")
+
+
+def data_parallel(rank: int, world: int) -> None:
+    refused(nn.DataParallel(build()), default_mesh(world))
+
+
+def distributed_data_parallel(rank: int, world: int) -> None:
+    model = build()
+    model.blocks[0] = nn.parallel.DistributedDataParallel(model.blocks[0])
+    refused(model, default_mesh(world))
+
+
+def fsdp1(rank: int, world: int) -> None:
+    refused(FullyShardedDataParallel(build(), device_id=torch.device("cpu")), default_mesh(world))
+
+
+def composable_replicate(rank: int, world: int) -> None:
+    from torch.distributed._composable.replicate import replicate
+
+    model = build()
+    replicate(model.blocks[1])
+    refused(model, default_mesh(world))
+
+
+class _Engine(nn.Module):
+    pass
+
+
+_Engine.__module__ = "deepspeed.runtime.engine"
+_Engine.__name__ = "DeepSpeedEngine"
+
+
+def deepspeed_engine(rank: int, world: int) -> None:
+    refused(_Engine(), default_mesh(world))
+
+
+def deepspeed_parameter(rank: int, world: int) -> None:
+    model = build()
+    model.blocks[1].up.weight.ds_id = 3  # type: ignore[attr-defined]
+    refused(model, default_mesh(world))
 
 
 def optimizer_before(rank: int, world: int) -> None:
@@ -178,14 +292,31 @@ def choose_head(fqn: str, module: nn.Module, param: nn.Parameter) -> bool:
 EVERYWHERE: list[tuple[Callable[[int, int], None], type[Exception], str]] = [
     (no_matrices, ValueError, r"no matrix was selected.*blocks=\[…\]"),
     (mesh_is_a_group, TypeError, "mesh must be a torch.distributed DeviceMesh, got ProcessGroup"),
-    (mesh_is_two_dimensional, ValueError, "mesh has 2 dimensions .*takes a 1-D mesh"),
-    (mesh_replicates, ValueError, "mesh is a replicate dimension.*rename"),
+    (mesh_names("tp"), ValueError, r"dimension 'tp' is one of tensor parallelism; pass the data-parallel dimensions"),
+    (mesh_names("dp", "pp"), ValueError, "dimension 'pp' is one of pipeline parallelism; pass the data-parallel"),
+    (mesh_names("replicate", "EP"), ValueError, "dimension 'EP' is one of expert parallelism; pass the data-parallel"),
+    (mesh_of_three_unnamed_dimensions, ValueError, "mesh has 3 dimensions without names; name them"),
+    (mesh_in_another_order, ValueError, r"mesh holds ranks \[1, 0\], .*sort them"),
+    (mesh_in_another_order_along_one_dimension, ValueError, r"mesh holds ranks \[\[1\], \[0\]\], .*sort them"),
     (mesh_of_other_ranks, ValueError, r"mesh holds ranks \[[01]\].*this is rank [01] of 2; build the mesh"),
     (mesh_outlived_its_group, ValueError, "mesh.*process group.*build"),
     (model_is_a_function, TypeError, "model must be an nn.Module, got function"),
     (dedicated_twice, ValueError, "was called on 'this model' already; call it once per model"),
     (part_dedicated_before, ValueError, "was called on 'blocks' already"),
     (fsdp_before, ValueError, r"'blocks\.1' is sharded by fully_shard already; call dedicate_params before"),
+    (matrix_sharded_over_the_mesh, ValueError, r"'blocks\.0\.up\.weight' .*Shard\(dim=0\).*call it before anything sh"),
+    (embedding_sharded_over_the_mesh, ValueError, r"parameter 'embed\.weight' .*call it before anything shards"),
+    (buffer_sharded_over_the_mesh, ValueError, r"buffer 'table' .*call it before anything shards"),
+    (matrix_over_two_dimensions, ValueError, r"'blocks\.0\.up\.weight'.*split over one dimension.*select="),
+    (tensor_placement(Partial()), ValueError, r"'blocks\.0\.up\.weight' .*Partial.*exclude it with select="),
+    (tensor_placement(_StridedShard(0, split_factor=2)), ValueError, r"'blocks\.0\.up\.weight'.*exclude it with sel"),
+    (two_tensor_parallel_meshes, ValueError, r"'blocks\.1\.up\.weight' .*another one than .*over one mesh"),
+    (data_parallel, ValueError, "module 'model' is wrapped in DataParallel; .*plain model: one process per device"),
+    (distributed_data_parallel, ValueError, r"'blocks\.0' is wrapped in DistributedDataParallel; .*named 'replicate'"),
+    (fsdp1, ValueError, "'model' is wrapped in FullyShardedDataParallel; .*dmuon.fully_shard"),
+    (composable_replicate, ValueError, r"'blocks\.1' is wrapped in .*replicate; .*dimension named 'replicate'"),
+    (deepspeed_engine, TypeError, "DeepSpeed DeepSpeedEngine.*pass the plain model"),
+    (deepspeed_parameter, ValueError, r"'blocks\.1\.up\.weight' is managed by DeepSpeed ZeRO; pass a plain model"),
     (optimizer_before, ValueError, r"AdamW already holds parameter 'blocks.*build the optimizer after"),
     (muon_before, ValueError, r"Muon already holds parameter 'blocks.*build the optimizer after"),
     (shared_by_blocks, ValueError, r"'blocks\.0\.mix\.weight' is shared by blocks blocks\.0, blocks\.2; untie it"),
@@ -197,6 +328,9 @@ EVERYWHERE: list[tuple[Callable[[int, int], None], type[Exception], str]] = [
     (option(mp_policy=torch.bfloat16), TypeError, "mp_policy must be a .*MixedPrecisionPolicy, got dtype"),
     (option(mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16)), ValueError, "output_dtype.*fully_shard"),
     (option(mp_policy=MixedPrecisionPolicy(param_dtype=torch.int8)), ValueError, "param_dtype must be a floating"),
+    (option(comm="single"), TypeError, r"comm must be a dmuon\.CommOptions, got str"),
+    (option(comm={"transport": "single"}), TypeError, r"comm must be a dmuon\.CommOptions, got dict"),
+    (option(comm=dmuon.CommOptions(transport="list")), ValueError, "transport='list' needs NCCL.*take 'broadcast' or"),
     (option(costs="typo"), ValueError, "cost cache typo: no such file; write it with dmuon-profile"),
     (option(costs=3), TypeError, "costs must be None, 'flops', the path .*got int"),
     (option(costs=dmuon.solver.CostTable.from_flops([(1, 2)])), ValueError, "no cost for shape .*dmuon-profile"),
@@ -212,6 +346,28 @@ def test_mistakes_raise_on_every_rank_and_move_nothing(
     ranks: RankPool, case: Callable[[int, int], None], error: type[Exception], match: str
 ) -> None:
     ranks(2, case, expect=error, match=match, timeout=30)
+
+
+BAD_COMM: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"transport": "ring"}, ValueError, "comm.transport must be one of auto, broadcast, single, list, got 'ring'"),
+    ({"prefetch": -1}, ValueError, "comm.prefetch must be at least 0, got -1"),
+    ({"prefetch": 1.5}, TypeError, "comm.prefetch must be an integer, got 1.5"),
+    ({"outstanding_reductions": 0}, ValueError, "comm.outstanding_reductions must be at least 1, got 0"),
+    ({"outstanding_reductions": True}, TypeError, "comm.outstanding_reductions must be an integer, got True"),
+    ({"merge_bytes": -5}, ValueError, "comm.merge_bytes must be at least 0, got -5"),
+    ({"merge_bytes": "1M"}, TypeError, "comm.merge_bytes must be an integer, got '1M'"),
+    ({"asynchronous": 0}, TypeError, "comm.asynchronous must be True or False, got 0"),
+    ({"timeout": 30}, TypeError, "comm.timeout must be a datetime.timedelta or None, got 30"),
+    ({"timeout": timedelta(0)}, ValueError, "comm.timeout must be positive"),
+    ({"depth": 2}, TypeError, "depth"),
+]
+
+
+@pytest.mark.pitfall("P10")
+@pytest.mark.parametrize(("options", "error", "match"), BAD_COMM, ids=[str(o) for o, _, _ in BAD_COMM])
+def test_comm_options_name_the_value(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        dmuon.CommOptions(**options)
 
 
 def test_solve_options_name_the_value() -> None:
@@ -241,6 +397,7 @@ class Fault(LookupError):
 
 def fault_on_one_rank(rank: int, world: int, kind: str) -> None:
     model = build()
+    mesh = default_mesh(world)
     options: dict[str, Any] = {}
     if rank == 1:
         match kind:
@@ -266,13 +423,24 @@ def fault_on_one_rank(rank: int, world: int, kind: str) -> None:
                 options["reshard_after_forward"] = False
             case "other costs":
                 options["costs"] = None
+            case "other prefetch":
+                options["comm"] = dmuon.CommOptions(prefetch=3)
+            case "impossible transport":
+                options["comm"] = dmuon.CommOptions(transport="list")
+            case "wrapped":
+                model.blocks[0] = nn.DataParallel(model.blocks[0])
+            case "sharded":
+                weight = DTensor.from_local(model.embed.weight.detach(), mesh, [Shard(0)], run_check=False)
+                model.embed.weight = nn.Parameter(weight)
             case "bad option":
                 options["mp_policy"] = "bf16"
             case "optimizer":
                 model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             case _:
                 options["select"] = SELECTS[kind]
-    refused(model, default_mesh(world), **options)
+    if kind == "sharded":  # comparing DTensors would communicate
+        dmuon.dedicate_params(model, mesh, costs="flops")
+    refused(model, mesh, **options)
 
 
 def _raise(error: Exception) -> bool:
@@ -299,6 +467,10 @@ ONE_RANK = {
     "other policy": (ValueError, "option mp_policy is param_dtype=torch.bfloat16.* on rank 1"),
     "other residency": (ValueError, "option reshard_after_forward is False on rank 1 and True on rank 0"),
     "other costs": (ValueError, "option costs is NoneType on rank 1 and flops on rank 0"),
+    "other prefetch": (ValueError, r"option comm is .*prefetch=3.* on rank 1 and .*prefetch=1.* on rank 0"),
+    "impossible transport": (ValueError, "comm.transport='list' needs NCCL"),
+    "wrapped": (ValueError, r"module 'blocks\.0' is wrapped in DataParallel"),
+    "sharded": (ValueError, r"parameter 'embed\.weight' is a DTensor"),
     "bad option": (TypeError, "mp_policy must be"),
     "optimizer": (ValueError, r"optimizer SGD already holds parameter"),
     "select raises ValueError": (ValueError, "mine"),
@@ -318,6 +490,80 @@ def test_a_fault_on_one_rank_ends_all_of_them(ranks: RankPool, kind: str) -> Non
     assert second.raised(error), f"the rank at fault raises the original: {second}"
     for outcome in (first, second):
         assert re.search(match, outcome.message), outcome.message
+
+
+# -- a fault in one data-parallel group of several ----------------------------------------------------------------
+
+
+def fault_in_one_group(rank: int, world: int, kind: str) -> None:
+    """Two data-parallel ranks times two tensor-parallel ones; ranks 0 and 2 or rank 3 alone are wrong."""
+    from topologies import tensor_parallel
+
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build()
+    options: dict[str, Any] = {}
+    match kind:
+        case "option":
+            options["reshard_after_forward"] = "yes" if rank in (0, 2) else True
+        case "policy":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if rank in (0, 2) else None
+    tensor_parallel(model, whole["tp"])
+    if kind == "model" and rank == 3:
+        model.blocks[1] = nn.DataParallel(model.blocks[1])
+    dmuon.dedicate_params(model, whole["dp"], costs="flops", **options)
+
+
+@pytest.mark.pitfall("P21", "P48")
+@pytest.mark.parametrize(
+    ("kind", "error", "match"),
+    [
+        ("option", Exception, "reshard_after_forward must be True or False, got 'yes'"),
+        ("policy", ValueError, "option mp_policy is .* on rank 1 and .*bfloat16.* on rank 0"),
+        ("model", ValueError, r"module 'blocks\.1' is wrapped in DataParallel"),
+    ],
+)
+def test_a_fault_in_one_data_parallel_group_ends_all_of_them(
+    ranks: RankPool, kind: str, error: type[Exception], match: str
+) -> None:
+    ranks(4, fault_in_one_group, kind, expect=error, match=match, timeout=30, pg_timeout=15)
+
+
+# -- wrappers after dedication ------------------------------------------------------------------------------------
+
+
+def wrapped_afterwards(rank: int, world: int, part: str, sync: bool) -> None:
+    model = dedicated(world)
+    module = model if part == "model" else model.blocks[0]
+    wrapper = nn.parallel.DistributedDataParallel(module, init_sync=sync)
+    assert not sync, "the first synchronization touches every parameter"
+    wrapper(batch(0)[0])
+
+
+@pytest.mark.pitfall("P54", "P55")
+@pytest.mark.parametrize(("part", "sync"), [("model", True), ("block", True), ("model", False)])
+def test_distributed_data_parallel_after_dedication_is_refused(ranks: RankPool, part: str, sync: bool) -> None:
+    ranks(
+        2,
+        wrapped_afterwards,
+        part,
+        sync,
+        expect=RuntimeError,
+        match=r"'blocks\.0\.\w+\.weight'.*DistributedDataParallel.*dmuon averages",
+    )
+
+
+def data_parallel_afterwards(rank: int, world: int) -> None:
+    """Without devices it only calls the module; with them it would copy the parameters, which is refused."""
+    model = dedicated(world)
+    wrapped = nn.DataParallel(model)
+    assert_equal_weights(trained(model, rank, world, wrapper=wrapped), reference_weights(2))
+    with pytest.raises(RuntimeError, match="is owned by dmuon"):
+        copy.deepcopy(wrapped)
+
+
+@pytest.mark.pitfall("P55")
+def test_data_parallel_after_dedication_changes_nothing_on_the_cpu(ranks: RankPool) -> None:
+    ranks(2, data_parallel_afterwards)
 
 
 # -- cost files ---------------------------------------------------------------------------------------------------
@@ -412,7 +658,7 @@ def operations(rank: int, world: int) -> dict[str, str]:
 OPERATIONS: dict[str, Callable[[Toy, Any, DeviceMesh], Any]] = {
     "full_tensor": lambda m, w, mesh: w.full_tensor(),
     "redistribute": lambda m, w, mesh: w.redistribute(mesh, [Replicate()]),
-    "to_local": lambda m, w, mesh: w.to_local(),
+    "to_local": lambda m, w, mesh: w.to_local().clone(),
     "max": lambda m, w, mesh: w.max(),
     "sum": lambda m, w, mesh: w.sum(),
     "mean": lambda m, w, mesh: w.detach().mean(),
@@ -491,13 +737,17 @@ def test_torch_fully_shard_works_with_ignored_params(ranks: RankPool) -> None:
 
 
 def trained(
-    model: nn.Module, rank: int, world: int, before_step: Callable[[], Any] = lambda: None
+    model: nn.Module,
+    rank: int,
+    world: int,
+    before_step: Callable[[], Any] = lambda: None,
+    wrapper: nn.Module | None = None,
 ) -> dict[str, Tensor]:
     optimizer = dmuon.Muon(model, **OPTIONS)
     for step in range(2):
         before_step()
         optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
+        loss_of(wrapper or model, *shard(batch(step), rank, world)).backward()
         optimizer.step()
     return full_state(model)
 

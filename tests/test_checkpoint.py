@@ -696,19 +696,14 @@ def load_full(rank: int, world: int, mode: str, from_rank0: bool, summon: bool) 
 @pytest.mark.pitfall("P33")
 @pytest.mark.parametrize(
     ("from_rank0", "summon"),
-    [(False, False), (False, True), (True, True)],
-    ids=["everywhere", "summoned", "from-rank-0"],
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=["everywhere", "summoned", "from-rank-0", "summoned-from-rank-0"],
 )
 @pytest.mark.parametrize("mode", [FSDP, TWO_LINES])
 def test_full_weights_load(ranks: RankPool, mode: str, from_rank0: bool, summon: bool) -> None:
     expected = build(seed=1).state_dict()
     for weights in ranks(2, load_full, mode, from_rank0, summon):
         assert all(torch.equal(weights[n], t) for n, t in expected.items())
-
-
-def test_broadcast_load_of_resting_weights_names_the_remedy(ranks: RankPool) -> None:
-    """Torch writes into what it takes for even shards."""
-    ranks(2, load_full, FSDP, True, False, timeout=20.0, expect=RuntimeError, match="summon_full_params")
 
 
 def load_assign(rank: int, world: int) -> None:

@@ -553,3 +553,31 @@ def test_works_without_a_launcher() -> None:
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.pitfall("P10", "P32")
+def test_options_that_a_load_brings_are_used() -> None:
+    """Loading replaces the dicts of the groups: nothing may go on reading the old ones."""
+    found = []
+    for lr in (2e-3, 1.0):
+        model = build()
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        train(model, optimizer, range(1))
+        saved = copy.deepcopy(optimizer.state_dict())
+        other = dmuon.Muon(model, **{**OPTIONS, "lr": lr})
+        other.load_state_dict(saved)
+        train(model, other, range(1, 2))
+        found.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    assert_equal_weights(found[1], found[0], 0.0)
+
+
+def test_a_step_inside_autocast_is_the_same_step() -> None:
+    found = []
+    for enabled in (False, True):
+        model = build()
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        loss_of(model, *batch(0)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            optimizer.step()
+        found.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    assert_equal_weights(found[1], found[0], 0.0)

@@ -1,0 +1,85 @@
+"""A residual network of matrices, and its batches: the same in every process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["LARGE_VOCABULARY", "SMALL", "Network", "Size", "batch", "build", "is_matrix", "loss_of"]
+
+LARGE_VOCABULARY = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Extents of a network."""
+
+    width: int
+    hidden: int
+    layers: int
+    vocabulary: int
+
+
+SMALL = Size(width=64, hidden=168, layers=4, vocabulary=53)
+
+
+class Block(nn.Module):
+    """One square matrix, and one of each orientation."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size.width)
+        self.mix = nn.Linear(size.width, size.width, bias=False)
+        self.up = nn.Linear(size.width, size.hidden)
+        self.down = nn.Linear(size.hidden, size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mix(x) + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Network(nn.Module):
+    """Token in, logits of the next one out."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def build(size: Size, device: torch.device, seed: int = 0) -> Network:
+    """The same initial weights on every device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Network(size).to(device)
+
+
+def is_matrix(name: str) -> bool:
+    """What belongs to Muon, said independently of dmuon's policy."""
+    return name.startswith("blocks.") and name.endswith((".mix.weight", ".up.weight", ".down.weight"))
+
+
+def batch(size: Size, rows: int, context: int, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, ``(rows, context)`` each."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(size.vocabulary, (rows, context + 1), generator=generator).to(device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Mean cross entropy, computed under autocast to ``dtype`` unless that is fp32."""
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        logits = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

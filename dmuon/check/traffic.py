@@ -1,0 +1,103 @@
+"""What travels in a step: counted where the back end is called, against what the layout of the blocks says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmuon._torch import TorchDispatchMode
+from dmuon.accounting import expected_traffic
+from dmuon.check.report import Reading
+from dmuon.comm import Comm
+from dmuon.runtime import Runtime
+
+__all__ = ["Amount", "Traffic", "compare_traffic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Operations, and bytes of the regions that they gather or reduce."""
+
+    operations: int = 0
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.operations} of {self.nbytes} bytes"
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the collectives of this rank while it is entered, by name of the process group."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operations: Counter[str] = Counter()
+        self._nbytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            group = next((name for name in map(_group_name, args) if name), "")
+            self._operations[group] += 1
+            self._nbytes[group] += _region_nbytes(func.overloadpacket.__name__, args)
+        return func(*args, **(kwargs or {}))
+
+    def of(self, comm: Comm) -> dict[str, Amount]:
+        """What went over dmuon's own groups for owned matrices, by purpose."""
+        purposes: dict[str, list[dist.ProcessGroup]] = {"fill": [], "publish": [], "reduce": [], "exchange": []}
+        for lane, purpose in ((comm.row, "fill"), (comm.column, "publish")):
+            if lane is not None:
+                purposes[purpose].append(lane.weights)
+                purposes["reduce"].append(lane.gradients)
+        if comm.tensor is not None:
+            purposes["exchange"].append(comm.tensor)
+        return {
+            purpose: Amount(
+                sum(self._operations[group.group_name] for group in groups),
+                sum(self._nbytes[group.group_name] for group in groups),
+            )
+            for purpose, groups in purposes.items()
+        }
+
+
+def compare_traffic(found: dict[str, Amount], runtime: Runtime) -> Reading:
+    """One whole step in the middle of training, against the formula."""
+    expected = expected_traffic(runtime)
+    wrong, right = [], []
+    for purpose, amount in found.items():
+        want = Amount(expected.calls.get(purpose, 0), expected.nbytes.get(purpose, 0))
+        if amount != want:
+            wrong.append(f"{purpose}: {amount}, expected {want}")
+        elif amount.operations:
+            right.append(f"{purpose} {amount}")
+    return Reading("collectives", "; ".join(wrong) or ", ".join(right) or "none", len(wrong), 0)
+
+
+def _region_nbytes(name: str, args: Sequence[Any]) -> int:
+    """Bytes of the larger side, which gathers fill and reductions read; of an all-to-all those that arrive."""
+    arriving = _nbytes(args[0])
+    return arriving if name.startswith("alltoall") else max(arriving, _nbytes(args[1]))
+
+
+def _group_name(value: Any) -> str:
+    if not isinstance(value, torch.ScriptObject):
+        return ""
+    try:
+        name: str = dist.ProcessGroup.unbox(value).group_name
+    except RuntimeError:  # another kind of object, such as a reduction
+        return ""
+    return name
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, (list, tuple)):
+        return sum(map(_nbytes, value))
+    return 0

@@ -1,0 +1,193 @@
+"""The small model on one topology, step by step, with what has to hold after each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+import dmuon
+from dmuon.check.memory import at_rest, placement
+from dmuon.check.model import SMALL, batch, build, is_matrix, loss_of
+from dmuon.check.reference import ADAMW_EPS, CONTEXT, DECAY, LR, MAX_NORM, MOMENTUM, STEPS, Twin, relative_difference
+from dmuon.check.report import Reading
+from dmuon.check.topologies import Grid, Laid, lay
+from dmuon.check.traffic import Traffic, compare_traffic
+
+__all__ = ["Kind", "Trial"]
+
+_FP32, _NORM = 1e-5, 1e-4  # of weights, of a gradient norm: sums in another order
+# Of what training changed. Newton-Schulz magnifies small singular values and their noise with them: on real gradients
+# fp16 stays within 0.1, and bf16 products, whose noise differs by how a batch is divided, were seen to make 0.09.
+_HALF_NEWTON_SCHULZ, _BF16 = 0.1, 0.25
+_ROWS = 2  # per rank, so that each can be halved
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a trial runs.
+
+    Attributes:
+        keep: whole weights stay after forward.
+        dtype: of owned weights in forward and backward.
+        ns_dtype: of Newton-Schulz; None is dmuon's choice.
+        tolerance: factor on all limits of differences.
+    """
+
+    grid: Grid
+    keep: bool
+    dtype: torch.dtype
+    ns_dtype: torch.dtype | None
+    device: torch.device
+    timeout: timedelta
+    tolerance: float
+
+    def __str__(self) -> str:
+        name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        newton = " default NS" if self.ns_dtype is None and self.device.type != "cpu" else ""
+        return f"{self.grid} {'keep' if self.keep else 'reshard'} {name}{newton}"
+
+
+class Trial:
+    """A dedicated model in training. Its methods are collective and return what this rank measured, in this order:
+    :meth:`parity`, :meth:`accumulation`, :meth:`structure`, :meth:`checkpoint`."""
+
+    def __init__(self, kind: Kind, twin: Twin, rows: int) -> None:
+        self._kind = kind
+        self._twin = twin
+        self._rows = rows
+        self._laid, self._optimizer = self._build(seed=0)
+        self._steps = 0
+
+    @staticmethod
+    def rows(world: int) -> int:
+        """Of a global batch that every topology over ``world`` ranks can divide."""
+        return _ROWS * world
+
+    def _build(self, seed: int) -> tuple[Laid, dmuon.Muon]:
+        kind = self._kind
+        model = build(SMALL, kind.device, seed)
+        laid = lay(kind.grid, model, kind.device, keep=kind.keep, dtype=kind.dtype, timeout=kind.timeout)
+        optimizer = dmuon.Muon(
+            laid.model, lr=LR, weight_decay=DECAY, momentum=MOMENTUM, ns_dtype=kind.ns_dtype, adamw_eps=ADAMW_EPS
+        )
+        return laid, optimizer
+
+    def _backward(self, laid: Laid, step: int, micro: int = 1) -> None:
+        tokens, targets = laid.mine(batch(SMALL, self._rows, CONTEXT, step, self._kind.device))
+        parts = list(zip(tokens.chunk(micro), targets.chunk(micro), strict=True))
+        for i, (x, y) in enumerate(parts):
+            dmuon.set_requires_gradient_sync(laid.model, i == len(parts) - 1)
+            (loss_of(laid.model, x, y, self._kind.dtype) / len(parts)).backward()
+
+    def _step(self, laid: Laid, optimizer: dmuon.Muon) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def parity(self) -> list[Reading]:
+        """Weights after a few steps: those of one process, and the same bits on all ranks."""
+        for _ in range(STEPS):
+            self._backward(self._laid, self._steps)
+            self._step(self._laid, self._optimizer)
+            self._steps += 1
+        found = whole_weights(self._laid)
+        exact = self._kind.dtype == torch.float32 and self._kind.ns_dtype == torch.float32
+        if exact:
+            difference = self._difference("parity", "weights of one process", found, self._twin.trained)
+        else:
+            difference = self._difference_of_changes(found)
+        return [difference, Reading("same bits", "weights on all ranks", 0, 0, same=digest(found))]
+
+    def _difference(self, check: str, what: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> Reading:
+        errors = {name: relative_difference(found[name], value) for name, value in expected.items()}
+        worst = max(errors, key=errors.__getitem__)
+        limit = _FP32 * self._kind.tolerance
+        return Reading(check, what, errors[worst], limit, f"largest relative difference, in {worst},")
+
+    def _difference_of_changes(self, found: dict[str, Tensor]) -> Reading:
+        """Of what Muon did to its matrices: the weights themselves would hide most of it."""
+        twin = self._twin
+        errors = {
+            name: relative_difference(found[name] - start, twin.trained[name] - start)
+            for name, start in twin.initial.items()
+            if is_matrix(name)
+        }
+        worst = max(errors, key=errors.__getitem__)
+        limit = _BF16 if self._kind.dtype == torch.bfloat16 else _HALF_NEWTON_SCHULZ
+        unit = f"largest relative difference of a change, in {worst},"
+        return Reading("parity", "matrices of one process", errors[worst], limit * self._kind.tolerance, unit)
+
+    def accumulation(self) -> list[Reading]:
+        """A step of two micro-batches whose gradients are clipped: that of one process on the whole batch."""
+        self._backward(self._laid, self._steps, micro=2)
+        norm = float(dmuon.clip_grad_norm_(self._laid.model.parameters(), MAX_NORM))
+        self._step(self._laid, self._optimizer)
+        self._steps += 1
+        error = abs(norm - self._twin.norm) / self._twin.norm
+        what = f"norm {norm:.4f} of all gradients"
+        return [
+            Reading("clip", what, error, _NORM * self._kind.tolerance, "relative difference"),
+            self._difference("accumulate", "two micro-batches, clipped", whole_weights(self._laid), self._twin.clipped),
+        ]
+
+    def structure(self) -> list[Reading]:
+        """Who holds what between backward and step, and what a whole step sends."""
+        runtime = self._laid.dedication.runtime
+        whole_weights(self._laid)  # nothing left under way from it in what follows
+        self._backward(self._laid, self._steps)
+        readings = placement(self._laid.dedication)
+        self._step(self._laid, self._optimizer)
+        stats = self._optimizer.last_step
+        readings.append(at_rest(self._laid.dedication, self._optimizer, stats.ns_matrices))
+        traffic = Traffic()
+        with traffic:
+            self._backward(self._laid, self._steps + 1)
+            self._step(self._laid, self._optimizer)
+        self._steps += 2
+        return [*readings, compare_traffic(traffic.of(runtime.comm), runtime)]
+
+    def checkpoint(self) -> list[Reading]:
+        """State dicts into a fresh model: the same weights, and the same bits after another step."""
+        # Copies, as a file would hold: what is loaded is not shared with what was saved.
+        model_state, optimizer_state = tree_map_only(
+            Tensor, torch.clone, get_state_dict(self._laid.model, self._optimizer)
+        )
+        fresh, optimizer = self._build(seed=1)
+        set_state_dict(fresh.model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        loaded = _count_different(whole_weights(fresh), whole_weights(self._laid))
+        for laid, muon in ((self._laid, self._optimizer), (fresh, optimizer)):
+            self._backward(laid, self._steps)
+            self._step(laid, muon)
+        self._steps += 1
+        stepped = _count_different(whole_weights(fresh), whole_weights(self._laid))
+        text = f"{loaded} tensors differ in a fresh model after loading, {stepped} after one more step"
+        return [Reading("checkpoint", text, loaded + stepped, 0)]
+
+
+def whole_weights(laid: Laid) -> dict[str, Tensor]:
+    """Whole tensors on every rank, by stock means. Collective."""
+    state = {name: t for name, t in get_model_state_dict(laid.model).items() if isinstance(t, Tensor)}
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in state.items()}
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of names and bits."""
+    hasher = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        hasher.update(name.encode())
+        hasher.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def _count_different(found: dict[str, Tensor], expected: dict[str, Tensor]) -> int:
+    names: Iterable[str] = found.keys() | expected.keys()
+    return sum(
+        name not in found or name not in expected or not torch.equal(found[name], expected[name]) for name in names
+    )

@@ -1,0 +1,117 @@
+"""How the ranks of a mesh share one model: replicas of shards, each perhaps split again by tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Coordinate", "Topology", "topology_of"]
+
+_CONTEXT = ("cp", "context", "context_parallel")  # ranks of one sequence: they hold the same weights
+_OTHER = {
+    "tp": "tensor", "tensor": "tensor", "tensor_parallel": "tensor",
+    "pp": "pipeline", "pipeline": "pipeline", "pipeline_parallel": "pipeline",
+    "ep": "expert", "expert": "expert", "expert_parallel": "expert",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Coordinate:
+    """Where a rank stands: replica ``r``, shard ``s`` within it, tensor-parallel rank ``t``."""
+
+    r: int
+    s: int
+    t: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Every rank that takes part, and its coordinate.
+
+    Attributes:
+        ranks: global ranks in ascending order; a position in it is what plans call a rank.
+        coordinates: of each.
+        replicas, shards, tensor: extents; weights are sharded over ``shards`` ranks, and ``replicas`` hold copies.
+    """
+
+    ranks: tuple[int, ...]
+    coordinates: tuple[Coordinate, ...]
+    replicas: int
+    shards: int
+    tensor: int = 1
+
+    def rank_at(self, r: int, s: int, t: int = 0) -> int:
+        """The global rank at a coordinate."""
+        return self.ranks[self.coordinates.index(Coordinate(r, s, t))]
+
+    def of(self, rank: int) -> Coordinate:
+        """The coordinate of a global rank."""
+        return self.coordinates[self.ranks.index(rank)]
+
+    def partition(self, along: Literal["r", "s", "t", "rs"]) -> list[tuple[int, ...]]:
+        """All groups of global ranks that differ in the named coordinates only, each in their order."""
+        groups: dict[tuple[int, ...], list[tuple[Coordinate, int]]] = {}
+        for rank, at in zip(self.ranks, self.coordinates, strict=True):
+            rest = tuple(getattr(at, name) for name in ("r", "s", "t") if name not in along)
+            groups.setdefault(rest, []).append((at, rank))
+        return [tuple(rank for _, rank in sorted(group)) for group in groups.values()]
+
+    def data_parallel(self, t: int) -> tuple[int, ...]:
+        """Global ranks of tensor-parallel rank ``t``, ascending."""
+        return tuple(rank for rank, at in zip(self.ranks, self.coordinates, strict=True) if at.t == t)
+
+    def with_tensor_parallel(self, groups: Iterable[Sequence[int]]) -> Topology:
+        """The same replicas and shards, each of whose ranks is the first of ``groups`` that holds it, in that order."""
+        where: dict[int, Coordinate] = {}
+        size = 1
+        for group in groups:
+            known = [self.of(rank) for rank in group if rank in self.ranks]
+            for t, rank in enumerate(group):
+                where[rank] = Coordinate(known[0].r, known[0].s, t)
+            size = len(group)
+        ranks = tuple(sorted(where))
+        return Topology(ranks, tuple(where[rank] for rank in ranks), self.replicas, self.shards, size)
+
+
+def topology_of(mesh: DeviceMesh) -> Topology:
+    """Replicas and shards of a data-parallel mesh, by the names of its dimensions.
+
+    A dimension whose name contains ``replicate``, or that is one of context parallelism (``cp``), replicates; the
+    others shard. Without names a 1-D mesh shards and a 2-D one is ``(replicate, shard)``.
+
+    Raises:
+        ValueError: a dimension of another kind of parallelism, or more than two without names.
+    """
+    roles = _roles(mesh)
+    dims = sorted(range(mesh.ndim), key=lambda i: roles[i] == "shard")  # replicas first, the rest in order
+    replicas = prod(mesh.size(i) for i in range(mesh.ndim) if roles[i] == "replicate")
+    grid: torch.Tensor = mesh.mesh.permute(dims).reshape(replicas, -1)
+    where = {int(rank): Coordinate(r, s) for r, row in enumerate(grid.tolist()) for s, rank in enumerate(row)}
+    ranks = tuple(sorted(where))
+    if any(list(line) != sorted(line) for line in [*grid.tolist(), *grid.T.tolist()]):
+        raise ValueError(f"mesh holds ranks {mesh.mesh.tolist()}, which do not ascend along every dimension; sort them")
+    return Topology(ranks, tuple(where[rank] for rank in ranks), replicas, grid.shape[1])
+
+
+def _roles(mesh: DeviceMesh) -> list[str]:
+    names = mesh.mesh_dim_names
+    if names is None:
+        if mesh.ndim > 2:
+            raise ValueError(
+                f"mesh has {mesh.ndim} dimensions without names; name them: those that contain 'replicate' replicate, "
+                "the others shard"
+            )
+        return ["replicate", "shard"][-mesh.ndim :]
+    for name in names:
+        if name.lower() in _OTHER:
+            raise ValueError(
+                f"mesh dimension {name!r} is one of {_OTHER[name.lower()]} parallelism; pass the data-parallel "
+                "dimensions only, for example mesh['replicate', 'shard'] (tensor parallelism is read off the "
+                "parameters; pipeline stages and expert groups are dedicated on their own)"
+            )
+    return ["replicate" if "replicate" in name or name.lower() in _CONTEXT else "shard" for name in names]

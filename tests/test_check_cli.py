@@ -1,0 +1,204 @@
+"""``dmuon-check``: what it says about runs that hold and runs that do not, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmuon.check.report import Board, Reading, Stopped
+from dmuon.check.topologies import TOPOLOGIES, Grid, grid_of
+from dmuon.cli.check import main
+
+CHECKS = ["parity", "same bits", "clip", "accumulate", "placement", "memory", "collectives", "checkpoint"]
+
+
+def torchrun(world: int, *arguments: str, program: tuple[str, ...] = ("-m", "dmuon.cli.check")) -> Any:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    command = [sys.executable, *launch, *program, "--device", "cpu", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+
+
+def lines_of(output: str) -> list[tuple[str, str, str]]:
+    """Status, check and the rest of every line of the report."""
+    kinds = ("pass", "fail", "skip", "warn", "info")
+    return [(x[:6].strip(), x[6:19].strip(), x[19:]) for x in output.splitlines() if x.startswith(kinds)]
+
+
+def test_two_ranks_pass_and_say_what_was_checked(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    done = torchrun(2, "--quick", "--topologies", "1d,tp,hsdp", "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = lines_of(done.stdout)
+    for grid in ("1d 2", "tp 1x2"):
+        assert [check for status, check, rest in lines if status == "pass" and rest.startswith(grid)] == CHECKS
+    assert next(rest for status, _, rest in lines if status == "skip").endswith(
+        "needs an even number of at least 4 ranks, here are 2"
+    )
+    assert lines[0][:2] == ("info", "environment")
+    report = json.loads(out.read_text())
+    assert (report["exit_status"], report["world"]) == (0, 2)
+    assert [(line["status"], line["check"]) for line in report["lines"]] == [line[:2] for line in lines]
+    parity = next(line for line in report["lines"] if line["check"] == "parity")
+    assert 0 < parity["value"] <= parity["limit"] == 1e-5
+
+
+@pytest.mark.slow
+def test_four_ranks_pass_on_every_topology_that_fits() -> None:
+    done = torchrun(4, "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = {
+        rest[:26].split()[0] for status, check, rest in lines_of(done.stdout) if (status, check) == ("pass", "parity")
+    }
+    assert passed == {"1d", "hsdp", "ddp", "cp", "tp"}
+
+
+def test_a_limit_that_cannot_be_kept_fails_on_all_ranks_with_number_limit_and_rank() -> None:
+    done = torchrun(2, "--quick", "--topologies", "ddp", "--limit", "0")
+    assert done.returncode == 1
+    failed = {check: rest for status, check, rest in lines_of(done.stdout) if status == "fail"}
+    assert {"parity", "accumulate", "all"} <= failed.keys()
+    assert "e-06 (limit 0), on rank " in failed["parity"]
+    assert "same bits" not in failed
+
+
+FAULTY = """
+import os, sys
+import dmuon.check.run as run
+from dmuon.cli.check import main
+
+def faulty(original):
+    def call(*args):
+        if os.environ["RANK"] == "1":
+            raise ArithmeticError("broken")
+        return original(*args)
+    return call
+
+run.train_alone = faulty(run.train_alone) if {alone} else run.train_alone
+run.Trial.accumulation = run.Trial.accumulation if {alone} else faulty(run.Trial.accumulation)
+sys.exit(main())
+"""
+
+
+@pytest.mark.pitfall("P49")
+@pytest.mark.parametrize(
+    "where", ["reference", pytest.param("accumulate", marks=pytest.mark.slow)], ids=["alone", "in-collective"]
+)
+def test_a_fault_on_one_rank_ends_all(tmp_path: Path, where: str) -> None:
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY.format(alone=where == "reference"))
+    done = torchrun(2, "--quick", "--topologies", "1d", "--timeout", "10", program=(str(script),))
+    assert done.returncode == 1
+    assert f"rank 1: {where}" in done.stderr and "ArithmeticError: broken" in done.stderr
+    lines = lines_of(done.stdout)
+    assert [check for status, check, _ in lines if status == "skip"] == ["all further"]
+    assert [check for status, check, _ in lines if status == "fail"] == [where, "all"]
+
+
+def test_one_process_checks_what_it_can_and_says_how_to_launch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    arguments = ["--device", "cpu", "--topologies", "1d,ddp", "--width", "32", "--tokens", "32", "--layers", "1"]
+    assert main([*arguments, "--dtype", "fp32", "--reshard"]) == 0
+    said = capsys.readouterr().out
+    lines = lines_of(said)
+    assert [check for status, check, rest in lines if status == "pass"] == [*CHECKS, "all"]
+    assert "torchrun --nproc-per-node 8 --no-python dmuon-check" in said
+    assert any(check == "speed" and " ms a step" in rest for _, check, rest in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--topologies", "1d,ring"), "--topologies: 'ring' is not one of 1d, hsdp"),
+        (("--topologies", ","), "--topologies: ',' is not one of"),
+        (("--dtype", "fp8"), "--dtype: 'fp8' is not one of fp32, bf16"),
+        (("--limit", "-1"), "'-1' is no number of at least 0"),
+        (("--limit", "nan"), "'nan' is no number of at least 0"),
+        (("--timeout", "0"), "'0' is no number of at least 1"),
+        (("--width", "0"), "'0' is no positive integer"),
+        (("--quick", "--keep"), "--keep does not go with --quick"),
+        (("--quick", "--tokens", "9"), "--tokens does not go with --quick"),
+        (("--device", "tpu"), "invalid choice: 'tpu'"),
+    ],
+)
+def test_bad_options_are_named(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["--device", "cpu", "--json", str(tmp_path / "absent" / "x.json")]) == 2
+    said = capsys.readouterr()
+    assert "name a file in a folder that exists" in said.err
+    assert not lines_of(said.out)
+
+
+class TwoRanks:
+    """Rank 0 of two; the other one says what it is told."""
+
+    rank, world = 0, 2
+
+    def __init__(self, other: tuple[str | None, bool, list[Reading]]) -> None:
+        self._other = other
+
+    def gather(self, item: Any) -> list[Any]:
+        return [item, self._other]
+
+
+def judged(here: list[Reading], there: list[Reading]) -> Any:
+    board = Board(TwoRanks((None, False, there)), seconds=10)  # type: ignore[arg-type]
+    assert board.judge("x", "1d 2", lambda: here)
+    return board.lines[0]
+
+
+@pytest.mark.parametrize("value", [2.0, math.nan])
+def test_the_worst_rank_decides(value: float) -> None:
+    line = judged([Reading("x", "here", 0.5, 1, "error")], [Reading("x", "there", value, 1, "error")])
+    assert (line.status, line.rank) == ("fail", 1)
+    assert line.text == f"there; error {value:.2g} (limit 1), on rank 1"
+
+
+@pytest.mark.pitfall("P11")
+def test_ranks_that_must_be_alike_and_are_not_fail() -> None:
+    same = judged([Reading("x", "bits", 0, 0, same="a")], [Reading("x", "bits", 0, 0, same="a")])
+    other = judged([Reading("x", "bits", 0, 0, same="a")], [Reading("x", "bits", 0, 0, same="b")])
+    assert (same.status, other.status, other.rank) == ("pass", "fail", 1)
+
+
+def test_the_same_fault_on_all_ranks_fails_one_line_and_goes_on() -> None:
+    def fault() -> list[Reading]:
+        raise ValueError("rank 0 cannot")
+
+    board = Board(TwoRanks(("ValueError: rank 1 cannot", False, [])), seconds=10)  # type: ignore[arg-type]
+    assert not board.judge("x", "1d 2", fault)
+    assert (board.failed, board.lines[0].rank) == (1, 0)
+
+
+def test_a_fault_on_some_ranks_only_stops() -> None:
+    board = Board(TwoRanks(("ValueError: there", False, [])), seconds=10)  # type: ignore[arg-type]
+    with pytest.raises(Stopped):
+        board.judge("x", "1d 2", list)
+    assert (board.failed, board.lines[0].rank) == (1, 1)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 64])
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_grids_use_every_rank(name: str, world: int) -> None:
+    for hosts in (1, 2, 4):
+        grid = grid_of(name, world, hosts)
+        if isinstance(grid, Grid):
+            assert math.prod(extent for _, extent in grid.dims) == world
+        else:
+            assert grid.startswith("needs ")

@@ -55,7 +55,7 @@ def replaced(laid: Laid, optimizer: dmuon.Muon) -> None:
 def other_momentum(laid: Laid, optimizer: dmuon.Muon) -> None:
     for group in optimizer.param_groups:
         if group["use_muon"]:
-            group["momentum"] = 0.8
+            group["momentum"] = 0.8 if group["momentum"] == 0.95 else 0.95
 
 
 def other_lr(laid: Laid, optimizer: dmuon.Muon) -> None:

@@ -108,7 +108,7 @@ def expected_traffic(
 
 def _count_exchanges(runtime: Runtime, ns_dtype: torch.dtype | None, calls: Counter[str], nbytes: Counter[str]) -> None:
     me, size = runtime.comm.at.t, runtime.comm.topology.tensor
-    for batches in in_rounds(make_batches([entry.rest for entry in runtime.entries()])):
+    for batches in in_rounds(make_batches([entry.rest for entry in runtime.entries()], planned_only=True)):
         if batches[0].sharding is None:
             continue
         calls["exchange"] += 2
@@ -118,8 +118,8 @@ def _count_exchanges(runtime: Runtime, ns_dtype: torch.dtype | None, calls: Coun
             split = Split(len(batch.params), (m, n), batch.sharding)
             if batch.sharding.owner == me and split.dim is not None:
                 nbytes["exchange"] += split.count * m * n * batch.momentum.element_size()
-            storage = storage_dtype(batch.momentum.dtype, batch.momentum.device, ns_dtype)
-            back = carrier_dtype(batch.momentum.device, storage)
+            storage = storage_dtype(batch.momentum.dtype, runtime.comm.device, ns_dtype)
+            back = carrier_dtype(runtime.comm.device, storage)
             nbytes["exchange"] += split.numel(me, size) * back.itemsize
 
 

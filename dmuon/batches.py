@@ -85,8 +85,12 @@ class Orthogonalized:
     update: Tensor
 
 
-def make_batches(params: Iterable[Tensor]) -> list[Batch]:
-    """Batches of everything that lives here, with zero momentum in fp32 (or wider)."""
+def make_batches(params: Iterable[Tensor], *, planned_only: bool = False) -> list[Batch]:
+    """Batches of everything that lives here, with zero momentum in fp32 (or wider).
+
+    Args:
+        planned_only: allocate nothing: momentum is on the meta device.
+    """
     classes: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}
     positions: dict[int, int] = {}
     for index, param in enumerate(params):
@@ -111,7 +115,11 @@ def make_batches(params: Iterable[Tensor]) -> list[Batch]:
         members.sort(key=lambda member: member[0])
         for start in range(0, len(members), size):
             chunk = members[start : start + size]
-            stack = torch.zeros((len(chunk), *part), dtype=torch.promote_types(dtype, torch.float32), device=device)
+            stack = torch.zeros(
+                (len(chunk), *part),
+                dtype=torch.promote_types(dtype, torch.float32),
+                device="meta" if planned_only else device,
+            )
             batches.append(Batch([p for _, p in chunk], stack, chunk[0][0], sharding))
     return sorted(batches, key=lambda batch: batch.position)
 
@@ -199,7 +207,9 @@ def _update_together(group: Mapping[str, Any], batches: Sequence[Batch], timer: 
         with timer.phase("ns"):
             update = run(normal, choice.variant, choice.sequence, choice.storage)
             whole[i] = update.clone() if choice.variant.replay else update
-        done.append(Done([p for p in params if p.grad is not None], choice.variant, norms))
+        present = [k for k, p in enumerate(params) if p.grad is not None]
+        if present:
+            done.append(Done([params[k] for k in present], choice.variant, norms[present]))
     storage = storage_dtype(like.dtype, like.device, group["ns_dtype"])
     like = like.to(carrier_dtype(like.device, storage))
     with timer.phase("exchange"):

@@ -201,7 +201,7 @@ class RankPool:
             theirs.close()
             started.append(_Worker(process, ours, log))
             self._workers.append(started[-1])
-        deadline = time.monotonic() + BOOT_SECONDS
+        deadline = time.monotonic() + BOOT_SECONDS * max(1, len(started) / MAX_WORLD)
         for worker in started:
             if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
                 raise RankFailure(f"{worker.process.name} did not start in {BOOT_SECONDS:g} s")

@@ -116,7 +116,7 @@ CASES = [
     pytest.param("ddp-2", "state_dict", "killed", 0, marks=pytest.mark.slow),
     ("1d-3", "forward", "raising", 2),
     pytest.param("1d-two-lines", "backward", "raising", 0, marks=pytest.mark.slow),
-    ("1d-3", "backward", "stopped", 1),
+    pytest.param("1d-3", "backward", "stopped", 1, marks=pytest.mark.slow),
     pytest.param("hsdp-two-lines", "forward", "killed", 3, marks=pytest.mark.slow),
     pytest.param("hsdp-two-lines", "backward", "killed", 0, marks=pytest.mark.slow),
     pytest.param("hsdp-two-lines", "step", "killed", 2, marks=pytest.mark.slow),

@@ -170,7 +170,14 @@ def run_options(rank: int, world: int, name: str, keep: bool, varied: list[Optio
 
 
 @pytest.mark.pitfall("P10", "P26")
-@pytest.mark.parametrize(("name", "keep"), [("1d", False), ("hsdp-two-lines", False), ("ddp-2", False)])
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [
+        ("1d", False),
+        pytest.param("hsdp-two-lines", False, marks=pytest.mark.slow),
+        ("ddp-2", False),
+    ],
+)
 def test_options_of_communication_change_no_bit(ranks: RankPool, name: str, keep: bool) -> None:
     """Two ranks on each lane: whatever the order of a sum, it is the same one."""
     for found in ranks(LAYOUTS[name].world, run_options, name, keep, VARIED, timeout=100):

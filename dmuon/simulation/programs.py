@@ -1,15 +1,14 @@
 """One training step of four programs, operation by operation as they run, on the engine of ``dmuon.simulation.engine``.
 
-``dedicated``       this runtime, as ``dmuon.runtime`` runs it: depth-1 prefetch, two reductions on their way, the first
-                    block published after the last update.
+``dedicated``       as ``dmuon.runtime`` runs it: depth-1 prefetch, two reductions on their way; but the first block is
+                    published after the last update, where the runtime publishes it after its own.
 ``dedicated keep``  the same with ``reshard_after_forward=False``: all blocks are published at once.
 ``gather``          FSDP2; every rank gathers every momentum matrix, orthogonalizes all, and applies its own shard.
 ``adamw``           FSDP2 with AdamW on everything.
 
-The runtime takes 1-D meshes of shards. With replicas or tensor parallelism the dedicated programs are what is
-designed, not what runs yet: gradients reduced over the shards, then over the replicas to the owner; the update
-published over the replicas while the next forward runs; matrices divided over tensor-parallel ranks, with the gathers
-of Newton–Schulz inputs left to the cost table.
+With replicas gradients are reduced over the shards, then over the replicas to the owner; the update is published over
+the replicas while the next forward runs. With tensor parallelism matrices are divided over its ranks, and the gathers
+of Newton–Schulz inputs are left to the cost table.
 
 Not modelled: launches on the host (it runs ahead), activation collectives of tensor parallelism, expert parallelism,
 clipping, the allocator, and computation that communication beside it slows down.

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "TorchDispatchMode",
     "all_gather_single",
+    "backend_of",
     "current_backward",
     "default_group_is_bound",
     "default_store",
@@ -80,6 +81,12 @@ def managed_by_ddp() -> dict[str, Tensor]:
     if wrapper is None:
         return {}
     return {n: p for n, p in wrapper.module.named_parameters() if n not in wrapper.parameters_to_ignore}
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the back end that moves tensors of ``device``, whatever the group was declared with."""
+    name: str = group._get_backend(device).name()
+    return name
 
 
 def default_store() -> Store:

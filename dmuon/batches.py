@@ -93,13 +93,16 @@ def make_batches(params: Iterable[Tensor], *, planned_only: bool = False) -> lis
     """
     classes: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}
     positions: dict[int, int] = {}
+    known: set[int] = set()
     for index, param in enumerate(params):
         local = local_tensor(param)
         runtime, sharding = getattr(param, "runtime", None), None
         if isinstance(param, OwnedTensor):
             assert runtime is not None
-            if not positions:
-                positions = {id(entry.rest): i for i, entry in enumerate(runtime.entries())}
+            if id(runtime) not in known:
+                known.add(id(runtime))
+                offset = len(positions)
+                positions.update({id(entry.rest): offset + i for i, entry in enumerate(runtime.entries())})
             entry = runtime.entry_of(param)
             if entry.owner != runtime.comm.rank:
                 continue
@@ -127,12 +130,13 @@ def make_batches(params: Iterable[Tensor], *, planned_only: bool = False) -> lis
 def in_rounds(batches: Sequence[Batch]) -> list[list[Batch]]:
     """What is updated at once: one batch, or, under tensor parallelism, one of each rank, exchanged together."""
     rounds = [[batch] for batch in batches if batch.sharding is None]
-    by_owner: dict[int, list[Batch]] = {}
+    by_runtime: dict[int, dict[int, list[Batch]]] = {}
     for batch in batches:
         if batch.sharding is not None:
-            by_owner.setdefault(batch.sharding.owner, []).append(batch)
-    for together in zip_longest(*(by_owner[t] for t in sorted(by_owner))):
-        rounds.append([batch for batch in together if batch is not None])
+            by_runtime.setdefault(id(batch.runtime), {}).setdefault(batch.sharding.owner, []).append(batch)
+    for by_owner in by_runtime.values():
+        for together in zip_longest(*(by_owner[t] for t in sorted(by_owner))):
+            rounds.append([batch for batch in together if batch is not None])
     return rounds
 
 
@@ -170,12 +174,12 @@ def orthogonalize(
 def apply(
     group: Mapping[str, Any], params: Sequence[Tensor], update: Tensor, shape: tuple[int, ...], timer: PhaseTimer
 ) -> None:
-    """Subtract the updates from the weights. ``shape`` ``(m, n)`` is that of whole matrices."""
+    """Subtract the updates from the weights. ``shape`` ``(m, n)`` is that of whole matrices; ``lr`` is a float."""
     with timer.phase("apply"):
         apply_update_(
             [local_tensor(p).detach() for p in params],
             update,
-            lr=float(group["lr"]),
+            lr=group["lr"],
             weight_decay=group["weight_decay"],
             scale=update_scale(group["adjust_lr_fn"], shape),
         )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon._torch import default_group_is_bound, default_store
+from dmuon._torch import backend_of, default_group_is_bound, default_store
 from dmuon.comm_options import CommOptions
 from dmuon.device import CommStreams, group_options, mesh_device
 from dmuon.monitor import CollectiveError, Monitor, first_line
@@ -67,7 +67,7 @@ class Comm:
     @property
     def backend(self) -> str:
         """Name of the back end that moves tensors of this device."""
-        return str(dist.get_backend(self.group))
+        return backend_of(self.group, self.device)
 
     def coordinate(self, owner: int) -> Coordinate:
         """Of a position among the data-parallel ranks."""
@@ -138,7 +138,9 @@ def make_comm(
         device=device,
         streams=CommStreams(device),
         options=options,
-        monitor=Monitor(topology.ranks, rank, default_store(), control.group_name, asynchronous=options.asynchronous),
+        monitor=Monitor(
+            topology.ranks, rank, default_store(), control.group_name, device=device, asynchronous=options.asynchronous
+        ),
         row=_lane(device.type, topology, "s", rank, options),
         column=_lane(device.type, topology, "r", rank, options),
         group=group,

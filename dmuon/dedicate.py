@@ -14,9 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from dmuon._torch import local_tensor, require_supported_torch
+from dmuon._torch import backend_of, local_tensor, require_supported_torch
 from dmuon.comm import Comm, agree, make_comm, make_group
 from dmuon.comm_options import CommOptions
+from dmuon.device import mesh_device
 from dmuon.entry import TensorSharding
 from dmuon.group import OwnerGroup, Weight
 from dmuon.model_checks import (
@@ -121,7 +122,7 @@ def dedicate_params(
             raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
         if not (comm is None or isinstance(comm, CommOptions)):
             raise TypeError(f"comm must be a dmuon.CommOptions, got {type(comm).__name__}")
-        choose_transport(options.transport, [1], str(dist.get_backend(group)))
+        choose_transport(options.transport, [1], backend_of(group, mesh_device(mesh.device_type)))
         check_model(model, _ATTRIBUTE)
         routes = route_parameters(model, select, blocks)
         check_parameters(model, routes, topology.ranks)

@@ -49,6 +49,11 @@ class CommStreams:
             for stream in (self._fill, self._publish):
                 self._module.current_stream(self._device).wait_stream(stream)
 
+    def join_reductions(self) -> None:
+        """Everything queued from here on runs after what reductions have queued so far."""
+        if self._module is not None:
+            self._module.current_stream(self._device).wait_stream(self._reduce)
+
     @contextmanager
     def fill(self) -> Iterator[None]:
         """Collectives started inside run after everything queued so far, beside everything queued later."""

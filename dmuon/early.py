@@ -14,7 +14,6 @@ from dmuon._torch import local_tensor
 from dmuon.batches import Batch, Orthogonalized, orthogonalize
 from dmuon.device import PhaseTimer, SideStream
 from dmuon.entry import OwnedEntry
-from dmuon.kernels import momentum_update
 
 __all__ = ["EarlyUpdates"]
 
@@ -63,7 +62,8 @@ class EarlyUpdates:
         self._landed: dict[int, set[int]] = {}
         self._ready: dict[int, _Early] = {}
         self._side = SideStream(device)
-        self.timer = PhaseTimer(device)
+        self._timer = PhaseTimer(device)
+        self._last = PhaseTimer(device)  # of what came before the last step
         self.taken = 0  # batches of the last step
 
     def landed(self, entries: Sequence[OwnedEntry]) -> None:
@@ -88,7 +88,7 @@ class EarlyUpdates:
         version = batch.momentum._version
         beside = self._side.beside([local_tensor(g) for g in present])
         with beside, torch.autocast(batch.momentum.device.type, enabled=False):
-            ready = orthogonalize(group, batch.params, batch.momentum.clone(), self.timer)
+            ready = orthogonalize(group, batch.params, batch.momentum.clone(), self._timer)
             if ready.done.variant.replay:  # its buffer is that of the next replay
                 ready = Orthogonalized(ready.done, ready.update.clone())
         seen = [(weakref.ref(g), _version(g)) for g in present]
@@ -99,20 +99,26 @@ class EarlyUpdates:
         early = self._ready.pop(id(batch), None)
         if early is None or not early.holds(group, batch):
             return None
-        grads = [local_tensor(p.grad) for p in batch.params if p.grad is not None]
-        momentum_update(grads, batch.momentum, beta=group["momentum"], nesterov=False)
+        grads = [local_tensor(p.grad).to(batch.momentum.dtype) for p in batch.params if p.grad is not None]
+        torch._foreach_lerp_(list(batch.momentum.unbind(0)), grads, 1 - group["momentum"])
         self.taken += 1
         return early.ready
 
     def join(self) -> None:
         """A step begins: whatever is queued from here on runs after the early updates."""
         self.taken = 0
-        self.timer.reset()
+        self._timer, self._last = self._last, self._timer
+        self._timer.reset()
         self._side.join()
+
+    def seconds(self) -> dict[str, float]:
+        """Per phase, before the last step."""
+        return {f"{phase} in backward": seconds for phase, seconds in self._last.seconds().items()}
 
     def forget(self) -> None:
         """Drop what was not taken."""
         self._side.join()
+        self._timer.reset()
         self._ready.clear()
         self._landed.clear()
 

@@ -70,6 +70,7 @@ class OwnedEntry:
     partial: Tensor | None = None
     empty_grad: Tensor | None = None
     placeholder_grad: Tensor | None = None
+    _untouched: int = 0
 
     @property
     def master(self) -> Tensor:
@@ -110,6 +111,15 @@ class OwnedEntry:
             local = self.master
             self.placeholder_grad = self.as_grad(local.new_zeros(()).expand(local.shape))
             self.rest.grad = self.placeholder_grad
+            self._untouched = self.placeholder_grad._version
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether gradients that wait have been cleared since, by whoever: set to None, or the placeholder to zero."""
+        grad = self.rest.grad
+        if grad is None:
+            return self.unreduced
+        return self.unreduced and grad is self.placeholder_grad and grad._version != self._untouched
 
     def like_rest(self, local: Tensor, name: str) -> OwnedTensor:
         """Wrap ``local``, shaped as the master, in the layout of the resting form."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -30,14 +31,14 @@ class Gradients:
 
     Attributes:
         averager: of parameters that nobody shards; None until a forward has shown which these are.
-        landed: called with the entries owned here whose gradients have just arrived.
+        listeners: called with the entries owned here whose gradients have just arrived, as long as they live.
     """
 
     def __init__(self, comm: Comm, entries: Sequence[OwnedEntry]) -> None:
         self._comm = comm
         self._entries = list(entries)
         self.averager: GradAverager | None = None
-        self.landed: Landed | None = None
+        self.listeners: list[weakref.WeakMethod[Landed]] = []
         self._reductions: deque[GradReduction] = deque()
         self._undecided: list[tuple[OwnedEntry, Tensor]] = []
         self._used: set[int] = set()  # entries that got a gradient on this rank in this backward
@@ -56,10 +57,13 @@ class Gradients:
     def _finish_oldest(self) -> None:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
-        if self.landed is not None and reduction.whole:
+        if self.listeners and reduction.whole:
             here = [e for e in reduction.group.entries if e.owner == self._comm.rank and reduction.used[id(e)]]
-            if here:
-                self.landed(here)
+            self.listeners = [listener for listener in self.listeners if listener() is not None]
+            for listener in self.listeners:
+                landed = listener()
+                if landed is not None and here:
+                    landed(here)
 
     def finish(self, *, settle: bool) -> None:
         """Wait for everything under way.

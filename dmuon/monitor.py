@@ -52,6 +52,13 @@ class Pending:
         self._what = what
         self._works = list(works)
 
+    def wait_on_host(self) -> None:
+        """Wait until they have ended; :meth:`wait` is still due on the stream that uses the result."""
+        works = list(self._works)
+        self.wait()
+        self._works = works
+        self._monitor.synchronize()
+
     def wait(self) -> None:
         """Wait for all of them, on the device's stream where there is one.
 
@@ -102,8 +109,18 @@ class Monitor:
         step: finished steps of the optimizer, for messages.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, store: Store, name: str, *, asynchronous: bool) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        store: Store,
+        name: str,
+        *,
+        device: torch.device,
+        asynchronous: bool,
+    ) -> None:
         """``ranks`` are global, and ``name`` is the same on all of them and nowhere else."""
+        self._device = device
         self.step = 0
         self._ranks = tuple(ranks)
         self._rank = rank
@@ -134,8 +151,13 @@ class Monitor:
             self.fail(what, error)
         pending = Pending(self, what, works)
         if not self._asynchronous:
-            pending.wait()
+            pending.wait_on_host()
         return pending
+
+    def synchronize(self) -> None:
+        """The host waits for the current stream of the device, if it has streams."""
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device.type).current_stream(self._device).synchronize()
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:

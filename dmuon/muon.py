@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, overload
@@ -15,7 +16,7 @@ from dmuon.adamw import adamw_step, init_adamw_state
 from dmuon.batches import Batch, Done, apply, in_rounds, make_batches, update_round
 from dmuon.device import PhaseTimer
 from dmuon.early import EarlyUpdates
-from dmuon.muon_state import adopt_loaded_state, even_momentum, load_momentum, show_momentum
+from dmuon.muon_state import adopt_loaded_state, adopt_replaced_momentum, even_momentum, load_momentum, show_momentum
 from dmuon.owned_tensor import OwnedTensor
 from dmuon.param_groups import check_group, groups_from
 from dmuon.policy import Select
@@ -32,7 +33,7 @@ class StepStats:
         ns_matrices: matrices that were orthogonalized.
         ns_batches: batched Newton-Schulz calls that took.
         seconds: per phase: ``momentum``, ``ns``, ``apply``, ``publish``, ``adamw``; ``exchange`` of what tensor
-            parallelism splits.
+            parallelism splits; ``momentum in backward`` and ``ns in backward`` with ``overlap_backward``.
         overlapped: batches among them that ran during backward and were still right.
         variants: per shape, small side first, how Newton-Schulz ran: form, restarts, back end, matrices at once.
         nonfinite: the matrices whose momentum holds NaN or infinity; their weights do now too, nobody else's.
@@ -123,6 +124,7 @@ class Muon(torch.optim.Optimizer):
         groups = groups_from(params, select)
         self._overlap = overlap_backward
         self._early: EarlyUpdates | None = None
+        self._shown: dict[int, Tensor] = {}  # by id of the parameter, what ``state`` shows of its momentum
         self._rounds: list[tuple[int, list[Batch]]] = []  # index of the group, what is updated at once
         self._built = False  # torch adds the first groups one by one
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
@@ -171,14 +173,12 @@ class Muon(torch.optim.Optimizer):
         # By index: loading a state dict replaces the dicts of the groups.
         rounds = [(i, together) for i, batches in enumerate(self._batches) for together in in_rounds(batches)]
         self._rounds = sorted(rounds, key=lambda item: min(batch.position for batch in item[1]))
-        for runtime in self._runtimes:
-            runtime.gradients.landed = None
-        self._early = None
+        self._early = None  # runtimes hold it weakly
         if self._overlap and self._rounds:
             alone = [(i, batches[0]) for i, batches in self._rounds if batches[0].sharding is None]
             self._early = EarlyUpdates(alone, lambda i: self.param_groups[i], self._device)
             for runtime in self._runtimes:
-                runtime.gradients.landed = self._early.landed
+                runtime.gradients.listeners.append(weakref.WeakMethod(self._early.landed))
 
     # -- step ------------------------------------------------------------------------------------------------------
 
@@ -207,6 +207,9 @@ class Muon(torch.optim.Optimizer):
                 )
         self._timer.reset()
         self._done = []
+        for group, batches in zip(self.param_groups, self._batches, strict=True):
+            if group["use_muon"]:
+                adopt_replaced_momentum(self, group, batches)
         if self._early is not None:
             self._early.join()
         with torch.autocast(self._device.type, enabled=False):  # a step may be called inside one
@@ -233,8 +236,9 @@ class Muon(torch.optim.Optimizer):
         with self._timer.phase("publish"):
             for runtime in self._runtimes:
                 runtime.begin_update(coming)
+        options = {i: {**self.param_groups[i], "lr": float(self.param_groups[i]["lr"])} for i, _ in self._rounds}
         for i, batches in self._rounds:
-            group = self.param_groups[i]
+            group = options[i]
             ready = None if self._early is None else self._early.take(group, batches[0])
             if ready is None:
                 self._done += update_round(group, batches, self._timer)
@@ -264,7 +268,7 @@ class Muon(torch.optim.Optimizer):
         return StepStats(
             ns_matrices=sum(len(done.params) for done in self._done),
             ns_batches=len(self._done),
-            seconds=self._timer.seconds(),
+            seconds=self._timer.seconds() | ({} if self._early is None else self._early.seconds()),
             overlapped=0 if self._early is None else self._early.taken,
             variants=dict(sorted(variants.items())),
             nonfinite=tuple(self._name_of(p) for p in nonfinite),

@@ -38,7 +38,27 @@ def show_momentum(optimizer: Muon, group: dict[str, Any], batches: Sequence[Batc
     for param in group["params"]:
         local = local_tensor(param)
         row = rows.get(id(param), local.new_empty(local.shape))
-        optimizer.state[param][MOMENTUM] = _momentum_view(param, row)
+        view = _momentum_view(param, row)
+        optimizer.state[param][MOMENTUM] = optimizer._shown[id(param)] = view
+
+
+def adopt_replaced_momentum(optimizer: Muon, group: dict[str, Any], batches: Sequence[Batch]) -> None:
+    """Take over momentum that was put into ``state`` instead of being edited there; cleared state is zero.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    replaced = [p for p in group["params"] if optimizer.state[p].get(MOMENTUM) is not optimizer._shown[id(p)]]
+    if not replaced:
+        return
+    rows = _momentum_rows(batches)
+    for param in replaced:
+        value, row = optimizer.state[param].get(MOMENTUM), rows.get(id(param))
+        if value is not None and value.shape != param.shape:
+            raise ValueError(f"momentum of {_name(param, 'of a group')} has shape {tuple(value.shape)}")
+        if row is not None:
+            row.zero_() if value is None else row.copy_(local_tensor(value))
+    show_momentum(optimizer, group, batches)
 
 
 def _momentum_rows(batches: Sequence[Batch]) -> dict[int, Tensor]:

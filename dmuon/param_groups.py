@@ -100,7 +100,7 @@ def _ordered(params: set[Any] | frozenset[Any]) -> list[Tensor]:
     """A set has no order that all ranks share; owned parameters carry one."""
     if not all(isinstance(p, OwnedTensor) for p in params):
         raise TypeError("params is a set, whose order differs between ranks; pass a list, or owned_parameters(model)")
-    return sorted(params, key=lambda p: p.fqn)
+    return sorted(params, key=lambda p: (p.runtime.name, p.fqn))  # several dedicated models may share names
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -47,8 +47,8 @@ class GradReduction:
             if group.comm.row is not None:
                 with group.comm.streams.reduce():
                     self._mine = self._start(group.comm.row, "along the row", layout.row, region, parts)
-            else:
-                self.advance()
+            if group.comm.row is None or group.comm.device.type != "cpu":
+                self.advance()  # on the CPU this would wait: the next group or the end of backward advances it
 
     def _pack(self, parts: list[Tensor]) -> dict[int, bool]:
         used: dict[int, bool] = {}
@@ -97,6 +97,7 @@ class GradReduction:
             for entry, (start, end) in self._in_my_segment():
                 if entry.partial is not None:
                     self._mine[start - first : end - first].view(entry.local_shape).add_(entry.partial)
+                    self._held.append(entry.partial)
                     entry.partial = None
             segment = self._mine[: layout.parts[at.s][-1][1] - first]  # without its padding
             parts = [segment[start - first : end - first] for start, end in layout.parts[at.s]]
@@ -112,11 +113,16 @@ class GradReduction:
         if pending is not None:
             pending.wait()
 
+    def _wait_for_all(self) -> None:
+        """Also for a first stage whose successor had nothing to send here: only its own stream has waited for that."""
+        self._wait()
+        self._comm.streams.join_reductions()
+        self._held = []
+
     def discard(self) -> None:
         """Wait, and forget the result."""
         self._stage_two = None
-        self._wait()
-        self._held = []
+        self._wait_for_all()
 
     def finish(self) -> list[tuple[OwnedEntry, Tensor]]:
         """Wait, and set ``rest.grad`` of what got a gradient here.
@@ -126,11 +132,12 @@ class GradReduction:
         """
         self.advance()
         with record_function(f"dmuon::wait_reduce {self.group.name}"):
-            self._wait()
-        self._held = []
+            self._wait_for_all()
         if not self.whole:
             self._keep_partial()
             return []
+        if self._mine.untyped_storage().nbytes() > self._mine.nbytes:
+            self._mine = self._mine.clone()  # a view of what others own would keep that alive with the gradients
         undecided = []
         first = self.group.layout.parts[self._comm.at.s][self._comm.at.r][0]
         for entry, (start, end) in zip(self.group.entries, self.group.layout.slots, strict=True):
@@ -154,7 +161,7 @@ class GradReduction:
             start, end = mine.get(id(entry), (first, first))
             arrived = self._mine[start - first : end - first]
             # What only others on the row have used is not lost; looking at the values can wait on an accelerator.
-            if not self.used[id(entry)] and not bool(arrived.any()):
+            if not self.used[id(entry)] and (id(entry) not in mine or not bool(arrived.any())):
                 continue
             entry.hold()
             if id(entry) in mine:

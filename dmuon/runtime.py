@@ -63,6 +63,7 @@ class Runtime:
         self.gradients = Gradients(comm, list(self.entries()))
         self._backwards: set[int] = set()
         self._closed: dict[int, OwnerGroup] = {}  # groups with gradients whose reduction has not started
+        self._waiting: dict[int, OwnerGroup] = {}  # groups with gradients that earlier backwards did not make whole
         self._due: deque[OwnerGroup] = deque()  # groups that this step has yet to publish, in forward order
         self._updating: set[int] = set()  # resting parameters that this step has yet to update
         self._to_fill = 0
@@ -80,6 +81,11 @@ class Runtime:
     def entries(self) -> Iterator[OwnedEntry]:
         for group in self.groups:
             yield from group.entries
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and of no other dedicated model."""
+        return str(self.comm.control.group_name)
 
     def entry_of(self, param: Tensor) -> OwnedEntry:
         """The entry whose resting form ``param`` is."""
@@ -182,7 +188,7 @@ class Runtime:
             return None  # recomputation: backward has filled the block already
         self._recover()
         self._find_replicated()
-        self.order.record(block, first=True)
+        self.order.record(block, first=current_backward() is None)
         self._ensure_ready(block)
         block.enter(Phase.FORWARD)
         if current_backward() is None:  # a recomputation goes backward from here
@@ -252,7 +258,7 @@ class Runtime:
         self._ensure_ready(block)
         for entry in block.group.entries:  # not the block's alone: the group is reduced as a whole
             # Gradients of unsynchronized passes that zero_grad() has dropped since, whoever called it.
-            if entry.unreduced and entry.rest.grad is None:
+            if entry.was_dropped:
                 entry.drop_unreduced()
         block.enter(Phase.BACKWARD)
         self._prefetch(block, backward=True)
@@ -274,14 +280,18 @@ class Runtime:
             for entry in block.entries:
                 if entry.full.requires_grad:
                     entry.hold()
+            self._waiting[id(group)] = group
             return
         self._closed[id(group)] = group
         if not any(other.awaits_backward for other in group.blocks):
             self._reduce(group)
 
     def _reduce(self, group: OwnerGroup) -> None:
-        del self._closed[id(group)]
+        self._closed.pop(id(group), None)
+        self._waiting.pop(id(group), None)
         self.gradients.reduce(group, along_column=self.all_reduce)
+        if not self._whole_sync:
+            self._waiting[id(group)] = group
 
     def _in_backward(self) -> int:
         """Identity of the running backward pass, whose end is hooked on first sight."""
@@ -308,6 +318,12 @@ class Runtime:
                 self._close(block)
         for group in list(self._closed.values()):
             self._reduce(group)
+        if self._whole_sync:  # what earlier micro-batches left and this one did not run
+            for group in [g for g in self.groups if id(g) in self._waiting]:
+                for entry in group.entries:
+                    if entry.was_dropped:
+                        entry.drop_unreduced()
+                self._reduce(group)
         if self._backwards == {backward}:
             self._free_unused_prefetches()
         if self.sync:
@@ -354,12 +370,13 @@ class Runtime:
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced yet."""
         self._recover()
+        self._waiting.clear()
         for entry in self.entries():
             entry.drop_unreduced()
 
     def unreduced(self) -> str | None:
         """Name of a parameter whose gradient was left unreduced by a backward without synchronization."""
-        return next((e.fqn for e in self.entries() if e.unreduced and e.rest.grad is not None), None)
+        return next((e.fqn for e in self.entries() if e.unreduced and not e.was_dropped), None)
 
     def _recover(self) -> None:
         """Clean up after a backward that raised: nothing more of it may reach a gradient.
@@ -371,6 +388,7 @@ class Runtime:
             return
         self._backwards.clear()
         self._closed.clear()
+        self._waiting.clear()
         for block in self.blocks:
             block.reset()
         self.weights_changed()

@@ -35,8 +35,10 @@ OTHERS = [
     (3, "1d-prefetch-2"),
     (3, "two-lines-reshard"),
     (4, "hsdp-reshard"),
+    (4, "hsdp-keep"),
     (4, "hsdp-two-lines"),
     (4, "tp-two-lines"),
+    (4, "tp-ddp"),
 ]
 
 

@@ -20,8 +20,8 @@ class CommOptions:
     Attributes:
         transport: ``"broadcast"`` sends each owner's part by a broadcast of its own and reduces gradients likewise;
             ``"single"`` is one all-gather and one reduce-scatter over parts padded to one size; ``"list"`` is the same
-            over unequal parts, which NCCL alone can do. ``"auto"`` takes ``single`` for a block whose padding is at
-            most 15 %, else ``list`` on NCCL and ``broadcast`` elsewhere.
+            over unequal parts, which NCCL alone can do. ``"auto"`` on NCCL takes ``single`` for a block whose padding
+            is at most 15 %, else ``list``; elsewhere ``broadcast``.
         prefetch: blocks whose weights are on their way while another one computes, and that ``step()`` fills.
         outstanding_reductions: blocks whose gradients travel at once.
         merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights.

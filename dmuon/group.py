@@ -271,6 +271,12 @@ class OwnerGroup:
                     f"the weights of block {block.name!r} changed or were dropped while {block.phase.value}"
                 )
 
+    def settle_at_exit(self) -> None:
+        """What was sent ahead for a forward that never came has a moment to arrive."""
+        for pending in (self._publication, self._fill):
+            if pending is not None and self.comm.device.type == "cpu":
+                pending.wait_at_exit()
+
     def _settle(self) -> None:
         """Wait for everything under way."""
         started = [pending for pending in (self._publication, self._fill) if pending is not None]

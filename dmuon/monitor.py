@@ -8,8 +8,9 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 __all__ = ["CollectiveError", "Monitor", "Pending", "first_line", "run_all"]
 
 _REMEMBERED = 512  # collectives per lane
+_EXIT_SECONDS = 2.0
 _PATIENCE_SECONDS = 5.0  # for the other ranks to say what they were doing
 _REMEDY = "run the same blocks, backwards and steps in the same order on every rank"
 
@@ -51,6 +53,15 @@ class Pending:
         self._monitor = monitor
         self._what = what
         self._works = list(works)
+
+    def wait_at_exit(self) -> None:
+        """Wait a moment, whatever comes of it.
+
+        A back end's thread that frees tensors of its last collectives while the interpreter ends aborts the process.
+        """
+        for work in self._works:
+            with suppress(Exception):
+                work.wait(timedelta(seconds=_EXIT_SECONDS))
 
     def wait_on_host(self) -> None:
         """Wait until they have ended; :meth:`wait` is still due on the stream that uses the result."""

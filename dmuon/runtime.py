@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,14 @@ from dmuon.order import ExecutionOrder
 from dmuon.owned_tensor import OwnedTensor
 
 __all__ = ["Runtime"]
+
+_running: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _settle_at_exit() -> None:
+    for runtime in _running:
+        for group in runtime.groups:
+            group.settle_at_exit()
 
 
 class Runtime:
@@ -67,6 +76,10 @@ class Runtime:
         self._due: deque[OwnerGroup] = deque()  # groups that this step has yet to publish, in forward order
         self._updating: set[int] = set()  # resting parameters that this step has yet to update
         self._to_fill = 0
+        if not _running:
+            atexit.unregister(_settle_at_exit)
+            atexit.register(_settle_at_exit)
+        _running.add(self)
         self._model = model
         # Not of what dmuon owns: `Module.to` swaps tensor subclasses, which no weak reference may watch.
         self._replicated = {id(p): weakref.ref(p) for p in model.parameters() if not isinstance(p, OwnedTensor)}

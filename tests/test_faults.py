@@ -482,7 +482,10 @@ def monitors(*journals: list[tuple[str, str]]) -> list[dmuon.monitor.Monitor]:
     """One per rank, with these lanes and collectives."""
     store = torch.distributed.HashStore()
     ranks = range(len(journals))
-    made = [dmuon.monitor.Monitor(ranks, rank, store, "test", asynchronous=True) for rank in ranks]
+    made = [
+        dmuon.monitor.Monitor(ranks, rank, store, "test", device=torch.device("cpu"), asynchronous=True)
+        for rank in ranks
+    ]
     for monitor, journal in zip(made, journals, strict=True):
         for lane, what in journal:
             monitor.start(lane, what, list)

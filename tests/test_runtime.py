@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from pool import RankPool
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -650,50 +648,6 @@ def test_ranks_that_own_nothing(ranks: RankPool) -> None:
         optimizer.step()
     for weights, _ in results:
         assert_equal_weights(weights, {n: p.detach() for n, p in model.state_dict().items()})
-
-
-def _live_storage() -> int:
-    import gc
-
-    gc.collect()
-    storages = {}
-    for obj in gc.get_objects():
-        if issubclass(type(obj), Tensor) and not issubclass(type(obj), FakeTensor):  # torch.compile leaves some
-            storage = (obj._local_tensor if hasattr(obj, "_local_tensor") else obj).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def run_live_storage(rank: int, world: int) -> tuple[int, int, int, bool, int]:
-    """Bytes of live tensor storage after a step, those that this rank should hold, and those of the whole model."""
-    before = _live_storage()
-    torch.manual_seed(0)
-    model = build(layers=6, block=lambda: Block(64, 192))
-    model.embed, model.norm, model.head = nn.Embedding(VOCAB, 64), nn.LayerNorm(64), nn.Linear(64, VOCAB, bias=False)
-    whole = sum(p.numel() * 4 for p in model.parameters())
-    original = weakref.ref(model.blocks[0].up.weight)
-    optimizer = dedicate(model, world)
-    for step in range(2):
-        loss_of(model, *shard(batch(step), rank, world)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    matrices = sum(e.shape.numel() * 4 for e in runtime_of(model).entries() if e.owner == rank)
-    rest = sum(p._local_tensor.numel() * 4 for p in model.parameters() if not hasattr(p, "owner"))
-    published = max(g.buffer_nbytes for g in runtime_of(model).groups)
-    expected = 2 * matrices + 3 * rest + published  # master and momentum; weight, exp_avg and exp_avg_sq; one buffer
-    live = _live_storage() - before
-    freed = original() is None
-    del model, optimizer
-    return live, expected, whole, freed, _live_storage() - before
-
-
-@pytest.mark.pitfall("P59")
-def test_live_storage_is_the_share_of_a_rank(ranks: RankPool) -> None:
-    for live, expected, whole, original_freed, after in ranks(3, run_live_storage):
-        assert live <= 1.05 * expected, f"{live} bytes live, {expected} expected, model {whole}"
-        assert live < whole * 4 / 2, "less than half of what a replica with gradients and momentum would hold"
-        assert original_freed, "the tensors from before dedication are not kept alive"
-        assert after <= 0.01 * whole, f"{after} bytes outlive the model"
 
 
 # -- collectives --------------------------------------------------------------------------------------------------

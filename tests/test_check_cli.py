@@ -87,7 +87,9 @@ sys.exit(main())
 
 @pytest.mark.pitfall("P49")
 @pytest.mark.parametrize(
-    "where", ["reference", pytest.param("accumulate", marks=pytest.mark.slow)], ids=["alone", "in-collective"]
+    "where",
+    [pytest.param(where, marks=pytest.mark.slow) for where in ("reference", "accumulate")],
+    ids=["alone", "in-collective"],
 )
 def test_a_fault_on_one_rank_ends_all(tmp_path: Path, where: str) -> None:
     script = tmp_path / "faulty.py"

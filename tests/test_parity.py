@@ -131,7 +131,10 @@ def test_parity_matrix(ranks: RankPool, name: str, half: bool) -> None:
 @pytest.mark.pitfall("P12")
 @pytest.mark.parametrize("sync", ["no_sync", "no_all_reduce"])
 @pytest.mark.parametrize("keep", [False, True], ids=["reshard", "keep"])
-@pytest.mark.parametrize("name", ["hsdp", "hsdp-two-lines", "ddp-2", "tp-ddp"])
+@pytest.mark.parametrize(
+    "name",
+    ["hsdp", "ddp-2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp-two-lines", "tp-ddp"))],
+)
 def test_accumulation_without_reduction_in_between(ranks: RankPool, name: str, keep: bool, sync: str) -> None:
     results = ranks(LAYOUTS[name].world, train, name, keep, 3, sync)
     for weights, *_ in results:

@@ -119,7 +119,7 @@ def check_kinds(
 @pytest.mark.parametrize(
     ("name", "keep", "comm"),
     [
-        ("hsdp", False, {}),
+        pytest.param("hsdp", False, {}, marks=pytest.mark.slow),
         ("ddp-2", False, {"transport": "single", "outstanding_reductions": 1}),
         ("1d-two-lines", False, {"merge_bytes": MERGED, "transport": "single", "prefetch": 2}),
         ("1d-two-lines", True, {"merge_bytes": MERGED, "prefetch": 0, "asynchronous": False}),
@@ -343,17 +343,17 @@ SEQUENCES = [
     pytest.param(evaluation_between_micro_batches, marks=pytest.mark.pitfall("P12", "P17")),
     pytest.param(edits_of_whole_weights, marks=pytest.mark.pitfall("P17")),
     pytest.param(retry_out_of_memory, marks=pytest.mark.pitfall("P17")),
-    pytest.param(failure_while_accumulating, marks=pytest.mark.pitfall("P16", "P17")),
-    pytest.param(only_forwards, marks=pytest.mark.pitfall("P22")),
+    pytest.param(failure_while_accumulating, marks=[pytest.mark.pitfall("P16", "P17"), pytest.mark.slow]),
+    pytest.param(only_forwards, marks=[pytest.mark.pitfall("P22"), pytest.mark.slow]),
     pytest.param(exceptions, marks=pytest.mark.pitfall("P17")),
-    pytest.param(dropped_batch, marks=pytest.mark.pitfall("P16")),
-    pytest.param(step_twice, marks=pytest.mark.pitfall("P22")),
-    pytest.param(two_forwards_one_backward),
-    pytest.param(two_forwards_two_backwards),
-    pytest.param(retained_graph),
-    pytest.param(forwards_that_never_run_backward, marks=pytest.mark.pitfall("P17")),
-    pytest.param(gradients_as_the_user_wants),
-    pytest.param(unfrozen_later, marks=pytest.mark.pitfall("P19")),
+    pytest.param(dropped_batch, marks=[pytest.mark.pitfall("P16"), pytest.mark.slow]),
+    pytest.param(step_twice, marks=[pytest.mark.pitfall("P22"), pytest.mark.slow]),
+    pytest.param(two_forwards_one_backward, marks=pytest.mark.slow),
+    pytest.param(two_forwards_two_backwards, marks=pytest.mark.slow),
+    pytest.param(retained_graph, marks=pytest.mark.slow),
+    pytest.param(forwards_that_never_run_backward, marks=[pytest.mark.pitfall("P17"), pytest.mark.slow]),
+    pytest.param(gradients_as_the_user_wants, marks=pytest.mark.slow),
+    pytest.param(unfrozen_later, marks=[pytest.mark.pitfall("P19"), pytest.mark.slow]),
 ]
 
 # Stock FSDP2 cannot do these (see test_runtime.py; nor does it drop what it accumulated when gradients are cleared);

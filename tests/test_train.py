@@ -182,7 +182,10 @@ def _rotate_owners(path: Path) -> dict[str, int]:
     return owners
 
 
-@pytest.mark.parametrize(("optimizer", "number"), [("adamw", signal.SIGKILL), ("dmuon", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("optimizer", "number"),
+    [pytest.param("adamw", signal.SIGKILL, marks=pytest.mark.slow), ("dmuon", signal.SIGINT)],
+)
 def test_resume_equals_the_uninterrupted_run(
     text: Path, tmp_path: Path, uninterrupted: Path, optimizer: str, number: signal.Signals
 ) -> None:

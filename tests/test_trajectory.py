@@ -47,7 +47,7 @@ def train(
 
 
 @pytest.mark.pitfall("P01", "P11", "P14", "P53")
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])  # 4 ranks: test_parity.py
 @pytest.mark.parametrize("keep", [False, True], ids=["reshard", "keep"])
 @pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp2", "two-lines"])
 def test_five_steps_equal_single_process(ranks: RankPool, world: int, keep: bool, fsdp: bool) -> None:

@@ -58,6 +58,7 @@ def test_four_ranks_pass_on_every_topology_that_fits() -> None:
     assert passed == {"1d", "hsdp", "ddp", "cp", "tp"}
 
 
+@pytest.mark.slow
 def test_a_limit_that_cannot_be_kept_fails_on_all_ranks_with_number_limit_and_rank() -> None:
     done = torchrun(2, "--quick", "--topologies", "ddp", "--limit", "0")
     assert done.returncode == 1

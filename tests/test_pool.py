@@ -130,7 +130,7 @@ def test_hang_fails_within_its_timeout_and_shows_stacks(fresh: RankPool) -> None
     assert "in _hang_on" in str(caught.value), "no stack of the hanging function"
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("kill", -9)])
+@pytest.mark.parametrize(("how", "code"), [("exit", 7), pytest.param("kill", -9, marks=pytest.mark.slow)])
 def test_death_is_reported_and_the_pool_recovers(fresh: RankPool, how: str, code: int) -> None:
     outcomes = fresh.outcomes(2, _die_on, 0, how, pg_timeout=10)
     assert outcomes[0].error == "WorkerDied" and f"exit code {code}" in outcomes[0].message

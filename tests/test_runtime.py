@@ -217,7 +217,7 @@ def check_variants(ranks: RankPool, world: int, kinds: list[str], fsdp: bool, ke
 
 @pytest.mark.pitfall("P15", "P18", "P19", "P58")
 @MODES
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_unusual_forwards_equal_single_process(ranks: RankPool, world: int, fsdp: bool, keep: bool) -> None:
     everything = world == 2 or (fsdp and not keep)
     check_variants(ranks, world, KINDS if everything else ["plain", "branches"], fsdp, keep)

@@ -256,6 +256,7 @@ def test_a_killed_rank_ends_the_run(text: Path, tmp_path: Path) -> None:
     _wait_until(lambda: not any(map(_alive, children)), "children end", 5)
 
 
+@pytest.mark.slow
 def test_a_diverging_run_fails_with_its_step_and_what_to_do(text: Path, tmp_path: Path) -> None:
     done = _run(text, tmp_path / "run", "--steps", "20", "--optimizers", "adamw", "--lr-adamw", "1e30")
     assert done.returncode == 1

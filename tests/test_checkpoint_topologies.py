@@ -538,7 +538,9 @@ def load_part(rank: int, _world: int, name: str, keep: bool, way: str) -> tuple[
         ("hsdp-two-lines", KEEP, "from-rank-0"),
         ("ddp-2", KEEP, "submodule"),
         ("tp", KEEP, "from-rank-0"),
-        *(pytest.param(n, KEEP, w, marks=pytest.mark.slow) for n in ("hsdp", "ddp-2", "tp-two-lines") for w in WAYS),
+        # Plain tensors beside DTensors cannot be copied into what FSDP2 shards: no "submodule" there.
+        *(pytest.param("hsdp", KEEP, w, marks=pytest.mark.slow) for w in WAYS[:2]),
+        *(pytest.param(n, KEEP, w, marks=pytest.mark.slow) for n in ("ddp-2", "tp-two-lines") for w in WAYS),
     ],
 )
 def test_partial_load_changes_that_part_and_the_next_forward(ranks: RankPool, name: str, keep: bool, way: str) -> None:

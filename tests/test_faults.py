@@ -408,7 +408,9 @@ def test_programs_end_though_collectives_are_under_way(leave: str) -> None:
         for process in processes:
             process.kill()
             process.wait()
-    assert [process.returncode for process in processes] == [1, 1], texts
+    # gloo's threads may abort an interpreter that ends while they hold tensors: it has ended, with its message.
+    ends = {1} if leave == "destroy" else {1, -signal.SIGABRT}
+    assert {process.returncode for process in processes} <= ends, texts
     assert all("in finally" in text for text in texts), texts
     assert "ValueError: the user's own mistake" in texts[1], texts[1]
     assert NAMED.search(texts[0]) and "Silent: rank 1" in texts[0], texts[0]

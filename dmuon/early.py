@@ -26,11 +26,11 @@ class _Early:
 
     ready: Orthogonalized
     grads: list[tuple[weakref.ref[Tensor], tuple[int, int]]]
-    momentum_version: int
+    momentum: list[int]
     options: dict[str, Any]
 
-    def holds(self, group: Mapping[str, Any], batch: Batch) -> bool:
-        if self.momentum_version != batch.momentum._version or self.options != _options(group):
+    def holds(self, group: Mapping[str, Any], batch: Batch, momentum: list[int]) -> bool:
+        if self.momentum != momentum or self.options != _options(group):
             return False
         for param, (grad, version) in zip(batch.params, self.grads, strict=True):
             if param.grad is None or grad() is not param.grad or _version(param.grad) != version:
@@ -48,15 +48,18 @@ class EarlyUpdates:
     Args:
         batches: ``(index of the group, batch)`` of everything that is not split by tensor parallelism.
         group_at: the options of a group.
+        shown: what the optimizer's state shows of the momentum, by ``id`` of the parameter.
     """
 
     def __init__(
         self,
         batches: Sequence[tuple[int, Batch]],
         group_at: Callable[[int], Mapping[str, Any]],
+        shown: Mapping[int, Tensor],
         device: torch.device,
     ) -> None:
         self._group_at = group_at
+        self._shown = shown
         self._index = {id(batch): index for index, batch in batches}
         self._batch_of = {id(p): batch for _, batch in batches for p in batch.params}
         self._landed: dict[int, set[int]] = {}
@@ -85,24 +88,27 @@ class EarlyUpdates:
             return
         present = [grad for grad in grads if grad is not None]
         group = self._group_at(self._index[id(batch)])
-        version = batch.momentum._version
+        momentum = self._momentum_versions(batch)
         beside = self._side.beside([local_tensor(g) for g in present])
         with beside, torch.autocast(batch.momentum.device.type, enabled=False):
             ready = orthogonalize(group, batch.params, batch.momentum.clone(), self._timer)
             if ready.done.variant.replay:  # its buffer is that of the next replay
                 ready = Orthogonalized(ready.done, ready.update.clone())
         seen = [(weakref.ref(g), _version(g)) for g in present]
-        self._ready[id(batch)] = _Early(ready, seen, version, _options(group))
+        self._ready[id(batch)] = _Early(ready, seen, momentum, _options(group))
 
     def take(self, group: Mapping[str, Any], batch: Batch) -> Orthogonalized | None:
         """The update of ``batch`` if it is still right; its momentum is then brought up to date."""
         early = self._ready.pop(id(batch), None)
-        if early is None or not early.holds(group, batch):
+        if early is None or not early.holds(group, batch, self._momentum_versions(batch)):
             return None
         grads = [local_tensor(p.grad).to(batch.momentum.dtype) for p in batch.params if p.grad is not None]
         torch._foreach_lerp_(list(batch.momentum.unbind(0)), grads, 1 - group["momentum"])
         self.taken += 1
         return early.ready
+
+    def _momentum_versions(self, batch: Batch) -> list[int]:
+        return [batch.momentum._version, *(self._shown[id(p)]._version for p in batch.params)]
 
     def join(self) -> None:
         """A step begins: whatever is queued from here on runs after the early updates."""

@@ -176,7 +176,7 @@ class Muon(torch.optim.Optimizer):
         self._early = None  # runtimes hold it weakly
         if self._overlap and self._rounds:
             alone = [(i, batches[0]) for i, batches in self._rounds if batches[0].sharding is None]
-            self._early = EarlyUpdates(alone, lambda i: self.param_groups[i], self._device)
+            self._early = EarlyUpdates(alone, lambda i: self.param_groups[i], self._shown, self._device)
             for runtime in self._runtimes:
                 runtime.gradients.listeners.append(weakref.WeakMethod(self._early.landed))
 
@@ -236,7 +236,10 @@ class Muon(torch.optim.Optimizer):
         with self._timer.phase("publish"):
             for runtime in self._runtimes:
                 runtime.begin_update(coming)
-        options = {i: {**self.param_groups[i], "lr": float(self.param_groups[i]["lr"])} for i, _ in self._rounds}
+        # Once a group: on an accelerator the number of a tensor waits for it.
+        options = [
+            {**g, "lr": float(g["lr"])} if b else g for g, b in zip(self.param_groups, self._batches, strict=True)
+        ]
         for i, batches in self._rounds:
             group = options[i]
             ready = None if self._early is None else self._early.take(group, batches[0])

@@ -76,9 +76,8 @@ class Runtime:
         self._due: deque[OwnerGroup] = deque()  # groups that this step has yet to publish, in forward order
         self._updating: set[int] = set()  # resting parameters that this step has yet to update
         self._to_fill = 0
-        if not _running:
-            atexit.unregister(_settle_at_exit)
-            atexit.register(_settle_at_exit)
+        atexit.unregister(_settle_at_exit)  # once, however many runtimes there are
+        atexit.register(_settle_at_exit)
         _running.add(self)
         self._model = model
         # Not of what dmuon owns: `Module.to` swaps tensor subclasses, which no weak reference may watch.

@@ -63,6 +63,17 @@ def other_lr(laid: Laid, optimizer: dmuon.Muon) -> None:
         group["lr"] *= 0.5
 
 
+def edited_momentum(laid: Laid, optimizer: dmuon.Muon) -> None:
+    for param in dmuon.owned_parameters(laid.model):
+        optimizer.state[param]["momentum_buffer"].mul_(0.5)
+
+
+def replaced_momentum(laid: Laid, optimizer: dmuon.Muon) -> None:
+    for param in dmuon.owned_parameters(laid.model):
+        state = optimizer.state[param]
+        state["momentum_buffer"] = torch.ones_like(state["momentum_buffer"])
+
+
 def loaded(laid: Laid, optimizer: dmuon.Muon) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -78,7 +89,7 @@ def dropped_by_the_model(laid: Laid, optimizer: dmuon.Muon) -> None:
 
 
 STILL_RIGHT = [nothing, other_lr, another_backward, dropped, dropped_by_the_model]  # what landed last counts
-STALE = [clip, clip_by_value, scaled_in_place, replaced, other_momentum, loaded]
+STALE = [clip, clip_by_value, scaled_in_place, replaced, other_momentum, edited_momentum, replaced_momentum, loaded]
 
 
 def train(

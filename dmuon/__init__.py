@@ -3,7 +3,14 @@
 from dmuon import kernels, solver
 from dmuon.clip import clip_grad_norm_, clip_grad_value_
 from dmuon.comm_options import CommOptions
+from dmuon.config_generators import (
+    create_auto_config,
+    create_devicemesh_config,
+    create_dtensor_config,
+    create_processgroup_config,
+)
 from dmuon.dedicate import dedicate_params, fully_shard, owned_parameters
+from dmuon.distributed_config import DistributedConfig
 from dmuon.explain import explain
 from dmuon.monitor import CollectiveError
 from dmuon.muon import Muon, StepStats
@@ -17,11 +24,16 @@ __version__ = "0.1.0"
 __all__ = [
     "CollectiveError",
     "CommOptions",
+    "DistributedConfig",
     "Muon",
     "OwnerPlan",
     "StepStats",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "create_auto_config",
+    "create_devicemesh_config",
+    "create_dtensor_config",
+    "create_processgroup_config",
     "dedicate_params",
     "explain",
     "fully_shard",

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from dmuon.batches import in_rounds, make_batches
+from dmuon.batches import make_batches
+from dmuon.exchange import gathers, received_numel, scatters
 from dmuon.group import OwnerGroup
 from dmuon.kernels import storage_dtype
 from dmuon.kernels.products import carrier_dtype
+from dmuon.rounds import exchanged_rounds
 from dmuon.runtime import Runtime
-from dmuon.tensor_exchange import Split
 
 __all__ = ["Memory", "Traffic", "expected_memory", "expected_traffic"]
 
@@ -107,20 +108,14 @@ def expected_traffic(
 
 
 def _count_exchanges(runtime: Runtime, ns_dtype: torch.dtype | None, calls: Counter[str], nbytes: Counter[str]) -> None:
-    me, size = runtime.comm.at.t, runtime.comm.topology.tensor
-    for batches in in_rounds(make_batches([entry.rest for entry in runtime.entries()], planned_only=True)):
-        if batches[0].sharding is None:
-            continue
-        calls["exchange"] += 2
-        for batch in batches:
-            assert batch.sharding is not None
-            m, n = batch.params[0].shape
-            split = Split(len(batch.params), (m, n), batch.sharding)
-            if batch.sharding.owner == me and split.dim is not None:
-                nbytes["exchange"] += split.count * m * n * batch.momentum.element_size()
-            storage = storage_dtype(batch.momentum.dtype, runtime.comm.device, ns_dtype)
-            back = carrier_dtype(runtime.comm.device, storage)
-            nbytes["exchange"] += split.numel(me, size) * back.itemsize
+    me = runtime.comm.at.t
+    batches = make_batches([entry.rest for entry in runtime.entries()], planned_only=True)
+    for round_ in exchanged_rounds(0, batches, small_numel=0, nbytes=0, together=True):
+        momentum = round_.batches[0].momentum
+        back = carrier_dtype(runtime.comm.device, storage_dtype(momentum.dtype, runtime.comm.device, ns_dtype))
+        before, after = received_numel(round_.parcels, me)
+        calls["exchange"] += int(gathers(round_.parcels)) + int(scatters(round_.parcels))
+        nbytes["exchange"] += before * momentum.element_size() + after * back.itemsize
 
 
 def _itemsize(group: OwnerGroup) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from dmuon.monitor import CollectiveError, Monitor, first_line
 from dmuon.topology import Coordinate, Topology
 from dmuon.transport import Lane
 
-__all__ = ["Comm", "agree", "make_comm", "make_group"]
+__all__ = ["Comm", "agree", "make_comm", "make_group", "require_same"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,3 +216,31 @@ def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any 
     if faults:
         raise ValueError(said if said is not None and len(faults) == len(statuses) else "; ".join(faults))
     return [status[1] for status in statuses]
+
+
+_Here = TypeVar("_Here")
+
+
+def require_same(
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    error: Exception | None,
+    description: list[tuple[str, str]],
+    here: _Here | None,
+) -> list[_Here]:
+    """Raise on every rank unless all have the same description and no error; what every rank says of itself."""
+    digest = hashlib.sha256(repr(description).encode()).hexdigest()
+    found = agree(group, error, (digest, here))
+    if len({theirs for theirs, _ in found}) == 1:
+        return [there for _, there in found]
+    descriptions = agree(group, None, description)
+    first = dict(descriptions[0])
+    for rank, items in zip(ranks, descriptions, strict=True):
+        theirs = dict(items)
+        name = next((n for n in [*first, *theirs] if first.get(n) != theirs.get(n)), None)
+        if name is not None:
+            raise ValueError(
+                f"{name} is {theirs.get(name, 'absent')} on rank {rank} and {first.get(name, 'absent')} on rank "
+                f"{ranks[0]}; build the same model with the same options on every rank"
+            )
+    raise ValueError("the parameters come in another order on some ranks; build the same model on every rank")

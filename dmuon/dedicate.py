@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from dmuon._torch import backend_of, local_tensor, require_supported_torch
-from dmuon.comm import Comm, agree, make_comm, make_group
+from dmuon.comm import Comm, agree, make_comm, make_group, require_same
 from dmuon.comm_options import CommOptions
 from dmuon.device import mesh_device
 from dmuon.entry import TensorSharding
@@ -33,7 +32,7 @@ from dmuon.place import Place, warn_if_oversubscribed
 from dmuon.plan import Costs, OwnerPlan, PlanSource, check_options, describe_source, make_plan
 from dmuon.policy import BlockPredicate, Route, Select, canonical_fqn, route_parameters
 from dmuon.runtime import Runtime
-from dmuon.solver import SolveOptions
+from dmuon.solver import Matrix, SolveOptions
 from dmuon.state_dict import hook_state_dicts
 from dmuon.transport import choose_transport
 
@@ -139,7 +138,7 @@ def dedicate_params(
     except Exception as fault:  # also what select or blocks raise: the other ranks must not wait
         error = fault
     try:
-        everyone = _require_same(group, topology.ranks, error, description, here)
+        everyone = require_same(group, topology.ranks, error, description, here)
     except Exception as fault:
         error = fault
     beside = tensor_group_of(model, topology.ranks)
@@ -150,19 +149,28 @@ def dedicate_params(
     topology = topology.with_tensor_parallel([ranks for _, ranks in everyone])
     comms = make_comm(mesh, topology, group, options, tensor_mesh)
     if topology.tensor > 1:
-        everyone = _require_same(comms.control, topology.ranks, None, description, here)
+        everyone = require_same(comms.control, topology.ranks, None, description, here)
     places = [place for place, _ in everyone]
     if mesh.device_type == "cpu":
         warn_if_oversubscribed(places, topology.ranks.index(rank))
     result = make_plan(
-        routes,
+        [
+            Matrix(
+                r.fqn,
+                r.param.shape[0],
+                r.param.shape[1],
+                r.block,
+                r.param.numel() * (policy.param_dtype or r.param.dtype).itemsize,
+            )
+            for r in routes
+            if r.block is not None
+        ],
         comms.control,
         comms.device,
         costs=costs,
         solve=solve,
         plan=plan,
         hosts=[p.host for p in places],
-        comm_itemsize=lambda r: (policy.param_dtype or r.param.dtype).itemsize,
     )
     _share_initial_values(model, routes, comms)
     groups = _make_groups(routes, result, comms, policy, keep=not reshard_after_forward)
@@ -211,34 +219,6 @@ def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, obje
     for name, buffer in model.named_buffers():
         items.append((f"buffer {canonical_fqn(name)!r}", f"{tuple(buffer.shape)}, {buffer.dtype}"))
     return items
-
-
-_Here = TypeVar("_Here")
-
-
-def _require_same(
-    group: dist.ProcessGroup,
-    ranks: Sequence[int],
-    error: Exception | None,
-    description: list[tuple[str, str]],
-    here: _Here | None,
-) -> list[_Here]:
-    """Raise on every rank unless all have the same description and no error; what every rank says of itself."""
-    digest = hashlib.sha256(repr(description).encode()).hexdigest()
-    found = agree(group, error, (digest, here))
-    if len({theirs for theirs, _ in found}) == 1:
-        return [there for _, there in found]
-    descriptions = agree(group, None, description)
-    first = dict(descriptions[0])
-    for rank, items in zip(ranks, descriptions, strict=True):
-        theirs = dict(items)
-        name = next((n for n in [*first, *theirs] if first.get(n) != theirs.get(n)), None)
-        if name is not None:
-            raise ValueError(
-                f"{name} is {theirs.get(name, 'absent')} on rank {rank} and {first.get(name, 'absent')} on rank "
-                f"{ranks[0]}; build the same model with the same options on every rank"
-            )
-    raise ValueError("the parameters come in another order on some ranks; build the same model on every rank")
 
 
 def _share_initial_values(model: nn.Module, routes: Sequence[Route], comm: Comm) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-__all__ = ["CommStreams", "HostCopy", "PhaseTimer", "SideStream", "group_options", "mesh_device"]
+__all__ = ["Aside", "CommStreams", "HostCopy", "PhaseTimer", "SideStream", "group_options", "mesh_device"]
 
 
 def mesh_device(device_type: str) -> torch.device:
@@ -106,6 +106,24 @@ class SideStream:
         """Everything queued on the current stream from here on runs after what was queued inside."""
         if self._module is not None:
             self._module.current_stream(self._device).wait_stream(self._stream)
+
+
+class Aside:
+    """A stream that waits for nothing that computes; on the CPU there is none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self._stream = None if self._module is None else self._module.Stream(device)
+
+    @contextmanager
+    def beside_nothing(self) -> Iterator[None]:
+        """What is queued inside needs no result of what was queued before, and ends before the host goes on."""
+        if self._module is None or self._stream is None:
+            yield
+            return
+        with self._module.stream(self._stream):
+            yield
+            self._stream.synchronize()
 
 
 class HostCopy:

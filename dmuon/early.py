@@ -46,7 +46,7 @@ class EarlyUpdates:
     dropped. Edits through ``tensor.data`` of a local tensor escape version counters.
 
     Args:
-        batches: ``(index of the group, batch)`` of everything that is not split by tensor parallelism.
+        batches: ``(index of the group, batch)`` of everything that this rank has whole.
         group_at: the options of a group.
         shown: what the optimizer's state shows of the momentum, by ``id`` of the parameter.
     """
@@ -91,7 +91,7 @@ class EarlyUpdates:
         momentum = self._momentum_versions(batch)
         beside = self._side.beside([local_tensor(g) for g in present])
         with beside, torch.autocast(batch.momentum.device.type, enabled=False):
-            ready = orthogonalize(group, batch.params, batch.momentum.clone(), self._timer)
+            ready = orthogonalize(group, batch, (0, len(batch.params)), batch.momentum.clone(), self._timer)
             if ready.done.variant.replay:  # its buffer is that of the next replay
                 ready = Orthogonalized(ready.done, ready.update.clone())
         seen = [(weakref.ref(g), _version(g)) for g in present]
@@ -102,7 +102,9 @@ class EarlyUpdates:
         early = self._ready.pop(id(batch), None)
         if early is None or not early.holds(group, batch, self._momentum_versions(batch)):
             return None
-        grads = [local_tensor(p.grad).to(batch.momentum.dtype) for p in batch.params if p.grad is not None]
+        grads = [
+            g.to(batch.momentum.dtype) for g in batch.matrices([p.grad for p in batch.params if p.grad is not None])
+        ]
         torch._foreach_lerp_(list(batch.momentum.unbind(0)), grads, 1 - group["momentum"])
         self.taken += 1
         return early.ready

@@ -13,7 +13,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dmuon._torch import local_tensor
 from dmuon.comm import Comm
+from dmuon.exchange import Parcel
 from dmuon.owned_tensor import OwnedTensor, owned_tensor
+from dmuon.shard_layout import layout_of
 from dmuon.topology import Coordinate
 
 __all__ = ["OwnedEntry", "Sites", "TensorSharding"]
@@ -81,6 +83,14 @@ class OwnedEntry:
     def local_shape(self) -> torch.Size:
         """``(m, n)`` of what one data-parallel rank computes with."""
         return local_tensor(self.full).shape
+
+    @property
+    def parcel(self) -> Parcel | None:
+        """Where tensor parallelism has the matrix; None without."""
+        if self.tensor is None:
+            return None
+        size = self.tensor.mesh.size()
+        return Parcel(1, layout_of(self.shape, [size], [self.tensor.placement]), tuple(range(size)), self.tensor.owner)
 
     def place(self, param: nn.Parameter) -> None:
         """Register ``param`` wherever the modules hold this entry."""

@@ -13,9 +13,14 @@ from dmuon._torch import local_tensor
 from dmuon.comm import Comm
 from dmuon.entry import OwnedEntry
 from dmuon.owned_tensor import OwnedTensor
-from dmuon.tensor_exchange import even_parts
 
-__all__ = ["even_to_owned", "owned_to_even"]
+__all__ = ["even_parts", "even_to_owned", "owned_to_even"]
+
+
+def even_parts(length: int, size: int) -> list[int]:
+    """Lengths of the parts of ``Shard``: ``ceil(length / size)`` each while they last."""
+    part = -(-length // size)
+    return [max(0, min(part, length - i * part)) for i in range(size)]
 
 
 def owned_to_even(local: Tensor, entry: OwnedEntry, comm: Comm) -> DTensor:

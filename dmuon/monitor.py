@@ -141,11 +141,12 @@ class Monitor:
         self._lanes: dict[str, _Lane] = {}
         self._broken: str | None = None
 
-    def start(self, lane: str, what: str, launch: Callable[[], Sequence[dist.Work]]) -> Pending:
+    def start(self, lane: str | None, what: str, launch: Callable[[], Sequence[dist.Work]]) -> Pending:
         """Launch collectives.
 
         Args:
-            lane: collectives of one lane come in the same order on all ranks.
+            lane: collectives of one lane come in the same order on all ranks; None for those of some ranks only, which
+                are not compared.
             what: names them, the same on all ranks.
 
         Raises:
@@ -153,7 +154,8 @@ class Monitor:
             torch.OutOfMemoryError: as it came; the model can still be used if it came on all ranks.
         """
         self._refuse_if_broken(what)
-        self.note(lane, what)
+        if lane is not None:
+            self.note(lane, what)
         try:
             works = launch()
         except torch.OutOfMemoryError:

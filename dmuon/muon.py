@@ -8,18 +8,30 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
 from dmuon._torch import local_tensor
 from dmuon.adamw import adamw_step, init_adamw_state
-from dmuon.batches import Batch, Done, apply, in_rounds, make_batches, update_round
+from dmuon.batches import Batch, Done, Orthogonalized, make_batches
 from dmuon.device import PhaseTimer
+from dmuon.distributed_config import DistributedConfig
 from dmuon.early import EarlyUpdates
-from dmuon.muon_state import adopt_loaded_state, adopt_replaced_momentum, even_momentum, load_momentum, show_momentum
+from dmuon.exchanging import Exchange, default_config
+from dmuon.muon_state import (
+    MOMENTUM,
+    adopt_loaded_state,
+    adopt_replaced_momentum,
+    even_momentum,
+    keep_momentum,
+    load_momentum,
+    show_momentum,
+)
 from dmuon.owned_tensor import OwnedTensor
-from dmuon.param_groups import check_group, groups_from
+from dmuon.param_groups import check_group, groups_from, names_of, replicated_by_ddp
 from dmuon.policy import Select
+from dmuon.rounds import AloneRound, Round, drive, exchanged_rounds
 from dmuon.runtime import Runtime
 
 __all__ = ["Muon", "StepStats"]
@@ -32,8 +44,8 @@ class StepStats:
     Attributes:
         ns_matrices: matrices that were orthogonalized.
         ns_batches: batched Newton-Schulz calls that took.
-        seconds: per phase: ``momentum``, ``ns``, ``apply``, ``publish``, ``adamw``; ``exchange`` of what tensor
-            parallelism splits; ``momentum in backward`` and ``ns in backward`` with ``overlap_backward``.
+        seconds: per phase: ``momentum``, ``ns``, ``apply``, ``publish``, ``adamw``; ``exchange`` of what several
+            ranks hold; ``momentum in backward`` and ``ns in backward`` with ``overlap_backward``.
         overlapped: batches among them that ran during backward and were still right.
         variants: per shape, small side first, how Newton-Schulz ran: form, restarts, back end, matrices at once.
         nonfinite: the matrices whose momentum holds NaN or infinity; their weights do now too, nobody else's.
@@ -51,12 +63,17 @@ class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) for matrices and AdamW for the rest.
 
     A matrix's update is the orthogonal factor of its momentum, by Newton-Schulz. On a model that went through
-    ``dmuon.dedicate_params`` each owner updates its own matrices and publishes the result; elsewhere it is plain
-    Muon. Momentum is fp32 or wider, and so are the masters of what dmuon owns.
+    ``dmuon.dedicate_params`` each owner updates its own matrices and publishes the result. Of a model that is sharded
+    or replicated already, each matrix is gathered to one owner, orthogonalized once, and its update sent back. A tensor
+    that one rank has to itself is updated there. Momentum is fp32 or wider, and so are the masters of what dmuon owns.
+
+    Building it for a sharded or replicated model is collective over the ranks that hold its matrices together, and so
+    is ``step()``.
 
     Args:
         params: a module (routed by policy: matrices inside blocks to Muon), an iterable of tensors (two dimensions to
-            Muon, fewer to AdamW), ``dmuon.owned_parameters(model)``, or groups with ``use_muon`` flags.
+            Muon, fewer to AdamW), ``dmuon.owned_parameters(model)``, or groups with ``use_muon`` flags, in which a
+            tensor of three dimensions is a stack of matrices, such as grouped experts ``(e, m, n)``.
         lr: learning rate of Muon.
         weight_decay: decoupled, multiplied by the base ``lr``.
         momentum, nesterov: as in ``torch.optim.Muon``.
@@ -72,8 +89,11 @@ class Muon(torch.optim.Optimizer):
         select: as in ``dedicate_params``; only with a module that was not dedicated.
         overlap_backward: orthogonalize what dmuon owns as soon as its gradients have been reduced, while backward goes
             on, on a stream of its own. Whatever changes a gradient before ``step()`` (clipping, another backward) makes
-            the step do it again. Matrices that tensor parallelism splits wait for ``step()``. Costs one update per
-            matrix of memory.
+            the step do it again. Matrices that are exchanged wait for ``step()``. Costs one update per matrix of
+            memory.
+        distributed_config: who orthogonalizes matrices that dmuon does not own, and how they get there. ``None``: for
+            DTensors :func:`dmuon.create_dtensor_config`, for what a ``DistributedDataParallel`` module replicates its
+            process group; other tensors are whole on this rank.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -98,9 +118,14 @@ class Muon(torch.optim.Optimizer):
         adamw_weight_decay: float | None = None,
         select: Select | None = None,
         overlap_backward: bool = False,
+        distributed_config: DistributedConfig | None = None,
     ) -> None:
         if not isinstance(overlap_backward, bool):
             raise TypeError(f"overlap_backward must be True or False, got {overlap_backward!r}")
+        if not (distributed_config is None or isinstance(distributed_config, DistributedConfig)):
+            raise TypeError(
+                f"distributed_config must be a dmuon.DistributedConfig or None, got {type(distributed_config).__name__}"
+            )
         self._muon_defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -121,23 +146,28 @@ class Muon(torch.optim.Optimizer):
         self._batches: list[list[Batch]] = []  # per group
         self._runtimes: list[Runtime] = []
         self._done: list[Done] = []
+        self._names = names_of(params)
+        self._copies = replicated_by_ddp(params)
         groups = groups_from(params, select)
         self._overlap = overlap_backward
         self._early: EarlyUpdates | None = None
+        self._given_config = distributed_config
+        self._exchange: Exchange | None = None
         self._shown: dict[int, Tensor] = {}  # by id of the parameter, what ``state`` shows of its momentum
-        self._rounds: list[tuple[int, list[Batch]]] = []  # index of the group, what is updated at once
+        self._laid_out: list[list[int]] = []  # per group, ids of the parameters that batches were made for
+        self._rounds: list[Round] = []
         self._built = False  # torch adds the first groups one by one
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         self._device = next(local_tensor(p).device for g in self.param_groups for p in g["params"])
         self._timer = PhaseTimer(self._device)
         self._built = True
-        self._plan_rounds()
+        self._lay_out()
         self.register_state_dict_post_hook(even_momentum)
         self.register_load_state_dict_pre_hook(load_momentum)
         self.register_load_state_dict_post_hook(adopt_loaded_state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; ``use_muon`` says which route it takes.
+        """Add a group; ``use_muon`` says which route it takes. Collective, as building the optimizer is.
 
         Raises:
             TypeError, ValueError: as the constructor.
@@ -151,34 +181,79 @@ class Muon(torch.optim.Optimizer):
         param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
         check_group(param_group)
         super().add_param_group(param_group)
-        self._batches.append(self._init_state(self.param_groups[-1]))
         if self._built:
-            self._plan_rounds()
+            self._lay_out()
 
-    def _init_state(self, group: dict[str, Any]) -> list[Batch]:
-        """Create the state at once: a checkpoint can then be loaded before the first step."""
-        if not group["use_muon"]:
-            for param in group["params"]:
-                init_adamw_state(param, self.state[param])
-            return []
+    def _lay_out(self) -> None:
+        """Owners, batches, state and rounds of all groups; state that there is stays.
+
+        State is created at once, so that a checkpoint can be loaded before the first step.
+        """
+        muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
+        shared = [p for p in muon if not isinstance(p, OwnedTensor)]
+        config = self._given_config or default_config(self._copies, shared)
+        self._exchange = None
+        if config is not None and shared:
+            self._exchange = Exchange(config, shared, [self._name_of(p) for p in shared])
+        kept = {id(p): self.state[p].get(MOMENTUM) for p in muon if p in self.state}
+        self._batches, self._runtimes = [], []
+        for group in self.param_groups:
+            if group["use_muon"]:
+                self._batches.append(self._muon_batches(group, kept))
+            else:
+                self._batches.append([])
+                for param in group["params"]:
+                    if not self.state.get(param):
+                        init_adamw_state(param, self.state[param])
+        self._laid_out = self._param_ids()
+        self._plan_rounds()
+
+    def _muon_batches(self, group: dict[str, Any], kept: Mapping[int, Tensor | None]) -> list[Batch]:
         for param in group["params"]:
             if isinstance(param, OwnedTensor) and param.runtime is not None and param.runtime not in self._runtimes:
                 self._runtimes.append(param.runtime)
-        batches = make_batches(group["params"])
+        exchange = self._exchange
+        batches = make_batches(
+            group["params"],
+            {} if exchange is None else exchange.assigned,
+            numbers={} if exchange is None else exchange.numbers,
+        )
+        keep_momentum(group["params"], batches, kept)
         show_momentum(self, group, batches)
         return batches
 
+    def _control_groups(self) -> list[dist.ProcessGroup]:
+        """The ranks that load state together."""
+        found = [runtime.comm.control for runtime in self._runtimes]
+        return found + ([] if self._exchange is None else [domain.group for domain, _ in self._exchange.domains])
+
+    def _param_ids(self) -> list[list[int]]:
+        return [[id(p) for p in group["params"]] for group in self.param_groups]
+
     def _plan_rounds(self) -> None:
-        """Order all groups' batches as the model runs; those that are updated early listen for gradients."""
+        """Order all groups' batches as the model runs, then what is exchanged; early ones listen for gradients."""
         # By index: loading a state dict replaces the dicts of the groups.
-        rounds = [(i, together) for i, batches in enumerate(self._batches) for together in in_rounds(batches)]
-        self._rounds = sorted(rounds, key=lambda item: min(batch.position for batch in item[1]))
+        owned: list[Round] = []
+        exchanged: list[Round] = []
+        alone: list[tuple[int, Batch]] = []
+        for i, batches in enumerate(self._batches):
+            single = [batch for batch in batches if batch.parcel is None and batch.number is None]
+            alone += [(i, batch) for batch in single]
+            owned += [AloneRound(i, batch, self._take_early) for batch in single]
+            by_tensor = [batch for batch in batches if batch.runtime is not None]
+            owned += exchanged_rounds(i, by_tensor, small_numel=0, nbytes=0, together=True)
+            if self._exchange is not None:
+                exchanged += self._exchange.rounds(i, batches)
+        owned.sort(key=lambda round_: min(batch.position for batch in round_.batches))
+        self._rounds = owned + exchanged
         self._early = None  # runtimes hold it weakly
-        if self._overlap and self._rounds:
-            alone = [(i, batches[0]) for i, batches in self._rounds if batches[0].sharding is None]
+        if self._overlap and alone:
             self._early = EarlyUpdates(alone, lambda i: self.param_groups[i], self._shown, self._device)
             for runtime in self._runtimes:
                 runtime.gradients.listeners.append(weakref.WeakMethod(self._early.landed))
+
+    def _take_early(self, group: Mapping[str, Any], batch: Batch) -> Orthogonalized | None:
+        return None if self._early is None else self._early.take(group, batch)
 
     # -- step ------------------------------------------------------------------------------------------------------
 
@@ -207,15 +282,52 @@ class Muon(torch.optim.Optimizer):
                 )
         self._timer.reset()
         self._done = []
+        present = self._present()
         for group, batches in zip(self.param_groups, self._batches, strict=True):
             if group["use_muon"]:
                 adopt_replaced_momentum(self, group, batches)
         if self._early is not None:
             self._early.join()
         with torch.autocast(self._device.type, enabled=False):  # a step may be called inside one
-            self._update_matrices()
-            self._update_others()
+            self._update(present)
         return loss
+
+    def _present(self) -> set[int]:
+        """Ids of the matrices that are to be updated: any rank has a gradient. Lays out anew what has changed."""
+        changed = self._param_ids() != self._laid_out
+        voted = None
+        if self._exchange is not None:
+            voted = self._exchange.vote(changed)
+        if changed or (self._exchange is not None and voted is None):
+            self._lay_out()
+            voted = None if self._exchange is None else self._exchange.vote(False)
+        muon = (p for group in self.param_groups if group["use_muon"] for p in group["params"])
+        here = {id(p) for p in muon if p.grad is not None}
+        return here if voted is None else here | voted
+
+    def _update(self, present: set[int]) -> None:
+        """Every batch in forward order; what it completes leaves at once."""
+        coming = [p for r in self._rounds for batch in r.batches for p in batch.params if id(p) in present]
+        with self._timer.phase("publish"):
+            for runtime in self._runtimes:
+                runtime.begin_update(coming)
+        # Once a group: on an accelerator the number of a tensor waits for it.
+        options = [
+            {**g, "lr": float(g["lr"])} if b else g for g, b in zip(self.param_groups, self._batches, strict=True)
+        ]
+        prefetch = 1 if self._exchange is None else self._exchange.prefetch
+        for round_, done in drive(
+            self._rounds, lambda i: options[i], present, prefetch, self._timer, self._update_others
+        ):
+            self._done += done
+            with self._timer.phase("publish"):
+                for runtime in self._runtimes:
+                    runtime.updated([p for batch in round_.batches for p in batch.params])
+        with self._timer.phase("publish"):
+            for runtime in self._runtimes:
+                runtime.end_update()
+        if self._early is not None:
+            self._early.forget()
 
     def _update_others(self) -> None:
         with self._timer.phase("adamw"):
@@ -230,56 +342,30 @@ class Muon(torch.optim.Optimizer):
                         weight_decay=group["weight_decay"],
                     )
 
-    def _update_matrices(self) -> None:
-        """Every batch in forward order; what it completes leaves at once."""
-        coming = [p for _, batches in self._rounds for batch in batches for p in batch.params if p.grad is not None]
-        with self._timer.phase("publish"):
-            for runtime in self._runtimes:
-                runtime.begin_update(coming)
-        # Once a group: on an accelerator the number of a tensor waits for it.
-        options = [
-            {**g, "lr": float(g["lr"])} if b else g for g, b in zip(self.param_groups, self._batches, strict=True)
-        ]
-        for i, batches in self._rounds:
-            group = options[i]
-            ready = None if self._early is None else self._early.take(group, batches[0])
-            if ready is None:
-                self._done += update_round(group, batches, self._timer)
-            else:
-                shape = batches[0].params[0].shape
-                apply(group, batches[0].params, ready.update, tuple(shape), self._timer)
-                self._done.append(ready.done)
-            with self._timer.phase("publish"):
-                for runtime in self._runtimes:
-                    runtime.updated([p for batch in batches for p in batch.params])
-        with self._timer.phase("publish"):
-            for runtime in self._runtimes:
-                runtime.end_update()
-        if self._early is not None:
-            self._early.forget()
-
     @property
     def last_step(self) -> StepStats:
         """Counters and time per phase of the last step. On an accelerator it waits for that step to finish."""
         variants = {}
         nonfinite = []
         for done in self._done:
-            small, large = sorted(done.params[0].shape)
+            small, large = sorted(done.shape)
             variants[small, large] = str(done.variant)
             finite = done.norms.isfinite().tolist()
-            nonfinite += [p for p, ok in zip(done.params, finite, strict=True) if not ok]
+            nonfinite += [label for label, ok in zip(done.matrices, finite, strict=True) if not ok]
         return StepStats(
-            ns_matrices=sum(len(done.params) for done in self._done),
+            ns_matrices=sum(len(done.matrices) for done in self._done),
             ns_batches=len(self._done),
             seconds=self._timer.seconds() | ({} if self._early is None else self._early.seconds()),
             overlapped=0 if self._early is None else self._early.taken,
             variants=dict(sorted(variants.items())),
-            nonfinite=tuple(self._name_of(p) for p in nonfinite),
+            nonfinite=tuple(self._name_of(p) + ("" if i is None else f"[{i}]") for p, i in nonfinite),
         )
 
     def _name_of(self, param: Tensor) -> str:
         if isinstance(param, OwnedTensor):
             return param.fqn
+        if id(param) in self._names:
+            return self._names[id(param)]
         for g, group in enumerate(self.param_groups):
             for i, other in enumerate(group["params"]):
                 if other is param:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon._torch import local_tensor
 from dmuon.adamw import init_adamw_state
-from dmuon.batches import Batch
+from dmuon.batches import Batch, like_param
 from dmuon.comm import agree
 from dmuon.even_dtensor import even_to_owned, owned_to_even
 from dmuon.owned_tensor import OwnedTensor
+from dmuon.placing import place_dtensor
 from dmuon.state_dict import describe
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ MOMENTUM = "momentum_buffer"
 
 def _momentum_view(param: Tensor, local: Tensor) -> Tensor:
     if not isinstance(param, OwnedTensor):
-        return local
+        return like_param(param, local)
     assert param.runtime is not None
     return param.runtime.entry_of(param).like_rest(local, f"{param.fqn}.{MOMENTUM}")
 
@@ -62,7 +64,55 @@ def adopt_replaced_momentum(optimizer: Muon, group: dict[str, Any], batches: Seq
 
 
 def _momentum_rows(batches: Sequence[Batch]) -> dict[int, Tensor]:
-    return {id(p): row for batch in batches for p, row in zip(batch.params, batch.momentum, strict=True)}
+    """By ``id`` of the parameter, its momentum, shaped as what lies here."""
+    rows: dict[int, Tensor] = {}
+    for batch in batches:
+        if batch.span is not None:
+            assert batch.stack is not None
+            rows[id(batch.params[0])] = batch.stack
+        else:
+            rows.update((id(p), row) for p, row in zip(batch.params, batch.momentum, strict=True))
+    return rows
+
+
+def keep_momentum(params: Sequence[Tensor], batches: Sequence[Batch], kept: Mapping[int, Tensor | None]) -> None:
+    """Put momentum of before into new batches; where the layout of its parameter changed, it follows.
+
+    Raises:
+        RuntimeError: the parameter has moved to another mesh.
+    """
+    rows = _momentum_rows(batches)
+    for param in params:
+        old, row = kept.get(id(param)), rows.get(id(param))
+        if old is None:
+            continue
+        if isinstance(param, DTensor) and isinstance(old, DTensor) and not isinstance(param, OwnedTensor):
+            if old.device_mesh != param.device_mesh:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} moved from mesh {old.device_mesh} to "
+                    f"{param.device_mesh}; save its optimizer's state, and load it into a new one"
+                )
+            old = old.redistribute(placements=param.placements)
+        if row is not None:
+            row.copy_(local_tensor(old))
+
+
+def _loaded_part(value: Tensor, param: Tensor, row: Tensor) -> Tensor:
+    """This rank's part of loaded momentum: a DTensor, a whole tensor, or the part itself. Collective for DTensors."""
+    if isinstance(value, DTensor):
+        if not isinstance(param, DTensor):
+            return value.full_tensor()
+        if value.device_mesh == param.device_mesh:
+            return local_tensor(value.redistribute(placements=param.placements))
+        value = value.full_tensor()
+    if value.shape == row.shape or not isinstance(param, DTensor):
+        return value
+    placed = place_dtensor(param, "momentum")
+    piece = placed.layout.pieces[placed.ranks.index(dist.get_rank())]
+    part = value.new_empty(row.shape)
+    for local, there in piece.blocks():
+        part[local] = value[there]
+    return part
 
 
 def even_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -105,8 +155,8 @@ def load_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             fault = f"momentum of {_name(param, key)} is {shape}, not a tensor of shape {tuple(param.shape)}"
             break
-    for runtime in muon._runtimes:
-        everywhere = agree(runtime.comm.control, fault, kinds)
+    for group in muon._control_groups():
+        everywhere = agree(group, fault, kinds)
         for (param, key, _), found in zip(loads, zip(*everywhere, strict=True), strict=True):
             if len(set(found)) > 1:
                 raise ValueError(f"momentum of {_name(param, key)} is {', '.join(map(str, found))} on ranks 0, 1, …")
@@ -123,7 +173,7 @@ def load_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
             dtype = local_tensor(param).dtype
             whole = even_to_owned(value, param.runtime.entry_of(param), param.runtime.comm, dtype)
         else:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            whole = value if row is None else _loaded_part(value, param, row)
         if row is not None:
             row.zero_() if whole is None else row.copy_(whole)
         state[key] = {name: other for name, other in state.get(key, {}).items() if name != MOMENTUM}

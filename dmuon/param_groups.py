@@ -8,16 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dmuon.dedicate import dedications
 from dmuon.kernels import coefficient_sequence, update_scale
 from dmuon.owned_tensor import OwnedTensor
-from dmuon.policy import Select, route_parameters
+from dmuon.policy import Select, canonical_fqn, route_parameters
 
-__all__ = ["ADAMW_OPTIONS", "MUON_OPTIONS", "check_group", "groups_from", "param_groups"]
+__all__ = [
+    "ADAMW_OPTIONS", "MUON_OPTIONS", "check_group", "groups_from", "names_of", "param_groups", "replicated_by_ddp",
+]  # fmt: skip
 
 MUON_OPTIONS = (
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "adjust_lr_fn",
@@ -47,7 +50,13 @@ def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[st
             )
         routed = [(p, isinstance(p, OwnedTensor)) for p in model.parameters()]
     else:
-        routed = [(r.param, r.muon) for r in route_parameters(model, select)]
+        for name, module in model.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                raise ValueError(
+                    f"module {name or 'model'!r} is wrapped in FullyShardedDataParallel, which flattens parameters so "
+                    "that their shards are no matrices; use torch's fully_shard (FSDP2) instead"
+                )
+        routed = [(r.param, r.muon) for r in route_parameters(_inside(model), select)]
     rest = [p for p, muon in routed if not muon]
     return _groups(
         muon=[p for p, muon in routed if muon],
@@ -91,9 +100,38 @@ def groups_from(
         raise TypeError("params mixes tensors, groups or other things; pass tensors only or groups only")
     matrices = [p for p in tensors if p.ndim >= 2]
     vectors = [p for p in tensors if p.ndim < 2]
+    for param in matrices:
+        if param.ndim > 2:
+            raise ValueError(
+                f"a parameter has shape {tuple(param.shape)}: whether that is a stack of matrices nobody can see; pass "
+                "groups, with use_muon=True for stacks (e, m, n) and use_muon=False for anything else"
+            )
     if vectors:
         _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", len(vectors))
     return _groups(muon=matrices, matrices=[], vectors=vectors)
+
+
+def names_of(params: object) -> dict[int, str]:
+    """Canonical names of a module's parameters, by ``id``; nothing for anything else."""
+    if not isinstance(params, nn.Module):
+        return {}
+    return {id(p): canonical_fqn(name) for name, p in _inside(params).named_parameters()}
+
+
+def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
+    """The parameters below a ``DistributedDataParallel`` in a module, by ``id``, and the group of their copies."""
+    if not isinstance(params, nn.Module):
+        return {}
+    wrapped = [m for m in params.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    return {id(p): m.process_group for m in wrapped for p in m.module.parameters()}
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """What a ``DistributedDataParallel`` wraps."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner
+    return model
 
 
 def _ordered(params: set[Any] | frozenset[Any]) -> list[Tensor]:
@@ -149,14 +187,10 @@ def _check_param(param: Tensor, use_muon: bool) -> None:
         if isinstance(param, OwnedTensor):
             raise ValueError(f"parameter {name!r} is owned by dmuon and cannot be in a group with use_muon=False")
         return
-    if param.ndim != 2:
+    if param.ndim not in (2, 3):
         raise ValueError(
-            f"parameter {name} has {param.ndim} dimensions; Muon takes matrices: put it in a group with use_muon=False"
-        )
-    if isinstance(param, DTensor) and not isinstance(param, OwnedTensor):
-        raise ValueError(
-            f"parameter {name} is a DTensor with placements {param.placements}; Newton-Schulz needs whole matrices: "
-            "call dmuon.dedicate_params before fully_shard"
+            f"parameter {name} has {param.ndim} dimensions; Muon takes matrices, and stacks of them (e, m, n): put it "
+            "in a group with use_muon=False"
         )
 
 

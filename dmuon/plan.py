@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,6 @@ from dmuon.comm import agree
 from dmuon.costs import FoundCosts, find_costs
 from dmuon.files import read_json, write_text
 from dmuon.kernels import Variant
-from dmuon.policy import Route
 from dmuon.solver import CostTable, Matrix, Plan, Rank, Shape, SolveOptions
 from dmuon.solver import plan as solve_plan
 
@@ -227,7 +226,7 @@ def describe_source(plan: PlanSource) -> str:
 
 
 def make_plan(
-    routes: Sequence[Route],
+    matrices: Sequence[Matrix],
     group: dist.ProcessGroup,
     device: torch.device,
     *,
@@ -235,29 +234,30 @@ def make_plan(
     solve: SolveOptions | None = None,
     plan: PlanSource = None,
     hosts: Sequence[str],
-    comm_itemsize: Callable[[Route], int],
+    pools: Sequence[frozenset[str]] | None = None,
+    ns_per_byte: float = 0.0,
 ) -> OwnerPlan:
     """Find costs and solve, or take ``plan``, on rank 0; broadcast, and verify. Collective over ``group``.
 
     Args:
         hosts: the host name of every rank; equal names are one node.
+        pools: of every rank, the pools whose matrices it may own; None: all of them.
+        ns_per_byte: what a byte of a matrix costs its owner, beside Newton–Schulz.
 
     Raises:
         ValueError: on every rank, when the costs are unusable, the solver failed, or the plan does not fit
             this rank's model.
     """
-    matrices = tuple(
-        Matrix(r.fqn, r.param.shape[0], r.param.shape[1], r.block or "", r.param.numel() * comm_itemsize(r))
-        for r in routes
-        if r.muon
-    )
+    matrices = tuple(matrices)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     found_costs = None if plan is not None else _find_costs(matrices, group, device, costs)
     sent: list[Any] = [None, None, None]  # error, document, origin
     if rank == 0:
         try:
             if found_costs is not None:
-                solution = solve_plan(matrices, _ranks(hosts), found_costs.table, solve or SolveOptions())
+                moved = {m.shape: round(ns_per_byte * m.nbytes) for m in matrices}
+                table = found_costs.table.with_transfer(moved)
+                solution = solve_plan(matrices, _ranks(hosts, pools), table, solve or SolveOptions())
                 found = OwnerPlan.from_solution(solution, found_costs)
             elif isinstance(plan, OwnerPlan):
                 found = replace(plan, origin="given" if plan.origin == _SOLVED else plan.origin)
@@ -306,10 +306,13 @@ def _find_costs(matrices: Sequence[Matrix], group: dist.ProcessGroup, device: to
     )
 
 
-def _ranks(hosts: Sequence[str]) -> list[Rank]:
+def _ranks(hosts: Sequence[str], pools: Sequence[frozenset[str]] | None) -> list[Rank]:
     """Nodes are numbered in the order of their first rank."""
     names = list(dict.fromkeys(hosts))
-    return [Rank(index, node=names.index(host)) for index, host in enumerate(hosts)]
+    return [
+        Rank(index, node=names.index(host), pools=None if pools is None else pools[index])
+        for index, host in enumerate(hosts)
+    ]
 
 
 def _fit(plan: OwnerPlan, matrices: Sequence[Matrix], world: int) -> OwnerPlan:

@@ -21,6 +21,7 @@ from dmuon.averager import GradAverager
 from dmuon.block import Block, Phase
 from dmuon.comm import Comm
 from dmuon.entry import OwnedEntry
+from dmuon.exchange import tensor_domain
 from dmuon.gradients import Gradients
 from dmuon.group import OwnerGroup, Residence
 from dmuon.monitor import run_all
@@ -47,6 +48,7 @@ class Runtime:
     Attributes:
         sync: backward reduces gradients; otherwise they accumulate where they arise.
         all_reduce: backward reduces gradients across replicas too.
+        tensor_domain: the tensor-parallel ranks at this rank's coordinate; None without.
         write_even: puts every rank's even shard of a resting parameter into its master; set by the state-dict hooks.
     """
 
@@ -69,6 +71,7 @@ class Runtime:
         self.all_reduce = True
         self.blocks = [block for group in self.groups for block in group.blocks]
         self.order = ExecutionOrder(self.blocks)
+        self.tensor_domain = tensor_domain(comm)
         self.gradients = Gradients(comm, list(self.entries()))
         self._backwards: set[int] = set()
         self._closed: dict[int, OwnerGroup] = {}  # groups with gradients whose reduction has not started

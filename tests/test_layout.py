@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise, product
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -13,16 +12,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import RankPool
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import Shard
 
 from dmuon.comm_options import Transport
-from dmuon.entry import TensorSharding
+from dmuon.even_dtensor import even_parts
 from dmuon.layout import Layout, make_layout
-from dmuon.monitor import Monitor
-from dmuon.tensor_exchange import Split, collect, distribute, even_parts
 from dmuon.topology import Coordinate, Topology, topology_of
 from dmuon.transport import Lane, choose_transport, gather, part_offsets, reduce, scratch
 
@@ -289,55 +284,3 @@ def carry(rank: int, world: int, cases: int) -> int:
 @pytest.mark.parametrize("world", [2, 3])
 def test_reductions_and_gathers_reproduce_every_matrix(ranks: RankPool, world: int) -> None:
     assert ranks(world, carry, 8) == [48] * world
-
-
-def tensor_parallel_comm(rank: int, world: int) -> Any:
-    """What an exchange reads of a ``Comm``."""
-    group = dist.group.WORLD
-    assert group is not None
-    store = dist.distributed_c10d._get_default_store()
-    return SimpleNamespace(
-        at=Coordinate(0, 0, rank),
-        topology=SimpleNamespace(tensor=world),
-        tensor=group,
-        monitor=Monitor(range(world), rank, store, "layout", device=torch.device("cpu"), asynchronous=True),
-    )
-
-
-def own_part(whole: Tensor, placement: Placement, rank: int, world: int) -> Tensor:
-    if not isinstance(placement, Shard):
-        return whole
-    return whole.split(even_parts(whole.shape[placement.dim + 1], world), placement.dim + 1)[rank].contiguous()
-
-
-def exchange(rank: int, world: int, cases: int) -> int:
-    """Collect random splits on their owners, and distribute twice what arrived."""
-    comm = tensor_parallel_comm(rank, world)
-    mesh = DeviceMesh("cpu", list(range(world)))
-    placements: list[Placement] = [Shard(0), Shard(1), Replicate()]
-    for case in range(cases):
-        source = random.Random(case)
-        generator = torch.Generator().manual_seed(case)
-        wholes, splits = [], []
-        for _ in range(source.randint(1, 5)):
-            shape = source.randint(1, 9), source.randint(1, 9)
-            sharding = TensorSharding(mesh, source.choice(placements), source.randrange(world))
-            splits.append(Split(source.randint(1, 3), shape, sharding))
-            wholes.append(torch.randn(splits[-1].count, *shape, generator=generator))
-        parts = [
-            own_part(whole, split.sharding.placement, rank, world) for whole, split in zip(wholes, splits, strict=True)
-        ]
-        collected = collect(parts, splits, comm)
-        assert sorted(collected) == [i for i, split in enumerate(splits) if split.sharding.owner == rank]
-        for i, whole in collected.items():
-            assert torch.equal(whole, wholes[i]), f"case {case}, split {splits[i]}"
-        twice = {i: 2 * whole for i, whole in collected.items()}
-        for split, part, arrived in zip(splits, parts, distribute(twice, splits, comm, parts[0]), strict=True):
-            assert torch.equal(arrived, 2 * part), f"case {case}, split {split}"
-    return cases
-
-
-@pytest.mark.pitfall("P04", "P14")
-@pytest.mark.parametrize("world", [2, 3])
-def test_tensor_parallel_parts_travel_to_their_owner_and_back(ranks: RankPool, world: int) -> None:
-    assert ranks(world, exchange, 30) == [30] * world

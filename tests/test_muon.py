@@ -316,7 +316,7 @@ def test_module_groups_follow_the_policy() -> None:
         (lambda: [{"params": matrices()}], ValueError, "use_muon"),
         (lambda: [{"params": matrices(), "use_muon": 1}], ValueError, "use_muon"),
         (lambda: [{"params": [nn.Parameter(torch.ones(3))], "use_muon": True}], ValueError, "1 dim"),
-        (lambda: [{"params": [nn.Parameter(torch.ones(2, 3, 4))], "use_muon": True}], ValueError, "3 dim"),
+        (lambda: [{"params": [nn.Parameter(torch.ones(2, 3, 4, 5))], "use_muon": True}], ValueError, "4 dim"),
         (lambda: [{"params": matrices(), "use_muon": True, "beta": 0.9}], ValueError, "'beta'"),
         (lambda: [{"params": matrices(), "use_muon": True, "betas": (0.9, 0.9)}], ValueError, "'betas'"),
         (lambda: [{"params": matrices(), "use_muon": False, "momentum": 0.9}], ValueError, "'momentum'"),

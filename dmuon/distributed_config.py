@@ -1,0 +1,374 @@
+"""Muon with a user's own communication: three functions, what they are given, and what they must return."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from numbers import Integral
+from typing import Any, Protocol, runtime_checkable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dmuon._torch import local_tensor
+
+__all__ = ["DistributedConfig", "Result", "UserFunctions", "Waitable", "check_gathered", "check_part", "owners_from"]
+
+
+@runtime_checkable
+class Waitable(Protocol):
+    """Communication under way, such as a ``dist.Work``."""
+
+    def wait(self) -> object: ...
+
+
+Assigned = Mapping[int, int] | Mapping[int, list[int] | tuple[int, ...]]
+Returned = Tensor | None | Waitable | tuple[Tensor | None, Waitable | None]
+
+
+@dataclass
+class DistributedConfig:
+    """How Muon assembles whole matrices from what the ranks hold: three functions of the user's.
+
+    Each parameter has one owner. In every step the owner receives the whole momentum-smoothed update, orthogonalizes
+    it once, and gives every rank its part of the result. Weights and momentum stay where they are::
+
+        whole = gather_fn(update, owner, state)
+        part = redistribute_fn(orthogonalize(whole) if state["rank"] == owner else None, owner, state)
+
+    Every rank calls ``gather_fn`` and ``redistribute_fn`` for the same parameters in the same order, so collectives
+    inside them match. All ranks are global ranks, as ``torch.distributed.get_rank()`` gives them. What a function
+    raises ends the step: nothing is tried again.
+
+    ``rank`` and ``state`` are passed by position. A function with parameters named ``dst_rank`` (``src_rank`` in
+    ``redistribute_fn``) or ``rank``, and ``state``, gets them by these names, in whatever order, keyword-only too.
+
+    ``gather_fn`` and ``redistribute_fn`` return one of:
+
+    - a tensor that is ready, or ``None`` where there is nothing to return;
+    - ``(tensor, work)``: the tensor is ready once ``work.wait()`` returns. ``work`` is what a collective with
+      ``async_op=True`` returns, ``None`` included; on a rank that receives nothing, ``(None, work)``;
+    - an object whose ``wait()`` returns the tensor or ``None``: for tensors that are put together after the
+      communication.
+
+    Attributes:
+        assign_fn: ``assign_fn(params, state)``, called once when the optimizer is made. Returns the owner of every
+            parameter, the same on every rank: ``{index: rank}`` over ``range(len(params))``, or
+            ``{rank: [index, …]}``.
+        gather_fn: ``gather_fn(update, dst_rank, state)``, called in every step for every parameter. ``update`` is
+            this rank's part, of the parameter's local shape. Returns the whole tensor on ``dst_rank``; what other
+            ranks return, ``None`` as a rule, is dropped.
+        redistribute_fn: ``redistribute_fn(update, src_rank, state)``, called after ``gather_fn`` for the same
+            parameter. ``update`` is the orthogonalized whole tensor on ``src_rank`` and ``None`` elsewhere. Returns
+            this rank's part, of the parameter's local shape, on every rank.
+        state: passed to all three, for process groups, shapes and whatever else they need. dmuon sets ``"rank"``,
+            this process's global rank; ``"assignments"``, what ``assign_fn`` returned; ``"param_names"``, names by
+            index; and ``"current_param_idx"``, the index
+            of the parameter, before every call of ``gather_fn`` and ``redistribute_fn``. Read the last when called:
+            by the time of ``wait()``, other parameters may have been started. Set
+            ``"process_group"`` if fewer ranks than all take part.
+        async_gpu_parallelism: owners orthogonalize at the same time. ``False`` finishes each parameter before the
+            next one starts: for debugging.
+        prefetch_count: parameters whose ``gather_fn`` is called ahead of the one that is being orthogonalized. Each
+            holds one whole matrix on its owner. It hides communication only where ``gather_fn`` returns something to
+            wait for; 0 gathers each parameter when it is needed.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or out of its range, by name.
+    """
+
+    assign_fn: Callable[..., Assigned]
+    gather_fn: Callable[..., Returned]
+    redistribute_fn: Callable[..., Returned]
+    state: dict[str, Any]
+    async_gpu_parallelism: bool = True
+    prefetch_count: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("assign_fn", "gather_fn", "redistribute_fn"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} must be a function, got {getattr(self, name)!r}")
+        if not isinstance(self.state, dict):
+            raise TypeError(f"state must be a dict, got {self.state!r}")
+        if not isinstance(self.async_gpu_parallelism, bool):
+            raise TypeError(f"async_gpu_parallelism must be True or False, got {self.async_gpu_parallelism!r}")
+        if isinstance(self.prefetch_count, bool) or not isinstance(self.prefetch_count, int):
+            raise TypeError(f"prefetch_count must be an integer, got {self.prefetch_count!r}")
+        if self.prefetch_count < 0:
+            raise ValueError(f"prefetch_count must be at least 0, got {self.prefetch_count}")
+
+
+def owners_from(assigned: object, count: int, world: int) -> tuple[int, ...]:
+    """Owner (global rank) of each of ``count`` parameters, from what ``assign_fn`` returned.
+
+    Raises:
+        TypeError: neither ``{index: rank}`` nor ``{rank: [index, …]}``.
+        ValueError: an index that is missing, unknown or assigned twice, or a rank outside ``range(world)``.
+    """
+    owners: dict[int, int] = {}
+    for index, rank in _pairs(assigned):
+        if not 0 <= index < count:
+            raise ValueError(f"assign_fn assigned parameter {index} to rank {rank}, but there are {count} parameters")
+        if not 0 <= rank < world:
+            raise ValueError(
+                f"Invalid rank {rank} for parameter {index}: ranks are 0 … {world - 1}; assign_fn gives global ranks"
+            )
+        if index in owners:
+            raise ValueError(
+                f"assign_fn assigned parameter {index} twice, to rank {owners[index]} and rank {rank}: "
+                "each parameter has one owner"
+            )
+        owners[index] = rank
+    missing = [index for index in range(count) if index not in owners]
+    if missing:
+        raise ValueError(
+            f"assign_fn left out {', '.join(map(str, missing))} of {count} parameters: "
+            "give every index in range(len(params)) a rank"
+        )
+    return tuple(owners[index] for index in range(count))
+
+
+def _pairs(assigned: object) -> Iterator[tuple[int, int]]:
+    """Every ``(index, rank)`` of either form of assignment."""
+    wanted = "assign_fn must return {index: rank}, or {rank: [index, …]} with lists or tuples"
+    if not isinstance(assigned, Mapping):
+        raise TypeError(f"{wanted}; got {type(assigned).__name__}")
+    for key in assigned:
+        if not _is_integer(key):
+            raise TypeError(f"{wanted}; got the key {key!r}")
+    if all(_is_integer(value) for value in assigned.values()):
+        for index, rank in assigned.items():
+            yield int(index), int(rank)
+    elif all(isinstance(value, (list, tuple)) for value in assigned.values()):
+        for rank, indices in assigned.items():
+            for index in indices:
+                if not _is_integer(index):
+                    raise TypeError(f"{wanted}; got the index {index!r} for rank {rank}")
+                yield int(index), int(rank)
+    else:
+        found = sorted({type(value).__name__ for value in assigned.values()})
+        raise TypeError(f"{wanted}; got values of type {', '.join(found)}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+class Result:
+    """What one call of a user's function comes to, once its communication has finished.
+
+    Attributes:
+        asynchronous: whether the function gave something to wait for.
+
+    Raises:
+        TypeError: the function returned something that it must not, by the function's name.
+    """
+
+    __slots__ = ("_function", "_pending", "_tensor", "_wait_gives_tensor", "asynchronous")
+
+    def __init__(self, function: str, returned: object) -> None:
+        self._function = function
+        self._tensor: Tensor | None = None
+        self._pending: Waitable | None = None
+        self._wait_gives_tensor = False
+        if isinstance(returned, tuple):
+            self._tensor, self._pending = _tensor_and_work(function, returned)
+        elif isinstance(returned, dist.Work):
+            raise TypeError(
+                f"{function} returned a dist.Work alone, which has no tensor to give: return (tensor, work), "
+                "or (None, work) on a rank that receives nothing"
+            )
+        elif isinstance(returned, Waitable):  # before Tensor: an asynchronous collective's tensor is both
+            self._pending = returned
+            self._wait_gives_tensor = True
+        elif returned is None or isinstance(returned, Tensor):
+            self._tensor = returned
+        else:
+            raise TypeError(
+                f"{function} must return a tensor, None, (tensor, work) or an object with wait(), got {returned!r}"
+            )
+        self.asynchronous = self._pending is not None
+
+    def wait(self) -> Tensor | None:
+        """The function's tensor, or None where it gave none; later calls return the same at once.
+
+        Raises:
+            TypeError: the ``wait()`` of what the function returned gave neither a tensor nor None.
+        """
+        if self._pending is not None:
+            waited = self._pending.wait()
+            if self._wait_gives_tensor:
+                if waited is not None and not isinstance(waited, Tensor):
+                    raise TypeError(
+                        f"{self._function} returned a {type(self._pending).__name__} whose wait() gave {waited!r}, "
+                        "not a tensor or None: return (tensor, work) instead"
+                    )
+                self._tensor = waited
+            self._pending = None  # it may hold the buffers of the communication
+        return self._tensor
+
+
+def _tensor_and_work(function: str, pair: tuple[object, ...]) -> tuple[Tensor | None, Waitable | None]:
+    if len(pair) == 2:
+        tensor, work = pair
+        if (tensor is None or isinstance(tensor, Tensor)) and (work is None or isinstance(work, Waitable)):
+            return tensor, work
+    found = ", ".join(type(item).__name__ for item in pair)
+    raise TypeError(f"{function} returned a tuple ({found}): a tuple must be (tensor or None, work or None)")
+
+
+class UserFunctions:
+    """Calls the ``gather_fn`` and ``redistribute_fn`` of ``config`` as :class:`DistributedConfig` documents.
+
+    ``config.state["rank"]`` must be set before the first call.
+
+    Raises:
+        TypeError: a function that cannot be called with a tensor, a rank and the state.
+    """
+
+    def __init__(self, config: DistributedConfig) -> None:
+        self._state = config.state
+        self._prefetch_count = config.prefetch_count
+        self._gather = _documented_call("gather_fn", config.gather_fn, "dst_rank")
+        self._redistribute = _documented_call("redistribute_fn", config.redistribute_fn, "src_rank")
+        self._warned = False
+
+    def gather(self, index: int, update: Tensor, owner: int) -> Result:
+        """Start assembling parameter ``index`` on rank ``owner`` from every rank's part ``update``.
+
+        Warns once where ``prefetch_count`` cannot hide anything.
+
+        Raises:
+            TypeError: ``gather_fn`` returned something that it must not.
+        """
+        self._state["current_param_idx"] = index
+        result = Result("gather_fn", self._gather(update, owner, self._state))
+        ahead = self._prefetch_count > 0 and self._state["rank"] == owner
+        if ahead and not result.asynchronous and not self._warned and result.wait() is not None:
+            self._warned = True
+            warnings.warn(
+                f"gather_fn returned a tensor that is ready, here for parameter {index}: "
+                f"prefetch_count={self._prefetch_count} only holds more memory and hides nothing. Return "
+                "(tensor, work) from a collective with async_op=True, or set prefetch_count=0"
+            )
+        return result
+
+    def redistribute(self, index: int, whole: Tensor | None, owner: int) -> Result:
+        """Start giving every rank its part of parameter ``index``; ``whole`` is None except on rank ``owner``.
+
+        Raises:
+            TypeError: ``redistribute_fn`` returned something that it must not.
+        """
+        self._state["current_param_idx"] = index
+        return Result("redistribute_fn", self._redistribute(whole, owner, self._state))
+
+
+_Call = Callable[[Tensor | None, int, dict[str, Any]], object]
+
+
+def _documented_call(name: str, function: Callable[..., object], rank_name: str) -> _Call:
+    """``function`` as one of the tensor, the rank and the state, by position.
+
+    Raises:
+        TypeError: the signature of ``function`` takes them neither by position nor by their documented names.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # built-in functions need not have one
+        return function
+    names = [found for found in (rank_name, "rank") if found in signature.parameters]
+    forms: list[tuple[str | None, str | None]] = []
+    if names and "state" in signature.parameters:
+        forms.append((names[0], "state"))  # whatever their order is
+    forms += [(rank, state) for state in (None, "state") for rank in (None, rank_name, "rank")]
+    for form in forms:
+        positional, by_name = _arguments(form, None, 0, {})
+        try:
+            signature.bind(*positional, **by_name)
+        except TypeError:
+            continue
+        return partial(_call, function, form)
+    raise TypeError(f"{name} must be callable as {name}(update, {rank_name}, state), its signature is {signature}")
+
+
+def _call(
+    function: Callable[..., object],
+    form: tuple[str | None, str | None],
+    update: Tensor | None,
+    rank: int,
+    state: dict[str, Any],
+) -> object:
+    positional, by_name = _arguments(form, update, rank, state)
+    return function(*positional, **by_name)
+
+
+def _arguments(
+    form: tuple[str | None, str | None], update: Tensor | None, rank: int, state: dict[str, Any]
+) -> tuple[list[object], dict[str, object]]:
+    """Arguments of a call that names the rank and the state as ``form`` does; None is by position."""
+    given: tuple[tuple[str | None, object], ...] = ((form[0], rank), (form[1], state))
+    positional: list[object] = [update, *(value for name, value in given if name is None)]
+    return positional, {name: value for name, value in given if name is not None}
+
+
+def check_gathered(
+    whole: object,
+    *,
+    name: str,
+    owner: int,
+    here: int,
+    local_shape: Sequence[int],
+    global_shape: Sequence[int] | None,
+) -> Tensor | None:
+    """The whole matrix of parameter ``name`` on its owner, and None on other ranks, whatever ``gather_fn`` gave there.
+
+    A DTensor's local tensor is what counts. ``global_shape`` None is unknown: then no side may be smaller than that of
+    ``local_shape``, this rank's part.
+
+    Raises:
+        RuntimeError: on the owner, anything but a tensor of the whole matrix's shape.
+    """
+    if here != owner:
+        return None
+    if not isinstance(whole, Tensor):
+        given = "None" if whole is None else f"a {type(whole).__name__}"
+        raise RuntimeError(
+            f"gather_fn returned {given} for parameter {name!r} on rank {here}, which owns it: return the whole matrix "
+            "on dst_rank"
+        )
+    local = local_tensor(whole)
+    found, part = tuple(local.shape), tuple(local_shape)
+    if global_shape is not None:
+        fits = found == tuple(global_shape)
+        expected = f"the whole matrix is {tuple(global_shape)}"
+    else:
+        fits = len(found) == len(part) and all(side >= least for side, least in zip(found, part, strict=True))
+        expected = f"this rank's part alone is {part}"
+    if not fits:
+        raise RuntimeError(
+            f"gather_fn returned a tensor of shape {found} for parameter {name!r} on rank {here}; {expected}: "
+            "join the parts of all ranks along the dimensions that are sharded"
+        )
+    return local
+
+
+def check_part(part: object, *, name: str, here: int, local_shape: Sequence[int]) -> Tensor:
+    """This rank's part of parameter ``name`` as ``redistribute_fn`` gave it, a DTensor's local tensor.
+
+    Raises:
+        RuntimeError: anything but a tensor of ``local_shape``.
+    """
+    expected = f"this rank's part is {tuple(local_shape)}: return it on every rank"
+    if not isinstance(part, Tensor):
+        given = "None" if part is None else f"a {type(part).__name__}"
+        raise RuntimeError(f"redistribute_fn returned {given} for parameter {name!r} on rank {here}; {expected}")
+    local = local_tensor(part)
+    if tuple(local.shape) != tuple(local_shape):
+        raise RuntimeError(
+            f"redistribute_fn returned a tensor of shape {tuple(local.shape)} for parameter {name!r} on rank {here}; "
+            f"{expected}"
+        )
+    return local

@@ -1,0 +1,170 @@
+"""How one optimizer exchanges the matrices that several ranks hold: by layout, or by a user's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon._torch import local_tensor
+from dmuon.batches import Assigned, Batch
+from dmuon.comm import require_same
+from dmuon.config_generators import create_dtensor_config, layout_config
+from dmuon.distributed_config import DistributedConfig, UserFunctions, owners_from
+from dmuon.exchange import Domain, make_domain
+from dmuon.rounds import Round, exchanged_rounds
+from dmuon.shard_functions import ShardFunctions
+from dmuon.user_rounds import user_rounds
+
+__all__ = ["Exchange", "default_config"]
+
+
+def default_config(copies: Mapping[int, dist.ProcessGroup], params: Sequence[Tensor]) -> DistributedConfig | None:
+    """What ``distributed_config=None`` stands for: None where every rank has all of everything to itself.
+
+    Args:
+        copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
+    """
+    held = {id(p): dist.get_process_group_ranks(copies[id(p)]) for p in params if id(p) in copies}
+    if not held and not any(isinstance(p, DTensor) for p in params):
+        return None
+    config = create_dtensor_config()
+    if not held:
+        return config
+    functions = functions_of(config)
+    assert functions is not None
+    return layout_config(
+        None,
+        None,
+        config.async_gpu_parallelism,
+        config.prefetch_count,
+        None,
+        None,
+        functions.chunk_bytes,
+        functions.small_numel,
+        copies=held,
+    )
+
+
+def functions_of(config: DistributedConfig) -> ShardFunctions | None:
+    """The layouts that ``gather_fn`` and ``redistribute_fn`` go by, if both were generated together."""
+    found = [getattr(f, "__self__", None) for f in (config.gather_fn, config.redistribute_fn)]
+    known = found[0]
+    return known if isinstance(known, ShardFunctions) and found[1] is known else None
+
+
+class Exchange:
+    """The assignment of an optimizer's matrices to ranks. Made anew when parameters or layouts change.
+
+    Attributes:
+        config: as given or by default.
+        functions: None where a user's functions exchange.
+        owners: global rank by number of the parameter.
+        assigned: by ``id`` of the parameter, for batches; empty with a user's functions.
+        numbers: by ``id``, of those that a user's functions exchange.
+        domains: ranks that share parameters with this one, and which.
+    """
+
+    def __init__(self, config: DistributedConfig, params: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Collective over all ranks that hold one of ``params`` together, or over those of a user's functions."""
+        self.config = config
+        self.functions = functions_of(config)
+        self.names = list(names)
+        self._params = list(params)
+        self._laid = [_lies(p) for p in params]
+        state = config.state
+        state["rank"] = self._here = dist.get_rank() if dist.is_initialized() else 0
+        state["param_names"] = self.names
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if self.functions is not None and getattr(config.assign_fn, "__self__", None) is not self.functions:
+            self.functions.place(params, self.names)  # the user says who owns what, and nothing else
+        owners, fault = self._asked(params, world)
+        self.domains: list[tuple[Domain, list[Tensor]]] = []
+        if self.functions is not None:
+            self.domains = [(domain, self.functions.members(domain)) for domain in self.functions.domains()]
+        elif dist.is_initialized() and world > 1:
+            self.domains = [(self._users_domain(), self._params)]
+        described = [(f"owner of parameter {name!r}", str(rank)) for name, rank in zip(names, owners, strict=True)]
+        shared = {id(p) for _, members in self.domains for p in members}
+        for domain, members in self.domains:
+            ids = {id(p) for p in members}
+            items = [item for p, item in zip(params, described, strict=False) if id(p) in ids]
+            require_same(domain.group, domain.ranks, fault, items, None)
+        if fault is not None:
+            raise fault
+        self.owners = owners
+        self.assigned: dict[int, list[Assigned]] = {}
+        self.numbers: dict[int, int] = {}
+        self._user: UserFunctions | None = None
+        if self.functions is not None:
+            self.assigned = self.functions.assigned(params, owners, self.names)
+            assert shared == self.assigned.keys()
+        else:
+            self._user = UserFunctions(config)
+            self.numbers = {id(p): i for i, p in enumerate(params)}
+
+    def _asked(self, params: Sequence[Tensor], world: int) -> tuple[tuple[int, ...], Exception | None]:
+        try:
+            assigned = self.config.assign_fn(list(params), self.config.state)
+            self.config.state["assignments"] = assigned
+            return owners_from(assigned, len(params), world), None
+        except (TypeError, ValueError) as fault:
+            if self.functions is not None and getattr(self.config.assign_fn, "__self__", None) is self.functions:
+                raise  # all ranks agreed on it
+            return (0,) * len(params), fault
+
+    def _users_domain(self) -> Domain:
+        group = self.config.state.get("process_group") or dist.group.WORLD
+        return make_domain(dist.get_process_group_ranks(group), local_tensor(self._params[0]).device)
+
+    @property
+    def prefetch(self) -> int:
+        return self.config.prefetch_count
+
+    def rounds(self, index: int, batches: Sequence[Batch]) -> list[Round]:
+        """What group ``index`` exchanges."""
+        together = self.config.async_gpu_parallelism
+        if self._user is not None:
+            return [
+                *user_rounds(index, batches, self._user, self.owners, self.names, here=self._here, together=together)
+            ]
+        assert self.functions is not None
+        return [
+            *exchanged_rounds(
+                index,
+                [batch for batch in batches if batch.runtime is None],
+                small_numel=self.functions.small_numel,
+                nbytes=self.functions.chunk_bytes,
+                together=together,
+            )
+        ]
+
+    def vote(self, changed: bool) -> set[int] | None:
+        """Ids of the parameters of which any rank has a gradient; None where one says that its layout changed.
+
+        Collective over the domains. It needs nothing that a device has yet to compute.
+
+        Raises:
+            CollectiveError: the ranks issued different collectives before.
+        """
+        changed = changed or any(_lies(p) != laid for p, laid in zip(self._params, self._laid, strict=True))
+        present: set[int] = set()
+        for domain, members in self.domains:
+            digest = domain.monitor.digest
+            mine = [int(changed), digest, -digest, *(int(p.grad is not None) for p in members)]
+            found = domain.largest(mine + [0] * (len(self._params) + 3 - len(mine)))
+            changed = changed or bool(found[0])
+            if (found[1], found[2]) != (digest, -digest):
+                domain.monitor.disagree()
+            present |= {id(p) for p, there in zip(members, found[3:], strict=False) if there}
+        return None if changed else present
+
+
+def _lies(param: Tensor) -> tuple[Any, ...]:
+    """How a parameter lies, as far as this rank can see without asking."""
+    if isinstance(param, DTensor):
+        return param.device_mesh, param.placements, param._local_tensor.shape
+    return (param.shape,)

@@ -1,0 +1,325 @@
+"""The functions of generated configurations: who orthogonalizes what lies on several ranks, and how it gets there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon._torch import local_tensor
+from dmuon.batches import Assigned
+from dmuon.comm import agree, require_same
+from dmuon.exchange import Domain, Parcel, link_ns_per_byte, make_domain, start_gather, start_scatter
+from dmuon.place import Place, warn_if_oversubscribed
+from dmuon.placing import Placed, RankGrid, ShardDims, place, place_dtensor, place_replicated
+from dmuon.plan import Costs, OwnerPlan, make_plan
+from dmuon.shard_layout import Cell, cells
+from dmuon.solver import Matrix, SolveOptions
+
+__all__ = ["ShardFunctions"]
+
+_NOMINAL_NS_PER_BYTE = 1 / 50  # 50 GB/s, beside costs that are estimated from FLOPs
+_WIRE_BYTES = 8  # of an element, to the owner and back in fp32
+
+
+class ShardFunctions:
+    """``assign_fn``, ``gather_fn`` and ``redistribute_fn`` for parameters whose layout is known.
+
+    ``dmuon.Muon`` recognizes them, and exchanges many matrices at once by the same layouts, instead of calling
+    ``gather`` and ``redistribute`` for one after the other.
+
+    Attributes:
+        plans: of the last assignment, by the global ranks that it is for.
+    """
+
+    def __init__(
+        self,
+        *,
+        grid: RankGrid | None = None,
+        shard_dims: ShardDims | Callable[[Tensor], ShardDims] | None = None,
+        copies: Mapping[int, Sequence[int]] | None = None,
+        costs: Costs = None,
+        solve: SolveOptions | None = None,
+        chunk_bytes: int,
+        small_numel: int,
+    ) -> None:
+        """``copies``: by ``id`` of a parameter that every one of these ranks has whole, those global ranks."""
+        self._grid = grid
+        self._shard_dims = shard_dims
+        self._copies = dict(copies or {})
+        self._costs = costs
+        self._solve = solve
+        self.chunk_bytes = chunk_bytes
+        self.small_numel = small_numel
+        self.plans: dict[tuple[int, ...], OwnerPlan] = {}
+        self._domains: dict[tuple[int, ...], Domain] = {}
+        self._params: list[Tensor] = []
+        self._placed: list[Placed | None] = []
+        self._experts: dict[tuple[str, int], int] = {}  # name of a stack, expert: planned owner
+
+    # -- the three functions -----------------------------------------------------------------------------------------
+
+    def assign(self, params: Sequence[Tensor], state: dict[str, Any]) -> dict[int, int]:
+        """Place the parameters, and plan who owns them. Collective over the ranks that hold them together.
+
+        Returns:
+            Index to the global rank of the owner; of a stack of matrices, to that of its first matrix' owner.
+        """
+        names = _names(params, state)
+        self.place(params, names)
+        here = dist.get_rank()
+        owners = {}
+        planned: dict[str, int] = {}
+        self.plans = {}
+        for ranks, domain in self._domains.items():
+            matrices, pools = self._matrices(ranks, names)
+            if not matrices:
+                continue
+            plan = self._plan(domain, matrices, pools)
+            self.plans[ranks] = plan
+            planned |= {name: ranks[owner] for name, owner in plan.owners.items()}
+            domain.chunks, domain.variants = plan.chunks, plan.variants
+        self._experts = {}
+        for index, (name, placed) in enumerate(zip(names, self._placed, strict=True)):
+            owners[index] = planned.get(name, here)
+            if placed is not None and len(placed.layout.shape) == 3:
+                for cell in cells(placed.layout):
+                    for expert in range(cell.start, cell.stop):
+                        first = placed.ranks[cell.holders[0]]
+                        self._experts[name, expert] = planned.get(_expert(name, expert), first)
+                owners[index] = self._experts[name, 0]
+        return owners
+
+    def gather(self, update: Tensor, dst_rank: int, state: dict[str, Any]) -> Tensor | None:
+        """The whole of a parameter's tensor on ``dst_rank``, None elsewhere. Collective over the ranks that hold it.
+
+        Args:
+            update: this rank's part, or a DTensor.
+
+        Raises:
+            ValueError: ``dst_rank`` does not hold the parameter.
+            RuntimeError: ``update`` is not shaped as this rank's part.
+        """
+        placed = self._placed_now(update, state)
+        local = local_tensor(update).detach()
+        if placed is None:
+            return local
+        domain, parcel = self._one(placed, dst_rank, local)
+        part = local[None] if local.numel() else None
+        found = start_gather([part], [parcel], domain, local.new_empty(0), "one matrix").wait()
+        return found[0][0] if 0 in found else None
+
+    def redistribute(self, update: Tensor | None, src_rank: int, state: dict[str, Any]) -> Tensor:
+        """This rank's part of what ``src_rank`` has whole. Collective over the ranks that hold the parameter.
+
+        Args:
+            update: the whole tensor on ``src_rank``, None elsewhere.
+        """
+        placed, local = self._placed_again(state)
+        if placed is None:
+            assert update is not None
+            return update
+        domain, parcel = self._one(placed, src_rank, local)
+        whole = {0: update[None]} if update is not None and domain.rank == parcel.owner else {}
+        part = start_scatter(whole, [parcel], domain, local.new_empty(0), "one matrix").wait()[0]
+        return local.new_empty(local.shape) if part is None else part[0].to(local.dtype)
+
+    # -- for Muon ----------------------------------------------------------------------------------------------------
+
+    def assigned(
+        self, params: Sequence[Tensor], owners: Sequence[int], names: Sequence[str]
+    ) -> dict[int, list[Assigned]]:
+        """By ``id``, who orthogonalizes each parameter that several ranks hold, and where its pieces lie.
+
+        Raises:
+            ValueError: an owner that does not hold its parameter.
+        """
+        found: dict[int, list[Assigned]] = {}
+        for param, placed, owner, name in zip(params, self._placed, owners, names, strict=True):
+            if placed is None:
+                continue
+            domain = self._domains[placed.ranks]
+            if len(placed.layout.shape) == 3:
+                found[id(param)] = list(self._of_stack(placed, domain, owner, name))
+                continue
+            _require_holder(placed, owner, name)
+            everyone = tuple(range(domain.world))
+            parcel = Parcel(1, placed.layout, everyone, domain.ranks.index(owner))
+            found[id(param)] = [Assigned(domain, parcel, nbytes=self.chunk_bytes)]
+        return found
+
+    def domains(self) -> list[Domain]:
+        """Ranks that hold parameters with this one, in one order everywhere."""
+        return list(self._domains.values())
+
+    def members(self, domain: Domain) -> list[Tensor]:
+        """The parameters that the ranks of ``domain`` hold together."""
+        pairs = zip(self._params, self._placed, strict=True)
+        return [param for param, placed in pairs if placed is not None and placed.ranks == domain.ranks]
+
+    def place(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Find where the parameters lie, and connect the ranks. Collective over the ranks that hold them together."""
+        self._params = list(params)
+        if self._grid is not None:
+            found = place(params, names, self._grid, self._shard_dims, self._share)
+        else:
+            found = [self._found_alone(param, name) for param, name in zip(params, names, strict=True)]
+        self._placed = [None if p is None or len(p.ranks) == 1 else p for p in found]
+        wanted = sorted({placed.ranks for placed in self._placed if placed is not None})
+        kept = {ranks: domain for ranks, domain in self._domains.items() if ranks in wanted and _alive(domain)}
+        self._domains = {}
+        for ranks in wanted:
+            members = [i for i, placed in enumerate(self._placed) if placed is not None and placed.ranks == ranks]
+            domain = kept.get(ranks)
+            if domain is None:
+                domain = make_domain(ranks, local_tensor(params[members[0]]).device)
+            self._domains[ranks] = domain
+            require_same(domain.group, ranks, None, [self._described(i, names[i]) for i in members], None)
+
+    def _found_alone(self, param: Tensor, name: str) -> Placed | None:
+        """Where a parameter lies by what it says of itself."""
+        if isinstance(param, DTensor):
+            return place_dtensor(param, name)
+        ranks = self._copies.get(id(param))
+        return None if ranks is None else place_replicated(param, ranks)
+
+    def _described(self, index: int, name: str) -> tuple[str, str]:
+        param, placed = self._params[index], self._placed[index]
+        assert placed is not None
+        layout = placed.layout
+        return f"parameter {name!r}", f"{layout.shape}, {param.dtype}, in pieces {[p.shape for p in layout.pieces]}"
+
+    def _share(self, item: object) -> list[object]:
+        """One object from every rank of the grid, in its order."""
+        assert self._grid is not None
+        ranks = tuple(sorted(self._grid.ranks))
+        domain = self._domains.get(ranks)
+        if domain is None or not _alive(domain):
+            domain = self._domains[ranks] = make_domain(ranks, local_tensor(self._params[0]).device)
+        found = dict(zip(ranks, agree(domain.group, None, item), strict=True))
+        return [found[rank] for rank in self._grid.ranks]
+
+    def _matrices(
+        self, ranks: tuple[int, ...], names: Sequence[str]
+    ) -> tuple[list[Matrix], list[frozenset[str]] | None]:
+        """What the ranks share, and what each of them may own."""
+        matrices = []
+        pools: list[set[str]] = [{""} for _ in ranks]
+        for name, placed in zip(names, self._placed, strict=True):
+            if placed is None or placed.ranks != ranks:
+                continue
+            shape = placed.layout.shape
+            if len(shape) == 2:
+                matrices.append(Matrix(name, *shape, "", shape[0] * shape[1] * _WIRE_BYTES))
+                continue
+            for cell in cells(placed.layout):
+                if len(cell.holders) == 1:
+                    continue
+                pool = f"ranks {cell.holders}"
+                for holder in cell.holders:
+                    pools[holder].add(pool)
+                m, n = cell.layout.shape
+                for expert in range(cell.start, cell.stop):
+                    matrices.append(Matrix(_expert(name, expert), m, n, "", m * n * _WIRE_BYTES, pool))
+        alike = all(pool == {""} for pool in pools)
+        return matrices, None if alike else [frozenset(pool) for pool in pools]
+
+    def _plan(self, domain: Domain, matrices: list[Matrix], pools: list[frozenset[str]] | None) -> OwnerPlan:
+        places: list[Place] = agree(domain.group, None, Place.here())
+        if domain.device.type == "cpu":
+            warn_if_oversubscribed(places, domain.rank)
+        per_byte = _NOMINAL_NS_PER_BYTE if self._costs == "flops" else link_ns_per_byte(domain)
+        return make_plan(
+            matrices,
+            domain.group,
+            domain.device,
+            costs=self._costs,
+            solve=self._solve,
+            hosts=[p.host for p in places],
+            pools=pools,
+            ns_per_byte=per_byte,
+        )
+
+    def _of_stack(self, placed: Placed, domain: Domain, owner: int, name: str) -> list[Assigned]:
+        """Matrices of a stack, in ranges that one rank orthogonalizes."""
+        found = []
+        offset = 0
+        here = placed.ranks.index(dist.get_rank())
+        for cell in cells(placed.layout):
+            held = here in cell.holders
+            for first, last, position in self._ranges(placed, cell, owner, name):
+                parcel = Parcel(last - first, cell.layout, cell.holders, position)
+                if len(cell.holders) > 1 or held:  # nobody else needs to know of what one rank has alone
+                    found.append(Assigned(domain, parcel, first, last, offset + first - cell.start, self.chunk_bytes))
+            offset += cell.stop - cell.start if held else 0
+        return found
+
+    def _ranges(self, placed: Placed, cell: Cell, owner: int, name: str) -> list[tuple[int, int, int]]:
+        """``(start, stop, position of the owner)``: as many matrices each as planned, but neighbours."""
+        counts = dict.fromkeys(cell.holders, 0)
+        for expert in range(cell.start, cell.stop):
+            planned = self._experts.get((name, expert), owner)
+            position = placed.ranks.index(planned) if planned in placed.ranks else cell.holders[0]
+            counts[position if position in counts else cell.holders[0]] += 1
+        found = []
+        start = cell.start
+        for position, count in counts.items():
+            if count:
+                found.append((start, start + count, position))
+                start += count
+        return found
+
+    def _placed_now(self, update: Tensor, state: Mapping[str, Any]) -> Placed | None:
+        """Where the tensor that ``gather`` got lies: as the current parameter, or as its own layout says."""
+        index: int | None = state.get("current_param_idx")
+        local = local_tensor(update)
+        if index is None or not self._params:
+            self.place([update], ["update"])
+            self._params = [update]
+            return self._placed[0]
+        param = self._params[index]
+        if local.shape != local_tensor(param).shape:
+            raise RuntimeError(
+                f"gather_fn got a tensor of shape {tuple(local.shape)} for parameter {index} on rank "
+                f"{dist.get_rank()}, whose part here is {tuple(local_tensor(param).shape)}"
+            )
+        return self._placed[index]
+
+    def _placed_again(self, state: Mapping[str, Any]) -> tuple[Placed | None, Tensor]:
+        index: int = state.get("current_param_idx") or 0
+        if not self._params:
+            raise RuntimeError("redistribute_fn was called before gather_fn, which learns where the tensor lies")
+        return self._placed[index], local_tensor(self._params[index])
+
+    def _one(self, placed: Placed, owner: int, local: Tensor) -> tuple[Domain, Parcel]:
+        _require_holder(placed, owner, "update")
+        domain = self._domains[placed.ranks]
+        return domain, Parcel(1, placed.layout, tuple(range(domain.world)), domain.ranks.index(owner))
+
+
+def _require_holder(placed: Placed, owner: int, name: str) -> None:
+    if owner not in placed.ranks:
+        raise ValueError(
+            f"Invalid rank {owner} for parameter {name!r}: it lies on ranks {list(placed.ranks)}, one of which must "
+            "own it"
+        )
+
+
+def _alive(domain: Domain) -> bool:
+    """Whether the process group still exists; not after the default one was destroyed."""
+    try:
+        return dist.get_process_group_ranks(domain.group) == list(domain.ranks)
+    except (KeyError, RuntimeError, ValueError):
+        return False
+
+
+def _names(params: Sequence[Tensor], state: Mapping[str, Any]) -> list[str]:
+    names: list[str] = list(state.get("param_names", ()))
+    return names if len(names) == len(params) else [str(i) for i in range(len(params))]
+
+
+def _expert(name: str, expert: int) -> str:
+    return f"{name}[{expert}]"

@@ -1,0 +1,333 @@
+"""Where the elements of a sharded tensor lie: the indices that each rank holds, derived without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, pairwise, product
+from math import prod
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+__all__ = ["Cell", "Piece", "Run", "ShardLayout", "cells", "layout_from_shapes", "layout_of"]
+
+Run = tuple[int, int]  # half-open [start, stop) of global indices
+Runs = tuple[Run, ...]
+Cut = tuple[int, int]  # a dimension of the tensor, and into how many chunks it is cut before each of them is shared out
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank holds of a tensor.
+
+    Attributes:
+        runs: per dimension the runs of global indices, in the order in which the local tensor has them; no run is
+            empty, and none continues the one before it.
+    """
+
+    runs: tuple[Runs, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the local tensor."""
+        return tuple(_length(runs) for runs in self.runs)
+
+    @property
+    def numel(self) -> int:
+        """Elements in the local tensor."""
+        return prod(self.shape)
+
+    def blocks(self) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """The local and the global slices of each contiguous block; none when the piece is empty."""
+        blocks = product(*(_slices(runs) for runs in self.runs))
+        return [(tuple(local for local, _ in block), tuple(whole for _, whole in block)) for block in blocks]
+
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Whether this is all of a tensor of ``shape``."""
+        return self.runs == tuple(_whole(length) for length in shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """Where the elements of a tensor lie.
+
+    Attributes:
+        shape: global.
+        pieces: by position among the ranks that hold the tensor.
+        replicas: by position, the number of the copy that the piece belongs to. The pieces of one copy are disjoint
+            and make up the whole.
+        split_dim: the one dimension that is cut, where each piece is a single run of it and all of the others: the
+            whole is then the concatenation of pieces in ``order``. None if nothing is cut or not in this way.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    replicas: tuple[int, ...]
+    split_dim: int | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "split_dim", _split_dim(self.shape, self.pieces))
+
+    @property
+    def local(self) -> bool:
+        """Whether one rank holds the only copy, so that there is nothing to exchange."""
+        return len(self.pieces) == 1
+
+    def sources(self, owner: int) -> tuple[int, ...]:
+        """Ascending positions with the elements of the copy that ``owner`` has part in, perhaps its own among them."""
+        copy = self.replicas[owner]
+        return tuple(i for i, of in enumerate(self.replicas) if of == copy and all(self.pieces[i].runs))
+
+    def order(self, owner: int) -> tuple[int, ...]:
+        """The sources of ``owner`` by the first global index of their pieces."""
+        return tuple(sorted(self.sources(owner), key=lambda i: [runs[0][0] for runs in self.pieces[i].runs]))
+
+    def reordered(self, order: Sequence[int]) -> ShardLayout:
+        """The layout whose position ``i`` is this one's ``order[i]``."""
+        return ShardLayout(self.shape, tuple(self.pieces[i] for i in order), tuple(self.replicas[i] for i in order))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Matrices ``[start, stop)`` of a stack, which the same ranks hold in the same way.
+
+    Attributes:
+        holders: ascending positions in the layout of the stack.
+        layout: of one of the matrices; pieces by position in ``holders``.
+    """
+
+    start: int
+    stop: int
+    holders: tuple[int, ...]
+    layout: ShardLayout
+
+
+def layout_of(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement]) -> ShardLayout:
+    """The layout of a DTensor of global ``shape`` over a mesh of extents ``sizes``.
+
+    Positions count the coordinates of the mesh in row-major order. Placements apply in the order of the mesh's
+    dimensions, each to what the ones before it left; chunks are those of ``torch.chunk``, the last ones perhaps empty.
+
+    Raises:
+        ValueError: for a placement other than Replicate, Shard and the strided shard of FSDP over tensor parallelism,
+            a dimension that the tensor lacks, or a number of placements that is not that of mesh dimensions.
+    """
+    if len(sizes) != len(placements):
+        raise ValueError(f"{len(placements)} placements {tuple(placements)} for a mesh of extents {tuple(sizes)}")
+    cuts = tuple(_cut(placement, len(shape)) for placement in placements)
+    return _layout(tuple(shape), tuple(sizes), cuts)
+
+
+def layout_from_shapes(
+    shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], dims: Sequence[int | None]
+) -> ShardLayout:
+    """The layout of a tensor of which every position holds one block of any length, from the blocks' shapes.
+
+    Args:
+        shapes: local, by position in row-major order over the grid.
+        sizes: extents of the grid.
+        dims: per dimension of the grid the dimension of the tensor that it cuts, or None where it holds copies. Where
+            several cut one dimension, the first of them is the outermost.
+
+    Raises:
+        ValueError: shapes that no tensor can have been cut into, with their positions.
+    """
+    if len(sizes) != len(dims) or prod(sizes) != len(shapes):
+        raise ValueError(f"{len(shapes)} local shapes and dims {tuple(dims)} for a grid of extents {tuple(sizes)}")
+    return _layout_from_shapes(tuple(tuple(shape) for shape in shapes), tuple(sizes), tuple(dims))
+
+
+def cells(layout: ShardLayout) -> list[Cell]:
+    """The runs of matrices of a stack ``(E, m, n)`` that have equal holders, in ascending order.
+
+    A rank whose share of the rows or columns is empty holds the matrices that it has a share of, all the same.
+
+    Raises:
+        ValueError: a layout that is not of a stack.
+    """
+    if len(layout.shape) != 3:
+        raise ValueError(f"a stack of matrices has 3 dimensions, the layout is of a tensor of shape {layout.shape}")
+    of_matrix = [Piece(piece.runs[1:]) for piece in layout.pieces]
+    bounds = sorted({bound for piece in layout.pieces for run in piece.runs[0] for bound in run})
+    index = {bound: i for i, bound in enumerate(bounds)}
+    holders: list[list[int]] = [[] for _ in bounds[1:]]
+    for position, piece in enumerate(layout.pieces):
+        for start, stop in piece.runs[0]:
+            for i in range(index[start], index[stop]):
+                holders[i].append(position)
+    layouts: dict[tuple[tuple[Piece, ...], tuple[int, ...]], ShardLayout] = {}
+    found: list[Cell] = []
+    for (start, stop), of_cell in zip(pairwise(bounds), map(tuple, holders), strict=True):
+        if found and found[-1].holders == of_cell:
+            found[-1] = Cell(found[-1].start, stop, of_cell, found[-1].layout)
+            continue
+        pieces = tuple(of_matrix[i] for i in of_cell)
+        replicas = _renumbered([layout.replicas[i] for i in of_cell])
+        if (pieces, replicas) not in layouts:
+            layouts[pieces, replicas] = ShardLayout(layout.shape[1:], pieces, replicas)
+        found.append(Cell(start, stop, of_cell, layouts[pieces, replicas]))
+    return found
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+
+def _length(runs: Runs) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def _whole(length: int) -> Runs:
+    return ((0, length),) if length else ()
+
+
+def _slices(runs: Runs) -> list[tuple[slice, slice]]:
+    """The local and the global slice of each run."""
+    ends = accumulate(stop - start for start, stop in runs)
+    return [
+        (slice(end - (stop - start), end), slice(start, stop)) for end, (start, stop) in zip(ends, runs, strict=True)
+    ]
+
+
+def _part(runs: Runs, start: int, stop: int) -> Iterator[Run]:
+    """What ``[start, stop)`` of a local tensor holds, if the local tensor holds ``runs``."""
+    for first, last in runs:
+        left, right = first + max(start, 0), min(first + stop, last)
+        if left < right:
+            yield left, right
+        start, stop = start - (last - first), stop - (last - first)
+
+
+def _joined(runs: Iterable[Run]) -> Runs:
+    """``runs`` with each that continues the one before it made part of it."""
+    joined: list[Run] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return tuple(joined)
+
+
+def _chunks(start: int, stop: int, count: int) -> list[Run]:
+    """``[start, stop)`` in ``count`` chunks as ``torch.chunk`` cuts them, the last ones perhaps empty."""
+    size = -(-(stop - start) // count)
+    return [(min(start + i * size, stop), min(start + (i + 1) * size, stop)) for i in range(count)]
+
+
+def _shares(runs: Runs, factor: int, count: int) -> list[Runs]:
+    """What each of ``count`` ranks gets of ``runs``: its chunk of each of the ``factor`` chunks that come first."""
+    dealt = [_chunks(start, stop, count) for start, stop in _chunks(0, _length(runs), factor)]
+    return [_joined(run for chunks in dealt for run in _part(runs, *chunks[i])) for i in range(count)]
+
+
+# -- layouts --------------------------------------------------------------------------------------------------------
+
+
+def _cut(placement: Placement, ndim: int) -> Cut | None:
+    """What a placement cuts; None for copies."""
+    if isinstance(placement, Replicate):
+        return None
+    if isinstance(placement, _StridedShard):  # first: older versions derive it from Shard
+        dim, factor = placement.dim, int(placement.split_factor)
+    elif isinstance(placement, Shard):
+        dim, factor = placement.dim, 1
+    else:
+        raise ValueError(
+            f"placement {placement} leaves no rank with elements of the tensor; only Replicate and Shard do: "
+            "redistribute it first"
+        )
+    return _dimension(dim, ndim), factor
+
+
+def _dimension(dim: int, ndim: int) -> int:
+    """``dim`` counted from the front."""
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"dimension {dim} is cut, but the tensor has {ndim}")
+    return dim % ndim
+
+
+@lru_cache(maxsize=256)
+def _layout(shape: tuple[int, ...], sizes: tuple[int, ...], cuts: tuple[Cut | None, ...]) -> ShardLayout:
+    dims = tuple(None if cut is None else cut[0] for cut in cuts)
+    lines: list[dict[tuple[int, ...], Runs]] = []
+    for dim, length in enumerate(shape):
+        line: dict[tuple[int, ...], Runs] = {(): _whole(length)}
+        for size, cut in zip(sizes, cuts, strict=True):
+            if cut is not None and cut[0] == dim:
+                line = {
+                    (*at, i): share for at, runs in line.items() for i, share in enumerate(_shares(runs, cut[1], size))
+                }
+        lines.append(line)
+    return _assembled(shape, sizes, dims, lines)
+
+
+@lru_cache(maxsize=256)
+def _layout_from_shapes(
+    shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], dims: tuple[int | None, ...]
+) -> ShardLayout:
+    ndim = len(shapes[0])
+    for position, shape in enumerate(shapes):
+        if len(shape) != ndim:
+            raise ValueError(
+                f"the local tensor has shape {shape} at position {position} and {shapes[0]} at position 0; both must "
+                f"have {ndim} dimensions, also where a part is empty"
+            )
+    dims = tuple(None if dim is None else _dimension(dim, ndim) for dim in dims)
+    coordinates = list(product(*map(range, sizes)))
+    lines: list[dict[tuple[int, ...], Runs]] = []
+    for dim in range(ndim):
+        first: dict[tuple[int, ...], int] = {}  # the first position with a coordinate
+        for position, at in enumerate(coordinates):
+            other = first.setdefault(_along(at, dims, dim), position)
+            if shapes[other][dim] != shapes[position][dim]:
+                raise ValueError(
+                    f"the local tensor has shape {shapes[other]} at position {other} and {shapes[position]} at "
+                    f"position {position}; dimension {dim} must have one length there, because it is not cut between "
+                    "them"
+                )
+        keys = sorted(first)
+        ends = [0, *accumulate(shapes[first[key]][dim] for key in keys)]
+        lines.append({key: (run,) if run[0] < run[1] else () for key, run in zip(keys, pairwise(ends), strict=True)})
+    shape = tuple(sum(map(_length, line.values())) for line in lines)
+    return _assembled(shape, sizes, dims, lines)
+
+
+def _along(at: tuple[int, ...], dims: tuple[int | None, ...], dim: int | None) -> tuple[int, ...]:
+    """The coordinates of a position in those dimensions of the grid that cut ``dim``, or that hold copies."""
+    return tuple(coordinate for coordinate, of in zip(at, dims, strict=True) if of == dim)
+
+
+def _assembled(
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    dims: tuple[int | None, ...],
+    lines: Sequence[dict[tuple[int, ...], Runs]],
+) -> ShardLayout:
+    """The layout over a grid, from the runs of each dimension by the coordinates that cut it."""
+    copies = [size for size, dim in zip(sizes, dims, strict=True) if dim is None]
+    number = {at: i for i, at in enumerate(product(*map(range, copies)))}
+    known: dict[tuple[tuple[int, ...], ...], Piece] = {}
+    pieces, replicas = [], []
+    for at in product(*map(range, sizes)):
+        key = tuple(_along(at, dims, dim) for dim in range(len(shape)))
+        if key not in known:
+            known[key] = Piece(tuple(line[part] for line, part in zip(lines, key, strict=True)))
+        pieces.append(known[key])
+        replicas.append(number[_along(at, dims, None)])
+    return ShardLayout(shape, tuple(pieces), tuple(replicas))
+
+
+def _split_dim(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> int | None:
+    wholes = [_whole(length) for length in shape]
+    different = {id(piece): piece for piece in pieces}.values()
+    cut = [dim for dim, whole in enumerate(wholes) if any(piece.runs[dim] != whole for piece in different)]
+    if len(cut) != 1 or any(len(piece.runs[cut[0]]) > 1 for piece in different):
+        return None
+    return cut[0]
+
+
+def _renumbered(numbers: Sequence[int]) -> tuple[int, ...]:
+    """``numbers`` counted from 0 without gaps, in their order."""
+    places = {number: i for i, number in enumerate(sorted(set(numbers)))}
+    return tuple(places[number] for number in numbers)

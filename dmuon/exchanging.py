@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -15,11 +16,12 @@ from dmuon.comm import require_same
 from dmuon.config_generators import create_dtensor_config, layout_config
 from dmuon.distributed_config import DistributedConfig, UserFunctions, owners_from
 from dmuon.exchange import Domain, make_domain
+from dmuon.monitor import CollectiveError
 from dmuon.rounds import Round, exchanged_rounds
 from dmuon.shard_functions import ShardFunctions
 from dmuon.user_rounds import user_rounds
 
-__all__ = ["Exchange", "default_config"]
+__all__ = ["Exchange", "Exchanged", "default_config"]
 
 
 def default_config(copies: Mapping[int, dist.ProcessGroup], params: Sequence[Tensor]) -> DistributedConfig | None:
@@ -54,6 +56,17 @@ def functions_of(config: DistributedConfig) -> ShardFunctions | None:
     found = [getattr(f, "__self__", None) for f in (config.gather_fn, config.redistribute_fn)]
     known = found[0]
     return known if isinstance(known, ShardFunctions) and found[1] is known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """One parameter, as people want to see it; ``owner`` is a global rank."""
+
+    name: str
+    shape: str
+    lies_as: str
+    ranks: str
+    owner: int
 
 
 class Exchange:
@@ -99,6 +112,7 @@ class Exchange:
         self.assigned: dict[int, list[Assigned]] = {}
         self.numbers: dict[int, int] = {}
         self._user: UserFunctions | None = None
+        self._stepped = False
         if self.functions is not None:
             self.assigned = self.functions.assigned(params, owners, self.names)
             assert shared == self.assigned.keys()
@@ -111,7 +125,9 @@ class Exchange:
             assigned = self.config.assign_fn(list(params), self.config.state)
             self.config.state["assignments"] = assigned
             return owners_from(assigned, len(params), world), None
-        except (TypeError, ValueError) as fault:
+        except CollectiveError:
+            raise
+        except Exception as fault:  # whatever a user's function raises: the other ranks wait for this one
             if self.functions is not None and getattr(self.config.assign_fn, "__self__", None) is self.functions:
                 raise  # all ranks agreed on it
             return (0,) * len(params), fault
@@ -128,8 +144,18 @@ class Exchange:
         """What group ``index`` exchanges."""
         together = self.config.async_gpu_parallelism
         if self._user is not None:
+            domain = self.domains[0][0] if self.domains else None
             return [
-                *user_rounds(index, batches, self._user, self.owners, self.names, here=self._here, together=together)
+                *user_rounds(
+                    index,
+                    batches,
+                    self._user,
+                    self.owners,
+                    self.names,
+                    here=self._here,
+                    domain=domain,
+                    together=together,
+                )
             ]
         assert self.functions is not None
         return [
@@ -142,6 +168,27 @@ class Exchange:
             )
         ]
 
+    def table(self) -> list[Exchanged]:
+        """What is exchanged, in the order of the parameters."""
+        found = []
+        for param, name, owner in zip(self._params, self.names, self.owners, strict=True):
+            placed = None if self.functions is None else self.functions.where(param)
+            if self.functions is not None and placed is None:
+                continue
+            shape = tuple(param.shape) if placed is None else placed.layout.shape
+            if isinstance(param, DTensor):
+                lies_as = ", ".join(str(placement) for placement in param.placements)
+            else:
+                lies_as = "a user's functions say" if placed is None else "plain tensors"
+            ranks = "" if placed is None else " ".join(map(str, placed.ranks))
+            found.append(Exchanged(name, "x".join(map(str, shape)), lies_as, ranks, owner))
+        return found
+
+    def report(self) -> list[str]:
+        """The plans behind the owners."""
+        plans = {} if self.functions is None else self.functions.plans
+        return [f"ranks {' '.join(map(str, ranks))}: {plan.report()}" for ranks, plan in plans.items()]
+
     def vote(self, changed: bool) -> set[int] | None:
         """Ids of the parameters of which any rank has a gradient; None where one says that its layout changed.
 
@@ -151,6 +198,10 @@ class Exchange:
             CollectiveError: the ranks issued different collectives before.
         """
         changed = changed or any(_lies(p) != laid for p, laid in zip(self._params, self._laid, strict=True))
+        if self._stepped:
+            for domain, _ in self.domains:
+                domain.monitor.end_step()
+        self._stepped = True
         present: set[int] = set()
         for domain, members in self.domains:
             digest = domain.monitor.digest

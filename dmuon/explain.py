@@ -10,6 +10,8 @@ import torch.nn as nn
 from dmuon.accounting import expected_memory, expected_traffic
 from dmuon.dedicate import dedications
 from dmuon.muon import Muon
+from dmuon.param_groups import inside_ddp
+from dmuon.policy import Route, route_parameters
 from dmuon.runtime import Runtime
 
 __all__ = ["explain"]
@@ -19,19 +21,23 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     """Routes with reasons, owners per matrix, predicted loads, dtypes, and what the optimizer did last.
 
     Args:
-        model: a model that went through ``dedicate_params``.
-        optimizer: a ``dmuon.Muon``, to add counters of its last step on this rank.
+        model: any; of one that did not go through ``dedicate_params`` the optimizer knows the owners.
+        optimizer: a ``dmuon.Muon``, to add what it exchanges, and counters of its last step on this rank.
 
     Raises:
-        ValueError: the model was not dedicated.
+        ValueError: Muon would take no matrix of the model.
         TypeError: ``optimizer`` is not a ``dmuon.Muon``.
     """
     found = dedications(model)
-    if not found:
-        raise ValueError("model was not dedicated: call dmuon.dedicate_params(model, mesh) first")
     if optimizer is not None and not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer must be a dmuon.Muon, got {type(optimizer).__name__}")
-    lines: list[str] = []
+    exchanged = [] if optimizer is None else optimizer.exchanged()
+    lines: list[str] = [] if found else _routes(model, optimizer)
+    if exchanged:
+        lines += ["", "exchanged matrices"]
+        rows = [("matrix", "shape", "lies as", "on ranks", "owner")]
+        lines += _table(rows + [(e.name, e.shape, e.lies_as, e.ranks, str(e.owner)) for e in exchanged])
+        lines += ["", *optimizer.exchange_report()] if optimizer is not None else []
     for dedication in found:
         plan, runtime = dedication.plan, dedication.runtime
         owners = plan.owners
@@ -75,6 +81,30 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         if stats.nonfinite:
             lines.append(f"not finite in the last step: {', '.join(stats.nonfinite)}")
     return "\n".join(lines)
+
+
+def _routes(model: nn.Module, optimizer: Muon | None) -> list[str]:
+    """Every parameter's route: as the optimizer has it, with the policy's reason."""
+    routes = route_parameters(inside_ddp(model))
+    taken = {r.fqn for r in routes if r.muon}
+    if optimizer is not None:
+        here = {id(p) for group in optimizer.param_groups if group["use_muon"] for p in group["params"]}
+        taken = {r.fqn for r in routes if id(r.param) in here}
+
+    def why(route: Route) -> str:
+        return route.reason if route.muon == (route.fqn in taken) else "put there by a group or by select"
+
+    def elements(muon: bool) -> int:
+        return sum(r.param.numel() for r in routes if (r.fqn in taken) == muon)
+
+    lines = ["matrices of Muon", *_table([("matrix", "why"), *((r.fqn, why(r)) for r in routes if r.fqn in taken)])]
+    rest = [(r.fqn, why(r)) for r in routes if r.fqn not in taken]
+    lines += ["", "on AdamW", *_table([("parameter", "why"), *rest]), ""]
+    lines += [
+        f"Muon: {len(taken)} parameters, {elements(True):,} elements; "
+        f"AdamW: {len(rest)} parameters, {elements(False):,} elements"
+    ]
+    return lines
 
 
 def _budget(runtime: Runtime) -> list[str]:

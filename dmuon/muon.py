@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dmuon._torch import local_tensor
 from dmuon.adamw import adamw_step, init_adamw_state
@@ -18,7 +19,7 @@ from dmuon.batches import Batch, Done, Orthogonalized, make_batches
 from dmuon.device import PhaseTimer
 from dmuon.distributed_config import DistributedConfig
 from dmuon.early import EarlyUpdates
-from dmuon.exchanging import Exchange, default_config
+from dmuon.exchanging import Exchange, Exchanged, default_config
 from dmuon.muon_state import (
     MOMENTUM,
     adopt_loaded_state,
@@ -283,6 +284,7 @@ class Muon(torch.optim.Optimizer):
         self._timer.reset()
         self._done = []
         present = self._present()
+        self._align_gradients()
         for group, batches in zip(self.param_groups, self._batches, strict=True):
             if group["use_muon"]:
                 adopt_replaced_momentum(self, group, batches)
@@ -304,6 +306,14 @@ class Muon(torch.optim.Optimizer):
         muon = (p for group in self.param_groups if group["use_muon"] for p in group["params"])
         here = {id(p) for p in muon if p.grad is not None}
         return here if voted is None else here | voted
+
+    def _align_gradients(self) -> None:
+        """Lay gradients as their parameters lie: autograd leaves some of DTensors unreduced, or cut otherwise."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad = param.grad
+                if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+                    param.grad = grad.redistribute(placements=param.placements)
 
     def _update(self, present: set[int]) -> None:
         """Every batch in forward order; what it completes leaves at once."""
@@ -360,6 +370,14 @@ class Muon(torch.optim.Optimizer):
             variants=dict(sorted(variants.items())),
             nonfinite=tuple(self._name_of(p) + ("" if i is None else f"[{i}]") for p, i in nonfinite),
         )
+
+    def exchanged(self) -> list[Exchanged]:
+        """Every matrix that several ranks hold and this optimizer exchanges, in the order of the groups."""
+        return [] if self._exchange is None else self._exchange.table()
+
+    def exchange_report(self) -> list[str]:
+        """Owners, batches, costs and predicted loads of what is exchanged, for people."""
+        return [] if self._exchange is None else self._exchange.report()
 
     def _name_of(self, param: Tensor) -> str:
         if isinstance(param, OwnedTensor):

@@ -19,7 +19,8 @@ from dmuon.owned_tensor import OwnedTensor
 from dmuon.policy import Select, canonical_fqn, route_parameters
 
 __all__ = [
-    "ADAMW_OPTIONS", "MUON_OPTIONS", "check_group", "groups_from", "names_of", "param_groups", "replicated_by_ddp",
+    "ADAMW_OPTIONS", "MUON_OPTIONS", "check_group", "groups_from", "inside_ddp", "names_of", "param_groups",
+    "replicated_by_ddp",
 ]  # fmt: skip
 
 MUON_OPTIONS = (
@@ -56,7 +57,7 @@ def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[st
                     f"module {name or 'model'!r} is wrapped in FullyShardedDataParallel, which flattens parameters so "
                     "that their shards are no matrices; use torch's fully_shard (FSDP2) instead"
                 )
-        routed = [(r.param, r.muon) for r in route_parameters(_inside(model), select)]
+        routed = [(r.param, r.muon) for r in route_parameters(inside_ddp(model), select)]
     rest = [p for p, muon in routed if not muon]
     return _groups(
         muon=[p for p, muon in routed if muon],
@@ -115,7 +116,7 @@ def names_of(params: object) -> dict[int, str]:
     """Canonical names of a module's parameters, by ``id``; nothing for anything else."""
     if not isinstance(params, nn.Module):
         return {}
-    return {id(p): canonical_fqn(name) for name, p in _inside(params).named_parameters()}
+    return {id(p): canonical_fqn(name) for name, p in inside_ddp(params).named_parameters()}
 
 
 def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
@@ -126,7 +127,7 @@ def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
     return {id(p): m.process_group for m in wrapped for p in m.module.parameters()}
 
 
-def _inside(model: nn.Module) -> nn.Module:
+def inside_ddp(model: nn.Module) -> nn.Module:
     """What a ``DistributedDataParallel`` wraps."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner: nn.Module = model.module
@@ -181,6 +182,11 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
 
 def _check_param(param: Tensor, use_muon: bool) -> None:
     name = getattr(param, "fqn", f"of shape {tuple(param.shape)}")
+    if param.is_meta:
+        raise ValueError(
+            f"parameter {name} is on the meta device; materialize the model (to_empty and its initialization) before "
+            "building the optimizer"
+        )
     if param.is_complex() or (use_muon and not param.is_floating_point()):
         raise ValueError(f"parameter {name} is {param.dtype}; Muon and AdamW take floating-point parameters")
     if not use_muon:

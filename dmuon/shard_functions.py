@@ -155,6 +155,11 @@ class ShardFunctions:
         """Ranks that hold parameters with this one, in one order everywhere."""
         return list(self._domains.values())
 
+    def where(self, param: Tensor) -> Placed | None:
+        """Where a parameter of the last assignment lies; None for one that this rank has alone."""
+        pairs = zip(self._params, self._placed, strict=True)
+        return next((placed for known, placed in pairs if known is param), None)
+
     def members(self, domain: Domain) -> list[Tensor]:
         """The parameters that the ranks of ``domain`` hold together."""
         pairs = zip(self._params, self._placed, strict=True)

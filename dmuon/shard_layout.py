@@ -158,13 +158,10 @@ def cells(layout: ShardLayout) -> list[Cell]:
             for i in range(index[start], index[stop]):
                 holders[i].append(position)
     layouts: dict[tuple[tuple[Piece, ...], tuple[int, ...]], ShardLayout] = {}
-    found: list[Cell] = []
+    found: list[Cell] = []  # at each bound a run begins or ends, so that no two neighbours have equal holders
     for (start, stop), of_cell in zip(pairwise(bounds), map(tuple, holders), strict=True):
-        if found and found[-1].holders == of_cell:
-            found[-1] = Cell(found[-1].start, stop, of_cell, found[-1].layout)
-            continue
         pieces = tuple(of_matrix[i] for i in of_cell)
-        replicas = _renumbered([layout.replicas[i] for i in of_cell])
+        replicas = tuple(layout.replicas[i] for i in of_cell)  # all of them: every copy has every matrix
         if (pieces, replicas) not in layouts:
             layouts[pieces, replicas] = ShardLayout(layout.shape[1:], pieces, replicas)
         found.append(Cell(start, stop, of_cell, layouts[pieces, replicas]))
@@ -325,9 +322,3 @@ def _split_dim(shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> int | None:
     if len(cut) != 1 or any(len(piece.runs[cut[0]]) > 1 for piece in different):
         return None
     return cut[0]
-
-
-def _renumbered(numbers: Sequence[int]) -> tuple[int, ...]:
-    """``numbers`` counted from 0 without gaps, in their order."""
-    places = {number: i for i, number in enumerate(sorted(set(numbers)))}
-    return tuple(places[number] for number in numbers)

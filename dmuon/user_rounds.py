@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +12,20 @@ from torch.distributed.tensor import DTensor
 
 from dmuon._torch import local_tensor
 from dmuon.batches import Batch, Done, apply, folded, like_param, orthogonalize_whole
+from dmuon.comm import agree
 from dmuon.device import PhaseTimer
 from dmuon.distributed_config import Result, UserFunctions, check_gathered, check_part
+from dmuon.exchange import Domain
 from dmuon.kernels import update_scale
 
 __all__ = ["UserRound", "user_rounds"]
 
 
 class UserRound:
-    """At most one parameter of each owner: all are gathered, each owner orthogonalizes, all are redistributed."""
+    """At most one parameter of each owner: all are gathered, each owner orthogonalizes, all are redistributed.
+
+    Where the ranks check what the functions gave for a parameter for the first time, a fault of one ends all of them.
+    """
 
     exchanged = True
 
@@ -31,14 +37,22 @@ class UserRound:
         owners: Sequence[int],
         names: Sequence[str],
         here: int,
+        domain: Domain | None,
     ) -> None:
-        """``owners`` and ``names`` are those of all parameters, by number; ``here`` is this process's global rank."""
+        """``owners`` and ``names`` are those of all parameters, by number.
+
+        Args:
+            here: this process's global rank.
+            domain: the ranks that take part; None for a single process.
+        """
         self.index = index
         self.batches = list(batches)
         self._functions = functions
         self._owners = owners
         self._names = names
         self._here = here
+        self._domain = domain
+        self._unproven = {_number(batch) for batch in batches}
         self._gathered: dict[int, Result] = {}  # by number of the parameter
         self._parts: dict[int, Result] = {}
 
@@ -50,51 +64,93 @@ class UserRound:
             with timer.phase("momentum"):
                 update = folded(group, batch, [True])
                 update = like_param(param, update if batch.span is not None else update[0])
-            with timer.phase("exchange"):
+            with timer.phase("exchange"), self._named("gather_fn", number):
                 self._gathered[number] = self._functions.gather(number, update, self._owners[number])
 
     def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
         done = []
+        wholes = self._wholes(timer)
         updates: dict[int, Tensor | None] = {}
+        for batch in self.batches:
+            number = _number(batch)
+            if number not in wholes:
+                continue
+            whole = wholes.pop(number)
+            updates[number] = None
+            if whole is not None:
+                updates[number], one = _orthogonalized(group, batch, whole, timer)
+                done.append(one)
+        with timer.phase("exchange"):  # not before this rank has computed: the functions may wait for other owners
+            for number in list(updates):
+                update = updates.pop(number)
+                with self._named("redistribute_fn", number):
+                    self._parts[number] = self._functions.redistribute(number, update, self._owners[number])
+        return done
+
+    def _wholes(self, timer: PhaseTimer) -> dict[int, Tensor | None]:
+        """What has been gathered, by number; None where another rank is the owner."""
+        wholes: dict[int, Tensor | None] = {}
+        fault: RuntimeError | None = None
         for batch in self.batches:
             number, param = _number(batch), batch.params[0]
             if number not in self._gathered:
                 continue
             with timer.phase("exchange"):
-                whole = check_gathered(
-                    self._gathered[number].wait(),
-                    name=self._names[number],
-                    owner=self._owners[number],
-                    here=self._here,
-                    local_shape=tuple(local_tensor(param).shape),
-                    global_shape=tuple(param.shape) if isinstance(param, DTensor) else None,
-                )
-            updates[number] = None
-            if whole is not None:
-                updates[number], one = _orthogonalized(group, batch, whole, timer)
-                done.append(one)
-        self._gathered = {}
-        with timer.phase("exchange"):  # not before this rank has computed: the functions may wait for other owners
-            for number in list(updates):
-                update = updates.pop(number)
-                self._parts[number] = self._functions.redistribute(number, update, self._owners[number])
-        return done
+                with self._named("gather_fn", number):
+                    whole = self._gathered.pop(number).wait()
+                try:
+                    wholes[number] = check_gathered(
+                        whole,
+                        name=self._names[number],
+                        owner=self._owners[number],
+                        here=self._here,
+                        local_shape=tuple(local_tensor(param).shape),
+                        global_shape=tuple(param.shape) if isinstance(param, DTensor) else None,
+                    )
+                except RuntimeError as error:
+                    wholes[number], fault = None, fault or error
+        self._raise(fault, wholes)
+        return wholes
 
     def finish(self, group: Mapping[str, Any], timer: PhaseTimer) -> None:
+        parts: dict[int, Tensor] = {}
+        fault: RuntimeError | None = None
+        with timer.phase("exchange"):
+            for batch in self.batches:
+                number = _number(batch)
+                if number not in self._parts:
+                    continue
+                with self._named("redistribute_fn", number):
+                    part = self._parts[number].wait()
+                shape = tuple(local_tensor(batch.params[0]).shape)
+                try:
+                    parts[number] = check_part(part, name=self._names[number], here=self._here, local_shape=shape)
+                except RuntimeError as error:
+                    fault = fault or error
+        self._raise(fault, self._parts)
+        self._unproven -= self._parts.keys()
+        self._parts = {}
         for batch in self.batches:
-            number, param = _number(batch), batch.params[0]
-            result = self._parts.pop(number, None)
-            if result is None:
-                continue
-            with timer.phase("exchange"):
-                part = check_part(
-                    result.wait(),
-                    name=self._names[number],
-                    here=self._here,
-                    local_shape=tuple(local_tensor(param).shape),
-                )
-            update = part if batch.span is not None else part[None]
-            apply(group, batch, [param], update.to(batch.momentum.dtype), timer, scale=1.0)
+            if _number(batch) in parts:
+                part = parts.pop(_number(batch))
+                update = part if batch.span is not None else part[None]
+                apply(group, batch, batch.params, update.to(batch.momentum.dtype), timer, scale=1.0)
+
+    def _named(self, function: str, number: int) -> AbstractContextManager[None]:
+        """Communication that fails inside says where, as dmuon's own does."""
+        if self._domain is None:
+            return nullcontext()
+        return self._domain.monitor.watch(f"{function} of parameter {self._names[number]!r}")
+
+    def _raise(self, fault: RuntimeError | None, numbers: Collection[int]) -> None:
+        """Raise a fault of this rank, and of any other one if some of ``numbers`` come for the first time."""
+        if self._domain is not None and not self._unproven.isdisjoint(numbers):
+            try:
+                agree(self._domain.group, fault)
+            except ValueError as of_others:
+                raise RuntimeError(str(of_others)) from None
+        if fault is not None:
+            raise fault
 
 
 def _orthogonalized(group: Mapping[str, Any], batch: Batch, whole: Tensor, timer: PhaseTimer) -> tuple[Tensor, Done]:
@@ -121,6 +177,7 @@ def user_rounds(
     names: Sequence[str],
     *,
     here: int,
+    domain: Domain | None,
     together: bool,
 ) -> list[UserRound]:
     """Rounds of what ``functions`` exchange, of at most one parameter per owner; one parameter each unless together."""
@@ -135,4 +192,4 @@ def user_rounds(
         if place == len(rounds):
             rounds.append([])
         rounds[place].append(batch)
-    return [UserRound(index, some, functions, owners, names, here) for some in rounds]
+    return [UserRound(index, some, functions, owners, names, here, domain) for some in rounds]

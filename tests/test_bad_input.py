@@ -857,7 +857,6 @@ def test_one_process_needs_no_process_group() -> None:
     with pytest.raises(TypeError, match=r"mesh must be a torch\.distributed DeviceMesh"):
         dmuon.dedicate_params(model, None)  # type: ignore[arg-type]
     for use in (
-        lambda: dmuon.explain(model),
         lambda: dmuon.set_requires_gradient_sync(model, False),
         lambda: dmuon.summon_full_params(model).__enter__(),
         lambda: dmuon.no_sync(model).__enter__(),

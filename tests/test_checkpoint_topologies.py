@@ -409,7 +409,10 @@ def resume_in_bf16(rank: int, _world: int, path: str, name: str) -> tuple[dict[s
 
 
 @pytest.mark.pitfall("P23", "P32")
-@pytest.mark.parametrize(("source", "target"), [("hsdp", "hsdp"), ("hsdp", "tp"), ("tp", "ddp-2"), ("tp", "tp")])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("hsdp", "tp"), ("tp", "ddp-2"), *(pytest.param(n, n, marks=pytest.mark.slow) for n in ("hsdp", "tp"))],
+)
 def test_masters_and_momentum_survive_mixed_precision(
     ranks: RankPool, tmp_path: Path, source: str, target: str
 ) -> None:

@@ -138,6 +138,7 @@ def test_death_is_reported_and_the_pool_recovers(fresh: RankPool, how: str, code
     assert torch.equal(fresh(2, _sum_of_ranks, 1.0)[1], torch.full((3,), 3.0))
 
 
+@pytest.mark.slow
 def test_worker_killed_between_calls_is_replaced(fresh: RankPool) -> None:
     fresh(1, _sum_of_ranks, 1.0)
     pid = fresh.pids()[0]

@@ -216,8 +216,19 @@ def check_variants(ranks: RankPool, world: int, kinds: list[str], fsdp: bool, ke
 
 
 @pytest.mark.pitfall("P15", "P18", "P19", "P58")
-@MODES
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world", "fsdp", "keep"),
+    [
+        (2, True, False),
+        *(
+            pytest.param(world, fsdp, keep, marks=pytest.mark.slow)
+            for world in (2, 3)
+            for fsdp in (True, False)
+            for keep in (True, False)
+            if (world, fsdp, keep) != (2, True, False)
+        ),
+    ],
+)
 def test_unusual_forwards_equal_single_process(ranks: RankPool, world: int, fsdp: bool, keep: bool) -> None:
     everything = world == 2 or (fsdp and not keep)
     check_variants(ranks, world, KINDS if everything else ["plain", "branches"], fsdp, keep)

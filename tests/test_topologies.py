@@ -121,8 +121,18 @@ def check_kinds(
     [
         pytest.param("hsdp", False, {}, marks=pytest.mark.slow),
         ("ddp-2", False, {"transport": "single", "outstanding_reductions": 1}),
-        ("1d-two-lines", False, {"merge_bytes": MERGED, "transport": "single", "prefetch": 2}),
-        ("1d-two-lines", True, {"merge_bytes": MERGED, "prefetch": 0, "asynchronous": False}),
+        pytest.param(
+            "1d-two-lines",
+            False,
+            {"merge_bytes": MERGED, "transport": "single", "prefetch": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "1d-two-lines",
+            True,
+            {"merge_bytes": MERGED, "prefetch": 0, "asynchronous": False},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_unusual_forwards_equal_single_process(ranks: RankPool, name: str, keep: bool, comm: Options) -> None:
@@ -175,7 +185,7 @@ def run_options(rank: int, world: int, name: str, keep: bool, varied: list[Optio
     [
         ("1d", False),
         pytest.param("hsdp-two-lines", False, marks=pytest.mark.slow),
-        ("ddp-2", False),
+        pytest.param("ddp-2", False, marks=pytest.mark.slow),
     ],
 )
 def test_options_of_communication_change_no_bit(ranks: RankPool, name: str, keep: bool) -> None:
@@ -340,9 +350,9 @@ def only_forwards(model: nn.Module, optimizer: Any, loss: Loss) -> None:
 SEQUENCES = [
     pytest.param(mixed_accumulation, marks=pytest.mark.pitfall("P12")),
     pytest.param(dropped_accumulation, marks=pytest.mark.pitfall("P16")),
-    pytest.param(evaluation_between_micro_batches, marks=pytest.mark.pitfall("P12", "P17")),
+    pytest.param(evaluation_between_micro_batches, marks=[pytest.mark.pitfall("P12", "P17"), pytest.mark.slow]),
     pytest.param(edits_of_whole_weights, marks=pytest.mark.pitfall("P17")),
-    pytest.param(retry_out_of_memory, marks=pytest.mark.pitfall("P17")),
+    pytest.param(retry_out_of_memory, marks=[pytest.mark.pitfall("P17"), pytest.mark.slow]),
     pytest.param(failure_while_accumulating, marks=[pytest.mark.pitfall("P16", "P17"), pytest.mark.slow]),
     pytest.param(only_forwards, marks=[pytest.mark.pitfall("P22"), pytest.mark.slow]),
     pytest.param(exceptions, marks=pytest.mark.pitfall("P17")),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
@@ -26,12 +28,16 @@ __all__ = [
     "default_group_is_bound",
     "default_store",
     "even_shape",
+    "flattened_by_fsdp1",
+    "group_names",
     "local_tensor",
     "managed_by_ddp",
+    "new_named_group",
     "on_backward_end",
     "outside_compile",
     "owned_spec",
     "reduce_scatter_single",
+    "replicate_group",
     "require_supported_torch",
 ]
 
@@ -70,6 +76,48 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def new_named_group(
+    ranks: Sequence[int], name: str, timeout: timedelta | None, options: Any, description: str
+) -> dist.ProcessGroup:
+    """A process group like the default one. Collective over ``ranks``, ascending, and over no others.
+
+    ``dist.new_group(use_local_synchronization=True)`` derives the name, by which the ranks find each other, from how
+    many groups each of them has: it waits for ever where ranks have different numbers of groups.
+
+    Args:
+        name: the same on all of ``ranks``, and of no other group.
+    """
+    c10d: Any = dist.distributed_c10d
+    default = c10d._get_default_group()
+    kind, store = c10d._world.pg_map[default]
+    made: dist.ProcessGroup
+    if callable(getattr(default, "new_group", None)):  # back ends in Python make their own
+        made = dist.new_group(
+            list(ranks), timeout, pg_options=options, use_local_synchronization=True, group_desc=description
+        )
+        return made
+    kind = dist.Backend(kind)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        kind,
+        store,
+        name,
+        backend_options=options,
+        timeout=c10d._get_default_timeout(kind) if timeout is None else timeout,
+        group_desc=description,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    made = group
+    return made
+
+
+def group_names() -> set[str]:
+    """Of all process groups that this process has."""
+    return set(dist.distributed_c10d._world.pg_names.values())
+
+
 def default_group_is_bound() -> bool:
     """Whether the default process group was made for one device (``init_process_group(device_id=…)``)."""
     return dist.distributed_c10d._get_default_group().bound_device_id is not None
@@ -81,6 +129,28 @@ def managed_by_ddp() -> dict[str, Tensor]:
     if wrapper is None:
         return {}
     return {n: p for n, p in wrapper.module.named_parameters() if n not in wrapper.parameters_to_ignore}
+
+
+def replicate_group(module: nn.Module) -> dist.ProcessGroup | None:
+    """Over which ``DistributedDataParallel``, or its composable form ``replicate``, averages gradients; None else."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        wrapped: dist.ProcessGroup = module.process_group
+        return wrapped
+    if not any(base.__module__ == replicate.__module__ for base in type(module).__mro__):
+        return None
+    state: Any = replicate.state(module)
+    wrapper = getattr(state, "_ddp_weakref", lambda: None)()
+    if wrapper is not None:  # it exists from the first forward on
+        found: dist.ProcessGroup = wrapper.process_group
+        return found
+    mesh, group = state._init_kwargs.get("device_mesh"), state._init_kwargs.get("process_group")
+    default: dist.ProcessGroup | None = dist.group.WORLD
+    return mesh.get_group() if mesh is not None else group or default
+
+
+def flattened_by_fsdp1(param: Tensor) -> bool:
+    """Whether ``FullyShardedDataParallel`` has flattened ``param``, or made it of what it flattened."""
+    return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

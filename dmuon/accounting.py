@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from dmuon.batches import make_batches
+from dmuon.batches import make_batches, wire_dtype
 from dmuon.exchange import gathers, received_numel, scatters
 from dmuon.group import OwnerGroup
 from dmuon.kernels import storage_dtype
 from dmuon.kernels.products import carrier_dtype
-from dmuon.rounds import exchanged_rounds
+from dmuon.muon import Muon
+from dmuon.rounds import ExchangedRound, exchanged_rounds
 from dmuon.runtime import Runtime
 
-__all__ = ["Memory", "Traffic", "expected_memory", "expected_traffic"]
+__all__ = ["ExchangeBudget", "Memory", "Traffic", "expected_exchange", "expected_memory", "expected_traffic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,30 @@ class Traffic:
 
     calls: dict[str, int]
     nbytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeBudget:
+    """What one step does on this rank for matrices that several ranks hold, if all of them have gradients.
+
+    Attributes:
+        calls: all-to-alls, at most two a round; those of which this rank sends and receives nothing count.
+        received_before: bytes from other ranks that Newton-Schulz here waits for.
+        received_after: bytes of updates from other ranks.
+        sent_before: bytes of momentum to other ranks.
+        sent_after: bytes of updates to other ranks.
+        in_flight: most bytes alive at once of what is packed, on its way or put together, without Newton-Schulz' own
+            workspace. Of a round there are this rank's parts, what it sends and what it receives; once it has arrived,
+            the whole matrices; then their updates, what is sent of them and what is received. While one round
+            computes, the ``prefetch`` next ones have started (of each domain too), and the one before is on its way.
+    """
+
+    calls: int
+    received_before: int
+    received_after: int
+    sent_before: int
+    sent_after: int
+    in_flight: int
 
 
 def expected_memory(runtime: Runtime) -> Memory:
@@ -116,6 +141,127 @@ def _count_exchanges(runtime: Runtime, ns_dtype: torch.dtype | None, calls: Coun
         before, after = received_numel(round_.parcels, me)
         calls["exchange"] += int(gathers(round_.parcels)) + int(scatters(round_.parcels))
         nbytes["exchange"] += before * momentum.element_size() + after * back.itemsize
+
+
+def expected_exchange(optimizer: Muon) -> ExchangeBudget:
+    """Collectives, bytes and memory of the exchanges of one step.
+
+    Raises:
+        TypeError: a user's own functions exchange matrices; what they send is not known.
+    """
+    exchange = optimizer._exchange
+    found: list[_RoundBytes] = []
+    domains: list[int] = []
+    for round_ in optimizer._rounds:
+        if not round_.exchanged:
+            continue
+        if not isinstance(round_, ExchangedRound):
+            raise TypeError("gather_fn and redistribute_fn of the distributed_config are a user's own: count them")
+        momentum = round_.batches[0].momentum
+        back = wire_dtype(optimizer.param_groups[round_.index], momentum.dtype, momentum.device)
+        found.append(_RoundBytes.of(round_, back.itemsize))
+        domains.append(id(round_.domain))
+    return ExchangeBudget(
+        calls=sum(one.calls for one in found),
+        received_before=sum(one.received for one in found),
+        received_after=sum(one.returned for one in found),
+        sent_before=sum(one.sent for one in found),
+        sent_after=sum(one.answered for one in found),
+        in_flight=_most_in_flight(found, domains, 1 if exchange is None else exchange.prefetch),
+    )
+
+
+def _most_in_flight(rounds: Sequence[_RoundBytes], domains: Sequence[int], prefetch: int) -> int:
+    most = 0
+    gathering: dict[int, int] = {}  # rounds under way
+    for i, one in enumerate(rounds):
+        behind = rounds[i - 1].scattering if prefetch and i else 0
+        for j in [i, *_started(domains, i, prefetch)]:
+            if j not in gathering:
+                gathering[j] = rounds[j].gathering
+                most = max(most, behind + sum(gathering.values()) + rounds[j].parts - rounds[j].own_parts)
+        ahead = sum(gathering.values()) - gathering.pop(i)
+        arrived = one.own_parts + one.received + one.whole
+        most = max(most, ahead + behind + max(arrived, one.scattering))
+    return most
+
+
+def _started(domains: Sequence[int], now: int, prefetch: int) -> list[int]:
+    """Rounds beyond ``now`` that have started: the next ones, and the next ones of each domain that has had a round."""
+    found = []
+    known = set(domains[: now + 1])
+    between: Counter[int] = Counter()
+    for later in range(now + 1, len(domains)):
+        domain = domains[later]
+        between[domain] += 1
+        if later - now <= prefetch or (domain in known and between[domain] <= prefetch):
+            found.append(later)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundBytes:
+    """Of one round on this rank.
+
+    Attributes:
+        parts: of momentum, of everything that it holds, until it is packed.
+        own_parts: of what it owns.
+        sent, received: before Newton-Schulz.
+        whole: matrices that are put together here.
+        updates: of what is owned here.
+        answered, returned: sent and received after Newton-Schulz.
+    """
+
+    calls: int
+    parts: int
+    own_parts: int
+    sent: int
+    received: int
+    whole: int
+    updates: int
+    answered: int
+    returned: int
+
+    @property
+    def gathering(self) -> int:
+        return self.own_parts + self.sent + self.received
+
+    @property
+    def scattering(self) -> int:
+        return self.updates + self.answered + self.returned
+
+    @classmethod
+    def of(cls, round_: ExchangedRound, back: int) -> _RoundBytes:
+        """``back``: bytes of an element of an update."""
+        here, parcels = round_.domain.rank, round_.parcels
+        itemsize = round_.batches[0].momentum.element_size()
+        received, returned = received_numel(parcels, here)
+        parts = own_parts = sent = whole = updates = answered = 0
+        for parcel in parcels:
+            piece, senders = parcel.piece(here), parcel.senders()
+            held = 0 if piece is None else parcel.count * piece.numel
+            parts += held
+            if parcel.owner != here:
+                sent += sum(parcel.count * part.numel for sender, part in senders if sender == here)
+                continue
+            own_parts += held
+            if not (len(senders) == 1 and senders[0][1].covers(parcel.layout.shape)):
+                whole += parcel.numel
+            updates += parcel.numel
+            others = [part for to, part in parcel.receivers() if to != here]
+            answered += sum(parcel.count * part.numel for part in others)
+        calls = int(gathers(parcels)) + int(scatters(parcels))
+        return cls(
+            calls,
+            parts * itemsize,
+            own_parts * itemsize,
+            sent * itemsize,
+            received * itemsize,
+            whole * itemsize,
+            updates * back,
+            answered * back,
+            returned * back,
+        )
 
 
 def _itemsize(group: OwnerGroup) -> int:

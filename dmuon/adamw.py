@@ -40,6 +40,8 @@ def adamw_step(
     for param, state in zip(params, states, strict=True):
         if param.grad is None:
             continue
+        if not state:  # it was cleared
+            init_adamw_state(param, state)
         local = local_tensor(param)
         if local.numel() == 0:
             state["step"] += 1

@@ -104,7 +104,9 @@ class Batch:
     @property
     def count(self) -> int:
         """Matrices, wherever they lie."""
-        return len(self.params) if self.parcel is None or self.span is None else self.parcel.count
+        if self.parcel is not None:
+            return self.parcel.count
+        return len(self.params) if self.span is None else len(self.momentum)
 
     def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The local parts, ``(…, …)`` each, of tensors that lie as some of the parameters."""
@@ -348,13 +350,21 @@ def folded(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> T
     Args:
         present: per parameter, whether any rank has a gradient; zero where none has.
     """
-    out = torch.zeros_like(batch.momentum)
+    if not len(batch.momentum):
+        return torch.zeros_like(batch.momentum)
+    parts = []
     for start, end in batch.runs(present):
         rows = batch.rows(start, end)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in batch.params[start:end]]
-        out[rows] = momentum_update(
+        update = momentum_update(
             batch.matrices(grads), batch.momentum[rows], beta=group["momentum"], nesterov=group["nesterov"]
         )
+        parts.append((rows, update))
+    if len(parts) == 1 and len(parts[0][1]) == len(batch.momentum):
+        return parts[0][1]
+    out = torch.zeros_like(batch.momentum)
+    for rows, update in parts:
+        out[rows] = update
     return out
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon._torch import backend_of, default_group_is_bound, default_store
+from dmuon._torch import backend_of, default_group_is_bound, default_store, group_names, new_named_group
 from dmuon.comm_options import CommOptions
 from dmuon.device import CommStreams, group_options, mesh_device
 from dmuon.monitor import CollectiveError, Monitor, first_line
@@ -87,20 +88,28 @@ def make_group(
         partition: global ranks of each group, ascending; one of them holds this rank.
         urgent: on an accelerator its collectives run before others that wait.
     """
-    bound = default_group_is_bound()
+    pg_options = group_options(device_type, urgent, options.timeout)
+    if not default_group_is_bound():
+        ranks = next(list(ranks) for ranks in partition if dist.get_rank() in ranks)
+        taken = group_names()
+        number = next(i for i in count() if _group_name(purpose, ranks, i) not in taken)
+        return new_named_group(
+            ranks, _group_name(purpose, ranks, number), options.timeout, pg_options, f"dmuon_{purpose}"
+        )
     mine = None
-    for ranks in partition:
-        if bound or dist.get_rank() in ranks:
-            group = dist.new_group(
-                list(ranks),
-                timeout=options.timeout,
-                pg_options=group_options(device_type, urgent, options.timeout),
-                use_local_synchronization=not bound,
-                group_desc=f"dmuon_{purpose}",
-            )
-            mine = group if dist.get_rank() in ranks else mine
+    for members in partition:
+        group = dist.new_group(
+            list(members), timeout=options.timeout, pg_options=pg_options, group_desc=f"dmuon_{purpose}"
+        )
+        mine = group if dist.get_rank() in members else mine
     assert isinstance(mine, dist.ProcessGroup)
     return mine
+
+
+def _group_name(purpose: str, ranks: Sequence[int], number: int) -> str:
+    """The same on all of ``ranks``, however many groups each of them has: they have as many of these."""
+    members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
+    return f"dmuon_{purpose}_{members}_{number}"
 
 
 def make_comm(

@@ -97,7 +97,7 @@ def create_processgroup_config(
     """
     groups = {"fsdp": fsdp_pg, "tp": tp_pg, "dp": dp_pg, "ep": ep_pg, "cp": cp_pg, "pp": pp_pg}
     config = layout_config(
-        grid_of_groups(groups),
+        _grid(groups),
         shard_dims,
         async_gpu_parallelism,
         prefetch_count,
@@ -190,7 +190,7 @@ def create_auto_config(
     if ep_shard_dim is not None:
         dims["ep"] = ep_shard_dim
     config = layout_config(
-        grid_of_groups(groups),
+        _grid(groups),
         dims,
         async_gpu_parallelism,
         prefetch_count,
@@ -244,6 +244,13 @@ def layout_config(
         async_gpu_parallelism=async_gpu_parallelism,
         prefetch_count=prefetch_count,
     )
+
+
+def _grid(groups: _Groups) -> RankGrid | None:
+    """None without torch.distributed, where this process has all of everything."""
+    if not dist.is_initialized() and all(group is None for group in groups.values()):
+        return None
+    return grid_of_groups(groups)
 
 
 def _check_stage(group: dist.ProcessGroup | None, stage: int | None, stages: int | None) -> None:

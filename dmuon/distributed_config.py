@@ -41,7 +41,8 @@ class DistributedConfig:
 
     Every rank calls ``gather_fn`` and ``redistribute_fn`` for the same parameters in the same order, so collectives
     inside them match. All ranks are global ranks, as ``torch.distributed.get_rank()`` gives them. What a function
-    raises ends the step: nothing is tried again.
+    raises ends the step: nothing is tried again. A RuntimeError, as failed communication raises it, comes as a
+    :class:`dmuon.CollectiveError` that names rank, step and parameter.
 
     ``rank`` and ``state`` are passed by position. A function with parameters named ``dst_rank`` (``src_rank`` in
     ``redistribute_fn``) or ``rank``, and ``state``, gets them by these names, in whatever order, keyword-only too.
@@ -66,10 +67,9 @@ class DistributedConfig:
             this rank's part, of the parameter's local shape, on every rank.
         state: passed to all three, for process groups, shapes and whatever else they need. dmuon sets ``"rank"``,
             this process's global rank; ``"assignments"``, what ``assign_fn`` returned; ``"param_names"``, names by
-            index; and ``"current_param_idx"``, the index
-            of the parameter, before every call of ``gather_fn`` and ``redistribute_fn``. Read the last when called:
-            by the time of ``wait()``, other parameters may have been started. Set
-            ``"process_group"`` if fewer ranks than all take part.
+            index; and ``"current_param_idx"``, the index of the parameter, before every call of ``gather_fn`` and
+            ``redistribute_fn``. Read the last when called: by the time of ``wait()``, other parameters may have been
+            started. Set ``"process_group"`` if fewer ranks than all take part.
         async_gpu_parallelism: owners orthogonalize at the same time. ``False`` finishes each parameter before the
             next one starts: for debugging.
         prefetch_count: parameters whose ``gather_fn`` is called ahead of the one that is being orthogonalized. Each

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon._torch import default_store
+from dmuon._torch import default_group_is_bound, default_store
 from dmuon.comm import Comm, make_group
 from dmuon.comm_options import CommOptions
 from dmuon.device import Aside
@@ -76,9 +76,18 @@ class Domain:
 
 
 def make_domain(ranks: Sequence[int], device: torch.device, options: CommOptions | None = None) -> Domain:
-    """Collective over ``ranks``, and over no others."""
+    """Connect ``ranks``. Collective over them, and over no others.
+
+    Raises:
+        ValueError: some of all ranks, and the default process group is bound to a device.
+    """
     options = options or CommOptions()
     members = tuple(sorted(ranks))
+    if default_group_is_bound() and len(members) < dist.get_world_size():
+        raise ValueError(
+            f"ranks {list(members)} hold matrices together, and the default process group was bound to a device, which "
+            "makes creating groups collective over all ranks; leave device_id out of init_process_group"
+        )
     group = make_group(device.type, [members], "exchange", options)
     rank = dist.get_rank()
     monitor = Monitor(
@@ -234,7 +243,9 @@ def start_gather(
                     incoming[sender] += parcel.count * piece.numel
         elif part is not None and any(sender == here for sender, _ in senders):
             outgoing[parcel.owner].append(part)
-    return Gathering(parts, parcels, domain, _Flight(outgoing, incoming, like, domain, f"gather of {what}"))
+    flight = _Flight(outgoing, incoming, like, domain, f"gather of {what}")
+    mine = [part if parcel.owner == here else None for part, parcel in zip(parts, parcels, strict=True)]
+    return Gathering(mine, parcels, domain, flight)
 
 
 def start_scatter(
@@ -267,8 +278,11 @@ class _Flight:
     def __init__(
         self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[int], like: Tensor, domain: Domain, what: str
     ) -> None:
-        flat = [tensor.reshape(-1).to(like.dtype) for tensors in outgoing for tensor in tensors]
-        self._sent = torch.cat(flat) if flat else like.new_empty(0)
+        parts = [tensor for tensors in outgoing for tensor in tensors]
+        self._sent = like.new_empty(sum(part.numel() for part in parts))
+        if parts:
+            places = self._sent.split([part.numel() for part in parts])
+            torch._foreach_copy_([place.view(part.shape) for place, part in zip(places, parts, strict=True)], parts)
         self._received = like.new_empty(sum(incoming))
         self._incoming = list(incoming)
         sizes = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]

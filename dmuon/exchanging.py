@@ -58,6 +58,12 @@ def functions_of(config: DistributedConfig) -> ShardFunctions | None:
     return known if isinstance(known, ShardFunctions) and found[1] is known else None
 
 
+def _assigning(config: DistributedConfig) -> ShardFunctions | None:
+    """The layouts that ``assign_fn`` goes by, if it was generated."""
+    known = getattr(config.assign_fn, "__self__", None)
+    return known if isinstance(known, ShardFunctions) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Exchanged:
     """One parameter, as people want to see it; ``owner`` is a global rank."""
@@ -92,20 +98,32 @@ class Exchange:
         state["rank"] = self._here = dist.get_rank() if dist.is_initialized() else 0
         state["param_names"] = self.names
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if self.functions is not None and getattr(config.assign_fn, "__self__", None) is not self.functions:
+        placing = _assigning(config) if self.functions is None else self.functions
+        if self.functions is not None and _assigning(config) is not self.functions:
             self.functions.place(params, self.names)  # the user says who owns what, and nothing else
         owners, fault = self._asked(params, world)
         self.domains: list[tuple[Domain, list[Tensor]]] = []
-        if self.functions is not None:
-            self.domains = [(domain, self.functions.members(domain)) for domain in self.functions.domains()]
+        if placing is not None:
+            self.domains = [(domain, placing.members(domain)) for domain in placing.domains()]
         elif dist.is_initialized() and world > 1:
-            self.domains = [(self._users_domain(), self._params)]
-        described = [(f"owner of parameter {name!r}", str(rank)) for name, rank in zip(names, owners, strict=True)]
+            domain = self._users_domain()
+            self.domains = [(domain, self._params)]
+            outside = [(n, rank) for n, rank in zip(names, owners, strict=True) if rank not in domain.ranks]
+            if outside and fault is None:
+                fault = ValueError(
+                    f"Invalid rank {outside[0][1]} for parameter {outside[0][0]!r}: state['process_group'] has ranks "
+                    f"{list(domain.ranks)}, one of which must own it"
+                )
+        labels = self.names if placing is None else placing.labels
+        described = [(f"owner of parameter {label!r}", str(rank)) for label, rank in zip(labels, owners, strict=True)]
         shared = {id(p) for _, members in self.domains for p in members}
         for domain, members in self.domains:
             ids = {id(p) for p in members}
             items = [item for p, item in zip(params, described, strict=False) if id(p) in ids]
-            require_same(domain.group, domain.ranks, fault, items, None)
+            try:
+                require_same(domain.group, domain.ranks, fault, items, None)
+            except Exception as found:  # those of the next ones must hear of it
+                fault = found
         if fault is not None:
             raise fault
         self.owners = owners
@@ -114,11 +132,12 @@ class Exchange:
         self._user: UserFunctions | None = None
         self._stepped = False
         if self.functions is not None:
-            self.assigned = self.functions.assigned(params, owners, self.names)
+            self.assigned = self.functions.assigned(params, owners)
             assert shared == self.assigned.keys()
         else:
             self._user = UserFunctions(config)
-            self.numbers = {id(p): i for i, p in enumerate(params)}
+            # What generated placements say that this rank has alone needs no functions.
+            self.numbers = {id(p): i for i, p in enumerate(params) if placing is None or id(p) in shared}
 
     def _asked(self, params: Sequence[Tensor], world: int) -> tuple[tuple[int, ...], Exception | None]:
         try:
@@ -128,7 +147,7 @@ class Exchange:
         except CollectiveError:
             raise
         except Exception as fault:  # whatever a user's function raises: the other ranks wait for this one
-            if self.functions is not None and getattr(self.config.assign_fn, "__self__", None) is self.functions:
+            if self.functions is not None and _assigning(self.config) is self.functions:
                 raise  # all ranks agreed on it
             return (0,) * len(params), fault
 
@@ -144,11 +163,13 @@ class Exchange:
         """What group ``index`` exchanges."""
         together = self.config.async_gpu_parallelism
         if self._user is not None:
-            domain = self.domains[0][0] if self.domains else None
-            return [
-                *user_rounds(
+            found: list[Round] = []
+            taking_part: Sequence[tuple[Domain | None, list[Tensor]]] = self.domains or [(None, self._params)]
+            for domain, members in taking_part:
+                ids = {id(p) for p in members}
+                found += user_rounds(
                     index,
-                    batches,
+                    [batch for batch in batches if batch.number is not None and id(batch.params[0]) in ids],
                     self._user,
                     self.owners,
                     self.names,
@@ -156,7 +177,7 @@ class Exchange:
                     domain=domain,
                     together=together,
                 )
-            ]
+            return found
         assert self.functions is not None
         return [
             *exchanged_rounds(
@@ -190,12 +211,13 @@ class Exchange:
         return [f"ranks {' '.join(map(str, ranks))}: {plan.report()}" for ranks, plan in plans.items()]
 
     def vote(self, changed: bool) -> set[int] | None:
-        """Ids of the parameters of which any rank has a gradient; None where one says that its layout changed.
+        """Ids of the parameters of which any rank has a gradient; None if layouts changed.
 
         Collective over the domains. It needs nothing that a device has yet to compute.
 
         Raises:
             CollectiveError: the ranks issued different collectives before.
+            RuntimeError: layouts changed on some ranks only.
         """
         changed = changed or any(_lies(p) != laid for p, laid in zip(self._params, self._laid, strict=True))
         if self._stepped:
@@ -205,12 +227,17 @@ class Exchange:
         present: set[int] = set()
         for domain, members in self.domains:
             digest = domain.monitor.digest
-            mine = [int(changed), digest, -digest, *(int(p.grad is not None) for p in members)]
-            found = domain.largest(mine + [0] * (len(self._params) + 3 - len(mine)))
-            changed = changed or bool(found[0])
-            if (found[1], found[2]) != (digest, -digest):
+            mine = [changed, -changed, digest, -digest, *(p.grad is not None for p in members)]
+            found = domain.largest([int(value) for value in mine])
+            if (found[2], found[3]) != (digest, -digest):
                 domain.monitor.disagree()
-            present |= {id(p) for p, there in zip(members, found[3:], strict=False) if there}
+            if (found[0], found[1]) != (changed, -changed):
+                here = "this rank" if changed else "another rank, and not on this one"
+                raise RuntimeError(
+                    f"rank {self._here}: parameters of the optimizer or their layouts have changed on {here}, of ranks "
+                    f"{' '.join(map(str, domain.ranks))}; change them on all of them before the same step"
+                )
+            present |= {id(p) for p, there in zip(members, found[4:], strict=True) if there}
         return None if changed else present
 
 

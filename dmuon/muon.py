@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -222,11 +221,6 @@ class Muon(torch.optim.Optimizer):
         keep_momentum(group["params"], batches, kept)
         show_momentum(self, group, batches)
         return batches
-
-    def _control_groups(self) -> list[dist.ProcessGroup]:
-        """The ranks that load state together."""
-        found = [runtime.comm.control for runtime in self._runtimes]
-        return found + ([] if self._exchange is None else [domain.group for domain, _ in self._exchange.domains])
 
     def _param_ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for group in self.param_groups]

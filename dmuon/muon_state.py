@@ -34,12 +34,18 @@ def _momentum_view(param: Tensor, local: Tensor) -> Tensor:
     return param.runtime.entry_of(param).like_rest(local, f"{param.fqn}.{MOMENTUM}")
 
 
+def _momentum_dtype(param: Tensor) -> torch.dtype:
+    return torch.promote_types(param.dtype, torch.float32)
+
+
 def show_momentum(optimizer: Muon, group: dict[str, Any], batches: Sequence[Batch]) -> None:
     """Make ``state`` show the rows of the stacks, in the order of the group: ranks own different ones."""
     rows = _momentum_rows(batches)
     for param in group["params"]:
-        local = local_tensor(param)
-        row = rows.get(id(param), local.new_empty(local.shape))
+        row = rows.get(id(param))
+        if row is None:
+            local = local_tensor(param)
+            row = local.new_empty(local.shape, dtype=_momentum_dtype(param))
         view = _momentum_view(param, row)
         optimizer.state[param][MOMENTUM] = optimizer._shown[id(param)] = view
 
@@ -47,19 +53,17 @@ def show_momentum(optimizer: Muon, group: dict[str, Any], batches: Sequence[Batc
 def adopt_replaced_momentum(optimizer: Muon, group: dict[str, Any], batches: Sequence[Batch]) -> None:
     """Take over momentum that was put into ``state`` instead of being edited there; cleared state is zero.
 
+    Collective for DTensors that lie otherwise than their parameters.
+
     Raises:
         ValueError: it has another shape.
     """
-    replaced = [p for p in group["params"] if optimizer.state[p].get(MOMENTUM) is not optimizer._shown[id(p)]]
+    replaced = [p for p in group["params"] if optimizer.state[p].get(MOMENTUM) is not optimizer._shown.get(id(p))]
     if not replaced:
         return
     rows = _momentum_rows(batches)
     for param in replaced:
-        value, row = optimizer.state[param].get(MOMENTUM), rows.get(id(param))
-        if value is not None and value.shape != param.shape:
-            raise ValueError(f"momentum of {_name(param, 'of a group')} has shape {tuple(value.shape)}")
-        if row is not None:
-            row.zero_() if value is None else row.copy_(local_tensor(value))
+        _store(param, optimizer.state[param].get(MOMENTUM), rows.get(id(param)), _name(optimizer, param))
     show_momentum(optimizer, group, batches)
 
 
@@ -76,51 +80,67 @@ def _momentum_rows(batches: Sequence[Batch]) -> dict[int, Tensor]:
 
 
 def keep_momentum(params: Sequence[Tensor], batches: Sequence[Batch], kept: Mapping[int, Tensor | None]) -> None:
-    """Put momentum of before into new batches; where the layout of its parameter changed, it follows.
-
-    Raises:
-        RuntimeError: the parameter has moved to another mesh.
-    """
+    """Put momentum of before into new batches; where the layout of its parameter changed, it follows. Collective."""
     rows = _momentum_rows(batches)
     for param in params:
-        old, row = kept.get(id(param)), rows.get(id(param))
-        if old is None:
-            continue
-        if isinstance(param, DTensor) and isinstance(old, DTensor) and not isinstance(param, OwnedTensor):
-            if old.device_mesh != param.device_mesh:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} moved from mesh {old.device_mesh} to "
-                    f"{param.device_mesh}; save its optimizer's state, and load it into a new one"
-                )
-            old = old.redistribute(placements=param.placements)
-        if row is not None:
-            row.copy_(local_tensor(old))
+        old = kept.get(id(param))
+        if old is not None:
+            _store(param, old, rows.get(id(param)), f"a parameter of shape {tuple(param.shape)}")
 
 
-def _loaded_part(value: Tensor, param: Tensor, row: Tensor) -> Tensor:
-    """This rank's part of loaded momentum: a DTensor, a whole tensor, or the part itself. Collective for DTensors."""
+def _store(param: Tensor, value: Tensor | None, row: Tensor | None, name: str) -> None:
+    """Make ``value``, zero if there is none, the momentum in ``row``, which is None where nothing lies."""
+    part = None if value is None else _part_here(param, value, name)
+    if row is not None:
+        row.zero_() if part is None else row.copy_(part)
+
+
+def _part_here(param: Tensor, value: Tensor, name: str) -> Tensor:
+    """This rank's part of momentum: of a DTensor or a whole tensor, or the part itself.
+
+    Collective for DTensors that lie otherwise than ``param``, also on ranks where nothing of them lies.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    here = local_tensor(param)
+    if value.shape != param.shape and (isinstance(value, DTensor) or value.shape != here.shape):
+        raise ValueError(f"momentum of {name} has shape {tuple(value.shape)}, not {tuple(param.shape)}")
+    if isinstance(param, OwnedTensor):
+        if isinstance(value, OwnedTensor) and value.owner == param.owner:
+            return local_tensor(value)
+        if value.shape != param.shape:
+            return value
+        assert param.runtime is not None
+        return even_to_owned(value, param.runtime.entry_of(param), param.runtime.comm, _momentum_dtype(param))
     if isinstance(value, DTensor):
-        if not isinstance(param, DTensor):
-            return value.full_tensor()
-        if value.device_mesh == param.device_mesh:
-            return local_tensor(value.redistribute(placements=param.placements))
-        value = value.full_tensor()
-    if value.shape == row.shape or not isinstance(param, DTensor):
+        if _layout(value) == _layout(param):
+            return local_tensor(value)
+        value = value.full_tensor()  # by way of no other placements: torch does not convert into strided shards
+    if value.shape == here.shape:
         return value
-    placed = place_dtensor(param, "momentum")
-    piece = placed.layout.pieces[placed.ranks.index(dist.get_rank())]
-    part = value.new_empty(row.shape)
-    for local, there in piece.blocks():
+    assert isinstance(param, DTensor)  # of anything else all of it lies here
+    placed = place_dtensor(param, name)
+    part = value.new_empty(here.shape)
+    for local, there in placed.layout.pieces[placed.ranks.index(dist.get_rank())].blocks():
         part[local] = value[there]
     return part
 
 
+def _layout(tensor: Tensor) -> object:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
 def even_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """On the way out owned momentum is an even row-sharded DTensor. Collective."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    """On the way out owned momentum is an even row-sharded DTensor, and the rest lies as it does. Collective."""
+    muon = cast("Muon", optimizer)
+    for group, batches in zip(muon.param_groups, muon._batches, strict=True):
+        if group["use_muon"]:
+            adopt_replaced_momentum(muon, group, batches)
+    params = [p for group in muon.param_groups for p in group["params"]]
     state = {}
     for index, param in enumerate(params):  # in one order on all ranks, for us and for whoever gathers the result
-        values = state_dict["state"].get(index)
+        values = muon.state.get(param)
         if values is None:
             continue
         momentum = values.get(MOMENTUM)
@@ -135,7 +155,7 @@ def even_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def load_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """On the way in momentum goes straight into the stacks. Collective.
+    """On the way in momentum goes straight into the stacks; what has none begins at zero. Collective.
 
     ``torch.optim.Optimizer`` would cast it to the dtype of the parameter, which may be a half.
     """
@@ -149,36 +169,43 @@ def load_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
         if group["use_muon"] and fault is None
         for key, param in zip(saved["params"], group["params"], strict=True)
     ]
-    kinds = ["absent" if value is None else describe(value, param.shape) for param, _, value in loads]
-    for (param, key, value), kind in zip(loads, kinds, strict=True):
-        if kind is None:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            fault = f"momentum of {_name(param, key)} is {shape}, not a tensor of shape {tuple(param.shape)}"
-            break
-    for group in muon._control_groups():
-        everywhere = agree(group, fault, kinds)
-        for (param, key, _), found in zip(loads, zip(*everywhere, strict=True), strict=True):
-            if len(set(found)) > 1:
-                raise ValueError(f"momentum of {_name(param, key)} is {', '.join(map(str, found))} on ranks 0, 1, …")
-    if fault is not None:
-        raise ValueError(fault)
+    _require_loadable(muon, fault, [(param, value) for param, _, value in loads])
     rows = {key: row for batches in muon._batches for key, row in _momentum_rows(batches).items()}
     state = dict(state_dict["state"])
     for param, key, value in loads:
-        row = rows.get(id(param))
-        if value is None:
-            whole = None
-        elif isinstance(param, OwnedTensor):
-            assert param.runtime is not None
-            dtype = local_tensor(param).dtype
-            whole = even_to_owned(value, param.runtime.entry_of(param), param.runtime.comm, dtype)
-        else:
-            whole = value if row is None else _loaded_part(value, param, row)
-        if row is not None:
-            row.zero_() if whole is None else row.copy_(whole)
+        _store(param, value, rows.get(id(param)), _name(muon, param))
         state[key] = {name: other for name, other in state.get(key, {}).items() if name != MOMENTUM}
     groups = [_completed(s, g) for s, g in zip(saved_groups, muon.param_groups, strict=True)]
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _require_loadable(muon: Muon, fault: str | None, loads: Sequence[tuple[Tensor, Any]]) -> None:
+    """Raise ValueError on all ranks for what any of them was given. Collective over the ranks that share parameters."""
+    kinds = {id(param): "absent" if value is None else describe(value, param.shape) for param, value in loads}
+    for param, value in loads:
+        if kinds[id(param)] is None:
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            fault = f"momentum of {_name(muon, param)} is {found}, not a tensor of shape {tuple(param.shape)}"
+            if not isinstance(param, DTensor) and muon._exchange is not None:
+                fault += "; into plain shards each rank loads its own part"
+            break
+    shared = [(runtime.comm.control, {id(entry.rest) for entry in runtime.entries()}) for runtime in muon._runtimes]
+    if muon._exchange is not None:
+        shared += [(domain.group, {id(p) for p in members}) for domain, members in muon._exchange.domains]
+    for group, members in shared * 2:  # the second time those hear of it who share nothing with the faulty rank
+        mine = [(_name(muon, param), kinds[id(param)]) for param, _ in loads if id(param) in members]
+        try:
+            everywhere = agree(group, fault, mine)
+        except ValueError as error:
+            fault = fault or str(error)
+            continue
+        ranks = dist.get_process_group_ranks(group)
+        for (name, first), *others in zip(*everywhere, strict=False):
+            for rank, (_, kind) in zip(ranks[1:], others, strict=True):
+                if kind != first and fault is None:
+                    fault = f"momentum of {name} is {first} on rank {ranks[0]} and {kind} on rank {rank}"
+    if fault is not None:
+        raise ValueError(fault)
 
 
 def _group_mismatch(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:
@@ -201,8 +228,8 @@ def _completed(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in group.items() if name != "params"}, **saved}
 
 
-def _name(param: Tensor, key: Any) -> str:
-    return repr(param.fqn) if isinstance(param, OwnedTensor) else f"parameter {key!r}"
+def _name(optimizer: Muon, param: Tensor) -> str:
+    return repr(optimizer._name_of(param))
 
 
 def adopt_loaded_state(optimizer: torch.optim.Optimizer) -> None:

@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from dmuon._torch import flattened_by_fsdp1, replicate_group
 from dmuon.dedicate import dedications
 from dmuon.kernels import coefficient_sequence, update_scale
 from dmuon.owned_tensor import OwnedTensor
@@ -27,6 +28,11 @@ MUON_OPTIONS = (
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "adjust_lr_fn",
 )  # fmt: skip
 ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
+
+_FLATTENED = (
+    "was flattened by FullyShardedDataParallel (FSDP1), whose shards are no parts of a matrix; use torch's fully_shard "
+    "(FSDP2) instead"
+)
 
 _log = logging.getLogger("dmuon")
 
@@ -53,10 +59,7 @@ def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[st
     else:
         for name, module in model.named_modules():
             if isinstance(module, FullyShardedDataParallel):
-                raise ValueError(
-                    f"module {name or 'model'!r} is wrapped in FullyShardedDataParallel, which flattens parameters so "
-                    "that their shards are no matrices; use torch's fully_shard (FSDP2) instead"
-                )
+                raise ValueError(f"module {name or 'model'!r} {_FLATTENED}")
         routed = [(r.param, r.muon) for r in route_parameters(inside_ddp(model), select)]
     rest = [p for p, muon in routed if not muon]
     return _groups(
@@ -101,6 +104,9 @@ def groups_from(
         raise TypeError("params mixes tensors, groups or other things; pass tensors only or groups only")
     matrices = [p for p in tensors if p.ndim >= 2]
     vectors = [p for p in tensors if p.ndim < 2]
+    for param in tensors:
+        if flattened_by_fsdp1(param):
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} {_FLATTENED}")
     for param in matrices:
         if param.ndim > 2:
             raise ValueError(
@@ -120,11 +126,11 @@ def names_of(params: object) -> dict[int, str]:
 
 
 def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
-    """The parameters below a ``DistributedDataParallel`` in a module, by ``id``, and the group of their copies."""
+    """What ``DistributedDataParallel`` or ``replicate`` has wrapped in a module, by ``id``: the group of the copies."""
     if not isinstance(params, nn.Module):
         return {}
-    wrapped = [m for m in params.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
-    return {id(p): m.process_group for m in wrapped for p in m.module.parameters()}
+    groups = [(module, replicate_group(module)) for module in params.modules()]
+    return {id(p): group for module, group in groups if group is not None for p in module.parameters()}
 
 
 def inside_ddp(model: nn.Module) -> nn.Module:
@@ -182,6 +188,8 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
 
 def _check_param(param: Tensor, use_muon: bool) -> None:
     name = getattr(param, "fqn", f"of shape {tuple(param.shape)}")
+    if use_muon and flattened_by_fsdp1(param):
+        raise ValueError(f"parameter {name} {_FLATTENED}")
     if param.is_meta:
         raise ValueError(
             f"parameter {name} is on the meta device; materialize the model (to_empty and its initialization) before "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -61,21 +61,20 @@ def drive(
     all ranks that share them, whatever other rounds these ranks have.
 
     Args:
+        prefetch: counts for the rounds of each domain on its own.
         meanwhile: what else is to do, while the last scatter is on its way.
     """
-    starting = iter([r for r in rounds if r.exchanged])
-    ahead = 0  # rounds that have started and not computed
+    exchanged = [r for r in rounds if r.exchanged]
+    first = _started_first([id(r.batches[0].domain) for r in exchanged], prefetch)
+    started: set[int] = set()
+    turn = 0  # of the next round to exchange
     leaving: deque[tuple[Round, list[Done]]] = deque()
 
-    def start_up_to(limit: int) -> int:
-        count = ahead
-        while count < limit:
-            coming = next(starting, None)
-            if coming is None:
-                break
-            coming.start(group_at(coming.index), present, timer)
-            count += 1
-        return count
+    def start(turns: Iterable[int]) -> None:
+        for coming in turns:
+            if coming not in started:
+                started.add(coming)
+                exchanged[coming].start(group_at(exchanged[coming].index), present, timer)
 
     def finished() -> tuple[Round, list[Done]]:
         round_, done = leaving.popleft()
@@ -83,22 +82,43 @@ def drive(
         return round_, done
 
     for round_ in rounds:
-        ahead = start_up_to(prefetch + 1 if round_.exchanged else prefetch)
-        if not round_.exchanged:
+        if round_.exchanged:
+            start(first[turn])
+            turn += 1
+            leaving.append((round_, round_.compute(group_at(round_.index), timer)))
+            while len(leaving) > (1 if prefetch else 0):
+                yield finished()
+        else:
+            start(range(turn, min(turn + prefetch, len(exchanged))))
             round_.start(group_at(round_.index), present, timer)
-        done = round_.compute(group_at(round_.index), timer)
-        leaving.append((round_, done))
-        if not round_.exchanged:
-            leaving.pop()
+            done = round_.compute(group_at(round_.index), timer)
             round_.finish(group_at(round_.index), timer)
             yield round_, done
-            continue
-        ahead -= 1
-        while len(leaving) > (1 if prefetch else 0):
-            yield finished()
     meanwhile()
     while leaving:
         yield finished()
+
+
+def _started_first(domains: Sequence[int], prefetch: int) -> list[list[int]]:
+    """Which rounds have started when each one computes, itself included.
+
+    These are the next ones, whatever their domain, and the next ones of its own domain. The former alone would start a
+    round sooner on a rank that has fewer rounds in between, and so before a scatter that it follows elsewhere.
+
+    Args:
+        domains: of each round.
+    """
+    lanes: dict[int, list[int]] = {}
+    for turn, domain in enumerate(domains):
+        lanes.setdefault(domain, []).append(turn)
+    place = {turn: i for lane in lanes.values() for i, turn in enumerate(lane)}
+    return [
+        sorted(
+            {*range(turn, min(turn + prefetch + 1, len(domains)))}
+            | {*lanes[domain][place[turn] : place[turn] + prefetch + 1]}
+        )
+        for turn, domain in enumerate(domains)
+    ]
 
 
 class AloneRound:
@@ -140,8 +160,6 @@ class AloneRound:
 class ExchangedRound:
     """Batches of several owners, whose pieces travel in one all-to-all to them, and in another one back."""
 
-    exchanged = True
-
     def __init__(self, index: int, batches: Sequence[Batch], what: str) -> None:
         """``what`` names the batches, the same on all ranks."""
         self.index = index
@@ -150,6 +168,7 @@ class ExchangedRound:
         domain = batches[0].domain
         assert domain is not None and len(self.parcels) == len(self.batches)
         self.domain = domain
+        self.exchanged = any(len(parcel.holders) > 1 for parcel in self.parcels)
         self._what = what
         self._present: list[list[bool]] = []
         self._gathering: Gathering | None = None
@@ -221,7 +240,8 @@ def exchanged_rounds(
     """Rounds of what several ranks hold: one batch of each owner, or, of small matrices, several.
 
     What dmuon owns keeps the order of the model, in which it is published; the rest begins with what takes longest, so
-    that owners compute alike batches at the same time.
+    that owners compute alike batches at the same time. Matrices of a stack that one rank has whole need no exchange,
+    and come first.
 
     Args:
         small_numel: matrices of at most so many elements are packed.
@@ -229,11 +249,15 @@ def exchanged_rounds(
         together: the owners work at the same time; False: one batch a round.
     """
     lanes: dict[tuple[Any, ...], dict[int, list[Batch]]] = {}
+    rounds = []
     for batch in batches:
-        if batch.parcel is not None:
+        if batch.parcel is None:
+            continue
+        if len(batch.parcel.holders) == 1:  # other ranks know nothing of it: it can have no part in what they share
+            rounds.append(ExchangedRound(index, [batch], f"matrices of one rank in group {index}"))
+        else:
             key = (id(batch.domain), batch.momentum.dtype)
             lanes.setdefault(key, {}).setdefault(batch.parcel.owner, []).append(batch)
-    rounds = []
     for by_owner in lanes.values():
         packs = []
         for owner in sorted(by_owner):

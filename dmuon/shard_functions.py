@@ -33,6 +33,7 @@ class ShardFunctions:
 
     Attributes:
         plans: of the last assignment, by the global ranks that it is for.
+        labels: of the parameters of the last assignment, the same on all ranks that hold one together.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class ShardFunctions:
         self.small_numel = small_numel
         self.plans: dict[tuple[int, ...], OwnerPlan] = {}
         self._domains: dict[tuple[int, ...], Domain] = {}
+        self.labels: list[str] = []
+        self._names: list[str] = []  # on this rank
         self._params: list[Tensor] = []
         self._placed: list[Placed | None] = []
         self._experts: dict[tuple[str, int], int] = {}  # name of a stack, expert: planned owner
@@ -70,12 +73,12 @@ class ShardFunctions:
         """
         names = _names(params, state)
         self.place(params, names)
-        here = dist.get_rank()
+        here = dist.get_rank() if dist.is_initialized() else 0
         owners = {}
         planned: dict[str, int] = {}
         self.plans = {}
         for ranks, domain in self._domains.items():
-            matrices, pools = self._matrices(ranks, names)
+            matrices, pools = self._matrices(ranks)
             if not matrices:
                 continue
             plan = self._plan(domain, matrices, pools)
@@ -83,7 +86,7 @@ class ShardFunctions:
             planned |= {name: ranks[owner] for name, owner in plan.owners.items()}
             domain.chunks, domain.variants = plan.chunks, plan.variants
         self._experts = {}
-        for index, (name, placed) in enumerate(zip(names, self._placed, strict=True)):
+        for index, (name, placed) in enumerate(zip(self.labels, self._placed, strict=True)):
             owners[index] = planned.get(name, here)
             if placed is not None and len(placed.layout.shape) == 3:
                 for cell in cells(placed.layout):
@@ -129,23 +132,21 @@ class ShardFunctions:
 
     # -- for Muon ----------------------------------------------------------------------------------------------------
 
-    def assigned(
-        self, params: Sequence[Tensor], owners: Sequence[int], names: Sequence[str]
-    ) -> dict[int, list[Assigned]]:
+    def assigned(self, params: Sequence[Tensor], owners: Sequence[int]) -> dict[int, list[Assigned]]:
         """By ``id``, who orthogonalizes each parameter that several ranks hold, and where its pieces lie.
 
         Raises:
             ValueError: an owner that does not hold its parameter.
         """
         found: dict[int, list[Assigned]] = {}
-        for param, placed, owner, name in zip(params, self._placed, owners, names, strict=True):
+        for i, (param, placed, owner) in enumerate(zip(params, self._placed, owners, strict=True)):
             if placed is None:
                 continue
             domain = self._domains[placed.ranks]
             if len(placed.layout.shape) == 3:
-                found[id(param)] = list(self._of_stack(placed, domain, owner, name))
+                found[id(param)] = self._of_stack(placed, domain, owner, self.labels[i])
                 continue
-            _require_holder(placed, owner, name)
+            _require_holder(placed, owner, self._names[i])
             everyone = tuple(range(domain.world))
             parcel = Parcel(1, placed.layout, everyone, domain.ranks.index(owner))
             found[id(param)] = [Assigned(domain, parcel, nbytes=self.chunk_bytes)]
@@ -168,21 +169,41 @@ class ShardFunctions:
     def place(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
         """Find where the parameters lie, and connect the ranks. Collective over the ranks that hold them together."""
         self._params = list(params)
+        self._names = list(names)
+        self.labels = list(names)
+        fault: ValueError | None = None
         if self._grid is not None:
             found = place(params, names, self._grid, self._shard_dims, self._share)
         else:
-            found = [self._found_alone(param, name) for param, name in zip(params, names, strict=True)]
+            found = []
+            for param, name in zip(params, names, strict=True):
+                try:
+                    found.append(self._found_alone(param, name))
+                except ValueError as error:  # those that hold it with this rank must hear of it
+                    fault = fault or error
+                    found.append(_suspected(param))
         self._placed = [None if p is None or len(p.ranks) == 1 else p for p in found]
         wanted = sorted({placed.ranks for placed in self._placed if placed is not None})
         kept = {ranks: domain for ranks, domain in self._domains.items() if ranks in wanted and _alive(domain)}
         self._domains = {}
+        described: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         for ranks in wanted:
             members = [i for i, placed in enumerate(self._placed) if placed is not None and placed.ranks == ranks]
             domain = kept.get(ranks)
             if domain is None:
                 domain = make_domain(ranks, local_tensor(params[members[0]]).device)
             self._domains[ranks] = domain
-            require_same(domain.group, ranks, None, [self._described(i, names[i]) for i in members], None)
+            for number, i in enumerate(members):
+                self.labels[i] = _label(names[i], number, ranks)
+            described[ranks] = [self._described(i) for i in members]
+        for _ in range(2):  # so that a fault that some domains find reaches those that were asked before
+            for ranks, domain in self._domains.items():
+                try:
+                    require_same(domain.group, ranks, fault, described[ranks], None)
+                except ValueError as error:
+                    fault = fault or error
+        if fault is not None:
+            raise fault
 
     def _found_alone(self, param: Tensor, name: str) -> Placed | None:
         """Where a parameter lies by what it says of itself."""
@@ -191,11 +212,15 @@ class ShardFunctions:
         ranks = self._copies.get(id(param))
         return None if ranks is None else place_replicated(param, ranks)
 
-    def _described(self, index: int, name: str) -> tuple[str, str]:
+    def _described(self, index: int) -> tuple[str, str]:
+        """What all ranks that hold a parameter must say of it."""
         param, placed = self._params[index], self._placed[index]
         assert placed is not None
         layout = placed.layout
-        return f"parameter {name!r}", f"{layout.shape}, {param.dtype}, in pieces {[p.shape for p in layout.pieces]}"
+        return (
+            f"parameter {self.labels[index]!r}",
+            f"{layout.shape}, {param.dtype}, in pieces {[p.shape for p in layout.pieces]}",
+        )
 
     def _share(self, item: object) -> list[object]:
         """One object from every rank of the grid, in its order."""
@@ -207,13 +232,11 @@ class ShardFunctions:
         found = dict(zip(ranks, agree(domain.group, None, item), strict=True))
         return [found[rank] for rank in self._grid.ranks]
 
-    def _matrices(
-        self, ranks: tuple[int, ...], names: Sequence[str]
-    ) -> tuple[list[Matrix], list[frozenset[str]] | None]:
+    def _matrices(self, ranks: tuple[int, ...]) -> tuple[list[Matrix], list[frozenset[str]] | None]:
         """What the ranks share, and what each of them may own."""
         matrices = []
         pools: list[set[str]] = [{""} for _ in ranks]
-        for name, placed in zip(names, self._placed, strict=True):
+        for name, placed in zip(self.labels, self._placed, strict=True):
             if placed is None or placed.ranks != ranks:
                 continue
             shape = placed.layout.shape
@@ -303,6 +326,18 @@ class ShardFunctions:
         _require_holder(placed, owner, "update")
         domain = self._domains[placed.ranks]
         return domain, Parcel(1, placed.layout, tuple(range(domain.world)), domain.ranks.index(owner))
+
+
+def _label(name: str, number: int, ranks: Sequence[int]) -> str:
+    """The name of a parameter of a module; otherwise, as groups differ between ranks, its number among the shared."""
+    return f"{number} of those that ranks {' '.join(map(str, ranks))} hold together" if " " in name else name
+
+
+def _suspected(param: Tensor) -> Placed | None:
+    """The ranks of a parameter that cannot be placed, as copies; None where that is not known either."""
+    if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is None:
+        return None
+    return place_replicated(param, sorted(set(param.device_mesh.mesh.flatten().tolist())))
 
 
 def _require_holder(placed: Placed, owner: int, name: str) -> None:

@@ -184,9 +184,7 @@ def user_rounds(
     rounds: list[list[Batch]] = []
     taken: dict[int, int] = {}
     for batch in batches:
-        if batch.number is None:
-            continue
-        owner = owners[batch.number]
+        owner = owners[_number(batch)]
         place = taken.get(owner, 0) if together else len(rounds)
         taken[owner] = place + 1
         if place == len(rounds):

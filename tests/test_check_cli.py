@@ -55,7 +55,7 @@ def test_four_ranks_pass_on_every_topology_that_fits() -> None:
     passed = {
         rest[:26].split()[0] for status, check, rest in lines_of(done.stdout) if (status, check) == ("pass", "parity")
     }
-    assert passed == {"1d", "hsdp", "ddp", "cp", "tp"}
+    assert passed == {"1d", "hsdp", "ddp", "cp", "tp", "fsdp2", "fsdp2-hsdp", "fsdp2-tp"}
 
 
 @pytest.mark.slow

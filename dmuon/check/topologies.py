@@ -20,16 +20,21 @@ from dmuon.dedicate import Dedication, dedications
 
 __all__ = ["TOPOLOGIES", "Grid", "Laid", "grid_of", "lay", "mesh_of"]
 
-TOPOLOGIES = ("1d", "hsdp", "ddp", "cp", "tp", "tp-hsdp")
+TOPOLOGIES = ("1d", "hsdp", "ddp", "cp", "tp", "tp-hsdp", "fsdp2", "fsdp2-hsdp", "fsdp2-tp")
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Names and extents of mesh dimensions; ``tp`` is tensor parallel, the others are data parallel."""
+    """Names and extents of mesh dimensions; ``tp`` is tensor parallel, the others are data parallel.
+
+    Attributes:
+        dedicated: dmuon owns the matrices; otherwise FSDP2 shards them, and the optimizer exchanges them.
+    """
 
     name: str
     dims: tuple[tuple[str, int], ...]
     fsdp: bool = True
+    dedicated: bool = True
 
     def __str__(self) -> str:
         return f"{self.name} {'x'.join(str(extent) for _, extent in self.dims)}"
@@ -51,19 +56,28 @@ def grid_of(name: str, world: int, hosts: int) -> Grid | str:
             return Grid(name, (("shard", world // 2), ("tp", 2)), fsdp=world > 2)
         case "tp-hsdp" if world >= 8 and world % 4 == 0:
             return Grid(name, (("replicate", 2), ("shard", world // 4), ("tp", 2)))
+        case "fsdp2" if world > 1:
+            return Grid(name, (("shard", world),), dedicated=False)
+        case "fsdp2-hsdp" if world >= 4 and world % replicas == 0:
+            return Grid(name, (("replicate", replicas), ("shard", world // replicas)), dedicated=False)
+        case "fsdp2-tp" if world >= 4 and world % 2 == 0:
+            return Grid(name, (("shard", world // 2), ("tp", 2)), dedicated=False)
     needs = {
         "hsdp": "an even number of at least 4",
         "ddp": "at least 2",
         "cp": "an even number of at least 4",
         "tp": "an even number of",
         "tp-hsdp": "a multiple of 4, at least 8",
+        "fsdp2": "at least 2",
+        "fsdp2-hsdp": "an even number of at least 4",
+        "fsdp2-tp": "an even number of at least 4",
     }
     return f"needs {needs[name]} ranks, here {'are' if world > 1 else 'is'} {world}"
 
 
 @dataclass(slots=True)
 class Laid:
-    """A dedicated model, and which part of the global batch this rank gets."""
+    """A model over all ranks, and which part of the global batch this rank gets."""
 
     model: nn.Module
     mesh: DeviceMesh
@@ -82,7 +96,7 @@ class Laid:
 def lay(
     grid: Grid, model: Network, device: torch.device, *, keep: bool, dtype: torch.dtype, timeout: timedelta
 ) -> Laid:
-    """Split, dedicate and shard ``model``. Collective over all ranks.
+    """Split, dedicate (if the grid says so) and shard ``model``. Collective over all ranks.
 
     Args:
         dtype: of owned weights in forward and backward.
@@ -92,14 +106,15 @@ def lay(
     mesh = whole[data] if len(data) < len(grid.dims) else whole
     if len(data) < len(grid.dims):
         _split(model, whole["tp"])
-    dmuon.dedicate_params(
-        model,
-        mesh,
-        reshard_after_forward=not keep,
-        mp_policy=None if dtype == torch.float32 else MixedPrecisionPolicy(param_dtype=dtype),
-        costs="flops",
-        comm=dmuon.CommOptions(timeout=timeout),
-    )
+    if grid.dedicated:
+        dmuon.dedicate_params(
+            model,
+            mesh,
+            reshard_after_forward=not keep,
+            mp_policy=None if dtype == torch.float32 else MixedPrecisionPolicy(param_dtype=dtype),
+            costs="flops",
+            comm=dmuon.CommOptions(timeout=timeout),
+        )
     if grid.fsdp:
         for block in model.blocks:
             dmuon.fully_shard(block, mesh=mesh, reshard_after_forward=not keep)

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import dmuon
 from dmuon._torch import TorchDispatchMode
-from dmuon.accounting import expected_traffic
+from dmuon.accounting import expected_exchange, expected_traffic
 from dmuon.check.report import Reading
 from dmuon.comm import Comm
 from dmuon.runtime import Runtime
 
-__all__ = ["Amount", "Traffic", "compare_traffic"]
+__all__ = ["Amount", "Traffic", "compare_exchange", "compare_traffic", "owned_once"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,10 @@ class Traffic(TorchDispatchMode):
             self._nbytes[group] += _region_nbytes(func.overloadpacket.__name__, args)
         return func(*args, **(kwargs or {}))
 
+    def over(self, group: dist.ProcessGroup) -> Amount:
+        """What went over one group."""
+        return Amount(self._operations[group.group_name], self._nbytes[group.group_name])
+
     def of(self, comm: Comm) -> dict[str, Amount]:
         """What went over dmuon's own groups for owned matrices, by purpose."""
         purposes: dict[str, list[dist.ProcessGroup]] = {"fill": [], "publish": [], "reduce": [], "exchange": []}
@@ -77,6 +82,28 @@ def compare_traffic(found: dict[str, Amount], runtime: Runtime) -> Reading:
         elif amount.operations:
             right.append(f"{purpose} {amount}")
     return Reading("collectives", "; ".join(wrong) or ", ".join(right) or "none", len(wrong), 0)
+
+
+def owned_once(optimizer: dmuon.Muon) -> Reading:
+    """Every exchanged matrix was orthogonalized by its owner, and by nobody else."""
+    mine = sum(one.owner == dist.get_rank() for one in optimizer.exchanged())
+    found = optimizer.last_step.ns_matrices
+    text = f"{found} matrices orthogonalized on this rank, which owns {mine} of {len(optimizer.exchanged())}"
+    owners = " ".join(str(one.owner) for one in optimizer.exchanged())
+    return Reading("placement", text, abs(found - mine), 0, same=owners)
+
+
+def compare_exchange(traffic: Traffic, optimizer: dmuon.Muon) -> Reading:
+    """The exchanges of one step, against the formula."""
+    expected = expected_exchange(optimizer)
+    domains = [] if optimizer._exchange is None else optimizer._exchange.domains
+    votes = [8 * (4 + len(members)) for _, members in domains]
+    found = [traffic.over(domain.group) for domain, _ in domains]
+    amount = Amount(sum(a.operations for a in found), sum(a.nbytes for a in found))
+    nbytes = expected.received_before + expected.received_after + sum(votes)
+    want = Amount(expected.calls + len(votes), nbytes)
+    text = f"exchange {amount}, the vote on gradients included"
+    return Reading("collectives", text if amount == want else f"{text}; expected {want}", int(amount != want), 0)
 
 
 def _region_nbytes(name: str, args: Sequence[Any]) -> int:

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -19,7 +20,7 @@ from dmuon.check.model import SMALL, batch, build, is_matrix, loss_of
 from dmuon.check.reference import ADAMW_EPS, CONTEXT, DECAY, LR, MAX_NORM, MOMENTUM, STEPS, Twin, relative_difference
 from dmuon.check.report import Reading
 from dmuon.check.topologies import Grid, Laid, lay
-from dmuon.check.traffic import Traffic, compare_traffic
+from dmuon.check.traffic import Traffic, compare_exchange, compare_traffic, owned_once
 
 __all__ = ["Kind", "Trial"]
 
@@ -56,7 +57,7 @@ class Kind:
 
 
 class Trial:
-    """A dedicated model in training. Its methods are collective and return what this rank measured, in this order:
+    """A model in training. Its methods are collective and return what this rank measured, in this order:
     :meth:`parity`, :meth:`accumulation`, :meth:`structure`, :meth:`checkpoint`."""
 
     def __init__(self, kind: Kind, twin: Twin, rows: int) -> None:
@@ -76,7 +77,13 @@ class Trial:
         model = build(SMALL, kind.device, seed)
         laid = lay(kind.grid, model, kind.device, keep=kind.keep, dtype=kind.dtype, timeout=kind.timeout)
         optimizer = dmuon.Muon(
-            laid.model, lr=LR, weight_decay=DECAY, momentum=MOMENTUM, ns_dtype=kind.ns_dtype, adamw_eps=ADAMW_EPS
+            laid.model,
+            lr=LR,
+            weight_decay=DECAY,
+            momentum=MOMENTUM,
+            ns_dtype=kind.ns_dtype,
+            adamw_eps=ADAMW_EPS,
+            distributed_config=None if kind.grid.dedicated else dmuon.create_dtensor_config(costs="flops"),
         )
         return laid, optimizer
 
@@ -84,7 +91,12 @@ class Trial:
         tokens, targets = laid.mine(batch(SMALL, self._rows, CONTEXT, step, self._kind.device))
         parts = list(zip(tokens.chunk(micro), targets.chunk(micro), strict=True))
         for i, (x, y) in enumerate(parts):
-            dmuon.set_requires_gradient_sync(laid.model, i == len(parts) - 1)
+            last = i == len(parts) - 1
+            if self._kind.grid.dedicated:
+                dmuon.set_requires_gradient_sync(laid.model, last)
+            else:
+                assert isinstance(laid.model, FSDPModule)
+                laid.model.set_requires_gradient_sync(last)
             (loss_of(laid.model, x, y, self._kind.dtype) / len(parts)).backward()
 
     def _step(self, laid: Laid, optimizer: dmuon.Muon) -> None:
@@ -139,6 +151,8 @@ class Trial:
 
     def structure(self) -> list[Reading]:
         """Who holds what between backward and step, and what a whole step sends."""
+        if not self._kind.grid.dedicated:
+            return self._exchanges()
         runtime = self._laid.dedication.runtime
         whole_weights(self._laid)  # nothing left under way from it in what follows
         self._backward(self._laid, self._steps)
@@ -152,6 +166,15 @@ class Trial:
             self._step(self._laid, self._optimizer)
         self._steps += 2
         return [*readings, compare_traffic(traffic.of(runtime.comm), runtime)]
+
+    def _exchanges(self) -> list[Reading]:
+        """What a step sends and orthogonalizes where FSDP2 holds the matrices."""
+        traffic = Traffic()
+        self._backward(self._laid, self._steps)
+        with traffic:
+            self._step(self._laid, self._optimizer)
+        self._steps += 1
+        return [owned_once(self._optimizer), compare_exchange(traffic, self._optimizer)]
 
     def checkpoint(self) -> list[Reading]:
         """State dicts into a fresh model: the same weights, and the same bits after another step."""

@@ -1,0 +1,524 @@
+"""What exchanging matrices costs: dmuon.Muon on an FSDP2 model in every mode of its pipeline, beside other ways.
+
+All programs live in one process tree and take turns, so that drift of the machine hits them alike. Programs:
+``exchanged async P`` and ``exchanged in turn P`` with ``prefetch_count=P`` (the owners orthogonalize at the same time,
+or one batch after the other), gather-then-compute over FSDP2, dedicated owners with FSDP2 for the rest, FSDP2 + AdamW.
+With ``--sweep small`` or ``--sweep chunk`` the programs are values of ``small_param_numel_threshold`` (on a model of
+many shapes) or of ``chunk_bytes``.
+
+Columns; times are medians over rounds in ms, of the slowest rank unless said otherwise:
+
+    step        forward, backward, all optimizers
+    step()      the optimizers alone
+    exposed     step minus the same step of the same layout without optimizer, as in bench/step.py
+    of gather   exposed, as a part of gather-then-compute's
+    NS          Newton-Schulz in step()
+    waits       time in which step() packs, waits for and puts together what is exchanged, on the rank with the least
+    alone       the same exchanges by themselves, one strictly after the other, without Newton-Schulz or updates
+    hidden      the part of ``alone`` that prefetching hides: (step() with prefetch 0 - step()) / alone, both async or
+                both in turn; 0 by definition without prefetching, and negative where prefetching costs time
+    rounds      all-to-alls each way; that many rounds can overlap
+    MB in       MB received in step() per rank, counted, the most of any rank, and ``=`` where it, what is sent and the
+                number of calls equal dmuon.accounting.expected_exchange on all ranks, else ``!``
+    MB all      MB received in the whole step (weights and gradients too), counted
+    in flight   most MB alive at once of what is packed, on its way or put together, counted; ``by formula`` beside it
+    peak        most MB alive at once of everything that step() allocates, Newton-Schulz' workspace included
+    error       largest relative difference of any weight from a single process after the first steps (3 by default)
+    differs     the same from the first program after the whole run; ``=`` where all weights are bitwise equal
+
+    python bench/exchange.py --json bench/results/exchange-cpu.json
+    python bench/exchange.py --sweep small
+    sudo python bench/exchange.py --rate 200mbit --rounds 7
+
+``--rate`` runs everything in a network namespace of its own, in which the loopback interface passes so many bits per
+second, of all ranks and both directions together (tc's token bucket); ``--delay`` delays every packet (tc's netem).
+Both need root and Linux with ``unshare``, ``ip`` and ``tc``; where the machine cannot do it, this exits with status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import step
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ledger import Ledger
+from model import GPT, MLP, GPTConfig
+from step import LR, Program, data, errors, whole_weights
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from dmuon import shard_functions
+from dmuon.accounting import ExchangeBudget, expected_exchange
+from dmuon.exchange import link_ns_per_byte, make_domain, start_gather, start_scatter
+from dmuon.rounds import ExchangedRound
+
+CONFINED = "DMUON_BENCH_CONFINED"  # set inside of the network namespace
+GATHER, DEDICATED, ADAMW = "gather-then-compute", "dedicated", "fsdp2 + adamw"
+PROBE_BYTES = 2**23
+REPEATS = 3  # of counting: a thread of gloo may keep what has arrived for a moment
+MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    world: int = 2
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    context: int = 256
+    batch: int = 4
+    rounds: int = 15
+    warmup: int = 3
+    check: int = 3
+    costs: str | None = None
+    seed: int = 0
+    chunk_bytes: int = 2**28
+    small: int = 65536
+    sweep: str = "modes"
+    rate: str | None = None
+    delay: str | None = None
+    json: str | None = None
+
+    @property
+    def of_step(self) -> step.Settings:
+        """What the programs of bench/step.py go by."""
+        common = {name: getattr(self, name) for name in step.Settings.__slots__ if hasattr(self, name)}
+        return step.Settings(**common | {"json": None})
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How an exchanged model's optimizer is configured; ``None`` as the settings say."""
+
+    together: bool = True
+    prefetch: int = 1
+    chunk_bytes: int | None = None
+    small: int | None = None
+
+    @property
+    def sequential(self) -> Mode:
+        return Mode(self.together, 0, self.chunk_bytes, self.small)
+
+
+SWEEPS: dict[str, dict[str, Mode]] = {
+    "modes": {
+        f"exchanged {'async' if together else 'in turn'} {prefetch}": Mode(together, prefetch)
+        for together in (False, True)
+        for prefetch in range(4)
+    },
+    "small": {
+        f"exchanged small {small} / {prefetch}": Mode(prefetch=prefetch, small=small)
+        for small in (0, 2**14, 2**16, 2**18, 2**20)
+        for prefetch in (0, 1)
+    },
+    "chunk": {
+        f"exchanged chunk {chunk // 1024}k / {prefetch}": Mode(prefetch=prefetch, chunk_bytes=chunk)
+        for chunk in (2**18, 2**20, 2**21, 2**22, 2**24, 2**28)
+        for prefetch in (0, 1)
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wide(GPTConfig):
+    """A GPT's sizes with another inner width."""
+
+    inner: int = 32
+
+    @property
+    def hidden(self) -> int:
+        return self.inner
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One rank's step.
+
+    Attributes:
+        received, received_in_step: bytes, of the whole step and of ``step()``.
+    """
+
+    received: int
+    received_in_step: int
+    sent_in_step: int
+    calls_in_step: int
+    in_flight: int
+    peak: int
+
+
+def initial_model(settings: Settings) -> GPT:
+    """The GPT; to sweep over small matrices, one whose blocks have MLPs of 32, 64, 128, ... hidden units."""
+    torch.manual_seed(settings.seed)
+    model = GPT(GPTConfig(settings.layers, settings.width, settings.heads, settings.context))
+    if settings.sweep == "small":
+        for i, block in enumerate(model.blocks):
+            block.mlp = MLP(Wide(settings.layers, settings.width, settings.heads, settings.context, 32 << (i % 8)))
+    return model
+
+
+def build(name: str, initial: GPT, mesh: DeviceMesh, settings: Settings) -> Program:
+    mode = SWEEPS[settings.sweep].get(name)
+    if mode is None:
+        return step.build(name, initial, mesh, settings.of_step)
+    model = copy.deepcopy(initial)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    config = dmuon.create_dtensor_config(
+        mode.together,
+        mode.prefetch,
+        costs=settings.costs,
+        chunk_bytes=settings.chunk_bytes if mode.chunk_bytes is None else mode.chunk_bytes,
+        small_param_numel_threshold=settings.small if mode.small is None else mode.small,
+    )
+    return Program(name, model, [dmuon.Muon(model, lr=LR, distributed_config=config)], "muon")
+
+
+def exchanged_rounds(program: Program) -> list[ExchangedRound]:
+    muon = program.optimizers[0]
+    rounds = muon._rounds if isinstance(muon, dmuon.Muon) else []
+    return [one for one in rounds if isinstance(one, ExchangedRound) and one.exchanged]
+
+
+def plan_with_one_link(world: int) -> float:
+    """Measure the link once, so that all programs have the same owners; ns per byte."""
+    measured = link_ns_per_byte(make_domain(range(world), torch.device("cpu")))
+    shard_functions.link_ns_per_byte = lambda _domain: measured
+    return measured
+
+
+def link_mb_per_s(world: int) -> float:
+    """What an all-to-all brings every rank from the others, at best of three."""
+    sent = torch.zeros(PROBE_BYTES)[: PROBE_BYTES // 4 // world * world]
+    received = torch.empty_like(sent)
+    best = min(step.timed(lambda: dist.all_to_all_single(received, sent)) for _ in range(3))
+    return sent.nbytes * (world - 1) / world / best * 1e3 / MB
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+def count(program: Program, settings: Settings, rank: int) -> Counted:
+    """What a step moves and allocates; of memory the least of some steps."""
+    memory = []
+    for i in range(REPEATS):
+        x, y = data(settings.of_step, 500 + i, rank, program.shared)
+        with Ledger() as whole:
+            loss = torch.nn.functional.cross_entropy(program.model(x).flatten(0, 1), y.flatten())
+            loss.backward()
+            with Ledger() as inside:
+                for optimizer in program.optimizers:
+                    optimizer.step()
+        for optimizer in program.optimizers:
+            optimizer.zero_grad()
+        memory.append((inside.in_flight, inside.peak))
+    exchanges = bool(exchanged_rounds(program))
+    name = "alltoall_base_"
+    return Counted(
+        sum(whole.received.values()),
+        inside.received[name] if exchanges else sum(inside.received.values()),
+        inside.sent[name] if exchanges else sum(inside.sent.values()),
+        inside.calls[name] if exchanges else sum(inside.calls.values()),
+        min(in_flight for in_flight, _ in memory),
+        min(peak for _, peak in memory),
+    )
+
+
+def as_expected(counted: Counted, budget: ExchangeBudget) -> bool:
+    found = counted.calls_in_step, counted.received_in_step, counted.sent_in_step
+    received, sent = budget.received_before + budget.received_after, budget.sent_before + budget.sent_after
+    return found == (budget.calls, received, sent)
+
+
+def accounts(program: Program, settings: Settings, rank: int) -> dict[str, int]:
+    """What was counted and expected, the most of any rank; ``unexpected`` is 1 where a rank's differ. Collective."""
+    counted = count(program, settings, rank)
+    mine = asdict(counted)
+    if exchanged_rounds(program):
+        budget = expected_exchange(program.optimizers[0])
+        mine["rounds"] = len(exchanged_rounds(program))
+        mine["in_flight_by_formula"] = budget.in_flight
+        mine["unexpected"] = int(not as_expected(counted, budget))
+    most = over_ranks(list(mine.values()), dist.ReduceOp.MAX)
+    return {name: int(value) for name, value in zip(mine, most, strict=True)}
+
+
+# -- timing ------------------------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Seconds that a program's optimizers spend in ``step()``."""
+
+    def __init__(self, program: Program) -> None:
+        self.seconds = 0.0
+        for optimizer in program.optimizers:
+            optimizer.register_step_pre_hook(self._start)
+            optimizer.register_step_post_hook(self._stop)
+
+    def _start(self, *_: Any) -> None:
+        self.seconds -= time.perf_counter()
+
+    def _stop(self, *_: Any) -> None:
+        self.seconds += time.perf_counter()
+
+
+def over_ranks(values: list[float], op: Any) -> list[float]:
+    found = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(found, op)
+    return found.tolist()
+
+
+def timed_step(program: Program, watch: Stopwatch, x: Tensor, y: Tensor) -> dict[str, float]:
+    """Milliseconds by column."""
+    dist.barrier()
+    watch.seconds = 0.0
+    start = time.perf_counter()
+    program.step(x, y)
+    spent = time.perf_counter() - start
+    found = {}
+    found["step"], found["step()"] = over_ranks([1e3 * spent, 1e3 * watch.seconds], dist.ReduceOp.MAX)
+    muon = program.optimizers[0]
+    if isinstance(muon, dmuon.Muon):
+        phases = muon.last_step.seconds
+        (found["NS"],) = over_ranks([1e3 * phases.get("ns", 0.0)], dist.ReduceOp.MAX)
+        (found["waits"],) = over_ranks([1e3 * phases.get("exchange", 0.0)], dist.ReduceOp.MIN)
+    return found
+
+
+class Replay:
+    """A program's exchanges without anything else, in the order of its rounds."""
+
+    def __init__(self, rounds: list[ExchangedRound]) -> None:
+        self._rounds = rounds
+        # What fp32 Newton-Schulz makes of fp32 momentum has its dtype.
+        self._parts = [
+            [torch.zeros_like(batch.momentum) if round_._held(batch) else None for batch in round_.batches]
+            for round_ in rounds
+        ]
+
+    def __call__(self) -> None:
+        for round_, parts in zip(self._rounds, self._parts, strict=True):
+            like = torch.empty(0, dtype=round_.batches[0].momentum.dtype)
+            whole = start_gather(parts, round_.parcels, round_.domain, like, "replay").wait()
+            start_scatter(whole, round_.parcels, round_.domain, like, "replay").wait()
+
+
+def measure(programs: list[Program], settings: Settings, rank: int) -> dict[str, dict[str, list[float]]]:
+    """Samples by program and column; those without optimizer under the name of their layout."""
+    watches = {program.name: Stopwatch(program) for program in programs}
+    replays = {p.name: Replay(exchanged_rounds(p)) for p in programs if exchanged_rounds(p)}
+    bare = {"fsdp2": programs[0], DEDICATED: next(p for p in programs if p.name == DEDICATED)}
+    samples: dict[str, dict[str, list[float]]] = {}
+    for index in range(settings.warmup + settings.rounds):
+        took: dict[str, dict[str, float]] = {}
+        x, y = data(settings.of_step, 1000 + index, rank)
+        shift = index % len(programs)
+        for program in programs[shift:] + programs[:shift]:
+            took[program.name] = timed_step(program, watches[program.name], x, y)
+            if program.name in replays:
+                took[program.name]["alone"] = step.timed(replays[program.name])
+        for layout, program in bare.items():
+            spent = step.timed(lambda p=program, x=x, y=y: p.step(x, y, optimize=False))
+            took[f"{layout} without optimizer"] = {"step": spent}
+        if index >= settings.warmup:
+            for name, columns in took.items():
+                for column, value in columns.items():
+                    samples.setdefault(name, {}).setdefault(column, []).append(value)
+    return samples
+
+
+def differences(programs: list[Program]) -> dict[str, tuple[float, bool]]:
+    """By program of Muon, the largest relative Frobenius difference of any weight from the first's, and equality."""
+    first: dict[str, Tensor] = {}
+    found = {}
+    for program in programs:
+        if program.reference == "muon":
+            weights = whole_weights(program.model)
+            first = first or weights
+            largest = max(float((weights[n] - w).norm() / w.norm().clamp(min=1e-12)) for n, w in first.items())
+            bits = all(torch.equal(weights[n].view(torch.int32), w.view(torch.int32)) for n, w in first.items())
+            found[program.name] = largest, bits
+    return found
+
+
+# -- reporting ---------------------------------------------------------------------------------------------------------
+
+
+def results(
+    names: list[str],
+    settings: Settings,
+    samples: dict[str, dict[str, list[float]]],
+    accounted: dict[str, dict[str, int]],
+    found: dict[str, float],
+    differ: dict[str, tuple[float, bool]],
+) -> dict[str, dict[str, Any]]:
+    """By program, its row: medians, counts and errors."""
+    median = {name: {c: statistics.median(v) for c, v in columns.items()} for name, columns in samples.items()}
+    exposed = {
+        name: median[name]["step"] - median[f"{DEDICATED if name == DEDICATED else 'fsdp2'} without optimizer"]["step"]
+        for name in names
+    }
+    modes = SWEEPS[settings.sweep]
+    by_mode = {mode: name for name, mode in modes.items()}
+    rows = {}
+    for name in names:
+        row = {**median[name], "exposed": exposed[name], "of gather": exposed[name] / exposed[GATHER]}
+        if name in modes:
+            sequential = median[by_mode[modes[name].sequential]]
+            row["hidden"] = (sequential["step()"] - row["step()"]) / row["alone"]
+            row["mode"] = asdict(modes[name])
+        row |= {**accounted[name], "error": found[name]}
+        if name in differ:
+            row["differs"], row["bitwise equal"] = differ[name]
+        rows[name] = row
+    return rows
+
+
+def table(rows: dict[str, dict[str, Any]], settings: Settings, link: float) -> str:
+    tokens = settings.batch * settings.context
+    confined = [f"loopback limited to {settings.rate} for all ranks together"] if settings.rate else []
+    confined += [f"packets delayed by {settings.delay}"] if settings.delay else []
+    wide = max(map(len, rows)) + 1
+    lines = [
+        f"{settings.world} ranks, 1 thread each, gloo; {settings.layers} layers of width {settings.width}; {tokens} "
+        f"tokens per rank; {settings.rounds} interleaved rounds; medians in ms, MB of 10^6 bytes",
+        "; ".join([*confined, f"an all-to-all brings a rank {link:.0f} MB/s"]),
+        "",
+        f"{'program':<{wide}}{'step':>8}{'step()':>8}{'exposed':>9}{'of gather':>10}{'NS':>8}{'waits':>7}{'alone':>7}"
+        f"{'hidden':>8}{'rounds':>7}{'MB in':>8} {'MB all':>8}{'in flight':>10}{'by formula':>11}{'peak':>7}"
+        f"{'error':>9}{'differs':>9}",
+    ]
+    for name, row in rows.items():
+
+        def cell(column: str, width: int, form: str, scale: float = 1.0, of: dict[str, Any] = row) -> str:
+            value = of.get(column)
+            return f"{'-' if value is None else format(value / scale, form):>{width}}"
+
+        exchanged = "rounds" in row
+        equal = "!" if row.get("unexpected") else "=" if exchanged else ""
+        same = "=" if row.get("bitwise equal") else ""
+        lines.append(
+            f"{name:<{wide}}{cell('step', 8, '.1f')}{cell('step()', 8, '.1f')}{cell('exposed', 9, '.1f')}"
+            f"{cell('of gather', 10, '.2f')}{cell('NS', 8, '.1f')}{cell('waits', 7, '.1f')}{cell('alone', 7, '.1f')}"
+            f"{cell('hidden', 8, '.2f')}{cell('rounds', 7, '.0f')}"
+            f"{cell('received_in_step', 8, '.2f', MB)}{equal:<1}{cell('received', 8, '.2f', MB)}"
+            f"{cell('in_flight', 10, '.2f', MB) if exchanged else '-':>10}"
+            f"{cell('in_flight_by_formula', 11, '.2f', MB)}{cell('peak', 7, '.1f', MB)}{cell('error', 9, '.0e')}"
+            f"{cell('differs', 9, '.0e')}{same}"
+        )
+    return "\n".join(lines)
+
+
+def worker(rank: int, settings: Settings, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=settings.world)
+    mesh = init_device_mesh("cpu", (settings.world,))
+    link = link_mb_per_s(settings.world)
+    per_byte = plan_with_one_link(settings.world)
+    initial = initial_model(settings)
+    names = [*SWEEPS[settings.sweep], GATHER, DEDICATED, ADAMW]
+    programs = [build(name, initial, mesh, settings) for name in names]
+    found = errors(programs, initial, settings.of_step, rank)
+    accounted = {program.name: accounts(program, settings, rank) for program in programs}
+    samples = measure(programs, settings, rank)
+    differ = differences(programs)
+    rows = results(names, settings, samples, accounted, found, differ)
+    if rank == 0:
+        print(table(rows, settings, link), flush=True)
+        if settings.json:
+            dedicated = next(program for program in programs if program.name == DEDICATED)
+            result = {
+                "settings": {name: value for name, value in asdict(settings).items() if name != "json"},
+                "columns": __doc__[__doc__.index("Columns;") : __doc__.index("    python bench")].strip().splitlines(),
+                "cpu": platform.processor() or platform.machine(),
+                "torch": torch.__version__,
+                "date": time.strftime("%Y-%m-%d"),
+                "cost_source": dedicated.model._dmuon_dedication.plan.cost_source.replace(str(Path.home()), "~"),
+                "link": {"mb_per_s": link, "planned_ns_per_byte": per_byte},
+                "programs": rows,
+                "samples_ms": samples,
+            }
+            Path(settings.json).write_text(json.dumps(result, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+# -- a slower loopback -------------------------------------------------------------------------------------------------
+
+
+def confinement(settings: Settings) -> str:
+    """Shell commands that bring up the loopback of a new network namespace, slowed down."""
+    # Segments smaller than the bucket, and a bucket smaller than what is exchanged, or nothing would be limited.
+    lines = ["set -e", "ip link set lo mtu 16384", "ip link set lo up"]
+    if settings.rate:
+        lines.append(f"tc qdisc add dev lo root handle 1: tbf rate {settings.rate} burst 64kb limit 64mb")
+    if settings.delay:
+        parent = "parent 1:1" if settings.rate else "root"
+        lines.append(f"tc qdisc add dev lo {parent} handle 10: netem delay {settings.delay} limit 100000")
+    return "\n".join(lines)
+
+
+def run_confined(settings: Settings, argv: list[str]) -> int:
+    """The whole bench in a network namespace of its own; 2 where that cannot be had."""
+    missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        print(f"--rate and --delay need {', '.join(missing)}, not found on this machine", file=sys.stderr)
+        return 2
+    script = confinement(settings)
+    isolated = ["unshare", "-n", "sh", "-c"]
+    tried = subprocess.run([*isolated, script], capture_output=True, text=True)
+    if tried.returncode:
+        said = " ".join((tried.stderr or tried.stdout).split())
+        print(
+            f"--rate and --delay are not possible here: {said}; they need root, and a kernel with "
+            "CONFIG_NET_SCH_TBF for --rate and CONFIG_NET_SCH_NETEM for --delay",
+            file=sys.stderr,
+        )
+        return 2
+    command = [*isolated, script + '\nexec "$@"', "sh", sys.executable, str(Path(__file__).resolve()), *argv]
+    return subprocess.run(command, env={**os.environ, CONFINED: "1"}).returncode
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in asdict(Settings()).items():
+        kind = str if default is None else type(default)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"default {default}")
+    argv = sys.argv[1:] if argv is None else argv
+    settings = Settings(**vars(parser.parse_args(argv)))
+    if settings.sweep not in SWEEPS:
+        parser.error(f"--sweep must be one of {', '.join(SWEEPS)}")
+    for name in ("layers", "width", "heads", "context", "batch", "rounds", "chunk_bytes"):
+        if getattr(settings, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if settings.world < 2:
+        parser.error("--world must be at least 2: one rank exchanges nothing")
+    if (settings.rate or settings.delay) and CONFINED not in os.environ:
+        return run_confined(settings, argv)
+    if settings.json:
+        Path(settings.json).parent.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (settings, os.path.join(folder, "store")), nprocs=settings.world)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

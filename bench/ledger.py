@@ -1,0 +1,105 @@
+"""What runs inside ``with Ledger() as ledger``: its collectives, the bytes they move, and the memory it allocates."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+EXCHANGE = "dmuon.exchange"
+
+
+class Ledger(TorchDispatchMode):
+    """Counts on this rank; what a DTensor's own operators allocate in between is not seen.
+
+    Attributes:
+        calls: collectives, by operator.
+        sent, received: bytes by operator, as few as point-to-point messages need: of an all-gather the parts of the
+            others, of a reduction to one rank its part of every other rank, of an all-reduce twice what is not a
+            rank's own.
+        peak: most bytes that were alive at once of what was allocated inside.
+        in_flight: the same, of moments inside of :mod:`dmuon.exchange`: no workspace of Newton-Schulz is alive then,
+            but the parts, whole matrices and updates that are packed, on their way, or put together are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self.peak = 0
+        self.in_flight = 0
+        self._live: dict[int, int] = {}  # by the identity of the storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func.overloadpacket.__name__, args)
+        found = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(found):
+            key = storage._cdata
+            if key not in given and key not in self._live:
+                self._live[key] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, key, None)
+        live = sum(list(self._live.values()))
+        self.peak = max(self.peak, live)
+        if live > self.in_flight and _inside(EXCHANGE):
+            self.in_flight = live
+        return found
+
+    def _count(self, name: str, args: Any) -> None:
+        tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
+        if not tensors:
+            return  # a barrier
+        first, last = tensors[0].nbytes, tensors[-1].nbytes
+        match name:
+            case "alltoall_base_":
+                received, sent = first, last
+            case "_allgather_base_":
+                received, sent = first - last, last * (first // max(1, last) - 1)
+            case "all_gather_into_tensor":
+                received = sent = first * (args[1] - 1)
+            case "_reduce_scatter_base_":
+                received = sent = last - first
+            case "broadcast_":
+                group = dist.ProcessGroup.unbox(args[1])
+                received, sent = (0, first * (group.size() - 1)) if args[2] == group.rank() else (first, 0)
+            case "reduce_":
+                group = dist.ProcessGroup.unbox(args[1])
+                received, sent = (first * (group.size() - 1), 0) if args[3] == group.rank() else (0, first)
+            case "allreduce_":
+                size = dist.ProcessGroup.unbox(args[1]).size()
+                received = sent = 2 * first * (size - 1) // size
+            case "wait_tensor" | "_wrap_tensor_autograd":
+                return
+            case _:
+                raise NotImplementedError(f"no rule says how many bytes {name} moves; add one to bench/ledger.py")
+        self.calls[name] += 1
+        self.received[name] += received
+        self.sent[name] += sent
+
+
+def _storages(tree: Any) -> list[Any]:
+    return [_plain(leaf).untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """What is inside of a DTensor, or of a functional collective's result."""
+    for name in ("_local_tensor", "elem"):
+        tensor = getattr(tensor, name, tensor)
+    return tensor
+
+
+def _inside(module: str) -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -39,6 +39,7 @@ __all__ = [
     "reduce_scatter_single",
     "replicate_group",
     "require_supported_torch",
+    "unwrapped_for_ddp",
 ]
 
 _P = ParamSpec("_P")
@@ -146,6 +147,11 @@ def replicate_group(module: nn.Module) -> dist.ProcessGroup | None:
     mesh, group = state._init_kwargs.get("device_mesh"), state._init_kwargs.get("process_group")
     default: dist.ProcessGroup | None = dist.group.WORLD
     return mesh.get_group() if mesh is not None else group or default
+
+
+def unwrapped_for_ddp(param: Tensor) -> bool:
+    """Whether torch's recipe for DDP over tensor parallelism has put a DTensor's local part into its place."""
+    return hasattr(param, "_st_info")
 
 
 def flattened_by_fsdp1(param: Tensor) -> bool:

@@ -14,7 +14,7 @@ from dmuon.group import OwnerGroup
 from dmuon.kernels import storage_dtype
 from dmuon.kernels.products import carrier_dtype
 from dmuon.muon import Muon
-from dmuon.rounds import ExchangedRound, exchanged_rounds
+from dmuon.rounds import ExchangedRound, exchanged_rounds, started_first
 from dmuon.runtime import Runtime
 
 __all__ = ["ExchangeBudget", "Memory", "Traffic", "expected_exchange", "expected_memory", "expected_traffic"]
@@ -174,29 +174,19 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
 def _most_in_flight(rounds: Sequence[_RoundBytes], domains: Sequence[int], prefetch: int) -> int:
     most = 0
     gathering: dict[int, int] = {}  # rounds under way
+    begun: set[int] = set()
+    first = started_first(domains, prefetch)
     for i, one in enumerate(rounds):
         behind = rounds[i - 1].scattering if prefetch and i else 0
-        for j in [i, *_started(domains, i, prefetch)]:
-            if j not in gathering:
+        for j in first[i]:
+            if j not in begun:
+                begun.add(j)
                 gathering[j] = rounds[j].gathering
                 most = max(most, behind + sum(gathering.values()) + rounds[j].parts - rounds[j].own_parts)
         ahead = sum(gathering.values()) - gathering.pop(i)
         arrived = one.own_parts + one.received + one.whole
         most = max(most, ahead + behind + max(arrived, one.scattering))
     return most
-
-
-def _started(domains: Sequence[int], now: int, prefetch: int) -> list[int]:
-    """Rounds beyond ``now`` that have started: the next ones, and the next ones of each domain that has had a round."""
-    found = []
-    known = set(domains[: now + 1])
-    between: Counter[int] = Counter()
-    for later in range(now + 1, len(domains)):
-        domain = domains[later]
-        between[domain] += 1
-        if later - now <= prefetch or (domain in known and between[domain] <= prefetch):
-            found.append(later)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,18 +228,17 @@ class _RoundBytes:
         received, returned = received_numel(parcels, here)
         parts = own_parts = sent = whole = updates = answered = 0
         for parcel in parcels:
-            piece, senders = parcel.piece(here), parcel.senders()
+            piece, senders = parcel.pieces.get(here), parcel.senders
             held = 0 if piece is None else parcel.count * piece.numel
             parts += held
             if parcel.owner != here:
-                sent += sum(parcel.count * part.numel for sender, part in senders if sender == here)
+                sent += parcel.count * senders[here].numel if here in senders else 0
                 continue
             own_parts += held
-            if not (len(senders) == 1 and senders[0][1].covers(parcel.layout.shape)):
+            if not (here in senders and senders[here].covers(parcel.layout.shape)):
                 whole += parcel.numel
             updates += parcel.numel
-            others = [part for to, part in parcel.receivers() if to != here]
-            answered += sum(parcel.count * part.numel for part in others)
+            answered += parcel.packed_numel
         calls = int(gathers(parcels)) + int(scatters(parcels))
         return cls(
             calls,

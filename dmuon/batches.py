@@ -40,6 +40,7 @@ __all__ = [
     "Orthogonalized",
     "apply",
     "folded",
+    "kept",
     "like_param",
     "make_batches",
     "orthogonalize",
@@ -263,7 +264,7 @@ def _of_stack(param: Tensor, position: int, assigned: Sequence[Assigned] | None,
     for at in assigned:
         m, n = at.parcel.layout.shape
         size = _batch_size(param, at)
-        held = at.parcel.piece(at.domain.rank) is not None
+        held = at.domain.rank in at.parcel.pieces
         for start in range(at.start, at.stop, size):
             count = min(size, at.stop - start)
             offset = at.offset + start - at.start
@@ -304,7 +305,8 @@ def _batch_size(param: Tensor, at: Assigned | None) -> int:
         return max(1, _PLAIN_BATCH_ELEMENTS // max(1, small * large))
     itemsize = torch.promote_types(param.dtype, torch.float32).itemsize
     planned = at.domain.chunks.get((small, large), _PLAIN_BATCH_ELEMENTS // (small * large))
-    return max(1, min(planned, at.nbytes // (small * large * itemsize)))
+    held_at_once = max(small * large, at.parcel.packed_numel // at.parcel.count)  # with copies, what is sent back
+    return max(1, min(planned, at.nbytes // (held_at_once * itemsize)))
 
 
 def orthogonalize(
@@ -339,9 +341,12 @@ def orthogonalize_whole(group: Mapping[str, Any], batch: Batch, x: Tensor, timer
         normal, norms = normalize(x, choice.storage, group["eps"])
     with timer.phase("ns"):
         update = run(normal, choice.variant, choice.sequence, choice.storage)
-        if choice.variant.replay:  # its buffer is that of the next replay
-            update = update.clone()
-    return Orthogonalized(Done(batch.labels(0, len(batch.params)), batch.shape, choice.variant, norms), update)
+    return kept(Orthogonalized(Done(batch.labels(0, len(batch.params)), batch.shape, choice.variant, norms), update))
+
+
+def kept(ready: Orthogonalized) -> Orthogonalized:
+    """``ready`` with an update that further runs of Newton–Schulz leave alone: replayed ones share a buffer."""
+    return Orthogonalized(ready.done, ready.update.clone()) if ready.done.variant.replay else ready
 
 
 def folded(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> Tensor:

@@ -172,8 +172,9 @@ def create_auto_config(
     """For process groups, with one dimension for all plain parameters that a group cuts. Collective over the groups.
 
     Args:
-        tp_shard_dim, fsdp_shard_dim, ep_shard_dim: the dimension of plain tensors that the group cuts; None for ``tp``
-            and ``fsdp`` holds copies, for ``ep`` different parameters. DTensors lie as their placements say.
+        tp_shard_dim, fsdp_shard_dim, ep_shard_dim: the dimension of plain tensors that the group cuts. None for ``ep``
+            is different parameters; for ``tp`` and ``fsdp`` plain tensors are refused then. DTensors lie as their
+            placements say.
         pp_stage_id, pp_num_stages: this rank's stage, from 0, and how many there are; stages are independent.
 
     Further arguments are those of :func:`create_dtensor_config`.
@@ -186,9 +187,8 @@ def create_auto_config(
         "cp": cp_process_group, "pp": pp_process_group,
     }  # fmt: skip
     _check_stage(pp_process_group, pp_stage_id, pp_num_stages)
-    dims: dict[str, int | None] = {"tp": tp_shard_dim, "fsdp": fsdp_shard_dim}
-    if ep_shard_dim is not None:
-        dims["ep"] = ep_shard_dim
+    given = {"tp": tp_shard_dim, "fsdp": fsdp_shard_dim, "ep": ep_shard_dim}
+    dims = {role: dim for role, dim in given.items() if dim is not None}
     config = layout_config(
         _grid(groups),
         dims,

@@ -113,7 +113,7 @@ class Aside:
 
     def __init__(self, device: torch.device) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
-        self._stream = None if self._module is None else self._module.Stream(device)
+        self._stream = None if self._module is None else self._module.Stream(device, priority=-1)
 
     @contextmanager
     def beside_nothing(self) -> Iterator[None]:

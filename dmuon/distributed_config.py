@@ -56,9 +56,9 @@ class DistributedConfig:
       communication.
 
     Attributes:
-        assign_fn: ``assign_fn(params, state)``, called once when the optimizer is made. Returns the owner of every
-            parameter, the same on every rank: ``{index: rank}`` over ``range(len(params))``, or
-            ``{rank: [index, …]}``.
+        assign_fn: ``assign_fn(params, state)``, called when the optimizer is made, and again when a group is added or
+            parameters or their layouts have changed. Returns the owner of every parameter, the same on every rank:
+            ``{index: rank}`` over ``range(len(params))``, or ``{rank: [index, …]}``.
         gather_fn: ``gather_fn(update, dst_rank, state)``, called in every step for every parameter. ``update`` is
             this rank's part, of the parameter's local shape. Returns the whole tensor on ``dst_rank``; what other
             ranks return, ``None`` as a rule, is dropped.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dmuon._torch import local_tensor
-from dmuon.batches import Batch, Orthogonalized, orthogonalize
+from dmuon.batches import Batch, Orthogonalized, kept, orthogonalize
 from dmuon.device import PhaseTimer, SideStream
 from dmuon.entry import OwnedEntry
 
@@ -91,9 +91,7 @@ class EarlyUpdates:
         momentum = self._momentum_versions(batch)
         beside = self._side.beside([local_tensor(g) for g in present])
         with beside, torch.autocast(batch.momentum.device.type, enabled=False):
-            ready = orthogonalize(group, batch, (0, len(batch.params)), batch.momentum.clone(), self._timer)
-            if ready.done.variant.replay:  # its buffer is that of the next replay
-                ready = Orthogonalized(ready.done, ready.update.clone())
+            ready = kept(orthogonalize(group, batch, (0, len(batch.params)), batch.momentum.clone(), self._timer))
         seen = [(weakref.ref(g), _version(g)) for g in present]
         self._ready[id(batch)] = _Early(ready, seen, momentum, _options(group))
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _PROBE_BYTES = 2**20
+_PROBE_BYTES_PER_RANK = 2**16  # with less, latency would count as cost of bytes
 _PROBES = 3
 
 
@@ -104,7 +106,7 @@ def tensor_domain(comm: Comm) -> Domain | None:
     return Domain(ranks, comm.at.t, comm.device, comm.tensor, comm.monitor, lane=None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parcel:
     """``count`` matrices that lie alike and have one owner.
 
@@ -123,31 +125,36 @@ class Parcel:
     def numel(self) -> int:
         return self.count * math.prod(self.layout.shape)
 
-    def piece(self, position: int) -> Piece | None:
-        """What the rank at ``position`` of the domain holds of each matrix; None if it holds nothing."""
-        if position not in self.holders:
-            return None
-        return self.layout.pieces[self.holders.index(position)]
+    @cached_property
+    def pieces(self) -> dict[int, Piece]:
+        """What each holder has of each matrix, by position in the domain."""
+        return dict(zip(self.holders, self.layout.pieces, strict=True))
 
-    def senders(self) -> list[tuple[int, Piece]]:
-        """Positions in the domain from which the owner gets its copy, itself included, and what each has."""
-        sources = self.layout.sources(self.holders.index(self.owner))
-        return [(self.holders[source], self.layout.pieces[source]) for source in sources]
+    @cached_property
+    def senders(self) -> dict[int, Piece]:
+        """Positions from which the owner gets its copy, itself included, and what each has, by first index."""
+        ordered = self.layout.order(self.holders.index(self.owner))
+        return {self.holders[i]: self.layout.pieces[i] for i in ordered}
 
-    def receivers(self) -> list[tuple[int, Piece]]:
-        """Positions in the domain that want the update, the owner included, and which part each wants."""
-        found = zip(self.holders, self.layout.pieces, strict=True)
-        return [(position, piece) for position, piece in found if piece.numel]
+    @cached_property
+    def receivers(self) -> dict[int, Piece]:
+        """Positions that want the update, the owner included, and which part each wants."""
+        return {position: piece for position, piece in self.pieces.items() if piece.numel}
+
+    @cached_property
+    def packed_numel(self) -> int:
+        """Elements that the owner sends: as many copies as there are elsewhere."""
+        return self.count * sum(piece.numel for to, piece in self.receivers.items() if to != self.owner)
 
 
 def gathers(parcels: Sequence[Parcel]) -> bool:
     """Whether anything has to travel before Newton-Schulz: not if every owner has all of what it owns."""
-    return any(position != parcel.owner for parcel in parcels for position, _ in parcel.senders())
+    return any(len(parcel.senders) > 1 or parcel.owner not in parcel.senders for parcel in parcels)
 
 
 def scatters(parcels: Sequence[Parcel]) -> bool:
     """Whether anything has to travel after Newton-Schulz."""
-    return any(position != parcel.owner for parcel in parcels for position, _ in parcel.receivers())
+    return any(len(parcel.receivers) > 1 or parcel.owner not in parcel.receivers for parcel in parcels)
 
 
 def received_numel(parcels: Sequence[Parcel], position: int) -> tuple[int, int]:
@@ -155,9 +162,9 @@ def received_numel(parcels: Sequence[Parcel], position: int) -> tuple[int, int]:
     before = after = 0
     for parcel in parcels:
         if position == parcel.owner:
-            before += sum(parcel.count * piece.numel for sender, piece in parcel.senders() if sender != position)
-        else:
-            after += sum(parcel.count * piece.numel for to, piece in parcel.receivers() if to == position)
+            before += parcel.count * sum(p.numel for sender, p in parcel.senders.items() if sender != position)
+        elif position in parcel.receivers:
+            after += parcel.count * parcel.receivers[position].numel
     return before, after
 
 
@@ -181,7 +188,7 @@ class Gathering:
             if parcel.owner != here:
                 continue
             pieces: list[tuple[Piece, Tensor]] = []
-            for sender, piece in parcel.senders():
+            for sender, piece in parcel.senders.items():
                 part = self._parts[i] if sender == here else None
                 if part is None:
                     assert arrived is not None
@@ -209,8 +216,8 @@ class Scattering:
         arrived = None if self._flight is None else self._flight.wait()
         parts: list[Tensor | None] = []
         for i, parcel in enumerate(self._parcels):
-            piece = parcel.piece(here)
-            if piece is None or not piece.numel:
+            piece = parcel.receivers.get(here)
+            if piece is None:
                 parts.append(None)
             elif parcel.owner == here:
                 parts.append(_cut(self._whole[i], piece))
@@ -236,12 +243,11 @@ def start_gather(
     outgoing: list[list[Tensor]] = [[] for _ in domain.ranks]
     incoming = [0] * domain.world
     for part, parcel in zip(parts, parcels, strict=True):
-        senders = parcel.senders()
         if parcel.owner == here:
-            for sender, piece in senders:
+            for sender, piece in parcel.senders.items():
                 if sender != here:
                     incoming[sender] += parcel.count * piece.numel
-        elif part is not None and any(sender == here for sender, _ in senders):
+        elif part is not None and here in parcel.senders:
             outgoing[parcel.owner].append(part)
     flight = _Flight(outgoing, incoming, like, domain, f"gather of {what}")
     mine = [part if parcel.owner == here else None for part, parcel in zip(parts, parcels, strict=True)]
@@ -263,11 +269,12 @@ def start_scatter(
     outgoing: list[list[Tensor]] = [[] for _ in domain.ranks]
     incoming = [0] * domain.world
     for i, parcel in enumerate(parcels):
-        for position, piece in parcel.receivers():
-            if parcel.owner == here and position != here:
-                outgoing[position].append(_cut(whole[i], piece))
-            elif parcel.owner != here and position == here:
-                incoming[parcel.owner] += parcel.count * piece.numel
+        if parcel.owner == here:
+            for position, piece in parcel.receivers.items():
+                if position != here:
+                    outgoing[position].append(_cut(whole[i], piece))
+        elif here in parcel.receivers:
+            incoming[parcel.owner] += parcel.count * parcel.receivers[here].numel
     flight = _Flight(outgoing, incoming, like, domain, f"scatter of {what}")
     return Scattering(whole, parcels, domain, flight)
 
@@ -323,8 +330,7 @@ def _assembled(parcel: Parcel, pieces: Sequence[tuple[Piece, Tensor]]) -> Tensor
         return pieces[0][1]
     dim = parcel.layout.split_dim
     if dim is not None:  # one kernel instead of one a piece
-        ordered = sorted(pieces, key=lambda item: item[0].runs[dim][0][0])
-        return torch.cat([part for _, part in ordered], dim + 1)
+        return torch.cat([part for _, part in pieces], dim + 1)
     first = pieces[0][1]
     whole = first.new_empty((parcel.count, *parcel.layout.shape))
     for piece, part in pieces:
@@ -352,7 +358,7 @@ def _cut(whole: Tensor, piece: Piece) -> Tensor:
 
 def link_ns_per_byte(domain: Domain) -> float:
     """Measured cost of a byte that an all-to-all brings, as a power of two. Collective; rank 0's is what counts."""
-    part = _PROBE_BYTES // (4 * domain.world)
+    part = max(_PROBE_BYTES // domain.world, _PROBE_BYTES_PER_RANK) // 4
     sent = torch.zeros(part * domain.world, dtype=torch.float32, device=domain.device)
     received = torch.empty_like(sent)
     best = math.inf

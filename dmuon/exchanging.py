@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -21,18 +22,24 @@ from dmuon.rounds import Round, exchanged_rounds
 from dmuon.shard_functions import ShardFunctions
 from dmuon.user_rounds import user_rounds
 
-__all__ = ["Exchange", "Exchanged", "default_config"]
+__all__ = ["Exchange", "Exchanged", "default_config", "exchange_for"]
 
 
-def default_config(copies: Mapping[int, dist.ProcessGroup], params: Sequence[Tensor]) -> DistributedConfig | None:
+def default_config(
+    copies: Mapping[int, dist.ProcessGroup], params: Sequence[Tensor], last: DistributedConfig | None = None
+) -> DistributedConfig | None:
     """What ``distributed_config=None`` stands for: None where every rank has all of everything to itself.
 
     Args:
         copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
+        last: what it stood for before; still does, with the groups that it made, unless ``copies`` are others.
     """
-    held = {id(p): dist.get_process_group_ranks(copies[id(p)]) for p in params if id(p) in copies}
-    if not held and not any(isinstance(p, DTensor) for p in params):
+    if not any(id(p) in copies or isinstance(p, DTensor) for p in params):
         return None
+    held = {key: dist.get_process_group_ranks(group) for key, group in copies.items()}
+    known = None if last is None else functions_of(last)
+    if known is not None and known.copied() == held:
+        return last
     config = create_dtensor_config()
     if not held:
         return config
@@ -51,11 +58,43 @@ def default_config(copies: Mapping[int, dist.ProcessGroup], params: Sequence[Ten
     )
 
 
+def exchange_for(
+    optimizer: object,
+    given: DistributedConfig | None,
+    copies: Mapping[int, dist.ProcessGroup],
+    params: Sequence[Tensor],
+    names: Sequence[str],
+    device: torch.device,
+    last: Exchange | None,
+) -> Exchange | None:
+    """How ``optimizer`` exchanges ``params``; None if no rank holds any of them with another. Collective.
+
+    With a configuration that was given, ranks without parameters take part: others may wait for them.
+
+    Args:
+        device: in case that there are no parameters.
+        last: how it did before; kept if it still serves.
+    """
+    config = given or default_config(copies, params, None if last is None else last.config)
+    if config is None or not (params or dist.is_initialized()):
+        return None
+    if last is not None and last.config is config and last.serves(params):
+        return last
+    return Exchange(config, params, names, optimizer, device)
+
+
 def functions_of(config: DistributedConfig) -> ShardFunctions | None:
     """The layouts that ``gather_fn`` and ``redistribute_fn`` go by, if both were generated together."""
     found = [getattr(f, "__self__", None) for f in (config.gather_fn, config.redistribute_fn)]
     known = found[0]
     return known if isinstance(known, ShardFunctions) and found[1] is known else None
+
+
+def _all_functions(config: DistributedConfig) -> list[ShardFunctions]:
+    """The layouts that any of the three functions goes by."""
+    given = (config.assign_fn, config.gather_fn, config.redistribute_fn)
+    found = {id(f): f for f in (getattr(function, "__self__", None) for function in given)}
+    return [f for f in found.values() if isinstance(f, ShardFunctions)]
 
 
 def _assigning(config: DistributedConfig) -> ShardFunctions | None:
@@ -87,26 +126,40 @@ class Exchange:
         domains: ranks that share parameters with this one, and which.
     """
 
-    def __init__(self, config: DistributedConfig, params: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Collective over all ranks that hold one of ``params`` together, or over those of a user's functions."""
+    def __init__(
+        self,
+        config: DistributedConfig,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        optimizer: object,
+        device: torch.device,
+    ) -> None:
+        """Collective over all ranks that hold one of ``params`` together, of a grid, or of a user's functions.
+
+        Args:
+            device: in case that there are no parameters.
+        """
+        for functions in _all_functions(config):
+            functions.require_free(optimizer)
         self.config = config
         self.functions = functions_of(config)
         self.names = list(names)
         self._params = list(params)
         self._laid = [_lies(p) for p in params]
+        self._device = local_tensor(params[0]).device if params else device
+        self._outdated = False
         state = config.state
         state["rank"] = self._here = dist.get_rank() if dist.is_initialized() else 0
         state["param_names"] = self.names
         world = dist.get_world_size() if dist.is_initialized() else 1
         placing = _assigning(config) if self.functions is None else self.functions
-        if self.functions is not None and _assigning(config) is not self.functions:
-            self.functions.place(params, self.names)  # the user says who owns what, and nothing else
-        owners, fault = self._asked(params, world)
+        if self.functions is not None and (_assigning(config) is not self.functions or not params):
+            self.functions.place(params, self.names, device)  # the user says who owns what, and nothing else
+        owners, fault = self._asked(params, world) if params else ((), None)
         self.domains: list[tuple[Domain, list[Tensor]]] = []
         if placing is not None:
             self.domains = [(domain, placing.members(domain)) for domain in placing.domains()]
-        elif dist.is_initialized() and world > 1:
-            domain = self._users_domain()
+        elif dist.is_initialized() and world > 1 and (domain := self._users_domain()) is not None:
             self.domains = [(domain, self._params)]
             outside = [(n, rank) for n, rank in zip(names, owners, strict=True) if rank not in domain.ranks]
             if outside and fault is None:
@@ -126,6 +179,8 @@ class Exchange:
                 fault = found
         if fault is not None:
             raise fault
+        if not params:
+            self.domains = []  # nobody has any
         self.owners = owners
         self.assigned: dict[int, list[Assigned]] = {}
         self.numbers: dict[int, int] = {}
@@ -138,6 +193,8 @@ class Exchange:
             self._user = UserFunctions(config)
             # What generated placements say that this rank has alone needs no functions.
             self.numbers = {id(p): i for i, p in enumerate(params) if placing is None or id(p) in shared}
+        for functions in _all_functions(config):
+            functions.taken_by(optimizer)
 
     def _asked(self, params: Sequence[Tensor], world: int) -> tuple[tuple[int, ...], Exception | None]:
         try:
@@ -151,9 +208,25 @@ class Exchange:
                 raise  # all ranks agreed on it
             return (0,) * len(params), fault
 
-    def _users_domain(self) -> Domain:
+    def _users_domain(self) -> Domain | None:
+        """The ranks of a user's functions; None if they are others, and this one has no parameters."""
         group = self.config.state.get("process_group") or dist.group.WORLD
-        return make_domain(dist.get_process_group_ranks(group), local_tensor(self._params[0]).device)
+        if not self._params and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
+            return None
+        return make_domain(dist.get_process_group_ranks(group), self._device)
+
+    def serves(self, params: Sequence[Tensor]) -> bool:
+        """Whether these are the parameters that it was made for, lying as they did. If so, the ranks agree on it.
+
+        Not where a user's functions take part, which may decide otherwise now.
+        """
+        if self._outdated or self.functions is None or _assigning(self.config) is not self.functions:
+            return False
+        if [id(p) for p in params] != [id(p) for p in self._params] or [_lies(p) for p in params] != self._laid:
+            return False
+        known = self.functions.domains()
+        self.functions.place(params, self.names, self._device)  # as a rank does that makes a new one
+        return self.functions.domains() == known
 
     @property
     def prefetch(self) -> int:
@@ -217,7 +290,7 @@ class Exchange:
 
         Raises:
             CollectiveError: the ranks issued different collectives before.
-            RuntimeError: layouts changed on some ranks only.
+            RuntimeError: layouts changed on some ranks only, or another rank found a fault in another domain.
         """
         changed = changed or any(_lies(p) != laid for p, laid in zip(self._params, self._laid, strict=True))
         if self._stepped:
@@ -225,20 +298,38 @@ class Exchange:
                 domain.monitor.end_step()
         self._stepped = True
         present: set[int] = set()
-        for domain, members in self.domains:
+        fault: Exception | None = None
+        for domain, members in self.domains:  # all of them whatever happens: their ranks wait for this one
             digest = domain.monitor.digest
-            mine = [changed, -changed, digest, -digest, *(p.grad is not None for p in members)]
-            found = domain.largest([int(value) for value in mine])
-            if (found[2], found[3]) != (digest, -digest):
-                domain.monitor.disagree()
-            if (found[0], found[1]) != (changed, -changed):
-                here = "this rank" if changed else "another rank, and not on this one"
-                raise RuntimeError(
-                    f"rank {self._here}: parameters of the optimizer or their layouts have changed on {here}, of ranks "
-                    f"{' '.join(map(str, domain.ranks))}; change them on all of them before the same step"
-                )
-            present |= {id(p) for p, there in zip(members, found[4:], strict=True) if there}
+            faulty = 0 if fault is None else self._here + 1
+            mine = [changed, -changed, digest, -digest, faulty, *(p.grad is not None for p in members)]
+            try:
+                found = domain.largest([int(value) for value in mine])
+                self._check_vote(domain, changed, digest, found)
+            except Exception as error:
+                fault = fault or error
+                continue
+            present |= {id(p) for p, there in zip(members, found[5:], strict=True) if there}
+        if fault is not None:
+            raise fault
+        self._outdated = changed
         return None if changed else present
+
+    def _check_vote(self, domain: Domain, changed: bool, digest: int, found: Sequence[int]) -> None:
+        ranks = " ".join(map(str, domain.ranks))
+        if (found[2], found[3]) != (digest, -digest):
+            domain.monitor.disagree()
+        if (found[0], found[1]) != (changed, -changed):
+            here = "this rank" if changed else "another rank, and not on this one"
+            raise RuntimeError(
+                f"rank {self._here}: parameters of the optimizer or their layouts have changed on {here}, of ranks "
+                f"{ranks}; change them on all of them before the same step"
+            )
+        if found[4] not in (0, self._here + 1):
+            raise RuntimeError(
+                f"rank {self._here}: rank {found[4] - 1}, one of ranks {ranks}, found a fault among other ranks that "
+                "hold parameters with it, and takes no step; its message says which"
+            )
 
 
 def _lies(param: Tensor) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from dmuon.batches import Batch, Done, Orthogonalized, make_batches
 from dmuon.device import PhaseTimer
 from dmuon.distributed_config import DistributedConfig
 from dmuon.early import EarlyUpdates
-from dmuon.exchanging import Exchange, Exchanged, default_config
+from dmuon.exchanging import Exchange, Exchanged, exchange_for
 from dmuon.muon_state import (
     MOMENTUM,
     adopt_loaded_state,
@@ -31,7 +31,7 @@ from dmuon.muon_state import (
 from dmuon.owned_tensor import OwnedTensor
 from dmuon.param_groups import check_group, groups_from, names_of, replicated_by_ddp
 from dmuon.policy import Select
-from dmuon.rounds import AloneRound, Round, drive, exchanged_rounds
+from dmuon.rounds import AloneRound, ExchangedRound, Round, drive, exchanged_rounds
 from dmuon.runtime import Runtime
 
 __all__ = ["Muon", "StepStats"]
@@ -93,7 +93,8 @@ class Muon(torch.optim.Optimizer):
             memory.
         distributed_config: who orthogonalizes matrices that dmuon does not own, and how they get there. ``None``: for
             DTensors :func:`dmuon.create_dtensor_config`, for what a ``DistributedDataParallel`` module replicates its
-            process group; other tensors are whole on this rank.
+            process group; other tensors are whole on this rank. Given, each optimizer has its own, and all ranks of its
+            groups build the optimizer, those without such matrices too.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -191,10 +192,9 @@ class Muon(torch.optim.Optimizer):
         """
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         shared = [p for p in muon if not isinstance(p, OwnedTensor)]
-        config = self._given_config or default_config(self._copies, shared)
-        self._exchange = None
-        if config is not None and shared:
-            self._exchange = Exchange(config, shared, [self._name_of(p) for p in shared])
+        names = [self._name_of(p) for p in shared]
+        last, self._exchange = self._exchange, None
+        self._exchange = exchange_for(self, self._given_config, self._copies, shared, names, self._device, last)
         kept = {id(p): self.state[p].get(MOMENTUM) for p in muon if p in self.state}
         self._batches, self._runtimes = [], []
         for group in self.param_groups:
@@ -239,6 +239,9 @@ class Muon(torch.optim.Optimizer):
             owned += exchanged_rounds(i, by_tensor, small_numel=0, nbytes=0, together=True)
             if self._exchange is not None:
                 exchanged += self._exchange.rounds(i, batches)
+        for round_ in exchanged:  # the first vote compares it
+            if isinstance(round_, ExchangedRound) and round_.exchanged and self._exchange is not None:
+                round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self._exchange.prefetch}")
         owned.sort(key=lambda round_: min(batch.position for batch in round_.batches))
         self._rounds = owned + exchanged
         self._early = None  # runtimes hold it weakly

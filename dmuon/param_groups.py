@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from dmuon._torch import flattened_by_fsdp1, replicate_group
+from dmuon._torch import flattened_by_fsdp1, replicate_group, unwrapped_for_ddp
 from dmuon.dedicate import dedications
 from dmuon.kernels import coefficient_sequence, update_scale
 from dmuon.owned_tensor import OwnedTensor
@@ -190,6 +190,11 @@ def _check_param(param: Tensor, use_muon: bool) -> None:
     name = getattr(param, "fqn", f"of shape {tuple(param.shape)}")
     if use_muon and flattened_by_fsdp1(param):
         raise ValueError(f"parameter {name} {_FLATTENED}")
+    if use_muon and unwrapped_for_ddp(param):
+        raise ValueError(
+            f"parameter {name} is the local part of a DTensor that was unwrapped for DDP over tensor parallelism; use "
+            "fully_shard over a mesh with a replicate dimension instead"
+        )
     if param.is_meta:
         raise ValueError(
             f"parameter {name} is on the meta device; materialize the model (to_empty and its initialization) before "

@@ -255,8 +255,9 @@ def make_plan(
     if rank == 0:
         try:
             if found_costs is not None:
-                moved = {m.shape: round(ns_per_byte * m.nbytes) for m in matrices}
-                table = found_costs.table.with_transfer(moved)
+                table = found_costs.table
+                if ns_per_byte:
+                    table = table.with_transfer({m.shape: round(ns_per_byte * m.nbytes) for m in matrices})
                 solution = solve_plan(matrices, _ranks(hosts, pools), table, solve or SolveOptions())
                 found = OwnerPlan.from_solution(solution, found_costs)
             elif isinstance(plan, OwnerPlan):

@@ -10,11 +10,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dmuon.batches import Batch, Done, Orthogonalized, apply, folded, orthogonalize, orthogonalize_whole, wire_dtype
+from dmuon.batches import (
+    Batch,
+    Done,
+    Orthogonalized,
+    apply,
+    folded,
+    kept,
+    orthogonalize,
+    orthogonalize_whole,
+    wire_dtype,
+)
 from dmuon.device import PhaseTimer
 from dmuon.exchange import Gathering, Parcel, Scattering, start_gather, start_scatter
 
-__all__ = ["AloneRound", "ExchangedRound", "Round", "drive", "exchanged_rounds"]
+__all__ = ["AloneRound", "ExchangedRound", "Round", "drive", "exchanged_rounds", "started_first"]
 
 
 class Round(Protocol):
@@ -65,7 +75,7 @@ def drive(
         meanwhile: what else is to do, while the last scatter is on its way.
     """
     exchanged = [r for r in rounds if r.exchanged]
-    first = _started_first([id(r.batches[0].domain) for r in exchanged], prefetch)
+    first = started_first([id(r.batches[0].domain) for r in exchanged], prefetch)
     started: set[int] = set()
     turn = 0  # of the next round to exchange
     leaving: deque[tuple[Round, list[Done]]] = deque()
@@ -99,7 +109,7 @@ def drive(
         yield finished()
 
 
-def _started_first(domains: Sequence[int], prefetch: int) -> list[list[int]]:
+def started_first(domains: Sequence[int], prefetch: int) -> list[list[int]]:
     """Which rounds have started when each one computes, itself included.
 
     These are the next ones, whatever their domain, and the next ones of its own domain. The former alone would start a
@@ -144,10 +154,11 @@ class AloneRound:
         if early is not None:
             self._ready = [(0, len(batch.params), early)]
         else:
-            self._ready = [
-                (start, end, orthogonalize(group, batch, (start, end), batch.momentum[batch.rows(start, end)], timer))
-                for start, end in batch.runs([p.grad is not None for p in batch.params])
-            ]
+            runs = batch.runs([p.grad is not None for p in batch.params])
+            self._ready = []
+            for start, end in runs:
+                ready = orthogonalize(group, batch, (start, end), batch.momentum[batch.rows(start, end)], timer)
+                self._ready.append((start, end, ready if len(runs) == 1 else kept(ready)))
         return [ready.done for _, _, ready in self._ready]
 
     def finish(self, group: Mapping[str, Any], timer: PhaseTimer) -> None:
@@ -175,6 +186,7 @@ class ExchangedRound:
         self._scattering: Scattering | None = None
 
     def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
+        self._gathering = self._scattering = None  # a step before may have failed
         self._present = [[id(p) in present for p in batch.params] for batch in self.batches]
         if not any(map(any, self._present)):
             return
@@ -215,9 +227,14 @@ class ExchangedRound:
                 for start, end in batch.runs(there):
                     apply(group, batch, batch.params[start:end], update[batch.rows(start, end)], timer)
 
+    def __str__(self) -> str:
+        """What all ranks of the domain must agree on before anything travels."""
+        parcels = [(parcel.count, parcel.layout.shape, parcel.owner) for parcel in self.parcels]
+        return f"{self._what} as (count, shape, owner) {parcels}"
+
     def _held(self, batch: Batch) -> bool:
         assert batch.parcel is not None
-        return batch.parcel.piece(self.domain.rank) is not None
+        return self.domain.rank in batch.parcel.pieces
 
     def _like(self) -> Tensor:
         momentum = self.batches[0].momentum

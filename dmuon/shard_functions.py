@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -56,7 +59,9 @@ class ShardFunctions:
         self.chunk_bytes = chunk_bytes
         self.small_numel = small_numel
         self.plans: dict[tuple[int, ...], OwnerPlan] = {}
-        self._domains: dict[tuple[int, ...], Domain] = {}
+        self._domains: dict[tuple[int, ...], Domain] = {}  # that parameters span
+        self._whole: Domain | None = None  # of the grid
+        self._optimizer: weakref.ref[object] | None = None
         self.labels: list[str] = []
         self._names: list[str] = []  # on this rank
         self._params: list[Tensor] = []
@@ -152,6 +157,29 @@ class ShardFunctions:
             found[id(param)] = [Assigned(domain, parcel, nbytes=self.chunk_bytes)]
         return found
 
+    def require_free(self, optimizer: object) -> None:
+        """Refuse a second optimizer, which would overwrite what the first one goes by.
+
+        Raises:
+            ValueError: another optimizer uses these functions, and is still alive, as its process groups are.
+        """
+        if self._domains and not any(map(_alive, self._domains.values())):
+            return
+        if self._optimizer is not None and self._optimizer() not in (None, optimizer):
+            gc.collect()  # it may be dead, but in a cycle
+            if self._optimizer() is not None:
+                raise ValueError(
+                    "distributed_config is in use by another optimizer that is still alive: create a configuration "
+                    "for each optimizer, or delete the other one before"
+                )
+
+    def taken_by(self, optimizer: object) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def copied(self) -> Mapping[int, Sequence[int]]:
+        """By ``id``, the parameters that several ranks have whole, and which."""
+        return self._copies
+
     def domains(self) -> list[Domain]:
         """Ranks that hold parameters with this one, in one order everywhere."""
         return list(self._domains.values())
@@ -166,14 +194,20 @@ class ShardFunctions:
         pairs = zip(self._params, self._placed, strict=True)
         return [param for param, placed in pairs if placed is not None and placed.ranks == domain.ranks]
 
-    def place(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Find where the parameters lie, and connect the ranks. Collective over the ranks that hold them together."""
+    def place(self, params: Sequence[Tensor], names: Sequence[str], device: torch.device | None = None) -> None:
+        """Find where the parameters lie, and connect the ranks.
+
+        Collective over the ranks that hold them together; with a grid over all of its ranks.
+
+        Args:
+            device: in case that there are no parameters.
+        """
         self._params = list(params)
         self._names = list(names)
         self.labels = list(names)
         fault: ValueError | None = None
         if self._grid is not None:
-            found = place(params, names, self._grid, self._shard_dims, self._share)
+            found = self._found_on_grid(self._grid, device)
         else:
             found = []
             for param, name in zip(params, names, strict=True):
@@ -185,7 +219,10 @@ class ShardFunctions:
         self._placed = [None if p is None or len(p.ranks) == 1 else p for p in found]
         wanted = sorted({placed.ranks for placed in self._placed if placed is not None})
         kept = {ranks: domain for ranks, domain in self._domains.items() if ranks in wanted and _alive(domain)}
+        if self._whole is not None:
+            kept[self._whole.ranks] = self._whole
         self._domains = {}
+        self.plans = {ranks: plan for ranks, plan in self.plans.items() if ranks in wanted}
         described: dict[tuple[int, ...], list[tuple[str, str]]] = {}
         for ranks in wanted:
             members = [i for i, placed in enumerate(self._placed) if placed is not None and placed.ranks == ranks]
@@ -222,15 +259,50 @@ class ShardFunctions:
             f"{layout.shape}, {param.dtype}, in pieces {[p.shape for p in layout.pieces]}",
         )
 
-    def _share(self, item: object) -> list[object]:
-        """One object from every rank of the grid, in its order."""
-        assert self._grid is not None
-        ranks = tuple(sorted(self._grid.ranks))
-        domain = self._domains.get(ranks)
-        if domain is None or not _alive(domain):
-            domain = self._domains[ranks] = make_domain(ranks, local_tensor(self._params[0]).device)
-        found = dict(zip(ranks, agree(domain.group, None, item), strict=True))
-        return [found[rank] for rank in self._grid.ranks]
+    def _found_on_grid(self, grid: RankGrid, device: torch.device | None) -> list[Placed | None]:
+        """Where the parameters lie in ``grid``. All ranks of it go on from here, or raise.
+
+        They agree once, and where plain parameters are cut, whose shapes go with that, once more.
+        """
+        if len(grid.ranks) == 1:
+            return place(self._params, self._names, grid, self._shard_dims, lambda item: [item])
+        whole = self._connected(grid, device)
+        sharing = shared = False
+
+        def share(item: object) -> list[object]:
+            nonlocal sharing, shared
+            sharing = True
+            of_rank = dict(zip(whole.ranks, agree(whole.group, None, (item, None)), strict=True))
+            shared = True
+            return [of_rank[rank][0] for rank in grid.ranks]
+
+        found: list[Placed | None] = []
+        fault: Exception | None = None
+        try:
+            found = place(self._params, self._names, grid, self._shard_dims, share)
+        except Exception as error:  # whatever a user's shard_dims raises
+            if sharing and not shared:
+                raise  # all ranks do
+            fault = error
+        spanned = {placed.ranks for placed in found if placed is not None and len(placed.ranks) > 1}
+        said = agree(whole.group, fault, ([], spanned))
+        if not shared and any(item for item, _ in said):
+            rank, item = next((rank, item) for rank, (item, _) in zip(whole.ranks, said, strict=True) if item)
+            fault = ValueError(
+                f"rank {rank} has sharded parameters {[name for name, _ in item]} and rank {dist.get_rank()} has none; "
+                "give all ranks of the process groups the same parameters in one order, and the same shard_dims"
+            )
+            agree(whole.group, fault)
+        _require_spanned_alike(whole.ranks, [ranks for _, ranks in said])
+        return found
+
+    def _connected(self, grid: RankGrid, device: torch.device | None) -> Domain:
+        """All ranks of ``grid``: made before any of them can find a fault, and kept."""
+        if self._whole is None or not _alive(self._whole):
+            if self._params:
+                device = local_tensor(self._params[0]).device
+            self._whole = make_domain(grid.ranks, device or torch.device("cpu"))
+        return self._whole
 
     def _matrices(self, ranks: tuple[int, ...]) -> tuple[list[Matrix], list[frozenset[str]] | None]:
         """What the ranks share, and what each of them may own."""
@@ -276,20 +348,23 @@ class ShardFunctions:
         found = []
         offset = 0
         here = placed.ranks.index(dist.get_rank())
+        as_planned = self._experts.get((name, 0)) == owner  # not where a user gave the stack to another rank
         for cell in cells(placed.layout):
             held = here in cell.holders
-            for first, last, position in self._ranges(placed, cell, owner, name):
+            for first, last, position in self._ranges(placed, cell, owner, name, as_planned):
                 parcel = Parcel(last - first, cell.layout, cell.holders, position)
                 if len(cell.holders) > 1 or held:  # nobody else needs to know of what one rank has alone
                     found.append(Assigned(domain, parcel, first, last, offset + first - cell.start, self.chunk_bytes))
             offset += cell.stop - cell.start if held else 0
         return found
 
-    def _ranges(self, placed: Placed, cell: Cell, owner: int, name: str) -> list[tuple[int, int, int]]:
+    def _ranges(
+        self, placed: Placed, cell: Cell, owner: int, name: str, as_planned: bool
+    ) -> list[tuple[int, int, int]]:
         """``(start, stop, position of the owner)``: as many matrices each as planned, but neighbours."""
         counts = dict.fromkeys(cell.holders, 0)
         for expert in range(cell.start, cell.stop):
-            planned = self._experts.get((name, expert), owner)
+            planned = self._experts.get((name, expert), owner) if as_planned else owner
             position = placed.ranks.index(planned) if planned in placed.ranks else cell.holders[0]
             counts[position if position in counts else cell.holders[0]] += 1
         found = []
@@ -346,6 +421,19 @@ def _require_holder(placed: Placed, owner: int, name: str) -> None:
             f"Invalid rank {owner} for parameter {name!r}: it lies on ranks {list(placed.ranks)}, one of which must "
             "own it"
         )
+
+
+def _require_spanned_alike(ranks: Sequence[int], spanned: Sequence[set[tuple[int, ...]]]) -> None:
+    """Raise on all ranks of a grid if one of them waits for another that does not know of it."""
+    of_rank = dict(zip(ranks, spanned, strict=True))
+    for rank, theirs in of_rank.items():
+        for line in sorted(theirs):
+            other = next((other for other in line if line not in of_rank.get(other, ())), None)
+            if other is not None:
+                raise ValueError(
+                    f"rank {rank} holds parameters together with ranks {list(line)}, and rank {other} holds none with "
+                    "exactly these; give all of them the same parameters, laid out alike, and the same shard_dims"
+                )
 
 
 def _alive(domain: Domain) -> bool:

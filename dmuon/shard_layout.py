@@ -70,11 +70,6 @@ class ShardLayout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "split_dim", _split_dim(self.shape, self.pieces))
 
-    @property
-    def local(self) -> bool:
-        """Whether one rank holds the only copy, so that there is nothing to exchange."""
-        return len(self.pieces) == 1
-
     def sources(self, owner: int) -> tuple[int, ...]:
         """Ascending positions with the elements of the copy that ``owner`` has part in, perhaps its own among them."""
         copy = self.replicas[owner]

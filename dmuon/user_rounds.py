@@ -57,6 +57,7 @@ class UserRound:
         self._parts: dict[int, Result] = {}
 
     def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
+        self._gathered, self._parts = {}, {}  # a step before may have failed
         for batch in self.batches:
             number, param = _number(batch), batch.params[0]
             if id(param) not in present:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -17,6 +19,7 @@ from topologies import tensor_parallel
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from toy import (
     Reference,
@@ -30,6 +33,8 @@ from toy import (
 )
 
 import dmuon
+import dmuon.exchanging
+import dmuon.shard_functions
 from dmuon import (
     DistributedConfig,
     create_auto_config,
@@ -496,3 +501,132 @@ def interleaved(rank: int, world: int) -> None:
 @pytest.mark.pitfall("P25")
 def test_collectives_of_the_user_do_not_meet_those_of_a_step(ranks: RankPool) -> None:
     ranks(2, interleaved)
+
+
+# -- what one rank alone finds ----------------------------------------------------------------------------------------
+
+
+def cut_otherwise(rank: int, world: int, fault: str) -> None:
+    """Rank 1 goes wrong where it looks for the places of its parameters."""
+    mesh = init_device_mesh("cpu", (world,))
+    group: Any = mesh.get_group()
+
+    def dims(param: Tensor) -> dict[str, int | None]:
+        if fault == "raises" and rank == 1:
+            raise LookupError("no such layer")
+        return {"another dimension": {"fsdp": rank}, "copies": {"fsdp": None if rank else 0}}.get(fault, {"fsdp": 0})
+
+    params = [nn.Parameter(torch.ones(3 - rank, 4))]
+    if fault == "a DTensor":
+        local = torch.ones(2 + rank, 4)
+        whole = torch.Size((4, 4))
+        params = [nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], shape=whole, stride=(4, 1)))]
+    config = create_processgroup_config(fsdp_pg=group, shard_dims=dims, costs="flops")
+    if fault == "apart":
+        independent = {"ep": None} if rank == 0 else {}
+        config = create_processgroup_config(ep_pg=group, shard_dims=lambda _: independent, costs="flops")
+    is_empty = fault == "no parameters" and rank == 1
+    dmuon.Muon([{"params": params, "use_muon": not is_empty}], distributed_config=config)
+
+
+@pytest.mark.pitfall("P21", "P49")
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raises", "no such layer"),
+        ("another dimension", "parameter 'parameter 0 of group 0' is a plain tensor over ranks"),
+        ("copies", "rank [01] has sharded parameters"),
+        ("a DTensor", "the local tensor of rank 1 has shape"),
+        ("apart", "rank 0 holds parameters together with ranks .0, 1., and rank 1 holds none with exactly these"),
+        ("no parameters", "rank [01] has sharded parameters"),
+    ],
+)
+def test_what_one_rank_of_a_grid_finds_ends_all(ranks: RankPool, fault: str, message: str) -> None:
+    for end in ranks.outcomes(2, cut_otherwise, fault, timeout=20):
+        own = fault == "raises" and end.rank == 1
+        assert end.raised(LookupError if own else ValueError) and re.search(message, end.message), end
+
+
+def connections(rank: int, world: int) -> None:
+    """The ranks of the grid are connected once, and take no part in steps in which they share nothing."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+    groups: dict[str, Any] = {"ep_pg": mesh.get_group("ep"), "fsdp_pg": mesh.get_group("fsdp")}
+    config = create_processgroup_config(**groups, shard_dims={"fsdp": 0}, costs="flops")
+    made = []
+    make = dmuon.shard_functions.make_domain  # type: ignore[attr-defined]
+    dmuon.shard_functions.make_domain = lambda *args: made.append(args) or make(*args)  # type: ignore[attr-defined]
+    try:
+        optimizer = dmuon.Muon([nn.Parameter(torch.ones(2, 4))], distributed_config=config)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 4))], "use_muon": True})
+    finally:
+        dmuon.shard_functions.make_domain = make  # type: ignore[attr-defined]
+    first = 2 * (rank // 2)
+    assert [tuple(sorted(ranks)) for ranks, *_ in made] == [(0, 1, 2, 3), (first, first + 1)]
+    assert optimizer._exchange is not None
+    assert [domain.ranks for domain, _ in optimizer._exchange.domains] == [(first, first + 1)]
+
+
+def test_the_ranks_of_a_grid_are_connected_once(ranks: RankPool) -> None:
+    ranks(4, connections)
+
+
+def without_matrices(rank: int, world: int) -> None:
+    """No rank has anything to exchange: that is no fault, and steps need no vote."""
+    group: Any = dist.group.WORLD
+    for config in (create_dtensor_config(costs="flops"), create_processgroup_config(fsdp_pg=group, costs="flops")):
+        bias = nn.Parameter(torch.ones(3))
+        optimizer = dmuon.Muon([{"params": [bias], "use_muon": False}], distributed_config=config)
+        bias.grad = torch.ones(3)
+        optimizer.step()
+        assert optimizer.exchanged() == []
+        assert optimizer._exchange is not None and optimizer._exchange.domains == []
+
+
+def test_ranks_without_matrices_take_steps(ranks: RankPool) -> None:
+    ranks(2, without_matrices)
+
+
+# -- one configuration, one optimizer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [create_dtensor_config, create_processgroup_config, create_auto_config])
+def test_a_configuration_serves_one_living_optimizer(make: Callable[..., DistributedConfig]) -> None:
+    config = make(costs="flops")
+    weight = nn.Parameter(torch.ones(3, 4))
+    first = dmuon.Muon([weight], distributed_config=config)
+    for again in (config, replace(config, assign_fn=lambda params, state: {0: 0})):
+        with pytest.raises(ValueError, match="distributed_config is in use by another optimizer"):
+            dmuon.Muon([weight], distributed_config=again)
+    first.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True})
+    del first
+    dmuon.Muon([weight], distributed_config=config)
+
+
+def default_layouts(rank: int, world: int) -> None:
+    """Groups that add nothing to exchange change nothing; others keep the process groups."""
+    make = dmuon.exchanging.create_dtensor_config
+    dmuon.exchanging.create_dtensor_config = partial(make, costs="flops")
+    try:
+        mesh = init_device_mesh("cpu", (world,))
+        params = [nn.Parameter(distribute_tensor(torch.ones(4, 3 + i), mesh, [Shard(0)])) for i in range(3)]
+        optimizer = dmuon.Muon(params[:1])
+        found = [optimizer._exchange]
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "use_muon": False})
+        found.append(optimizer._exchange)
+        optimizer.add_param_group({"params": params[1:2], "use_muon": True})
+        found.append(optimizer._exchange)
+        optimizer.param_groups[0]["params"].append(params[2])
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        found.append(optimizer._exchange)
+    finally:
+        dmuon.exchanging.create_dtensor_config = make
+    assert found[0] is found[1] and len({*map(id, found)}) == 3
+    assert len({id(one.config) for one in found if one is not None}) == 1
+    assert len({id(domain) for one in found if one is not None for domain, _ in one.domains}) == 1
+    assert len(optimizer.exchanged()) == 3
+
+
+def test_the_default_configuration_is_kept(ranks: RankPool) -> None:
+    ranks(2, default_layouts)

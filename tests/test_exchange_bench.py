@@ -24,6 +24,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("exchange")
 
 
+@pytest.mark.slow
 def test_all_modes_agree_with_each_other_and_with_the_formulas(bench: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     command = [sys.executable, str(BENCH / "exchange.py"), *TINY, *BRIEF, "--json", str(out)]

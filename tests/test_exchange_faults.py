@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from pool import RankPool
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from toy import Toy, batch, build, loss_of, shard
@@ -317,6 +317,24 @@ def test_owners_that_differ_end_all_ranks_by_name(ranks: RankPool) -> None:
     ranks(2, other_order, expect=ValueError, match=match)
 
 
+def other_schedule(rank: int, world: int) -> None:
+    params = sharded(world)
+    config = create_dtensor_config(costs="flops", prefetch_count=1 + rank, small_param_numel_threshold=0)
+    optimizer = dmuon.Muon(params, distributed_config=config)
+    give_gradients(params, 0)
+    before = [p.to_local().clone() for p in params]  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        for param, old in zip(params, before, strict=True):
+            assert torch.equal(param.to_local(), old), "nothing travels before the schedules are compared"  # type: ignore[attr-defined]
+
+
+@pytest.mark.pitfall("P10", "P21")
+def test_schedules_that_differ_end_all_ranks_before_anything_travels(ranks: RankPool) -> None:
+    ranks(2, other_schedule, expect=dmuon.CollectiveError, match="prefetch_count=[12]")
+
+
 def change_on_one_rank(rank: int, world: int) -> None:
     params = sharded(world)
     optimizer = dmuon.Muon(params[:3], distributed_config=create_dtensor_config(costs="flops"))
@@ -380,3 +398,27 @@ def beside_fsdp(rank: int, world: int, victim: int) -> None:
 def test_the_others_end_beside_fsdp() -> None:
     ended = gang.run(3, beside_fsdp, 1, limit=LIMIT, timeout=60, victims=(1,))
     check_survivors(ended, 1, "killed", ROUND)
+
+
+def change_in_one_domain(rank: int, world: int) -> None:
+    """Ranks 0 and 1 find a fault in what they share; rank 2 shares with rank 1 only."""
+    params = []
+    for pair in ([0, 1], [1, 2]):
+        mesh = DeviceMesh("cpu", pair)
+        if rank in pair:
+            params.append(nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)], src_data_rank=None)))
+    optimizer = dmuon.Muon(params, distributed_config=create_dtensor_config(costs="flops"))
+    give_gradients(params, 0)
+    optimizer.step()
+    if rank == 0:
+        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2, 2)))
+    optimizer.step()
+
+
+@pytest.mark.pitfall("P21", "P49")
+def test_a_fault_of_one_vote_reaches_the_next_domain(ranks: RankPool) -> None:
+    ends = ranks.outcomes(3, change_in_one_domain, timeout=20)
+    for end in ends[:2]:
+        assert end.raised(RuntimeError) and "have changed on" in end.message, end
+    assert ends[2].raised(RuntimeError), ends[2]
+    assert "rank 2: rank 1, one of ranks 1 2, found a fault among other ranks" in ends[2].message

@@ -140,6 +140,7 @@ def smallest(rank: int, world: int) -> int:
 
 
 @pytest.mark.pitfall("P14")
+@pytest.mark.slow
 def test_the_smallest_matrices_travel(ranks: RankPool) -> None:
     assert ranks(4, smallest) == [3 * 2 * (4 + 16)] * 4
 

@@ -41,7 +41,7 @@ from toy import LR, Reference, Toy, assert_equal_weights, batch, build, full_sta
 import dmuon
 from dmuon import create_dtensor_config, create_processgroup_config
 from dmuon.exchange import gathers, received_numel, scatters
-from dmuon.rounds import _started_first
+from dmuon.rounds import started_first
 
 STEPS = 20
 MAX_NORM = 0.5  # below the norm of every step
@@ -298,7 +298,7 @@ def test_collectives_of_a_domain_start_in_one_order_whatever_lies_between(prefet
     def order(domains: str, of: str) -> list[str]:
         found, started = [], set()
         place = {turn: i for i, turn in enumerate(turn for turn, d in enumerate(domains) if d == of)}
-        for turn, first in enumerate(_started_first([ord(d) for d in domains], prefetch)):
+        for turn, first in enumerate(started_first([ord(d) for d in domains], prefetch)):
             assert turn in first
             found += [f"gather {place[i]}" for i in first if i in place and i not in started]
             started |= {*first}

@@ -36,7 +36,7 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize("interpreted", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_gpu_script_runs_end_to_end_without_a_gpu(models: Path, tmp_path: Path, interpreted: bool) -> None:
     path = tmp_path / "found.json"
     arguments = ["--dry", "--models", str(models), "--json", str(path), "--seconds", "3" if interpreted else "60"]

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from toy import (
 )
 
 import dmuon
+from dmuon import batches
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
@@ -581,3 +583,28 @@ def test_a_step_inside_autocast_is_the_same_step() -> None:
             optimizer.step()
         found.append({n: p.detach().clone() for n, p in model.named_parameters()})
     assert_equal_weights(found[1], found[0], 0.0)
+
+
+@pytest.mark.pitfall("P45")
+def test_runs_of_a_batch_do_not_share_the_buffer_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded run leaves its result where the next one of that size will: the first must have been used by then."""
+    buffers: dict[torch.Size, Tensor] = {}
+    run, variant = batches.run, batches._variant
+
+    def replayed(x: Tensor, chosen: Any, *args: Any) -> Tensor:
+        return buffers.setdefault(x.shape, torch.empty_like(x)).copy_(run(x, replace(chosen, replay=False), *args))
+
+    def step() -> list[nn.Parameter]:
+        params = [nn.Parameter(torch.ones(4, 6)) for _ in range(3)]
+        for i in (0, 2):
+            params[i].grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
+        dmuon.Muon([{"params": params, "use_muon": True}]).step()
+        return params
+
+    expected = step()
+    monkeypatch.setattr(batches, "run", replayed)
+    monkeypatch.setattr(batches, "_variant", lambda *args: replace(variant(*args), replay=True))
+    found = step()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
+    assert not torch.equal(found[0], found[2])

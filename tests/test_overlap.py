@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from toy import batch, build, full_state, loss_of
 
 import dmuon
-from dmuon import batches
+from dmuon import rounds
+from dmuon.batches import Batch
 
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
 
@@ -157,15 +158,15 @@ def late_owner(rank: int, _world: int) -> dict[str, float]:
         if e.fqn.startswith("blocks.2") and e.owner == 1
     }
     optimizer = dmuon.Muon(laid.model, **OPTIONS)
-    original = batches.orthogonalize
+    original = rounds.orthogonalize
     times: dict[str, float] = {}
 
-    def slow(group: Any, params: Any, momentum: Any, timer: Any) -> Any:
-        if any(id(p) in late for p in params):
+    def slow(group: Any, owned: Batch, run_of: Any, momentum: Any, timer: Any) -> Any:
+        if any(id(p) in late for p in owned.params):
             time.sleep(1.0)
-        return original(group, params, momentum, timer)
+        return original(group, owned, run_of, momentum, timer)
 
-    batches.orthogonalize = slow  # type: ignore[assignment]
+    rounds.orthogonalize = slow  # type: ignore[assignment]
     try:
         for step in range(2):
             optimizer.zero_grad()
@@ -176,7 +177,7 @@ def late_owner(rank: int, _world: int) -> dict[str, float]:
         laid.model(laid.part(batch(2))[0])
         hook.remove()
     finally:
-        batches.orthogonalize = original
+        rounds.orthogonalize = original
     times["owns late ones"] = float(len(late)) if rank == 1 else 0.0
     return times
 

@@ -149,12 +149,6 @@ def test_a_rank_with_several_runs_has_a_block_of_each() -> None:
     ]
 
 
-def test_only_a_tensor_of_one_holder_is_local() -> None:
-    assert layout_of((4, 4), (1, 1), (Shard(0), Replicate())).local
-    assert not layout_of((1, 4), (2,), (Shard(0),)).local
-    assert not layout_of((4, 4), (2,), (Replicate(),)).local
-
-
 @EXAMPLES
 @given(sharded(), st.randoms(use_true_random=False))
 def test_a_reordered_layout_keeps_each_rank_its_piece(case: Case, source: object) -> None:
@@ -304,7 +298,7 @@ def test_a_rank_without_rows_holds_the_matrices_of_its_share() -> None:
 def test_a_rank_without_matrices_holds_none() -> None:
     found = cells(layout_of((5, 2, 2), (4,), (Shard(0),)))
     assert [(cell.start, cell.stop, cell.holders) for cell in found] == [(0, 2, (0,)), (2, 4, (1,)), (4, 5, (2,))]
-    assert all(cell.layout.local for cell in found)
+    assert all(len(cell.layout.pieces) == 1 for cell in found)
 
 
 def test_only_a_stack_has_cells() -> None:

@@ -183,7 +183,7 @@ def run_options(rank: int, world: int, name: str, keep: bool, varied: list[Optio
 @pytest.mark.parametrize(
     ("name", "keep"),
     [
-        ("1d", False),
+        pytest.param("1d", False, marks=pytest.mark.slow),
         pytest.param("hsdp-two-lines", False, marks=pytest.mark.slow),
         pytest.param("ddp-2", False, marks=pytest.mark.slow),
     ],
@@ -349,7 +349,7 @@ def only_forwards(model: nn.Module, optimizer: Any, loss: Loss) -> None:
 
 SEQUENCES = [
     pytest.param(mixed_accumulation, marks=pytest.mark.pitfall("P12")),
-    pytest.param(dropped_accumulation, marks=pytest.mark.pitfall("P16")),
+    pytest.param(dropped_accumulation, marks=[pytest.mark.pitfall("P16"), pytest.mark.slow]),
     pytest.param(evaluation_between_micro_batches, marks=[pytest.mark.pitfall("P12", "P17"), pytest.mark.slow]),
     pytest.param(edits_of_whole_weights, marks=pytest.mark.pitfall("P17")),
     pytest.param(retry_out_of_memory, marks=[pytest.mark.pitfall("P17"), pytest.mark.slow]),

@@ -184,7 +184,10 @@ def _rotate_owners(path: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("optimizer", "number"),
-    [pytest.param("adamw", signal.SIGKILL, marks=pytest.mark.slow), ("dmuon", signal.SIGINT)],
+    [
+        pytest.param("adamw", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("dmuon", signal.SIGINT, marks=pytest.mark.slow),
+    ],
 )
 def test_resume_equals_the_uninterrupted_run(
     text: Path, tmp_path: Path, uninterrupted: Path, optimizer: str, number: signal.Signals

@@ -653,3 +653,46 @@ def test_a_generated_function_checks_what_it_gets(
     ranks: RankPool, fault: str, error: type[Exception], message: str
 ) -> None:
     ranks(2, wrong_arguments, fault, expect=error, match=message)
+
+
+def stack_moved(rank: int, world: int, move: bool) -> int:
+    """A user's assign_fn asks the generated one, and gives its stack to the other rank, or not."""
+    group: Any = dist.group.WORLD
+    generated = create_processgroup_config(dp_pg=group, costs="flops")
+
+    def assign(params: list[Tensor], state: State) -> dict[int, int]:
+        planned = generated.assign_fn(params, state)
+        moved: dict[int, int] = {0: 1 - planned[0] if move else planned[0]}
+        state["moved to"] = moved[0]
+        return moved
+
+    config = replace(generated, assign_fn=assign)
+    stack = nn.Parameter(torch.ones(4, 3, 5))
+    optimizer = dmuon.Muon([{"params": [stack], "use_muon": True}], distributed_config=config)
+    stack.grad = seeded((4, 3, 5), 0)
+    optimizer.step()
+    found = optimizer.last_step.ns_matrices
+    assert not move or found == (4 if config.state["moved to"] == rank else 0)
+    return found
+
+
+@pytest.mark.pitfall("P06")
+@pytest.mark.parametrize("move", [True, False])
+def test_a_users_assignment_moves_stacks(ranks: RankPool, move: bool) -> None:
+    assert sorted(ranks(2, stack_moved, move)) == ([0, 4] if move else [2, 2])
+
+
+def nothing_on_one_rank(rank: int, world: int, everywhere: bool) -> None:
+    config = DistributedConfig(by_index, gather, scatter, {})
+    matrix = rank == 0 and not everywhere
+    weight = nn.Parameter(torch.ones(2, 3))
+    optimizer = dmuon.Muon([{"params": [weight], "use_muon": matrix}], distributed_config=config)
+    weight.grad = torch.ones(2, 3)
+    optimizer.step()
+
+
+@pytest.mark.pitfall("P49")
+def test_ranks_without_matrices_do_not_keep_others_waiting(ranks: RankPool) -> None:
+    ranks(2, nothing_on_one_rank, True)
+    match = "owner of parameter 'parameter 0 of group 0' is .*absent"
+    ranks(2, nothing_on_one_rank, False, timeout=20, expect=ValueError, match=match)

@@ -151,18 +151,19 @@ def uninterrupted() -> dict[str, Tensor]:
 
 
 RESHARD, KEEP = False, True
-QUICK = (
-    [(source, RESHARD, "hsdp", RESHARD) for source in NAMES]
-    + [("tp-fsdp", RESHARD, target, RESHARD) for target in NAMES if target != "hsdp"]
-    + [("1d", RESHARD, "hsdp", KEEP), ("hsdp", KEEP, "tp", KEEP), ("hsdp", KEEP, "1d", KEEP)]
+QUICK = [(source, RESHARD, "hsdp", RESHARD) for source in NAMES] + [
+    ("1d", RESHARD, "hsdp", KEEP), ("hsdp", KEEP, "tp", KEEP), ("tp-fsdp", RESHARD, "ddp-2", RESHARD),
+]  # fmt: skip
+SLOW = (
+    [
+        (source, RESHARD, target, KEEP)
+        for source in NAMES
+        for target in NAMES
+        if (source, RESHARD, target, KEEP) not in QUICK
+    ]
+    + [("hsdp", KEEP, "1d", KEEP)]
+    + [("hsdp", RESHARD, other, RESHARD) for other in LAYOUTS if other not in NAMES and world_of(other) <= 4]
 )
-SLOW = [
-    (source, keep, target, not keep)
-    for source in NAMES
-    for target in NAMES
-    for keep in (RESHARD, KEEP)
-    if (source, keep, target, not keep) not in QUICK
-] + [("hsdp", RESHARD, other, RESHARD) for other in LAYOUTS if other not in NAMES and world_of(other) <= 4]
 
 
 @pytest.mark.pitfall("P28", "P29", "P30")

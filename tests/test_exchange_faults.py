@@ -275,6 +275,7 @@ def silent_rank(rank: int, world: int) -> str:
 
 
 @pytest.mark.pitfall("P48", "P49")
+@pytest.mark.slow
 def test_a_rank_that_takes_no_step_is_found_silent(ranks: RankPool) -> None:
     said, _ = ranks(2, silent_rank)
     assert said.startswith("rank 0, step 1: vote before step() failed: ") and "Silent: rank 1 (killed" in said

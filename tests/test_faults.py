@@ -111,8 +111,8 @@ NAMED = re.compile(
 CASES = [
     ("1d-two-lines", "forward", "killed", 1),
     ("1d-3", "backward", "killed", 1),
-    ("ddp-2", "step", "killed", 1),
-    ("1d-3", "state_dict", "killed", 0),
+    pytest.param("ddp-2", "step", "killed", 1, marks=pytest.mark.slow),
+    pytest.param("1d-3", "state_dict", "killed", 0, marks=pytest.mark.slow),
     pytest.param("ddp-2", "state_dict", "killed", 0, marks=pytest.mark.slow),
     ("1d-3", "forward", "raising", 2),
     pytest.param("1d-two-lines", "backward", "raising", 0, marks=pytest.mark.slow),
@@ -216,18 +216,18 @@ def out_of_step(rank: int, world: int, layout: str, keep: bool, what: str, trans
 
 DIFFERENCE = re.compile(r"issued different collectives: .+ on rank \d where rank \d has .+; run")
 ORDERS = [
-    ("1d-two-lines", False, "swapped blocks", "single"),
+    pytest.param("1d-two-lines", False, "swapped blocks", "single", marks=pytest.mark.slow),
     ("1d-two-lines", False, "swapped blocks", "broadcast"),
     pytest.param("1d-two-lines", True, "swapped blocks", "broadcast", marks=pytest.mark.slow),
     ("1d-two-lines", False, "skipped block", "single"),
     pytest.param("1d-two-lines", True, "skipped block", "single", marks=pytest.mark.slow),
-    ("1d-two-lines", False, "extra backward", "broadcast"),
+    pytest.param("1d-two-lines", False, "extra backward", "broadcast", marks=pytest.mark.slow),
     pytest.param("1d-two-lines", False, "extra forward", "broadcast", marks=pytest.mark.slow),
     pytest.param("1d-two-lines", False, "extra forward", "single", marks=pytest.mark.slow),
     pytest.param("1d-two-lines", False, "extra step", "single", marks=pytest.mark.slow),
     ("1d-two-lines", False, "missing step", "broadcast"),
     pytest.param("ddp-2", False, "skipped block", "single", marks=pytest.mark.slow),
-    ("ddp-2", False, "swapped blocks", "single"),
+    pytest.param("ddp-2", False, "swapped blocks", "single", marks=pytest.mark.slow),
     pytest.param("ddp-2", False, "missing step", "broadcast", marks=pytest.mark.slow),
     pytest.param("ddp-2", False, "extra step", "single", marks=pytest.mark.slow),
     pytest.param("ddp-2", False, "extra backward", "broadcast", marks=pytest.mark.slow),

@@ -126,7 +126,12 @@ def train(
 @pytest.mark.pitfall("P16", "P34")
 @pytest.mark.parametrize(
     ("name", "keep"),
-    [pytest.param("1d", False, marks=pytest.mark.slow), ("1d-two-lines", True), ("hsdp", False), ("ddp-2", False)],
+    [
+        pytest.param("1d", False, marks=pytest.mark.slow),
+        ("1d-two-lines", True),
+        pytest.param("hsdp", False, marks=pytest.mark.slow),
+        ("ddp-2", False),
+    ],
 )
 def test_newton_schulz_in_backward_changes_no_bit(ranks: RankPool, name: str, keep: bool) -> None:
     edits = STILL_RIGHT + STALE if name == "1d" else [nothing, clip, another_backward]

@@ -108,8 +108,8 @@ PARITY = ["1d", "hsdp", "ddp-2", "ddp-4", "tp", "tp-fsdp"]
 @pytest.mark.parametrize(
     ("name", "half"),
     [(name, False) for name in PARITY if name not in ("ddp-4", "tp-fsdp")]
-    + [(name, True) for name in ("1d", "tp")]
-    + [pytest.param(name, True, marks=pytest.mark.slow) for name in ("hsdp", "ddp-2", "ddp-4", "tp-fsdp")]
+    + [("1d", True)]
+    + [pytest.param(name, True, marks=pytest.mark.slow) for name in ("hsdp", "ddp-2", "ddp-4", "tp", "tp-fsdp")]
     + [pytest.param(name, False, marks=pytest.mark.slow) for name in ("ddp-4", "tp-fsdp")],
 )
 def test_parity_matrix(ranks: RankPool, name: str, half: bool) -> None:
@@ -157,6 +157,7 @@ def train_with_all(rank: int, world: int, name: str, keep: bool) -> list[tuple[d
     return [train(rank, world, name, keep, 2, "always", 3, comm) for comm in [{}, *OPTION_SETS]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "keep"), [("tp", False)])  # other topologies: test_topologies.py
 def test_options_of_communication_change_no_bit(ranks: RankPool, name: str, keep: bool) -> None:
     for results in ranks(LAYOUTS[name].world, train_with_all, name, keep, timeout=100):

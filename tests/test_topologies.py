@@ -348,7 +348,7 @@ def only_forwards(model: nn.Module, optimizer: Any, loss: Loss) -> None:
 
 
 SEQUENCES = [
-    pytest.param(mixed_accumulation, marks=pytest.mark.pitfall("P12")),
+    pytest.param(mixed_accumulation, marks=[pytest.mark.pitfall("P12"), pytest.mark.slow]),
     pytest.param(dropped_accumulation, marks=[pytest.mark.pitfall("P16"), pytest.mark.slow]),
     pytest.param(evaluation_between_micro_batches, marks=[pytest.mark.pitfall("P12", "P17"), pytest.mark.slow]),
     pytest.param(edits_of_whole_weights, marks=pytest.mark.pitfall("P17")),
@@ -566,7 +566,7 @@ def run_compiled(_rank: int, _world: int, name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.pitfall("P57")
-@pytest.mark.parametrize("name", ["ddp-2", "hsdp"])
+@pytest.mark.parametrize("name", ["ddp-2", pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_compiled_blocks_are_exact_and_compile_once(ranks: RankPool, name: str) -> None:
     model = build()
     optimizer = _SingleProcess(model)

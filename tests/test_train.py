@@ -234,6 +234,7 @@ def test_resume_refuses_other_settings_by_name(
     assert caught.value.code == 2 and "--steps: 7" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_termination_leaves_no_processes(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = _start(text, out, "--steps", "100000", "--optimizers", "adamw")

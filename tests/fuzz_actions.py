@@ -294,6 +294,8 @@ def raise_in_forward(run: Run, draw: random.Random) -> None:
 def raise_in_backward(run: Run, draw: random.Random) -> None:
     """Once gradients are cleared, nothing of a backward that raised comes back."""
     name = draw.choice(SITES)
+    if name == "embed" and not run.model.embed.weight.requires_grad:
+        name = "blocks.1"  # no gradient comes to a frozen embedding
     sync, at_once = draw.choice(SYNCS), draw.random() < 0.5
     unreduced = SYNCS[1:] if run.replicas > 1 else ["none"]
     earlier = draw.choice([None, *unreduced])

@@ -104,7 +104,7 @@ def train(rank: int, world: int, layout: str, where: str, act: str, victim: int)
 # What a message names: rank, step, and a collective of a block or a parameter, or one of the whole model.
 NAMED = re.compile(
     r"CollectiveError: rank (?P<rank>\d), step (?P<step>\d): ((fill|reduce|publish) of block 'blocks\.\d'.*?|"
-    r"average of \d+ replicated gradients.*?|vote on unused parameters|gather of tensor-parallel matrices|"
+    r"average of \d+ replicated gradients.*?|vote on unused parameters|gather of round \d+ of group \d+: \d+ matrices|"
     r"scatter of 'blocks\.\d\.\w+\.weight' .*?) failed: "
 )
 

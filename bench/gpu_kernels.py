@@ -42,7 +42,7 @@ from dmuon.kernels import (
 from dmuon.kernels.newton_schulz import normalize
 from dmuon.kernels.triton_symmetric import TileConfig, candidates, symmetric_product
 from dmuon.model_config import read_model
-from dmuon.profiler import NsOptions, fastest_variant
+from dmuon.profiler import NsOptions, fastest_variant, nearly_singular
 
 MODELS = ("llama-3-8b", "qwen2.5-7b", "gpt2-1.5b", "pi0")
 SIDES = (512, 1024, 2048, 4096, 8192)
@@ -192,8 +192,7 @@ def check_orthogonal(settings: Settings) -> Iterable[dict[str, Any]]:
     backends = ["torch", *(["triton"] if settings.tiles else [])]
     for m, n in ((1024, 1024), (1024, 1536), (1024, 4096), (4096, 1024)):
         m, n = max(8, m // settings.scale), max(8, n // settings.scale)
-        x = settings.gaussian(2, m, n)
-        x[1, : m // 2] *= 1e-3
+        x = torch.cat([settings.gaussian(1, m, n), nearly_singular((m, n), settings.device)])
         exact = orthogonalize(x.double(), method="standard")
         for backend in backends:
             for method in ("standard", "gram"):

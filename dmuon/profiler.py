@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import math
 import platform
 import re
 import time
@@ -32,6 +33,7 @@ from dmuon.kernels import (
     storage_dtype,
 )
 from dmuon.kernels.replay import forget
+from dmuon.kernels.variant import HALF
 
 __all__ = [
     "MAX_BATCH",
@@ -39,6 +41,7 @@ __all__ = [
     "device_key",
     "fastest_variant",
     "measure",
+    "nearly_singular",
     "options_of",
     "settled",
     "timing_bar",
@@ -53,6 +56,8 @@ _MAX_ROUNDS = 4  # on a machine that never settles, more rounds do not help
 _TRIALS = 3  # samples that a variant is judged by
 _CLEARLY = 0.95  # less of a gain is noise, and another form rounds otherwise
 _AGREEMENT = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-9}
+_GROWTH = 0.06  # of the largest singular value over the standard form's
+_POWERS = 30
 _CACHE_BYTES = 1 << 28  # above every current device's L2
 _CPU_CACHE_BYTES = 1 << 25  # above a core's L2 and its share of the L3
 _MAX_BATCH_ELEMENTS = 1 << 28  # 1 GiB of fp32: far beyond where batching still helps
@@ -256,6 +261,7 @@ def _agrees(batch: _Batch, options: NsOptions, variant: Variant) -> bool:
     """Whether ``variant`` computes what the standard form with whole products does; warns where it does not.
 
     On matrices that are nearly orthogonal already: all forms are accurate there, so that what differs is a mistake.
+    In half precision also on nearly singular ones, where forms differ, but singular values must not grow.
     """
     run = partial(orthogonalize, coefficients=options.coefficients, steps=options.steps, dtype=options.dtype)
     plain = partial(run, method="standard", backend="torch")
@@ -263,10 +269,47 @@ def _agrees(batch: _Batch, options: NsOptions, variant: Variant) -> bool:
     expected, found = plain(x), run(x, variant=variant)
     error = float(((found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)).max())
     dtype = storage_dtype(torch.float32, batch.device, options.dtype)
-    if error <= _AGREEMENT[dtype]:
-        return True
-    warnings.warn(f"Newton–Schulz variant {variant} differs from the standard form by {error:.2g}; not used")
-    return False
+    if not error <= _AGREEMENT[dtype]:
+        warnings.warn(f"Newton–Schulz variant {variant} differs from the standard form by {error:.2g}; not used")
+        return False
+    if dtype in HALF:
+        x = nearly_singular(batch.shape, batch.device)
+        expected_largest, largest = (
+            _largest_singular_value(form(x)) for form in (plain, partial(run, variant=variant))
+        )
+        if not largest <= expected_largest + _GROWTH:
+            warnings.warn(
+                f"Newton–Schulz variant {variant} gives singular values up to {largest:.2f}, the standard form "
+                f"{expected_largest:.2f}; not used"
+            )
+            return False
+    return True
+
+
+def nearly_singular(shape: Shape, device: torch.device) -> Tensor:
+    """Three matrices, ``(3, m, n)``, half of whose directions are small or null, in no relation to the axes.
+
+    There rounding is amplified most, and what commutes in exact arithmetic does not.
+    """
+    m, n = shape
+    rank = max(1, min(shape) // 2)
+    generator = torch.Generator(device).manual_seed(0)
+    left, right, noise = (
+        torch.randn(3, *sides, device=device, generator=generator) for sides in ((m, rank), (rank, n), shape)
+    )
+    levels = torch.tensor([0.0, 1e-3, 1e-2], device=device)[:, None, None]
+    matrices: Tensor = left @ right / math.sqrt(rank) + levels * noise
+    return matrices
+
+
+def _largest_singular_value(x: Tensor) -> float:
+    """Of all matrices ``(k, m, n)``, from below by a few percent at most: power iteration."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    v = torch.randn(x.shape[0], x.shape[2], 1, device=x.device, generator=generator)
+    for _ in range(_POWERS):
+        v = x.mT @ (x @ v)
+        v = v / v.norm(dim=1, keepdim=True)
+    return float((x @ v).norm(dim=1).max())
 
 
 def _time_batch(update: Callable[[], None], clock: Clock, share_ns: float, variant: str = "") -> Timing:

@@ -333,9 +333,10 @@ def _gram_block(
             workspace.release(r, z)
             return _apply(z, a, x, arithmetic, out)
         if index + 1 < len(coefficients):
-            multiply = arithmetic.product if whole_v and index == 0 else arithmetic.symmetric
+            whole = whole_v and index == 0
+            multiply = arithmetic.product if whole else arithmetic.symmetric
             v = multiply(r, z, r, beta=a, out=workspace.square())
-            r = arithmetic.symmetric(z, v, v, beta=a, out=r)
+            r = arithmetic.symmetric(z, v, v, beta=a, out=r, b_symmetric=not whole)
             workspace.release(v)
         if q is None:
             z.diagonal(dim1=-2, dim2=-1).add_(a)

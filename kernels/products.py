@@ -100,14 +100,19 @@ class Arithmetic:
     def symmetric(
         self,
         a: Tensor,  # (..., m, m)
-        b: Tensor,  # (..., m, m), symmetric
-        c: Tensor | None = None,  # (..., m, m), symmetric
+        b: Tensor,  # (..., m, m)
+        c: Tensor | None = None,  # (..., m, m)
         *,
         alpha: float = 1.0,
         beta: float = 1.0,
         out: Tensor | None = None,
+        b_symmetric: bool = True,
     ) -> Tensor:
-        """:meth:`product` of symmetric matrices that commute: a symmetric result. ``out`` may be ``c``."""
+        """:meth:`product` whose result is symmetric in exact arithmetic. ``out`` may be ``c``.
+
+        ``b_symmetric``: ``b`` may be read as its transpose. Not so where ``b`` is symmetric only up to rounding: of
+        ``A (B A)`` that would make ``A (A B)``, which rounding takes out of range.
+        """
         return self.product(a, b, c, alpha=alpha, beta=beta, out=out)
 
     def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -129,6 +134,7 @@ class SplitArithmetic(Arithmetic):
         alpha: float = 1.0,
         beta: float = 1.0,
         out: Tensor | None = None,
+        b_symmetric: bool = True,
     ) -> Tensor:
         result = torch.empty_like(a) if out is None else out
         if a.ndim == 2:
@@ -159,10 +165,10 @@ class TritonArithmetic(Arithmetic):
         alpha: float = 1.0,
         beta: float = 1.0,
         out: Tensor | None = None,
+        b_symmetric: bool = True,
     ) -> Tensor:
-        return symmetric_product(
-            a, b, c, alpha=alpha, beta=beta if c is not None else 0.0, out=out, b_symmetric=True, config=self.tile
-        )
+        beta = beta if c is not None else 0.0
+        return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, b_symmetric=b_symmetric, config=self.tile)
 
     def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return symmetric_product(x, x.mT, out=out, config=self.tile)

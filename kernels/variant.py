@@ -263,7 +263,7 @@ def whole_v(backend: str, dtype: torch.dtype) -> bool:
     """Whether the first ``V`` after a restart is computed whole where other symmetric results are mirrored.
 
     Mirrored, that one alone takes the largest singular value on the stress set out of range (bench/numerics.py: 1.31
-    with Polar Express and r2 in fp16, 1.15 with this ``V`` whole, and no less with all of them whole).
+    with Polar Express and r2 in fp16, 1.15 with this ``V`` whole).
     """
     return backend != "torch" and dtype in HALF
 

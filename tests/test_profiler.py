@@ -12,6 +12,7 @@ import torch
 from dmuon import profiler
 from dmuon.cost_cache import CostCacheError, Timing
 from dmuon.kernels import Variant
+from dmuon.kernels.products import SplitArithmetic
 from dmuon.profiler import NsOptions, device_key, measure, options_of, timing_bar, useful_batch_sizes
 
 CPU = torch.device("cpu")
@@ -167,6 +168,15 @@ def test_variants_that_compute_the_same_agree(dtype):
             continue
         for backend in ("torch", "split"):
             assert profiler._agrees(batch, NsOptions(dtype=dtype), Variant(method, restarts, backend, 1))
+
+
+def test_a_variant_whose_singular_values_grow_on_nearly_singular_matrices_does_not_agree(monkeypatch):
+    """Reading a whole ``V`` as its transpose shows nowhere else."""
+    real = SplitArithmetic.symmetric
+    monkeypatch.setattr(SplitArithmetic, "symmetric", lambda self, a, b, c=None, **rest: real(self, a, b.mT, c, **rest))
+    batch = profiler._Batch((128, 192), 2, CPU)
+    with pytest.warns(UserWarning, match=r"gives singular values up to 1\.[23]\d, the standard form 1\.1\d; not used"):
+        assert not profiler._agrees(batch, NsOptions(dtype=torch.float16), Variant("gram", (2,), "split", 1))
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no"), torch.OutOfMemoryError("full")])

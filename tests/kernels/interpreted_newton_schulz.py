@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 
 import torch
+import zoo
 from torch import Tensor
 
 from dmuon.kernels import Variant, coefficient_sequence, muon_update_, orthogonalize, triton_symmetric, triton_update
 from dmuon.kernels import products as products_module
 from dmuon.kernels import update as update_module
+from dmuon.kernels.newton_schulz import iterate, make_iteration
+from dmuon.kernels.products import TritonArithmetic
+from dmuon.kernels.tile_config import TileConfig
 
 launches: list[str] = []
 TILE = "32x32w4s2g8"
@@ -75,6 +79,32 @@ def products(method: str, restarts: tuple[int, ...], dtype: torch.dtype) -> int:
     return blocks + 5 + 3 * (5 - blocks) - whole
 
 
+def stress_runs() -> dict[str, dict[str, float]]:
+    """Largest singular values of what fp16 makes of matrices half of whose directions are nearly null, and exact ones.
+
+    Rounding keeps the factors of a product from commuting there, so it matters which of them is read transposed.
+    """
+    m, n = 96, 224
+    coefficients = coefficient_sequence("polar_express", 5)
+    iteration = make_iteration(Variant("gram", (2,), "triton", 2), coefficients, torch.float16)
+    found: dict[str, dict[str, float]] = {}
+    names = ("half_null", "clustered_0.001")
+    x = torch.stack(
+        [zoo.with_spectrum(m, n, torch.tensor([1.0, low]).repeat_interleave(m // 2), 9) for low in (0, 1e-3)]
+    )
+    x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    exact = orthogonalize(x.double(), method="standard", backend="torch")
+    for tile in ("32x32w4s2g8", "32x32w4s2dg8"):
+        arithmetic = TritonArithmetic(torch.float16, torch.float16, TileConfig.parse(tile))
+        ours = iterate(x.half(), iteration, arithmetic)
+        for name, matrix, ideal in zip(names, ours, exact, strict=True):
+            found[f"{name} {tile}"] = {
+                "sigma_max": float(torch.linalg.matrix_norm(matrix.double(), 2)),
+                "ideal": float(torch.linalg.matrix_norm(ideal, 2)),
+            }
+    return found
+
+
 def whole_updates() -> dict[str, dict[str, object]]:
     found = {}
     coefficients = coefficient_sequence("polar_express", 5)
@@ -113,4 +143,4 @@ def whole_updates() -> dict[str, dict[str, object]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({"runs": whole_runs(), "updates": whole_updates()}))
+    print(json.dumps({"runs": whole_runs(), "updates": whole_updates(), "stress": stress_runs()}))

@@ -31,6 +31,12 @@ def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product
         assert run["unmodified"] and run["again"], name
 
 
+def test_in_fp16_singular_values_of_nearly_singular_matrices_stay_in_range(results):
+    assert len(results["stress"]) == 4
+    for name, run in results["stress"].items():
+        assert run["sigma_max"] <= 1.1236 + 0.06, (name, run)
+
+
 @pytest.mark.pitfall("P38", "P47")
 def test_the_update_takes_three_fused_passes_and_keeps_nan_in_its_matrix(results):
     for name, update in results["updates"].items():

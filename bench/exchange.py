@@ -19,7 +19,7 @@ Columns; times are medians over rounds in ms, of the slowest rank unless said ot
                 both in turn; 0 by definition without prefetching, and negative where prefetching costs time
     rounds      all-to-alls each way; that many rounds can overlap
     MB in       MB received in step() per rank, counted, the most of any rank, and ``=`` where it, what is sent and the
-                number of calls equal dmuon.accounting.expected_exchange on all ranks, else ``!``
+                number of calls equal dmuon.report.accounting.expected_exchange on all ranks, else ``!``
     MB all      MB received in the whole step (weights and gradients too), counted
     in flight   most MB alive at once of what is packed, on its way or put together, counted; ``by formula`` beside it
     peak        most MB alive at once of everything that step() allocates, Newton-Schulz' workspace included
@@ -64,10 +64,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon import shard_functions
-from dmuon.accounting import ExchangeBudget, expected_exchange
-from dmuon.exchange import link_ns_per_byte, make_domain, start_gather, start_scatter
-from dmuon.rounds import ExchangedRound
+from dmuon.comm.domain import make_domain
+from dmuon.comm.redistribution import start_gather, start_scatter
+from dmuon.exchanged import functions as shard_functions
+from dmuon.planning.link_cost import link_ns_per_byte
+from dmuon.report.accounting import ExchangeBudget, expected_exchange
+from dmuon.step.rounds import ExchangedRound
 
 CONFINED = "DMUON_BENCH_CONFINED"  # set inside of the network namespace
 GATHER, DEDICATED, ADAMW = "gather-then-compute", "dedicated", "fsdp2 + adamw"

@@ -39,10 +39,11 @@ from dmuon.kernels import (
     orthogonalize,
     run,
 )
-from dmuon.kernels.newton_schulz import normalize
-from dmuon.kernels.triton_symmetric import TileConfig, candidates, symmetric_product
-from dmuon.model_config import read_model
-from dmuon.profiler import NsOptions, fastest_variant, nearly_singular
+from dmuon.kernels.normalization import normalize
+from dmuon.kernels.symmetric_triton import TileConfig, candidates, symmetric_product
+from dmuon.model.config import read_model
+from dmuon.planning.device_key import NsOptions
+from dmuon.planning.profiler import fastest_variant, nearly_singular
 
 MODELS = ("llama-3-8b", "qwen2.5-7b", "gpt2-1.5b", "pi0")
 SIDES = (512, 1024, 2048, 4096, 8192)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dmuon.model_config import read_model
+from dmuon.model.config import read_model
 from dmuon.simulation.hardware import HARDWARE
 from dmuon.simulation.network import Topology
 from dmuon.simulation.programs import simulate

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-EXCHANGE = "dmuon.exchange"
+EXCHANGE = "dmuon.comm.redistribution"
 
 
 class Ledger(TorchDispatchMode):
@@ -24,7 +24,7 @@ class Ledger(TorchDispatchMode):
             others, of a reduction to one rank its part of every other rank, of an all-reduce twice what is not a
             rank's own.
         peak: most bytes that were alive at once of what was allocated inside.
-        in_flight: the same, of moments inside of :mod:`dmuon.exchange`: no workspace of Newton-Schulz is alive then,
+        in_flight: the same, of moments inside of ``dmuon.comm.redistribution``: no workspace is alive then,
             but the parts, whole matrices and updates that are packed, on their way, or put together are.
     """
 

@@ -10,7 +10,7 @@ Compared for each shape (m, n), m <= n, all from the same input, normalization i
 All but torch's take Polar Express coefficients, 5 steps. A batch of k is a loop for all but ours. Printed are medians
 of CPU time over rounds in which the programs take turns, each on cold caches, and the relative Frobenius error from
 the standard form in fp64 with the same coefficients. Targets are checked in a summary; `--check` makes them the exit
-code. `--products` instead measures symmetric products by halves (`dmuon.kernels.cpu_symmetric`) against full ones.
+code. `--products` instead measures symmetric products by halves (`dmuon.kernels.symmetric_cpu`) against full ones.
 
     python bench/newton_schulz.py --models ../shared/models --json X.json --markdown X.md
 """
@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from dmuon.kernels import coefficient_sequence, orthogonalize
-from dmuon.kernels.cpu_symmetric import split_product, worth_splitting
+from dmuon.kernels.symmetric_cpu import split_product, worth_splitting
 
 STEPS = 5
 RESTART = 2

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels import PRESETS, coefficient_sequence
-from dmuon.kernels.newton_schulz import Iteration, iterate
-from dmuon.kernels.products import Arithmetic, SplitArithmetic
+from dmuon.kernels.arithmetic import Arithmetic, SplitArithmetic
+from dmuon.kernels.iteration import Iteration, iterate
 from dmuon.kernels.variant import Backend, relative_cost
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))

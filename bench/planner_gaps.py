@@ -25,8 +25,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from dmuon.cost_cache import CostCache
-from dmuon.model_config import read_model
+from dmuon.model.config import read_model
+from dmuon.planning.cost_cache import CostCache
 from dmuon.simulation.hardware import HARDWARE
 from dmuon.simulation.wave_model import describe, wave_costs
 from dmuon.solver import CostTable, Matrix, SolveOptions, baseline, plan

@@ -35,9 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon
 from dmuon import OwnerPlan
-from dmuon.costs import FoundCosts, find_costs
-from dmuon.group import Residence
-from dmuon.model_config import read_model
+from dmuon.dedicated.buffer import Residence
+from dmuon.model.config import read_model
+from dmuon.planning.cost_lookup import FoundCosts, find_costs
 from dmuon.solver import CostTable, Matrix, Plan, baseline
 
 OURS = "ours"

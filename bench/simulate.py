@@ -25,8 +25,8 @@ import torch.multiprocessing as mp
 from step import Settings
 from validation import report, validate
 
-from dmuon.cost_cache import CostCache
-from dmuon.model_config import read_model
+from dmuon.model.config import read_model
+from dmuon.planning.cost_cache import CostCache
 from dmuon.simulation.engine import Noise
 from dmuon.simulation.hardware import HARDWARE, Hardware
 from dmuon.simulation.network import Topology

@@ -41,7 +41,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
-from dmuon.policy import route_parameters
+from dmuon.model.routing import route_parameters
 
 LR = 2e-3
 

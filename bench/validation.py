@@ -20,7 +20,7 @@ from step import Program, Settings, adamw, build, data
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dmuon.costs import find_costs
+from dmuon.planning.cost_lookup import find_costs
 from dmuon.simulation.network import Collective, Ring, Topology
 from dmuon.simulation.programs import ProgramName, simulate
 from dmuon.simulation.scenario import Machine, Scenario

@@ -1,23 +1,23 @@
 """Owner-centric distributed Muon for PyTorch."""
 
 from dmuon import kernels, solver
-from dmuon.clip import clip_grad_norm_, clip_grad_value_
-from dmuon.comm_options import CommOptions
-from dmuon.config_generators import (
+from dmuon.comm.monitor import CollectiveError
+from dmuon.comm.options import CommOptions
+from dmuon.dedicated.dedicate import dedicate_params, fully_shard, owned_parameters
+from dmuon.dedicated.gradient_sync import no_sync, set_requires_all_reduce, set_requires_gradient_sync
+from dmuon.dedicated.summon import summon_full_params
+from dmuon.exchanged.config import DistributedConfig
+from dmuon.exchanged.generators import (
     create_auto_config,
     create_devicemesh_config,
     create_dtensor_config,
     create_processgroup_config,
 )
-from dmuon.dedicate import dedicate_params, fully_shard, owned_parameters
-from dmuon.distributed_config import DistributedConfig
-from dmuon.explain import explain
-from dmuon.monitor import CollectiveError
-from dmuon.muon import Muon, StepStats
-from dmuon.param_groups import param_groups
-from dmuon.plan import OwnerPlan
-from dmuon.summon import summon_full_params
-from dmuon.sync import no_sync, set_requires_all_reduce, set_requires_gradient_sync
+from dmuon.optimizer.clip import clip_grad_norm_, clip_grad_value_
+from dmuon.optimizer.groups import param_groups
+from dmuon.optimizer.muon import Muon, StepStats
+from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.report.explain import explain
 
 __version__ = "0.1.0"
 

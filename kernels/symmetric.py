@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from .cpu_symmetric import split_product
-from .products import full_accumulation
-from .triton_symmetric import symmetric_product as tiled
+from .arithmetic import full_accumulation
+from .symmetric_cpu import split_product
+from .symmetric_triton import symmetric_product as tiled
 from .variant import Backend, backend_fault, require_backend
 
 

@@ -12,9 +12,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from .arithmetic import carrier_dtype
 from .coefficients import coefficient_sequence
-from .newton_schulz import CoefficientsArg, check_eps, normalize, run, storage_dtype
-from .products import carrier_dtype
+from .newton_schulz import CoefficientsArg, run, storage_dtype
+from .normalization import check_eps, normalize
 from .variant import Variant, choose_variant
 
 AdjustLr: TypeAlias = "Literal['original', 'match_rms_adamw', 'spectral'] | Callable[[Sequence[int]], float] | None"
@@ -211,7 +212,7 @@ def _fused(tensor: Tensor) -> ModuleType | None:
 def _triton_update(device: torch.device) -> ModuleType | None:
     """The kernels, or ``None`` with a warning where they do not build: without a C compiler, for one, Triton cannot."""
     try:
-        from . import triton_update
+        from . import update_triton as triton_update
 
         matrix, stacked = torch.ones(4, 4, device=device), torch.ones(1, 4, 4, device=device)
         norms = triton_update.momentum_norms([matrix], stacked, beta=0.5, nesterov=True)

@@ -13,9 +13,9 @@ from typing import Literal, TypeAlias
 import torch
 
 from .coefficients import Coefficients, checked_restarts, is_safe
-from .cpu_symmetric import worth_splitting
-from .tile_config import TileConfig, candidates
-from .triton_symmetric import symmetric_product, unsupported
+from .symmetric_cpu import worth_splitting
+from .symmetric_tiles import TileConfig, candidates
+from .symmetric_triton import symmetric_product, unsupported
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 Backend: TypeAlias = Literal["auto", "torch", "split", "triton"]

@@ -1,1 +1,1 @@
-"""Measured cost caches (JSON) that ship with dmuon; see ``dmuon.cost_cache``."""
+"""Measured cost caches (JSON) that ship with dmuon; see ``dmuon.planning.cost_cache``."""

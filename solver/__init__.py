@@ -1,10 +1,10 @@
 """Owner assignment: which rank runs Newton–Schulz for which matrix. No torch; PuLP only when a MILP is solved."""
 
 from .costs import CostTable
+from .inputs import Backend, Matrix, Method, Rank, Shape, SolveOptions
 from .planner import BASELINES, baseline, plan
 from .problem import Infeasible
 from .result import Plan
-from .types import Backend, Matrix, Method, Rank, Shape, SolveOptions
 
 __all__ = [
     "BASELINES",

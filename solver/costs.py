@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from .types import Shape, is_int
+from .inputs import Shape, is_int
 
 __all__ = ["CostTable"]
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .backend import MilpSolver, SolverFailed
-from .milp import assign_within, part_of, search_space
-from .patterns import PatternPool, knapsack_items
+from .compact_milp import assign_within, part_of, search_space
+from .inputs import SolveOptions
+from .local_search import shorten
+from .milp_solver import MilpSolver, SolverFailed
+from .pattern_milp import PatternPool, knapsack_items
 from .problem import Counts, Problem
-from .search import shorten
-from .types import SolveOptions
 
 __all__ = ["Solution", "refine"]
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from .backend import check_backend
 from .bound import lower_bound
 from .costs import CostTable
 from .exact import Solution, refine
 from .greedy import batch_greedy, longest_first, round_robin
+from .inputs import ClassKey, Matrix, Rank, SolveOptions, check_matrices, check_ranks
+from .local_search import level_bytes, shorten
+from .milp_solver import check_backend
 from .multifit import multifit
 from .problem import FORBIDDEN, Counts, Infeasible, Problem, build_problem
 from .relabel import relabel
 from .result import Plan, least_block_bytes
-from .search import level_bytes, shorten
 from .spread import block_bytes, spread_blocks
-from .types import ClassKey, Matrix, Rank, SolveOptions, check_matrices, check_ranks
 
 __all__ = ["BASELINES", "Plan", "baseline", "plan"]
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .costs import CostTable
-from .types import ClassKey, Matrix, Rank
+from .inputs import ClassKey, Matrix, Rank
 
 __all__ = ["FORBIDDEN", "Counts", "Infeasible", "Ints", "Problem", "build_problem"]
 

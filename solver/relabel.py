@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .types import Matrix, Rank
+from .inputs import Matrix, Rank
 
 __all__ = ["link_cost", "relabel", "xor_labels"]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .inputs import Matrix, Shape, is_int
 from .report import format_plan
 from .spread import block_bytes
-from .types import Matrix, Shape, is_int
 
 __all__ = ["Plan", "least_block_bytes"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .types import ClassKey, Matrix
+from .inputs import ClassKey, Matrix
 
 __all__ = ["block_bytes", "spread_blocks", "spread_bound"]
 

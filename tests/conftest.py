@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from pool import RankPool
+from harness.pool import RankPool
 
 _cache = pytest.StashKey[str]()
 

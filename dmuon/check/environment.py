@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from dmuon.check.report import Board
-from dmuon.costs import cached_entries
-from dmuon.place import Place
-from dmuon.profiler import NsOptions, device_key
+from dmuon.planning.cost_lookup import cached_entries
+from dmuon.planning.device_key import NsOptions, device_key
+from dmuon.platform.host import HostShare
 
 __all__ = ["Machine", "describe"]
 
@@ -31,7 +31,7 @@ class Machine:
     backend: str
     device: str
     unit: str
-    place: Place
+    place: HostShare
     cached: bool
 
     @classmethod
@@ -42,7 +42,9 @@ class Machine:
         if device.type == "cuda":
             backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
             unit = str(torch.cuda.get_device_properties(device).uuid)
-        return cls(torch.__version__, version, backend, key.device, unit, Place.here(), bool(cached_entries(key)[0]))
+        return cls(
+            torch.__version__, version, backend, key.device, unit, HostShare.here(), bool(cached_entries(key)[0])
+        )
 
 
 def describe(board: Board, machines: Sequence[Machine]) -> int:

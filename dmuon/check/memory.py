@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 import dmuon
-from dmuon._torch import local_tensor
-from dmuon.accounting import expected_memory
 from dmuon.check.report import Reading
-from dmuon.dedicate import Dedication
-from dmuon.entry import OwnedEntry
-from dmuon.owned_tensor import OwnedTensor
+from dmuon.dedicated.dedicate import Dedication
+from dmuon.dedicated.matrix import OwnedMatrix
+from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.platform.torch_private import local_tensor
+from dmuon.report.accounting import expected_memory
 
 __all__ = ["at_rest", "expected_nbytes", "found_nbytes", "placement"]
 
@@ -66,7 +66,7 @@ def found_nbytes(dedication: Dedication, optimizer: dmuon.Muon) -> dict[str, int
     return {"masters": _storages(masters), "momentum": _storages(momentum), "copies": copies}
 
 
-def _updates(entry: OwnedEntry, dedication: Dedication) -> bool:
+def _updates(entry: OwnedMatrix, dedication: Dedication) -> bool:
     comm = dedication.runtime.comm
     return entry.owner == comm.rank and (entry.tensor is None or entry.tensor.owner == comm.at.t)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from dmuon.check.ranks import Ranks
-from dmuon.monitor import CollectiveError
+from dmuon.comm.monitor import CollectiveError
 
 __all__ = ["Board", "Line", "Reading", "Status", "Stopped"]
 

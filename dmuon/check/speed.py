@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon._torch import local_tensor
 from dmuon.check.memory import expected_nbytes
 from dmuon.check.model import Network, Size, batch, build, loss_of
 from dmuon.check.report import Reading
-from dmuon.dedicate import dedications
+from dmuon.dedicated.dedicate import dedications
+from dmuon.platform.torch_private import local_tensor
 
 __all__ = ["Speed", "measure_speed", "memory_of_device"]
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dmuon
-from dmuon._torch import TorchDispatchMode
-from dmuon.accounting import expected_exchange, expected_traffic
 from dmuon.check.report import Reading
-from dmuon.comm import Comm
-from dmuon.runtime import Runtime
+from dmuon.comm.context import Comm
+from dmuon.dedicated.runtime import Runtime
+from dmuon.platform.torch_private import TorchDispatchMode
+from dmuon.report.accounting import expected_exchange, expected_traffic
 
 __all__ = ["Amount", "Traffic", "compare_exchange", "compare_traffic", "owned_once"]
 

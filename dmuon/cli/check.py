@@ -29,7 +29,7 @@ from dmuon.check.report import Board, Stopped
 from dmuon.check.run import Settings, run_checks
 from dmuon.check.speed import Speed
 from dmuon.check.topologies import TOPOLOGIES
-from dmuon.files import write_text
+from dmuon.platform.files import write_text
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FAILED, _BAD_INPUT = 1, 2

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from dmuon.cost_cache import CostCache
-from dmuon.costs import FoundCosts, fastest_variants
-from dmuon.model_config import MatrixShape, read_model
-from dmuon.plan import OwnerPlan
-from dmuon.plan_plot import plot_plan
+from dmuon.cli.figures import plot_plan
+from dmuon.model.config import read_model
+from dmuon.model.matrix_shape import MatrixShape
+from dmuon.planning.cost_cache import CostCache
+from dmuon.planning.cost_lookup import FoundCosts, fastest_variants
+from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.simulation.hardware import HARDWARE, Hardware, hardware
 from dmuon.simulation.network import Topology
 from dmuon.simulation.prediction import Prediction, predict

@@ -15,7 +15,10 @@ from pathlib import Path
 
 import torch
 
-from dmuon.cost_cache import (
+from dmuon.cli.figures import cost_table, draw_costs
+from dmuon.kernels import PRESETS
+from dmuon.model.config import read_model
+from dmuon.planning.cost_cache import (
     CacheKey,
     CostCache,
     Entries,
@@ -24,20 +27,9 @@ from dmuon.cost_cache import (
     user_cache_files,
     user_cache_path,
 )
-from dmuon.cost_plot import cost_table, draw_costs
-from dmuon.files import write_bytes
-from dmuon.kernels import PRESETS
-from dmuon.model_config import read_model
-from dmuon.profiler import (
-    MAX_BATCH,
-    NsOptions,
-    device_key,
-    measure,
-    options_of,
-    settled,
-    timing_bar,
-    useful_batch_sizes,
-)
+from dmuon.planning.device_key import NsOptions, device_key, options_of
+from dmuon.planning.profiler import MAX_BATCH, measure, settled, timing_bar, useful_batch_sizes
+from dmuon.platform.files import write_bytes
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _DISAGREES, _BAD_INPUT = 1, 2

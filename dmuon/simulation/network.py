@@ -120,7 +120,7 @@ class AlphaBeta:
     all-gather and reduce-scatter ``(n - 1) / n`` of them, all-reduce twice that; an all-reduce takes the shorter of
     ring and tree (a chain inside each node, a binary tree over nodes) for its hops.
 
-    Broadcasts or reductions to several owners follow one another along the ring, for ``dmuon.group`` lays a block out
+    Broadcasts or reductions to several owners follow one another along the ring, for a buffer lays a block out
     in the order of its owners: one starts where the one before has passed, so that all together go around at most
     twice, and each start costs one more hop. All-gathers have no such order: each goes around.
     """

@@ -1,7 +1,7 @@
 """One training step of four programs, operation by operation as they run, on the engine of ``dmuon.simulation.engine``.
 
-``dedicated``       as ``dmuon.runtime`` runs it: depth-1 prefetch, two reductions on their way; but the first block is
-                    published after the last update, where the runtime publishes it after its own.
+``dedicated``       as the dedicated residency runs it: depth-1 prefetch, two reductions on their way; but the first
+                    block is published after the last update, where the runtime publishes it after its own.
 ``dedicated keep``  the same with ``reshard_after_forward=False``: all blocks are published at once.
 ``gather``          FSDP2; every rank gathers every momentum matrix, orthogonalizes all, and applies its own shard.
 ``adamw``           FSDP2 with AdamW on everything.
@@ -33,7 +33,7 @@ __all__ = ["PROGRAMS", "ProgramName", "StepTrace", "simulate"]
 
 ProgramName = Literal["dedicated", "dedicated keep", "gather", "adamw"]
 
-_MAX_REDUCTIONS = 2  # as in dmuon.runtime
+_MAX_REDUCTIONS = 2  # as in dmuon.dedicated.runtime
 _MASTER_BYTES = 4
 
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels import choose_variant, coefficient_sequence
-from dmuon.kernels.newton_schulz import Iteration, iterate, make_iteration
-from dmuon.kernels.products import Arithmetic
+from dmuon.kernels.arithmetic import Arithmetic
+from dmuon.kernels.iteration import Iteration, iterate, make_iteration
 from dmuon.kernels.variant import HALF
-from dmuon.profiler import NsOptions, useful_batch_sizes
+from dmuon.planning.device_key import NsOptions
+from dmuon.planning.profiler import useful_batch_sizes
 from dmuon.simulation.hardware import Device
 from dmuon.solver import CostTable, Shape
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dmuon.model_config import MatrixShape, config_path, read_model
+from dmuon.model.config import config_path, read_model
+from dmuon.model.matrix_shape import MatrixShape
 
 __all__ = ["Block", "Workload"]
 
@@ -88,7 +89,7 @@ class Workload:
         param_bytes: int = 2,
         reduce_bytes: int = 4,
     ) -> Workload:
-        """The workload of a model's ``config.json``, of the model types that ``dmuon.model_config`` reads.
+        """The workload of a model's ``config.json``, of the model types that ``dmuon.model.config`` reads.
 
         Counted are matrix products, two operations per element and token, and causal attention, half of the full
         square. A token meets ``num_experts_per_tok`` of the routed experts. Backward is twice forward, and three

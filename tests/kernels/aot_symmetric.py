@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 from aot import Recorder, Resources, resources
 
-from dmuon.kernels import triton_symmetric
-from dmuon.kernels.triton_symmetric import TileConfig, symmetric_product
-from dmuon.kernels.triton_symmetric_kernel import symmetric_product_kernel
+from dmuon.kernels import symmetric_triton as triton_symmetric
+from dmuon.kernels.symmetric_triton import TileConfig, symmetric_product
+from dmuon.kernels.symmetric_triton_kernel import symmetric_product_kernel
 
 # Shared memory that one block may take, in bytes, by compute capability.
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}

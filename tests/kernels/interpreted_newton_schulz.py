@@ -11,12 +11,14 @@ import torch
 import zoo
 from torch import Tensor
 
-from dmuon.kernels import Variant, coefficient_sequence, muon_update_, orthogonalize, triton_symmetric, triton_update
-from dmuon.kernels import products as products_module
+from dmuon.kernels import Variant, coefficient_sequence, muon_update_, orthogonalize
+from dmuon.kernels import arithmetic as products_module
+from dmuon.kernels import symmetric_triton as triton_symmetric
 from dmuon.kernels import update as update_module
-from dmuon.kernels.newton_schulz import iterate, make_iteration
-from dmuon.kernels.products import TritonArithmetic
-from dmuon.kernels.tile_config import TileConfig
+from dmuon.kernels import update_triton as triton_update
+from dmuon.kernels.arithmetic import TritonArithmetic
+from dmuon.kernels.iteration import iterate, make_iteration
+from dmuon.kernels.symmetric_tiles import TileConfig
 
 launches: list[str] = []
 TILE = "32x32w4s2g8"

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuon.kernels.triton_symmetric import TileConfig, symmetric_product
-from dmuon.kernels.triton_symmetric_kernel import lower_tile, triangular_root
+from dmuon.kernels.symmetric_triton import TileConfig, symmetric_product
+from dmuon.kernels.symmetric_triton_kernel import lower_tile, triangular_root
 
 POINTERS = TileConfig(32, 16, 4, 2, group=2)
 DESCRIPTORS = TileConfig(32, 16, 4, 2, descriptors=True, group=2)

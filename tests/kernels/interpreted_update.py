@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dmuon.kernels import apply_update_, momentum_update
-from dmuon.kernels.newton_schulz import normalize
-from dmuon.kernels.triton_update import (
+from dmuon.kernels.normalization import normalize
+from dmuon.kernels.update_triton import (
     _stacked_tile,
     _tile_at,
     apply_update,

@@ -10,8 +10,9 @@ import torch
 import zoo
 
 from dmuon.kernels import PRESETS, coefficient_sequence, iteration_flops, orthogonalize
-from dmuon.kernels.newton_schulz import Iteration, iterate, normalize
-from dmuon.kernels.products import Arithmetic
+from dmuon.kernels.arithmetic import Arithmetic
+from dmuon.kernels.iteration import Iteration, iterate
+from dmuon.kernels.normalization import normalize
 
 newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
 

@@ -23,8 +23,8 @@ from dmuon.kernels import (
     safe_restarts,
     variant_fault,
 )
-from dmuon.kernels.products import full_accumulation
-from dmuon.kernels.tile_config import TileConfig
+from dmuon.kernels.arithmetic import full_accumulation
+from dmuon.kernels.symmetric_tiles import TileConfig
 from dmuon.kernels.variant import relative_cost
 
 newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
@@ -207,7 +207,7 @@ def test_a_given_variant_excludes_options_and_must_be_able_to_run():
 @pytest.mark.pitfall("P47")
 @pytest.mark.parametrize("backend", ["torch", "split"])
 def test_the_named_back_end_is_what_multiplies(backend, monkeypatch):
-    products = importlib.import_module("dmuon.kernels.products")
+    products = importlib.import_module("dmuon.kernels.arithmetic")
     calls = []
     real = products.split_product
     monkeypatch.setattr(products, "split_product", lambda *a, **o: calls.append(1) or real(*a, **o))

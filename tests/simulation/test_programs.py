@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dmuon.model_config import read_model
+from dmuon.model.config import read_model
 from dmuon.simulation.changes import overhead
 from dmuon.simulation.engine import Noise
 from dmuon.simulation.hardware import HARDWARE

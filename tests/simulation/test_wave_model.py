@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmuon.kernels import choose_variant, coefficient_sequence, iteration_flops
-from dmuon.kernels.newton_schulz import Iteration, make_iteration
-from dmuon.profiler import NsOptions
+from dmuon.kernels.iteration import Iteration, make_iteration
+from dmuon.planning.device_key import NsOptions
 from dmuon.simulation.hardware import HARDWARE
 from dmuon.simulation.wave_model import _kernels, _Product, _product_s, _update_ns, describe, wave_costs
 

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 from instances import SHAPES, linear_costs, make_matrices
-from test_patterns import LLAMA, llama, staircase
+from test_pattern_milp import LLAMA, llama, staircase
 
 from dmuon.solver import CostTable, Matrix, Plan, SolveOptions, exact, plan, planner
 

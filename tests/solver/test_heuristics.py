@@ -10,9 +10,9 @@ from instances import SHAPES, linear_costs, make_matrices, problems
 from dmuon.solver import CostTable, Matrix, Rank
 from dmuon.solver.bound import lower_bound
 from dmuon.solver.greedy import batch_greedy, longest_first
+from dmuon.solver.local_search import level_bytes, shorten
 from dmuon.solver.multifit import multifit
 from dmuon.solver.problem import Problem, build_problem
-from dmuon.solver.search import level_bytes, shorten
 
 
 def build(counts: list[int], ranks: int, costs: CostTable) -> Problem:

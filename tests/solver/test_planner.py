@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from instances import SHAPES, exact_makespan, linear_costs, make_matrices, problems, recomputed_loads
 
-from dmuon.solver import BASELINES, CostTable, Matrix, Rank, SolveOptions, baseline, plan, planner, search
+from dmuon.solver import BASELINES, CostTable, Matrix, Rank, SolveOptions, baseline, plan, planner
+from dmuon.solver import local_search as search
 from dmuon.solver.bound import lower_bound
 from dmuon.solver.exact import refine
 from dmuon.solver.problem import build_problem

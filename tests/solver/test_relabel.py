@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmuon.solver import Matrix
+from dmuon.solver.inputs import Rank
 from dmuon.solver.relabel import link_cost, relabel, xor_labels
-from dmuon.solver.types import Rank
 
 Task = tuple[list[Matrix], dict[str, int], list[Rank]]
 

@@ -1,0 +1,1 @@
+"""Process groups and what travels over them. Knows no parameter."""

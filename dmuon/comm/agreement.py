@@ -1,0 +1,77 @@
+"""What all ranks must agree on before any of them communicates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from dmuon.comm.monitor import CollectiveError, first_line
+
+__all__ = ["agree", "require_same"]
+
+
+def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any = None) -> list[Any]:
+    """Exchange one status per rank, so that a fault on one rank ends all of them before any data moves.
+
+    Args:
+        error: what is wrong on this rank, or None. An exception is raised here as it is, so that its type and its
+            traceback survive.
+        payload: any picklable object.
+
+    Returns:
+        Every rank's payload, in rank order.
+
+    Raises:
+        ValueError: on every rank when any of them reported an error; names the rank.
+        CollectiveError: the exchange failed.
+    """
+    said = error
+    if isinstance(error, Exception):
+        said = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
+    statuses: list[Any] = [None] * dist.get_world_size(group)
+    ranks = dist.get_process_group_ranks(group)
+    try:
+        dist.all_gather_object(statuses, (said, payload), group=group)
+    except RuntimeError as fault:
+        raise CollectiveError(
+            f"rank {dist.get_rank()}: the exchange of what ranks {ranks} were given failed: "
+            f"{first_line(fault)}. A rank was killed, raised elsewhere, or is late: see the logs of "
+            f"the others{f'. This rank would have reported: {said}' if said is not None else ''}"
+        ) from fault
+    faults = [f"rank {rank}: {fault}" for rank, (fault, _) in zip(ranks, statuses, strict=True) if fault is not None]
+    if isinstance(error, Exception):
+        raise error
+    if faults:
+        raise ValueError(said if said is not None and len(faults) == len(statuses) else "; ".join(faults))
+    return [status[1] for status in statuses]
+
+
+_Here = TypeVar("_Here")
+
+
+def require_same(
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    error: Exception | None,
+    description: list[tuple[str, str]],
+    here: _Here | None,
+) -> list[_Here]:
+    """Raise on every rank unless all have the same description and no error; what every rank says of itself."""
+    digest = hashlib.sha256(repr(description).encode()).hexdigest()
+    found = agree(group, error, (digest, here))
+    if len({theirs for theirs, _ in found}) == 1:
+        return [there for _, there in found]
+    descriptions = agree(group, None, description)
+    first = dict(descriptions[0])
+    for rank, items in zip(ranks, descriptions, strict=True):
+        theirs = dict(items)
+        name = next((n for n in [*first, *theirs] if first.get(n) != theirs.get(n)), None)
+        if name is not None:
+            raise ValueError(
+                f"{name} is {theirs.get(name, 'absent')} on rank {rank} and {first.get(name, 'absent')} on rank "
+                f"{ranks[0]}; build the same model with the same options on every rank"
+            )
+    raise ValueError("the parameters come in another order on some ranks; build the same model on every rank")

@@ -1,0 +1,162 @@
+"""The ranks that share one model, dmuon's own process groups over them, and the exchange that precedes any data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dmuon.comm.domain import Domain
+from dmuon.comm.monitor import Monitor
+from dmuon.comm.options import CommOptions
+from dmuon.comm.process_groups import make_group
+from dmuon.comm.transport import Line
+from dmuon.layout.topology import Coordinate, Topology
+from dmuon.platform.streams import CommStreams, mesh_device
+from dmuon.platform.torch_private import backend_of, default_store
+
+__all__ = ["Comm", "make_comm", "tensor_domain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comm:
+    """What blocks need to communicate. Groups are dmuon's own, so that a user's collectives cannot interleave.
+
+    Attributes:
+        mesh: the data-parallel mesh.
+        tensor_mesh: with tensor parallelism, its dimension behind those of ``mesh``; otherwise ``mesh``.
+        flat_mesh: the ranks of ``mesh`` as one dimension, ascending; what state dicts are laid out on.
+        flat_tensor_mesh: with tensor parallelism, its dimension behind that; otherwise ``flat_mesh``.
+        ranks: global ranks of this tensor-parallel rank's mesh, ascending.
+        rank: this process's position among them.
+        at: its coordinate.
+        row: the ranks over which weights are sharded; None if they are not.
+        column: those that hold the same shard in every replica; None with one replica.
+        group: over ``ranks``: averages of what nobody shards, and whatever blocks.
+        average_group: over ``ranks``: all-reduces of gradients that nobody shards.
+        control: over all ranks of the topology, tensor parallelism included.
+        tensor: over the tensor-parallel ranks at this coordinate; None without.
+    """
+
+    mesh: DeviceMesh
+    tensor_mesh: DeviceMesh
+    flat_mesh: DeviceMesh
+    flat_tensor_mesh: DeviceMesh
+    topology: Topology
+    ranks: tuple[int, ...]
+    rank: int
+    at: Coordinate
+    device: torch.device
+    streams: CommStreams
+    options: CommOptions
+    monitor: Monitor
+    row: Line | None
+    column: Line | None
+    group: dist.ProcessGroup
+    average_group: dist.ProcessGroup
+    control: dist.ProcessGroup
+    tensor: dist.ProcessGroup | None
+
+    @property
+    def world(self) -> int:
+        """Number of data-parallel ranks."""
+        return len(self.ranks)
+
+    @property
+    def backend(self) -> str:
+        """Name of the back end that moves tensors of this device."""
+        return backend_of(self.group, self.device)
+
+    def coordinate(self, owner: int) -> Coordinate:
+        """Of a position among the data-parallel ranks."""
+        return self.topology.of(self.ranks[owner])
+
+
+def make_comm(
+    mesh: DeviceMesh,
+    topology: Topology,
+    group: dist.ProcessGroup,
+    options: CommOptions,
+    tensor_mesh: DeviceMesh | None,
+) -> Comm:
+    """Create dmuon's process groups. Collective over all ranks of ``topology``, and over no others.
+
+    Args:
+        group: over the data-parallel ranks of this process.
+        tensor_mesh: of tensor parallelism, 1-D.
+    """
+    device = mesh_device(mesh.device_type)
+    rank = dist.get_rank()
+    at = topology.of(rank)
+    ranks = topology.data_parallel(at.t)
+    control, tensor = group, None
+    if topology.tensor > 1:
+        control = make_group(device.type, [topology.ranks], "control", options)
+        tensor = make_group(device.type, topology.partition("t"), "tensor", options)
+    flat = mesh
+    if mesh.ndim > 1:
+        flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
+    return Comm(
+        mesh=mesh,
+        tensor_mesh=_with_dimension(mesh, tensor_mesh, topology),
+        flat_mesh=flat,
+        flat_tensor_mesh=_with_dimension(flat, tensor_mesh, topology),
+        topology=topology,
+        ranks=ranks,
+        rank=ranks.index(rank),
+        at=at,
+        device=device,
+        streams=CommStreams(device),
+        options=options,
+        monitor=Monitor(
+            topology.ranks, rank, default_store(), control.group_name, device=device, asynchronous=options.asynchronous
+        ),
+        row=_lane(device.type, topology, "s", rank, options),
+        column=_lane(device.type, topology, "r", rank, options),
+        group=group,
+        average_group=make_group(device.type, topology.partition("rs"), "average", options),
+        control=control,
+        tensor=tensor,
+    )
+
+
+def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: Topology) -> DeviceMesh:
+    """``mesh`` with the dimension of tensor parallelism behind its own."""
+    if tensor_mesh is None:
+        return mesh
+    where = [topology.of(rank) for rank in mesh.mesh.flatten().tolist()]
+    ranks = torch.tensor([[topology.rank_at(at.r, at.s, t) for t in range(topology.tensor)] for at in where])
+    names = mesh.mesh_dim_names or tuple(f"dmuon_{i}" for i in range(mesh.ndim))
+    return DeviceMesh.from_group(
+        [mesh.get_group(dim) for dim in range(mesh.ndim)] + [tensor_mesh.get_group()],
+        mesh.device_type,
+        mesh=ranks.view(*mesh.mesh.shape, topology.tensor),
+        mesh_dim_names=(*names, *(tensor_mesh.mesh_dim_names or ("dmuon_tensor",))),
+    )
+
+
+def _lane(
+    device_type: str, topology: Topology, along: Literal["r", "s"], rank: int, options: CommOptions
+) -> Line | None:
+    partition = topology.partition(along)
+    ranks = next(group for group in partition if rank in group)
+    if len(ranks) == 1:
+        return None
+    by_rank = [sorted(group) for group in partition]
+    return Line(
+        ranks,
+        ranks.index(rank),
+        make_group(device_type, by_rank, f"weights_along_{along}", options, urgent=True),
+        make_group(device_type, by_rank, f"gradients_along_{along}", options),
+    )
+
+
+def tensor_domain(comm: Comm) -> Domain | None:
+    """The tensor-parallel ranks at this rank's data-parallel coordinate; None without tensor parallelism."""
+    if comm.tensor is None:
+        return None
+    ranks = tuple(comm.topology.rank_at(comm.at.r, comm.at.s, t) for t in range(comm.topology.tensor))
+    return Domain(ranks, comm.at.t, comm.device, comm.tensor, comm.monitor, lane=None)

@@ -1,0 +1,287 @@
+"""What this rank communicates: named when it fails, and compared between ranks before it can do harm."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from dmuon.comm.journal import Lane, Report, first_beyond, numbered
+
+__all__ = ["CollectiveError", "Monitor", "Pending", "first_line", "run_all"]
+
+_EXIT_SECONDS = 2.0
+_PATIENCE_SECONDS = 5.0  # for the other ranks to say what they were doing
+_REMEDY = "run the same blocks, backwards and steps in the same order on every rank"
+
+
+class CollectiveError(RuntimeError):
+    """A collective of dmuon failed, or the ranks issued different ones; no more can be started on this model."""
+
+
+def run_all(actions: Iterable[Callable[[], object]]) -> None:
+    """Call every one of them, whatever the others raise; then raise the first exception."""
+    fault: Exception | None = None
+    for action in actions:
+        try:
+            action()
+        except Exception as error:  # of whatever kind a back end raises
+            fault = fault or error
+    if fault is not None:
+        raise fault
+
+
+def first_line(error: Exception) -> str:
+    """What it says, without the stack that a back end appends."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+class Pending:
+    """Collectives under way, and what they are."""
+
+    def __init__(self, monitor: Monitor, what: str, works: Sequence[dist.Work]) -> None:
+        self._monitor = monitor
+        self._what = what
+        self._works = list(works)
+
+    def wait_at_exit(self) -> None:
+        """Wait a moment, whatever comes of it.
+
+        A back end's thread that frees tensors of its last collectives while the interpreter ends aborts the process.
+        """
+        for work in self._works:
+            with suppress(Exception):
+                work.wait(timedelta(seconds=_EXIT_SECONDS))
+
+    def wait_on_host(self) -> None:
+        """Wait until they have ended; :meth:`wait` is still due on the stream that uses the result."""
+        works = list(self._works)
+        self.wait()
+        self._works = works
+        self._monitor.synchronize()
+
+    def wait(self) -> None:
+        """Wait for all of them, on the device's stream where there is one.
+
+        Raises:
+            CollectiveError: one of them failed; none is left unwaited.
+        """
+        works, self._works = self._works, []
+        try:
+            run_all(work.wait for work in works)
+        except Exception as error:
+            self._monitor.fail(self._what, error)
+
+
+class Monitor:
+    """Journal of one model's collectives on this rank.
+
+    Attributes:
+        step: finished steps of the optimizer, for messages.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        store: Store,
+        name: str,
+        *,
+        device: torch.device,
+        asynchronous: bool,
+    ) -> None:
+        """``ranks`` are global, and ``name`` is the same on all of them and nowhere else."""
+        self._device = device
+        self.step = 0
+        self._ranks = tuple(ranks)
+        self._rank = rank
+        self._store = store
+        self._name = name
+        self._asynchronous = asynchronous
+        self._lanes: dict[str, Lane] = {}
+        self._broken: str | None = None
+
+    def start(self, lane: str | None, what: str, launch: Callable[[], Sequence[dist.Work]]) -> Pending:
+        """Launch collectives.
+
+        Args:
+            lane: collectives of one lane come in the same order on all ranks; None for those of some ranks only, which
+                are not compared.
+            what: names them, the same on all ranks.
+
+        Raises:
+            CollectiveError: the launch failed, or something before it.
+            torch.OutOfMemoryError: as it came; the model can still be used if it came on all ranks.
+        """
+        self._refuse_if_broken(what)
+        if lane is not None:
+            self.note(lane, what)
+        try:
+            works = launch()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.fail(what, error)
+        pending = Pending(self, what, works)
+        if not self._asynchronous:
+            pending.wait_on_host()
+        return pending
+
+    def synchronize(self) -> None:
+        """The host waits for the current stream of the device, if it has streams."""
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device.type).current_stream(self._device).synchronize()
+
+    @contextmanager
+    def watch(self, what: str) -> Iterator[None]:
+        """Around a blocking collective."""
+        self._refuse_if_broken(what)
+        try:
+            yield
+        except (CollectiveError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            self.fail(what, error)
+
+    def note(self, lane: str, what: str) -> None:
+        """Remember what all ranks do in one order, whether or not it communicates."""
+        self._lanes.setdefault(lane, Lane()).note(what)
+
+    def begin_step(self) -> None:
+        """The optimizer takes a step: the other ranks must, too, before the next gradients are used."""
+        self.note("step", f"step {self.step} of the optimizer")
+
+    def end_step(self) -> None:
+        """From here on messages count the step as finished."""
+        self.step += 1
+
+    @property
+    def digest(self) -> int:
+        """31 bits of everything that was noted, lane by lane.
+
+        It never starts anew: ranks whose collectives have once gone out of step stay so, and an exception that all of
+        them caught at one place leaves them in step.
+        """
+        lanes = [(name, self._lanes[name].digest) for name in sorted(self._lanes)]
+        return zlib.crc32(repr(lanes).encode()) & 0x7FFFFFFF
+
+    def disagree(self) -> NoReturn:
+        """Raise: the digests differ. Every rank of the model gets here."""
+        here = f"rank {self._rank}, step {self.step}: the ranks issued different collectives"
+        reports, unheard = self._others(here)
+        difference = self._difference(reports, ended=True) or self._crossing(reports)
+        where = f": {difference}" if difference else ", which ones is not known"
+        self._break(". ".join([f"{here}{where}; {_REMEDY}", *unheard]))
+
+    def fail(self, what: str, error: Exception) -> NoReturn:
+        """Raise what is known about a collective that failed here."""
+        here = f"rank {self._rank}, step {self.step}: {what} failed: {first_line(error)}"
+        try:
+            if self._broken is not None:
+                raise CollectiveError(f"{here}. Before that: {self._broken}")
+            reports, unheard = self._others(here)
+            parts = [here, *unheard]
+            if reports:
+                parts.append("The others, as they came: " + "; ".join(report.said for report in reports))
+            difference = self._difference(reports, ended=False) or self._crossing(reports)
+            if difference:
+                parts.append(f"The ranks issued different collectives: {difference}; {_REMEDY}")
+            self._break(". ".join(parts))
+        except CollectiveError as fault:
+            raise fault from error
+
+    def _refuse_if_broken(self, what: str) -> None:
+        if self._broken is not None:
+            raise CollectiveError(f"{what} was not started, because an earlier collective failed: {self._broken}")
+
+    def _break(self, message: str) -> NoReturn:
+        self._broken = message
+        raise CollectiveError(message)
+
+    def _difference(self, reports: Sequence[Report], *, ended: bool) -> str | None:
+        """The first collective, lane by lane, that another rank has and this one has not.
+
+        Args:
+            ended: all ranks have come to the same place, so that one that another rank has beyond the last counts.
+        """
+        for name in sorted(self._lanes.keys() | {name for report in reports for name in report.journal}):
+            ours = numbered(self._journal().get(name))
+            for report in sorted(reports, key=lambda r: r.rank):
+                theirs = numbered(report.journal.get(name))
+                both = sorted((ours.keys() | theirs.keys()) if ended else (ours.keys() & theirs.keys()))
+                oldest = max(min(ours, default=0), min(theirs, default=0))
+                for i in both:
+                    if i >= oldest and ours.get(i) != theirs.get(i):
+                        mine, other = ours.get(i, "nothing more"), theirs.get(i, "nothing more")
+                        return f"{other!r} on rank {report.rank} where rank {self._rank} has {mine!r}"
+        return None
+
+    def _crossing(self, reports: Sequence[Report]) -> str | None:
+        """What this rank has and another has not, if that rank is ahead in another lane."""
+        ours = self._journal()
+        for report in sorted(reports, key=lambda r: r.rank):
+            theirs = report.journal
+            ahead = first_beyond(ours, theirs)
+            behind = first_beyond(theirs, ours)
+            if ahead is not None and behind is not None:
+                return f"{behind!r} on rank {report.rank} where rank {self._rank} has {ahead!r}"
+        return None
+
+    def _journal(self) -> dict[str, tuple[int, list[str]]]:
+        return {name: (lane.count, list(lane.recent)) for name, lane in self._lanes.items()}
+
+    def _others(self, here: str) -> tuple[list[Report], list[str]]:
+        """Tell the other ranks.
+
+        Returns:
+            What they tell within a few seconds, and sentences about those that were not heard.
+        """
+        reports: dict[int, Report] = {}
+        trouble: list[str] = []
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+
+        def converse() -> None:
+            try:
+                place = int(self._store.add(self._key("count"), 1)) - 1
+                report = Report(self._rank, here, place, self._journal())
+                self._store.set(self._key(self._rank), json.dumps(asdict(report)))
+                waiting = [rank for rank in self._ranks if rank != self._rank]
+                while waiting and time.monotonic() < deadline:
+                    for rank in list(waiting):
+                        if self._store.check([self._key(rank)]):
+                            waiting.remove(rank)
+                            reports[rank] = Report(**json.loads(self._store.get(self._key(rank))))
+                    time.sleep(0.02)
+            except Exception as error:  # the store lives in a process that may be gone too
+                trouble.append(f"is gone ({type(error).__name__})")
+
+        # In a thread: the host of the store may have stopped without closing its connections.
+        thread = threading.Thread(target=converse, name="dmuon-fault", daemon=True)
+        thread.start()
+        thread.join(_PATIENCE_SECONDS + 1.0)
+        if thread.is_alive():
+            trouble.append("does not answer")
+        heard = dict(reports)
+        silent = ", ".join(str(rank) for rank in self._ranks if rank != self._rank and rank not in heard)
+        unheard = []
+        if silent and trouble:
+            unheard = [
+                f"Nothing is known of rank {silent}: the store of the default process group, which carries such "
+                f"messages, {trouble[0]}, perhaps with the rank that hosts it"
+            ]
+        elif silent:
+            unheard = [f"Silent: rank {silent} (killed, raised elsewhere, or still computing: see its own log)"]
+        return sorted(heard.values(), key=lambda report: report.place), unheard
+
+    def _key(self, who: int | str) -> str:
+        return f"dmuon/fault/{self._name}/{who}"

@@ -1,0 +1,99 @@
+"""How a region of memory, divided into one part per rank, is gathered from the parts' owners and reduced to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmuon.layout.buffer import Transport, part_offsets
+from dmuon.platform.torch_private import all_gather_single, reduce_scatter_single
+
+__all__ = ["Line", "gather", "reduce", "scratch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The ranks along one dimension of the topology, and dmuon's own process groups over them.
+
+    Weights and gradients have a group each, so that neither waits for the other.
+
+    Attributes:
+        ranks: global ranks by position on the lane.
+        index: this rank's position.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    weights: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+
+def scratch(
+    transport: Transport, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """Memory for a reduction: the region and its parts, which are views of it where they travel together.
+
+    Separate ones can be freed one by one.
+    """
+    if transport == "broadcast":
+        parts = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+        return parts[0], parts
+    offsets = part_offsets(transport, sizes)
+    region = torch.empty(offsets[-1], dtype=dtype, device=device)
+    return region, [region[a:b] for a, b in pairwise(offsets)]
+
+
+def gather(transport: Transport, region: Tensor, parts: Sequence[Tensor], lane: Line) -> list[dist.Work]:
+    """Start filling every part from the rank at its position on ``lane``; this rank's own part holds its content.
+
+    Args:
+        region: 1-D, all parts in order.
+        parts: views of it, some perhaps empty.
+    """
+    match transport:
+        case "single":
+            return [_work(all_gather_single(region, parts[lane.index], group=lane.weights, async_op=True))]
+        case "list":
+            return [_work(dist.all_gather(list(parts), parts[lane.index], group=lane.weights, async_op=True))]
+        case _:
+            return [
+                _work(dist.broadcast(part, src=lane.ranks[i], group=lane.weights, async_op=True))
+                for i, part in enumerate(parts)
+                if part.numel()
+            ]
+
+
+def reduce(transport: Transport, region: Tensor, parts: Sequence[Tensor], lane: Line) -> tuple[Tensor, list[dist.Work]]:
+    """Start averaging every part to the rank at its position on ``lane``; the other parts are garbage then.
+
+    Returns:
+        Where this rank's own part arrives, and the works.
+    """
+    average = dist.ReduceOp.AVG
+    mine = parts[lane.index]
+    match transport:
+        case "single":
+            out = torch.empty_like(mine)
+            return out, [_work(reduce_scatter_single(out, region, op=average, group=lane.gradients, async_op=True))]
+        case "list":
+            out = torch.empty_like(mine)
+            return out, [_work(dist.reduce_scatter(out, list(parts), op=average, group=lane.gradients, async_op=True))]
+        case _:
+            return mine, [
+                _work(dist.reduce(part, lane.ranks[i], average, group=lane.gradients, async_op=True))
+                for i, part in enumerate(parts)
+                if part.numel()
+            ]
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "an asynchronous collective returns its work"
+    return work

@@ -1,0 +1,1 @@
+"""The dedicated residency: every matrix lies whole on its owner."""

@@ -1,0 +1,220 @@
+"""What ``dedicate_params`` cannot take, refused by name before anything communicates."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dmuon.layout.topology import Topology, topology_of
+from dmuon.model.names import canonical_fqn
+from dmuon.model.routing import Route
+from dmuon.platform.torch_private import default_group_is_bound
+
+_WRAPPERS: dict[type, str] = {
+    nn.DataParallel: "one process per device, over a mesh, takes its place",
+    nn.parallel.DistributedDataParallel: "a mesh dimension named 'replicate' is data parallelism with full copies",
+    FullyShardedDataParallel: "use dmuon.fully_shard (FSDP2) after dedicate_params instead of FSDP1",
+}
+
+_REPLICATE = "torch.distributed._composable.replicate"  # the module of DDP's composable form and of its classes
+
+__all__ = ["check_mesh", "check_model", "check_parameters", "checked_policy", "tensor_group_of", "tensor_mesh_of"]
+
+
+def check_mesh(mesh: DeviceMesh) -> Topology:
+    """The topology of a mesh that lives in the current process group.
+
+    Raises:
+        TypeError, ValueError: with the remedy.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}")
+    if not dist.is_initialized():
+        raise ValueError(
+            "mesh: torch.distributed is not initialized (or was torn down after the mesh was made); call "
+            "init_process_group and init_device_mesh first. In one process, dmuon.Muon(model) alone is enough"
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    world = dist.get_world_size()
+    if mesh.get_coordinate() is None or any(not 0 <= r < world for r in ranks):
+        raise ValueError(
+            f"mesh holds ranks {ranks}, which does not match the process group: this is rank {dist.get_rank()} of "
+            f"{world}; build the mesh with init_device_mesh over the current process group"
+        )
+    for dim in range(mesh.ndim):
+        try:
+            found = dist.get_process_group_ranks(mesh.get_group(dim))
+        except RuntimeError as fault:
+            raise ValueError(f"mesh: its process group is gone ({fault}); build it anew over the current one") from None
+        line = _through_here(mesh, dim)
+        if found != sorted(line):
+            raise ValueError(
+                f"mesh holds ranks {line}, but its process group now holds {found}; build the mesh anew over the "
+                "current process group"
+            )
+    if len(ranks) < world and default_group_is_bound():
+        raise ValueError(
+            f"mesh holds {len(ranks)} of {world} ranks, and the default process group was bound to a device, which "
+            "makes creating groups collective over all ranks; leave device_id out of init_process_group"
+        )
+    return topology_of(mesh)
+
+
+def _through_here(mesh: DeviceMesh, dim: int) -> list[int]:
+    """The ranks along one dimension of the mesh, through this rank."""
+    here = mesh.get_coordinate()
+    assert here is not None
+    index: list[int | slice] = list(here)
+    index[dim] = slice(None)
+    line: list[int] = mesh.mesh[tuple(index)].tolist()
+    return line
+
+
+def checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    """``policy``, or one that changes nothing."""
+    if policy is None:
+        return MixedPrecisionPolicy()
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}")
+    if policy.output_dtype is not None:
+        raise ValueError(
+            "mp_policy.output_dtype governs modules, not weights: pass it to dmuon.fully_shard instead of "
+            "dedicate_params"
+        )
+    for name in ("param_dtype", "reduce_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"mp_policy.{name} must be a floating-point dtype, got {dtype}")
+    return policy
+
+
+def check_model(model: nn.Module, mark: str) -> None:
+    """Raise for a model that something else manages already.
+
+    Args:
+        mark: attribute of modules that were dedicated.
+    """
+    if any(base.__module__.startswith("deepspeed") for base in type(model).__mro__):
+        raise TypeError(
+            f"model is a DeepSpeed {type(model).__name__}, which shards and steps on its own; pass the plain model to "
+            "dedicate_params and train without the engine"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if mark in module.__dict__:
+            raise ValueError(f"dedicate_params was called on {name or 'this model'!r} already; call it once per model")
+        if isinstance(module, tuple(_WRAPPERS)):
+            raise ValueError(
+                f"module {name or 'model'!r} is wrapped in {type(module).__name__}; dedicate_params takes the plain "
+                f"model: {next(why for kind, why in _WRAPPERS.items() if isinstance(module, kind))}"
+            )
+        if any(base.__module__ == _REPLICATE for base in type(module).__mro__):
+            raise ValueError(
+                f"module {name or 'model'!r} is wrapped in torch's replicate; dedicate_params takes the plain model: "
+                f"{_WRAPPERS[nn.parallel.DistributedDataParallel]}"
+            )
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"module {name or 'model'!r} is sharded by fully_shard already; call dedicate_params before fully_shard"
+            )
+
+
+def check_parameters(model: nn.Module, routes: Sequence[Route], data_parallel: Sequence[int]) -> None:
+    """Raise for parameters and buffers that cannot be moved, or that an optimizer holds already.
+
+    Args:
+        data_parallel: global ranks of the mesh that ``dedicate_params`` got.
+    """
+    owned = [r for r in routes if r.muon]
+    tensors: list[tuple[str, torch.Tensor]] = [(f"parameter {r.fqn!r}", r.param) for r in routes]
+    tensors += [(f"buffer {canonical_fqn(name)!r}", buffer) for name, buffer in model.named_buffers()]
+    for name, tensor in tensors:
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device; materialize the model (to_empty and its initialization) before "
+                "dedicate_params"
+            )
+    for name, tensor in tensors:
+        if hasattr(tensor, "ds_id"):
+            raise ValueError(
+                f"{name} is managed by DeepSpeed ZeRO; pass a plain model to dedicate_params and train without it"
+            )
+        if isinstance(tensor, DTensor) and _crosses(tensor.device_mesh, data_parallel):
+            raise ValueError(
+                f"{name} is a DTensor with placements {tensor.placements} over mesh {tensor.device_mesh}, whose ranks "
+                "are those of the data-parallel mesh; dedicate_params takes a model that is whole there: call it "
+                "before anything shards the model"
+            )
+    _check_optimizers({id(r.param): r.fqn for r in owned})
+
+
+def tensor_group_of(model: nn.Module, data_parallel: Sequence[int]) -> dist.ProcessGroup | None:
+    """The group over which tensor parallelism has split anything in ``model``, which nothing has checked yet."""
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
+    found = (m.get_group() for m in meshes if m.ndim == 1 and not _crosses(m, data_parallel))
+    return next(found, None)
+
+
+def _crosses(mesh: DeviceMesh, data_parallel: Sequence[int]) -> bool:
+    """Whether several data-parallel ranks lie in ``mesh``."""
+    return len(set(mesh.mesh.flatten().tolist()) & set(data_parallel)) > 1
+
+
+def tensor_mesh_of(routes: Sequence[Route]) -> DeviceMesh | None:
+    """The mesh over which tensor parallelism has split the matrices of ``routes``; None if it has not.
+
+    Raises:
+        ValueError: a matrix laid out over several dimensions, otherwise than by rows, columns or copies, or over other
+            ranks than another matrix.
+    """
+    found: DeviceMesh | None = None
+    for route in routes:
+        if not route.muon or not isinstance(route.param, DTensor):
+            continue
+        mesh, placements = route.param.device_mesh, route.param.placements
+        about = f"parameter {route.fqn!r} is a DTensor with placements {placements} over mesh {mesh}"
+        ranks = mesh.mesh.flatten().tolist()
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"{about}; dedicate_params takes matrices that are whole or split over one dimension of tensor "
+                "parallelism: call it before anything else shards them, or exclude this one with select=…"
+            )
+        if type(placements[0]) not in (Shard, Replicate):
+            raise ValueError(
+                f"{about}; only Shard(0), Shard(1) and Replicate can be dedicated: exclude it with select=…"
+            )
+        if found is not None and found.mesh.flatten().tolist() != ranks:
+            raise ValueError(f"{about}, another one than that of earlier parameters; split all of them over one mesh")
+        found = mesh
+    return found
+
+
+def _check_optimizers(owned: dict[int, str]) -> None:
+    """An optimizer built earlier would go on updating tensors that the model no longer uses."""
+
+    def holder() -> tuple[str, str] | None:
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), torch.optim.Optimizer):
+                for group in getattr(candidate, "param_groups", ()):
+                    for param in group["params"]:
+                        if id(param) in owned:
+                            return type(candidate).__name__, owned[id(param)]
+        return None
+
+    found = holder()
+    if found is not None:
+        gc.collect()  # it may be one that nobody can reach any more
+        found = holder()
+    if found is not None:
+        raise ValueError(
+            f"optimizer {found[0]} already holds parameter {found[1]!r}; build the optimizer after dedicate_params"
+        )

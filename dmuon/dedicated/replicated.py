@@ -1,0 +1,184 @@
+"""Averages the gradients of parameters that nobody shards, in buckets, while backward runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon.comm.context import Comm
+from dmuon.comm.monitor import Pending, run_all
+from dmuon.platform.torch_private import local_tensor
+
+__all__ = ["GradAverager"]
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+class _Bucket:
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.ready: set[int] = set()
+        self.late: set[int] = set()
+        self.used: dict[int, bool] = {}
+        self.flat: Tensor | None = None
+        self.pending: Pending | None = None
+
+    def launch(self, comm: Comm) -> None:
+        with torch.no_grad():
+            first = local_tensor(self.params[0])
+            flat = first.new_empty(sum(local_tensor(p).numel() for p in self.params))
+            slots = self._slots(flat)
+            self.used = {id(p): p.grad is not None for p in self.params}
+            present = [
+                (slot, local_tensor(p.grad)) for slot, p in zip(slots, self.params, strict=True) if p.grad is not None
+            ]
+            if len(present) < len(slots):
+                flat.zero_()
+            if present:
+                torch._foreach_copy_([slot for slot, _ in present], [grad for _, grad in present])
+        with comm.streams.reduce():
+            what = f"average of {len(self.params)} replicated gradients, {sum(p.numel() for p in self.params)} elements"
+            self.pending = comm.monitor.start("average", what, lambda: _average(flat, comm))
+        self.flat = flat
+
+    def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Wait and write the averages back; returns ``(param, average)`` of what got no gradient on this rank."""
+        assert self.flat is not None and self.pending is not None
+        self.pending.wait()
+        settled = [(p, s) for p, s in zip(self.params, self._slots(self.flat), strict=True) if id(p) not in self.late]
+        here = [(local_tensor(p.grad), slot) for p, slot in settled if self.used[id(p)] and p.grad is not None]
+        if here:
+            with torch.no_grad():
+                torch._foreach_copy_([grad for grad, _ in here], [slot for _, slot in here])
+        return [(p, slot) for p, slot in settled if not self.used[id(p)]]
+
+    def _slots(self, flat: Tensor) -> list[Tensor]:
+        locals_ = [local_tensor(p) for p in self.params]
+        parts = flat.split([t.numel() for t in locals_])
+        return [part.view(t.shape) for part, t in zip(parts, locals_, strict=True)]
+
+
+def _average(flat: Tensor, comm: Comm) -> list[dist.Work]:
+    work = dist.all_reduce(flat, dist.ReduceOp.AVG, group=comm.average_group, async_op=True)
+    assert work is not None
+    return [work]
+
+
+class GradAverager:
+    """Data parallelism for replicated parameters.
+
+    A bucket leaves when all its gradients are there and every earlier bucket has left, so that all ranks launch in
+    one order whichever of their parameters got gradients; what is missing counts as zero. The average of
+    ``previous average + new gradient`` is exact, because the previous average is the same on all ranks.
+
+    Args:
+        params: in registration order; plain, or DTensors that tensor parallelism split, whose parts are averaged.
+        on_gradient: called when a gradient arrives; tells whether this backward synchronizes.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], comm: Comm, on_gradient: Callable[[], bool]) -> None:
+        self.params = list(params)
+        self._comm = comm
+        self._on_gradient = on_gradient
+        self._bucket_of: dict[int, int] = {}
+        self._buckets: list[list[nn.Parameter]] = []
+        self._active: list[_Bucket] = []
+        self._next = 0
+        self._build()
+        for param in self.params:
+            if param.requires_grad:  # one that is unfrozen later leaves with the rest at the end of backward
+                # Weakly: the collector cannot see through such hooks, and the model would never be freed.
+                param.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
+
+    def _build(self) -> None:
+        open_buckets: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
+        for param in reversed(self.params):  # backward reaches the last parameters first
+            key = (param.dtype, local_tensor(param).device)
+            index, size = open_buckets.get(key, (-1, _BUCKET_BYTES))
+            if size >= _BUCKET_BYTES:
+                index, size = len(self._buckets), 0
+                self._buckets.append([])
+            self._buckets[index].append(param)
+            self._bucket_of[id(param)] = index
+            # Of the whole parameter: tensor-parallel ranks, whose parts may differ, make the same buckets.
+            open_buckets[key] = (index, size + param.numel() * param.element_size())
+
+    def arrived(self, param: Tensor) -> None:
+        grad = param.grad
+        if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+            # At once: the order of this collective among those of tensor parallelism is that of the graph.
+            param.grad = grad.redistribute(placements=param.placements)
+        if not self._on_gradient():
+            return
+        if not self._active:
+            self._start()
+        bucket = self._active[self._bucket_of[id(param)]]
+        if bucket.pending is not None:
+            bucket.late.add(id(param))  # a second arrival after the bucket left: average it again at the end
+            return
+        bucket.ready.add(id(param))
+        while self._next < len(self._active) and len(self._active[self._next].ready) == len(
+            self._active[self._next].params
+        ):
+            self._launch_next()
+
+    def _start(self) -> None:
+        self._active = [_Bucket([p for p in params if p.requires_grad]) for params in self._buckets]
+        self._next = 0
+
+    def _launch_next(self) -> None:
+        bucket = self._active[self._next]
+        self._next += 1
+        if bucket.params:
+            bucket.launch(self._comm)
+
+    def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Average whatever is left and write the averages back.
+
+        Returns:
+            ``(param, average)`` of what got no gradient on this rank.
+        """
+        if not self._active:
+            self._start()
+        while self._next < len(self._active):
+            self._launch_next()
+        undecided = [item for bucket in self._active if bucket.params for item in bucket.finish()]
+        late = [p for bucket in self._active for p in bucket.params if id(p) in bucket.late]
+        for param in late:
+            if param.grad is not None:
+                with self._comm.monitor.watch("average of a replicated gradient"):
+                    dist.all_reduce(local_tensor(param.grad), dist.ReduceOp.AVG, group=self._comm.average_group)
+        self._active = []
+        return undecided
+
+    def set_grad(self, param: nn.Parameter, average: Tensor) -> None:
+        """Give ``param``, which got no gradient on this rank, the average of the others'."""
+        grad = average.clone()
+        if isinstance(param, DTensor):
+            grad = DTensor.from_local(
+                grad,
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+        param.grad = grad
+
+    def reset(self) -> None:
+        """Forget a backward that did not finish."""
+        active, self._active = self._active, []
+        run_all(bucket.pending.wait for bucket in active if bucket.pending is not None)
+
+
+def _tell(averager: weakref.ref[GradAverager], param: Tensor) -> None:
+    alive = averager()
+    if alive is not None:
+        alive.arrived(param)

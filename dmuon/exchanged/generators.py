@@ -1,0 +1,268 @@
+"""Configurations for the usual ways of laying a model over ranks; each composes gathers and scatters by layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dmuon.comm.group_grid import grid_of_groups
+from dmuon.exchanged.config import DistributedConfig
+from dmuon.exchanged.functions import ShardFunctions
+from dmuon.layout.rank_grid import RankGrid, ShardDims, grid_of_mesh
+from dmuon.planning.agreed_plan import Costs, check_options
+from dmuon.solver import SolveOptions
+
+__all__ = [
+    "create_auto_config",
+    "create_devicemesh_config",
+    "create_dtensor_config",
+    "create_processgroup_config",
+    "layout_config",
+]
+
+_Groups = Mapping[str, dist.ProcessGroup | None]
+_Cuts = ShardDims | Callable[[Tensor], ShardDims] | None
+
+CHUNK_BYTES = 2**28
+SMALL_PARAM_NUMEL = 65536
+
+
+def create_dtensor_config(
+    async_gpu_parallelism: bool = True,
+    prefetch_count: int = 1,
+    *,
+    costs: Costs = None,
+    solve: SolveOptions | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    small_param_numel_threshold: int = SMALL_PARAM_NUMEL,
+) -> DistributedConfig:
+    """For DTensor parameters on any mesh: their placements say which pieces lie where. Plain tensors stay local.
+
+    Any mix of ``Replicate``, ``Shard(d)`` and FSDP2's strided shards over a mesh of any number of dimensions, even or
+    not. Of a stack ``(e, m, n)`` each matrix is one of its own: cut along ``e``, nothing of it travels.
+
+    Args:
+        async_gpu_parallelism: owners orthogonalize at the same time. False: one batch after the other, for debugging;
+            results are bitwise the same.
+        prefetch_count: rounds of batches whose gathers are on their way while another is orthogonalized; 0: none, and
+            every collective ends before the next thing begins.
+        costs: ``None`` finds or measures what Newton-Schulz takes on this device; ``"flops"`` measures nothing; a path
+            reads a cost cache; a ``CostTable`` is used as it is.
+        solve: options of the solver that gives every matrix its owner.
+        chunk_bytes: most bytes of whole matrices, in the dtype of momentum, that an owner gets at once; more than one
+            matrix is never taken beyond it.
+        small_param_numel_threshold: matrices of at most so many elements share rounds up to ``chunk_bytes``.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or out of its range.
+    """
+    return layout_config(
+        None, None, async_gpu_parallelism, prefetch_count, costs, solve, chunk_bytes, small_param_numel_threshold
+    )
+
+
+def create_processgroup_config(
+    fsdp_pg: dist.ProcessGroup | None = None,
+    tp_pg: dist.ProcessGroup | None = None,
+    dp_pg: dist.ProcessGroup | None = None,
+    ep_pg: dist.ProcessGroup | None = None,
+    cp_pg: dist.ProcessGroup | None = None,
+    pp_pg: dist.ProcessGroup | None = None,
+    async_gpu_parallelism: bool = True,
+    prefetch_count: int = 1,
+    *,
+    shard_dims: ShardDims | Callable[[Tensor], ShardDims] | None = None,
+    costs: Costs = None,
+    solve: SolveOptions | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    small_param_numel_threshold: int = SMALL_PARAM_NUMEL,
+) -> DistributedConfig:
+    """For process groups of the user's own, each of which holds this rank. Collective over them.
+
+    ``dp_pg`` and ``cp_pg`` hold copies; along ``fsdp_pg`` and ``tp_pg`` parameters are cut; along ``ep_pg`` and
+    ``pp_pg`` ranks hold different parameters. DTensors lie as their placements say, whatever a group is called; along
+    the groups of copies that their mesh does not know of they are copied.
+
+    Args:
+        shard_dims: of plain tensors that are shards: the dimension that each role cuts, such as
+            ``{"fsdp": 0, "tp": 1}``, with None for copies; or a function of the tensor that says so. Where two roles
+            cut one dimension, tensor and expert parallelism do it first.
+
+    Further arguments are those of :func:`create_dtensor_config`.
+
+    Raises:
+        TypeError, ValueError: on all ranks of the groups, for groups that are not the lines of one grid; an option.
+    """
+    groups = {"fsdp": fsdp_pg, "tp": tp_pg, "dp": dp_pg, "ep": ep_pg, "cp": cp_pg, "pp": pp_pg}
+    config = layout_config(
+        _grid(groups),
+        shard_dims,
+        async_gpu_parallelism,
+        prefetch_count,
+        costs,
+        solve,
+        chunk_bytes,
+        small_param_numel_threshold,
+    )
+    config.state["process_groups"] = {role: group for role, group in groups.items() if group is not None}
+    return config
+
+
+def create_devicemesh_config(
+    device_mesh: DeviceMesh,
+    mesh_dim_names: Sequence[str],
+    async_gpu_parallelism: bool = True,
+    prefetch_count: int = 1,
+    *,
+    shard_dims: ShardDims | Callable[[Tensor], ShardDims] | None = None,
+    costs: Costs = None,
+    solve: SolveOptions | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    small_param_numel_threshold: int = SMALL_PARAM_NUMEL,
+) -> DistributedConfig:
+    """For a device mesh: one name per dimension says what it is for.
+
+    Args:
+        mesh_dim_names: names that contain ``fsdp`` or ``shard``, ``tp``, ``dp`` or ``replicate``, ``cp``, ``ep``,
+            ``pp``. What ``dp`` means, copies or shards, the placements of DTensors and ``shard_dims`` decide.
+
+    Further arguments are those of :func:`create_processgroup_config`.
+
+    Raises:
+        TypeError, ValueError: a name that tells no role, another number of names than of dimensions; an option.
+    """
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"device_mesh must be a torch.distributed DeviceMesh, got {type(device_mesh).__name__}")
+    config = layout_config(
+        grid_of_mesh(device_mesh, mesh_dim_names),
+        shard_dims,
+        async_gpu_parallelism,
+        prefetch_count,
+        costs,
+        solve,
+        chunk_bytes,
+        small_param_numel_threshold,
+    )
+    config.state["device_mesh"] = device_mesh
+    return config
+
+
+def create_auto_config(
+    tp_process_group: dist.ProcessGroup | None = None,
+    fsdp_process_group: dist.ProcessGroup | None = None,
+    dp_process_group: dist.ProcessGroup | None = None,
+    ep_process_group: dist.ProcessGroup | None = None,
+    cp_process_group: dist.ProcessGroup | None = None,
+    pp_process_group: dist.ProcessGroup | None = None,
+    *,
+    tp_shard_dim: int | None = None,
+    fsdp_shard_dim: int | None = 0,
+    ep_shard_dim: int | None = None,
+    pp_stage_id: int | None = None,
+    pp_num_stages: int | None = None,
+    async_gpu_parallelism: bool = True,
+    prefetch_count: int = 1,
+    costs: Costs = None,
+    solve: SolveOptions | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    small_param_numel_threshold: int = SMALL_PARAM_NUMEL,
+) -> DistributedConfig:
+    """For process groups, with one dimension for all plain parameters that a group cuts. Collective over the groups.
+
+    Args:
+        tp_shard_dim, fsdp_shard_dim, ep_shard_dim: the dimension of plain tensors that the group cuts. None for ``ep``
+            is different parameters; for ``tp`` and ``fsdp`` plain tensors are refused then. DTensors lie as their
+            placements say.
+        pp_stage_id, pp_num_stages: this rank's stage, from 0, and how many there are; stages are independent.
+
+    Further arguments are those of :func:`create_dtensor_config`.
+
+    Raises:
+        TypeError, ValueError: groups that are not the lines of one grid, or a stage that the groups do not have.
+    """
+    groups = {
+        "fsdp": fsdp_process_group, "tp": tp_process_group, "dp": dp_process_group, "ep": ep_process_group,
+        "cp": cp_process_group, "pp": pp_process_group,
+    }  # fmt: skip
+    _check_stage(pp_process_group, pp_stage_id, pp_num_stages)
+    given = {"tp": tp_shard_dim, "fsdp": fsdp_shard_dim, "ep": ep_shard_dim}
+    dims = {role: dim for role, dim in given.items() if dim is not None}
+    config = layout_config(
+        _grid(groups),
+        dims,
+        async_gpu_parallelism,
+        prefetch_count,
+        costs,
+        solve,
+        chunk_bytes,
+        small_param_numel_threshold,
+    )
+    config.state["process_groups"] = {role: group for role, group in groups.items() if group is not None}
+    if pp_stage_id is not None:
+        config.state |= {"pp_stage_id": pp_stage_id, "pp_num_stages": pp_num_stages}
+    return config
+
+
+def layout_config(
+    grid: RankGrid | None,
+    shard_dims: _Cuts,
+    async_gpu_parallelism: bool,
+    prefetch_count: int,
+    costs: Costs,
+    solve: SolveOptions | None,
+    chunk_bytes: int,
+    small_numel: int,
+    *,
+    copies: Mapping[int, Sequence[int]] | None = None,
+) -> DistributedConfig:
+    """The configuration of one :class:`ShardFunctions`, after a check of the options."""
+    check_options(costs, solve, None)
+    for name, value, least in (
+        ("chunk_bytes", chunk_bytes, 1),
+        ("small_param_numel_threshold", small_numel, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    functions = ShardFunctions(
+        grid=grid,
+        shard_dims=shard_dims,
+        copies=copies,
+        costs=costs,
+        solve=solve,
+        chunk_bytes=chunk_bytes,
+        small_numel=small_numel,
+    )
+    return DistributedConfig(
+        assign_fn=functions.assign,
+        gather_fn=functions.gather,
+        redistribute_fn=functions.redistribute,
+        state={},
+        async_gpu_parallelism=async_gpu_parallelism,
+        prefetch_count=prefetch_count,
+    )
+
+
+def _grid(groups: _Groups) -> RankGrid | None:
+    """None without torch.distributed, where this process has all of everything."""
+    if not dist.is_initialized() and all(group is None for group in groups.values()):
+        return None
+    return grid_of_groups(groups)
+
+
+def _check_stage(group: dist.ProcessGroup | None, stage: int | None, stages: int | None) -> None:
+    if (stage is None) != (stages is None):
+        raise ValueError("pp_stage_id and pp_num_stages belong together; pass both or neither")
+    if stage is None or stages is None:
+        return
+    for name, value in (("pp_stage_id", stage), ("pp_num_stages", stages)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+    if not 0 <= stage < stages:
+        raise ValueError(f"pp_stage_id must be from 0 to pp_num_stages - 1 = {stages - 1}, got {stage}")
+    if group is not None and group.size() != stages:
+        raise ValueError(f"pp_num_stages is {stages}, but pp_process_group has {group.size()} ranks, one per stage")

@@ -1,0 +1,195 @@
+"""Matrices that a user's own functions gather and redistribute, in the rounds of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon.comm.agreement import agree
+from dmuon.comm.domain import Domain
+from dmuon.exchanged.user_functions import Result, UserFunctions, check_gathered, check_part
+from dmuon.kernels import update_scale
+from dmuon.platform.timing import PhaseTimer
+from dmuon.platform.torch_private import local_tensor
+from dmuon.step.batches import Batch, like_param
+from dmuon.step.update import Done, apply, folded, orthogonalize_whole
+
+__all__ = ["UserRound", "user_rounds"]
+
+
+class UserRound:
+    """At most one parameter of each owner: all are gathered, each owner orthogonalizes, all are redistributed.
+
+    Where the ranks check what the functions gave for a parameter for the first time, a fault of one ends all of them.
+    """
+
+    exchanged = True
+
+    def __init__(
+        self,
+        index: int,
+        batches: Sequence[Batch],
+        functions: UserFunctions,
+        owners: Sequence[int],
+        names: Sequence[str],
+        here: int,
+        domain: Domain | None,
+    ) -> None:
+        """``owners`` and ``names`` are those of all parameters, by number.
+
+        Args:
+            here: this process's global rank.
+            domain: the ranks that take part; None for a single process.
+        """
+        self.index = index
+        self.batches = list(batches)
+        self._functions = functions
+        self._owners = owners
+        self._names = names
+        self._here = here
+        self._domain = domain
+        self._unproven = {_number(batch) for batch in batches}
+        self._gathered: dict[int, Result] = {}  # by number of the parameter
+        self._parts: dict[int, Result] = {}
+
+    def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
+        self._gathered, self._parts = {}, {}  # a step before may have failed
+        for batch in self.batches:
+            number, param = _number(batch), batch.params[0]
+            if id(param) not in present:
+                continue
+            with timer.phase("momentum"):
+                update = folded(group, batch, [True])
+                update = like_param(param, update if batch.span is not None else update[0])
+            with timer.phase("exchange"), self._named("gather_fn", number):
+                self._gathered[number] = self._functions.gather(number, update, self._owners[number])
+
+    def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
+        done = []
+        wholes = self._wholes(timer)
+        updates: dict[int, Tensor | None] = {}
+        for batch in self.batches:
+            number = _number(batch)
+            if number not in wholes:
+                continue
+            whole = wholes.pop(number)
+            updates[number] = None
+            if whole is not None:
+                updates[number], one = _orthogonalized(group, batch, whole, timer)
+                done.append(one)
+        with timer.phase("exchange"):  # not before this rank has computed: the functions may wait for other owners
+            for number in list(updates):
+                update = updates.pop(number)
+                with self._named("redistribute_fn", number):
+                    self._parts[number] = self._functions.redistribute(number, update, self._owners[number])
+        return done
+
+    def _wholes(self, timer: PhaseTimer) -> dict[int, Tensor | None]:
+        """What has been gathered, by number; None where another rank is the owner."""
+        wholes: dict[int, Tensor | None] = {}
+        fault: RuntimeError | None = None
+        for batch in self.batches:
+            number, param = _number(batch), batch.params[0]
+            if number not in self._gathered:
+                continue
+            with timer.phase("exchange"):
+                with self._named("gather_fn", number):
+                    whole = self._gathered.pop(number).wait()
+                try:
+                    wholes[number] = check_gathered(
+                        whole,
+                        name=self._names[number],
+                        owner=self._owners[number],
+                        here=self._here,
+                        local_shape=tuple(local_tensor(param).shape),
+                        global_shape=tuple(param.shape) if isinstance(param, DTensor) else None,
+                    )
+                except RuntimeError as error:
+                    wholes[number], fault = None, fault or error
+        self._raise(fault, wholes)
+        return wholes
+
+    def finish(self, group: Mapping[str, Any], timer: PhaseTimer) -> None:
+        parts: dict[int, Tensor] = {}
+        fault: RuntimeError | None = None
+        with timer.phase("exchange"):
+            for batch in self.batches:
+                number = _number(batch)
+                if number not in self._parts:
+                    continue
+                with self._named("redistribute_fn", number):
+                    part = self._parts[number].wait()
+                shape = tuple(local_tensor(batch.params[0]).shape)
+                try:
+                    parts[number] = check_part(part, name=self._names[number], here=self._here, local_shape=shape)
+                except RuntimeError as error:
+                    fault = fault or error
+        self._raise(fault, self._parts)
+        self._unproven -= self._parts.keys()
+        self._parts = {}
+        for batch in self.batches:
+            if _number(batch) in parts:
+                part = parts.pop(_number(batch))
+                update = part if batch.span is not None else part[None]
+                apply(group, batch, batch.params, update.to(batch.momentum.dtype), timer, scale=1.0)
+
+    def _named(self, function: str, number: int) -> AbstractContextManager[None]:
+        """Communication that fails inside says where, as dmuon's own does."""
+        if self._domain is None:
+            return nullcontext()
+        return self._domain.monitor.watch(f"{function} of parameter {self._names[number]!r}")
+
+    def _raise(self, fault: RuntimeError | None, numbers: Collection[int]) -> None:
+        """Raise a fault of this rank, and of any other one if some of ``numbers`` come for the first time."""
+        if self._domain is not None and not self._unproven.isdisjoint(numbers):
+            try:
+                agree(self._domain.group, fault)
+            except ValueError as of_others:
+                raise RuntimeError(str(of_others)) from None
+        if fault is not None:
+            raise fault
+
+
+def _orthogonalized(group: Mapping[str, Any], batch: Batch, whole: Tensor, timer: PhaseTimer) -> tuple[Tensor, Done]:
+    """Scaled here, where the shape of the whole matrix is known."""
+    stack = whole if whole.ndim == 3 else whole[None]
+    m, n = stack.shape[1:]
+    known = replace(batch, shape=(m, n))
+    ready = orthogonalize_whole(group, known, stack.to(batch.momentum.dtype), timer)
+    update = ready.update.to(batch.momentum.dtype) * update_scale(group["adjust_lr_fn"], (m, n))
+    labels = [(batch.params[0], i if batch.span is not None else None) for i in range(len(stack))]
+    return update if whole.ndim == 3 else update[0], replace(ready.done, matrices=labels)
+
+
+def _number(batch: Batch) -> int:
+    assert batch.number is not None
+    return batch.number
+
+
+def user_rounds(
+    index: int,
+    batches: Sequence[Batch],
+    functions: UserFunctions,
+    owners: Sequence[int],
+    names: Sequence[str],
+    *,
+    here: int,
+    domain: Domain | None,
+    together: bool,
+) -> list[UserRound]:
+    """Rounds of what ``functions`` exchange, of at most one parameter per owner; one parameter each unless together."""
+    rounds: list[list[Batch]] = []
+    taken: dict[int, int] = {}
+    for batch in batches:
+        owner = owners[_number(batch)]
+        place = taken.get(owner, 0) if together else len(rounds)
+        taken[owner] = place + 1
+        if place == len(rounds):
+            rounds.append([])
+        rounds[place].append(batch)
+    return [UserRound(index, some, functions, owners, names, here, domain) for some in rounds]

@@ -1,0 +1,219 @@
+"""Which ranks hold a parameter and which elements each has, from its placements or from process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from dmuon.layout.rank_grid import COPIES, ROLES, RankGrid, ShardDims
+from dmuon.layout.shards import ShardLayout, layout_from_shapes, layout_of
+from dmuon.platform.torch_private import local_tensor
+
+__all__ = ["ParameterLayout", "place", "place_dtensor", "place_replicated"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLayout:
+    """Where a parameter's elements lie.
+
+    Attributes:
+        ranks: global, ascending.
+        layout: pieces in the order of ``ranks``; its shape is the global one.
+    """
+
+    ranks: tuple[int, ...]
+    layout: ShardLayout
+
+
+def place_dtensor(param: DTensor, name: str) -> ParameterLayout:
+    """Where the elements of a DTensor lie, from its mesh and placements alone.
+
+    Raises:
+        ValueError: for unreduced parts, a mesh without this rank or with a rank twice, and a local tensor of another
+            shape than torch gives it.
+    """
+    mesh, placements = param.device_mesh, param.placements
+    about = f"parameter {name!r} is a DTensor with placements {placements} over ranks {mesh.mesh.tolist()}"
+    if any(isinstance(placement, Partial) for placement in placements):
+        raise ValueError(
+            f"{about}: no rank has its elements before they are reduced; redistribute it to Shard or Replicate"
+        )
+    here = mesh.get_coordinate()
+    if here is None:
+        raise ValueError(
+            f"{about}, without this rank, {dist.get_rank()}; give each rank only the parameters that it has a part of"
+        )
+    wide = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    sizes = [mesh.size(dim) for dim in wide]
+    try:
+        layout = layout_of(param.shape, sizes, [placements[dim] for dim in wide])
+    except ValueError as fault:
+        raise ValueError(f"{about}: {fault}") from None
+    position = 0
+    for dim in wide:
+        position = position * mesh.size(dim) + here[dim]
+    expected, found = layout.pieces[position].shape, tuple(local_tensor(param).shape)
+    if expected != found:
+        raise ValueError(
+            f"{about}: the local tensor of rank {dist.get_rank()} has shape {found}, torch's chunks have {expected}; "
+            "make it with distribute_tensor, or pass plain shards with shard_dims=…"
+        )
+    return _placed(mesh.mesh.flatten().tolist(), layout, about)
+
+
+def place_replicated(param: Tensor, ranks: Sequence[int]) -> ParameterLayout:
+    """Copies of ``param`` on each of ``ranks``.
+
+    Raises:
+        ValueError: for a rank that is named twice.
+    """
+    layout = layout_of(param.shape, [len(ranks)], [Replicate()])
+    return _placed(ranks, layout, f"a replicated parameter of shape {tuple(param.shape)} over ranks {list(ranks)}")
+
+
+def _placed(ranks: Sequence[int], layout: ShardLayout, about: str) -> ParameterLayout:
+    """``layout``, whose pieces lie on ``ranks`` in that order."""
+    if len(set(ranks)) < len(ranks):
+        twice = sorted({rank for rank in ranks if list(ranks).count(rank) > 1})
+        raise ValueError(f"{about}: ranks {twice} are named twice; name each rank once")
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    if order != list(range(len(ranks))):
+        layout = layout.reordered(order)
+    return ParameterLayout(tuple(ranks[i] for i in order), layout)
+
+
+def place(
+    params: Sequence[Tensor],
+    names: Sequence[str],
+    grid: RankGrid,
+    shard_dims: ShardDims | Callable[[Tensor], ShardDims] | None,
+    share: Callable[[object], list[object]],
+) -> list[ParameterLayout | None]:
+    """Where each parameter lies; None for one that only this rank holds.
+
+    A DTensor lies where its placements say, with copies along each dimension of ``grid`` that its mesh does not extend
+    along. A plain tensor is cut by each role that ``shard_dims`` gives a dimension of it, and copied along ``dp``,
+    ``cp`` and the roles that ``shard_dims`` gives None. Along ``ep``, what nothing else is said of is independent.
+
+    Args:
+        shard_dims: of all plain parameters, or a function that says it of one.
+        share: gathers one object from each of ``grid.ranks``, in their order; called once, and only where a plain
+            parameter is cut.
+
+    Raises:
+        ValueError: by the name of the parameter.
+    """
+    placed: list[ParameterLayout | None] = []
+    cut: dict[int, dict[int, int | None]] = {}
+    for i, (param, name) in enumerate(zip(params, names, strict=True)):
+        if isinstance(param, DTensor):
+            found = _with_copies(place_dtensor(param, name), name, grid)
+        else:
+            dims = _dims(param, name, grid, (shard_dims(param) if callable(shard_dims) else shard_dims) or {})
+            found = place_replicated(param, grid.line(dist.get_rank(), dims))
+            if any(dim is not None for dim in dims.values()):
+                cut[i] = dims
+        placed.append(found if len(found.ranks) > 1 else None)
+    if cut:
+        shapes = _shared_shapes([(names[i], tuple(params[i].shape)) for i in cut], grid, share)
+        for (i, dims), of_param in zip(cut.items(), shapes, strict=True):
+            placed[i] = _place_shards(names[i], of_param, grid, dims)
+    return placed
+
+
+def _with_copies(placed: ParameterLayout, name: str, grid: RankGrid) -> ParameterLayout:
+    """``placed`` with the copies along the dimensions of ``grid`` that it does not extend along."""
+    about = f"parameter {name!r} is a DTensor over ranks {list(placed.ranks)}"
+    if not set(placed.ranks) <= set(grid.ranks):
+        raise ValueError(
+            f"{about}, but the given process groups join ranks {sorted(grid.ranks)}; give the group of each "
+            "parallelism that shards or copies it (tp_pg=…, fsdp_pg=…, dp_pg=…)"
+        )
+    here = dist.get_rank()
+    along = [
+        dim
+        for dim, role in enumerate(grid.roles)
+        if role != "ep" and set(grid.line(here, [dim])).isdisjoint({*placed.ranks} - {here})
+    ]
+    if not along:
+        return placed
+    if not set(placed.ranks) <= set(grid.line(here, set(range(len(grid.sizes))) - set(along))):
+        raise ValueError(
+            f"{about}, which run across the process groups with roles {grid.roles}, extents {grid.sizes} and ranks "
+            f"{list(grid.ranks)}; its mesh must be made of whole lines of them"
+        )
+    base = placed.layout
+    lines = [grid.line(rank, along) for rank in placed.ranks]
+    copies = range(len(lines[0]))
+    of_copy = max(base.replicas) + 1
+    layout = ShardLayout(
+        base.shape,
+        base.pieces * len(copies),
+        tuple(copy * of_copy + replica for copy in copies for replica in base.replicas),
+    )
+    return _placed([line[copy] for copy in copies for line in lines], layout, about)
+
+
+def _dims(param: Tensor, name: str, grid: RankGrid, shard_dims: ShardDims) -> dict[int, int | None]:
+    """The dimension of a plain tensor that each dimension of ``grid`` cuts, None for copies; no entry: independent."""
+    about = f"parameter {name!r} is a plain tensor"
+    for role, dim in shard_dims.items():
+        if role not in ROLES or role == "pp":
+            raise ValueError(f"shard_dims names {role!r}, which is none of {', '.join(ROLES[:-1])}")
+        if dim is not None and not -param.ndim <= dim < param.ndim:
+            raise ValueError(
+                f"{about} of shape {tuple(param.shape)}, which shard_dims={{{role!r}: {dim}}} cuts along a dimension "
+                f"that it lacks; give one of its {param.ndim}, or a function of the parameter"
+            )
+    dims: dict[int, int | None] = {}
+    for i, role in enumerate(grid.roles):
+        if role in shard_dims:
+            dims[i] = shard_dims[role]
+        elif role in COPIES:
+            dims[i] = None
+        elif role != "ep":
+            raise ValueError(
+                f"{about}, and {role}_pg=… shards it along a dimension that nothing says: pass "
+                f"shard_dims={{{role!r}: 0}} (None for copies), or use DTensors"
+            )
+    return dims
+
+
+def _shared_shapes(
+    mine: list[tuple[str, tuple[int, ...]]], grid: RankGrid, share: Callable[[object], list[object]]
+) -> list[list[tuple[int, ...]]]:
+    """By parameter, the local shapes on all of ``grid.ranks``."""
+    shared = cast(list[list[tuple[str, tuple[int, ...]]]], share(mine))
+    names = [[name for name, _ in of_rank] for of_rank in shared]
+    for rank, of_rank in zip(grid.ranks, names, strict=True):
+        if of_rank != names[0]:
+            raise ValueError(
+                f"rank {rank} has sharded parameters {of_rank} and rank {grid.ranks[0]} has {names[0]}; give all "
+                "ranks the same parameters in one order, and the same shard_dims"
+            )
+    return [[of_rank[i][1] for of_rank in shared] for i in range(len(mine))]
+
+
+def _place_shards(
+    name: str, shapes: Sequence[tuple[int, ...]], grid: RankGrid, dims: Mapping[int, int | None]
+) -> ParameterLayout:
+    """Where the shards of a plain tensor lie, from the local shapes on all of ``grid.ranks``."""
+    here = dist.get_rank()
+    shape_of = dict(zip(grid.ranks, shapes, strict=True))
+    sizes = [grid.sizes[i] for i in dims]
+    apart = [i for i in range(len(grid.sizes)) if i not in dims]
+    found: dict[int, ParameterLayout] = {}
+    for first in grid.line(here, apart):  # those that are none of this rank's as well: all ranks find the same faults
+        line = grid.line(first, dims)
+        about = f"parameter {name!r} is a plain tensor over ranks {list(line)}"
+        try:
+            layout = layout_from_shapes([shape_of[rank] for rank in line], sizes, list(dims.values()))
+        except ValueError as fault:
+            raise ValueError(f"{about}: {fault}; give each rank its shard of one tensor, and shard_dims") from None
+        found[first] = _placed(line, layout, about)
+    return found[here]

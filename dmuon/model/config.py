@@ -1,0 +1,259 @@
+"""The matrices of a model, read from its ``config.json``, without any memory for its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dmuon.model.matrix_shape import MatrixShape
+
+__all__ = ["config_path", "read_model"]
+
+
+def read_model(path: str | Path) -> list[MatrixShape]:
+    """List every matrix inside the blocks of a model: what Muon owns by default, so no embeddings and no output head.
+
+    Reads Hugging Face ``config.json`` files of the model types llama, mistral, qwen2, qwen3, qwen3_moe, gpt2 and
+    deepseek_v3, and ``towers`` (a list of transformer stacks under ``"towers"``). Experts are one matrix per expert and
+    projection, and routers (``mlp.gate``, experts × hidden) are matrices of their block like any other. GPT-2's fused
+    ``attn.c_attn`` is listed as its three parts, ``c_attn.q``, ``c_attn.k`` and ``c_attn.v``, each hidden × hidden.
+    Other model types are built by ``transformers`` on the meta device, where it is installed.
+
+    Args:
+        path: the file, or a folder that holds it as ``config.json``.
+
+    Raises:
+        ValueError: the file cannot be read or is not JSON, its architecture is unknown, or a field is missing or
+            ill-typed; the message names file, field and remedy.
+    """
+    path = config_path(path)
+    data = _load(path)
+    kind = data.get("model_type")
+    if not isinstance(kind, str):
+        raise ValueError(f"{path}: field 'model_type' is {kind!r}; use one of {_known()}")
+    if kind in _READERS:
+        return list(_READERS[kind](_Config(path, data)))
+    from dmuon.model.transformers_config import read_with_transformers, transformers_or_none  # which needs MatrixShape
+
+    transformers = transformers_or_none()
+    if transformers is None:
+        raise ValueError(
+            f"{path}: field 'model_type' is {kind!r}; use one of {_known()}, install transformers, which knows others, "
+            "or time its shapes with dmuon-profile --shapes"
+        )
+    return read_with_transformers(transformers, path, data)
+
+
+def config_path(path: str | Path) -> Path:
+    """The file that ``path`` stands for: itself, or the ``config.json`` in it."""
+    path = Path(path)
+    return path / "config.json" if path.is_dir() else path
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; pass a model's config.json, or the folder that holds it") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); pass a model's config.json") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); pass a model's config.json") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: holds {type(data).__name__}, not an object; pass a model's config.json")
+    return data
+
+
+def _known() -> str:
+    return ", ".join(sorted(_READERS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """Fields of one JSON object, checked as they are read."""
+
+    path: Path
+    data: Mapping[str, Any]
+    where: str = ""
+
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number; ``default`` replaces a field that is missing or null."""
+        value = self.data.get(name)
+        if value is None and default is not None:
+            return default
+        self.check(name, isinstance(value, int) and not isinstance(value, bool), "an integer", value)
+        assert isinstance(value, int)
+        self.check(name, value >= least, f"at least {least}", value)
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.data.get(name)
+        self.check(name, isinstance(value, bool), "true or false", value)
+        return bool(value)
+
+    def text(self, name: str) -> str:
+        value = self.data.get(name)
+        self.check(name, isinstance(value, str) and value != "", "a non-empty string", value)
+        return str(value)
+
+    def integers(self, name: str) -> list[int]:
+        """A list of whole numbers; empty if the field is missing or null."""
+        value = self.data.get(name)
+        if value is None:
+            return []
+        self.check(
+            name,
+            isinstance(value, list) and all(type(item) is int for item in value),
+            "a list of integers",
+            value,
+        )
+        return list(value)
+
+    def objects(self, name: str) -> list[_Config]:
+        value = self.data.get(name)
+        self.check(
+            name,
+            isinstance(value, list) and value != [] and all(isinstance(item, dict) for item in value),
+            "a non-empty list of objects",
+            value,
+        )
+        return [_Config(self.path, item, f"{name}[{i}].") for i, item in enumerate(value or [])]
+
+    def check(self, name: str, holds: bool, what: str, value: object) -> None:
+        if not holds:
+            state = "is missing" if name not in self.data else f"is {value!r}"
+            raise ValueError(f"{self.path}: field '{self.where}{name}' {state}; set it to {what}")
+
+
+def _decoder(config: _Config) -> Iterator[MatrixShape]:
+    """Llama, Mistral, Qwen2 and Qwen3: attention and a gated MLP."""
+    hidden, inner = config.integer("hidden_size"), config.integer("intermediate_size")
+    for layer in range(config.integer("num_hidden_layers")):
+        block = f"model.layers.{layer}"
+        yield from _attention(config, block)
+        yield from _gated_mlp(block, "mlp", hidden, inner)
+
+
+def _qwen3_moe(config: _Config) -> Iterator[MatrixShape]:
+    hidden, experts = config.integer("hidden_size"), config.integer("num_experts")
+    step, dense = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
+    for layer in range(config.integer("num_hidden_layers")):
+        block = f"model.layers.{layer}"
+        yield from _attention(config, block)
+        if layer in dense or (layer + 1) % step:
+            yield from _gated_mlp(block, "mlp", hidden, config.integer("intermediate_size"))
+        else:
+            yield from _experts(block, hidden, experts, config.integer("moe_intermediate_size"))
+
+
+def _deepseek_v3(config: _Config) -> Iterator[MatrixShape]:
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    experts, inner = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
+    if config.integer("moe_layer_freq", 1) != 1:
+        raise ValueError(f"{config.path}: field 'moe_layer_freq' must be 1: other spacings are not supported")
+    dense = config.integer("first_k_dense_replace", least=0)
+    shared = config.integer("n_shared_experts", 0, least=0)
+    for layer in range(config.integer("num_hidden_layers")):
+        block = f"model.layers.{layer}"
+        yield from _latent_attention(config, block, hidden, heads)
+        if layer < dense:
+            yield from _gated_mlp(block, "mlp", hidden, config.integer("intermediate_size"))
+            continue
+        yield from _experts(block, hidden, experts, inner)
+        if shared:
+            yield from _gated_mlp(block, "mlp.shared_experts", hidden, inner * shared)
+
+
+def _gpt2(config: _Config) -> Iterator[MatrixShape]:
+    hidden = config.integer("n_embd")
+    inner = config.integer("n_inner", 4 * hidden)
+    for layer in range(config.integer("n_layer")):
+        block = f"transformer.h.{layer}"
+        for part in ("q", "k", "v"):
+            yield _matrix(block, f"attn.c_attn.{part}", hidden, hidden)
+        yield _matrix(block, "attn.c_proj", hidden, hidden)
+        yield _matrix(block, "mlp.c_fc", inner, hidden)
+        yield _matrix(block, "mlp.c_proj", hidden, inner)
+
+
+def _towers(config: _Config) -> Iterator[MatrixShape]:
+    names = set()
+    for tower in config.objects("towers"):
+        name = tower.text("name")
+        if name in names:
+            raise ValueError(f"{config.path}: field '{tower.where}name' repeats {name!r}; name each tower once")
+        names.add(name)
+        hidden, inner = tower.integer("hidden_size"), tower.integer("intermediate_size")
+        gated = tower.flag("gated_mlp")
+        for layer in range(tower.integer("num_hidden_layers")):
+            block = f"{name}.layers.{layer}"
+            yield from _attention(tower, block)
+            if gated:
+                yield from _gated_mlp(block, "mlp", hidden, inner)
+            else:
+                yield _matrix(block, "mlp.fc1", inner, hidden)
+                yield _matrix(block, "mlp.fc2", hidden, inner)
+
+
+def _attention(config: _Config, block: str) -> Iterator[MatrixShape]:
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    shared = config.integer("num_key_value_heads", heads)
+    width = config.integer("head_dim", _even_share(config, hidden, heads))
+    yield _matrix(block, "self_attn.q_proj", heads * width, hidden)
+    yield _matrix(block, "self_attn.k_proj", shared * width, hidden)
+    yield _matrix(block, "self_attn.v_proj", shared * width, hidden)
+    yield _matrix(block, "self_attn.o_proj", hidden, heads * width)
+
+
+def _even_share(config: _Config, hidden: int, heads: int) -> int | None:
+    """The head width that a config without ``head_dim`` implies."""
+    if config.data.get("head_dim") is not None:
+        return None
+    config.check("num_attention_heads", hidden % heads == 0, f"a divisor of {hidden}, or add head_dim", heads)
+    return hidden // heads
+
+
+def _latent_attention(config: _Config, block: str, hidden: int, heads: int) -> Iterator[MatrixShape]:
+    rope, plain = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
+    value, latent = config.integer("v_head_dim"), config.integer("kv_lora_rank")
+    # A null rank is how a config says that the query projection is not factored.
+    if config.data.get("q_lora_rank", 0) is None:
+        yield _matrix(block, "self_attn.q_proj", heads * (plain + rope), hidden)
+    else:
+        rank = config.integer("q_lora_rank")
+        yield _matrix(block, "self_attn.q_a_proj", rank, hidden)
+        yield _matrix(block, "self_attn.q_b_proj", heads * (plain + rope), rank)
+    yield _matrix(block, "self_attn.kv_a_proj_with_mqa", latent + rope, hidden)
+    yield _matrix(block, "self_attn.kv_b_proj", heads * (plain + value), latent)
+    yield _matrix(block, "self_attn.o_proj", hidden, heads * value)
+
+
+def _gated_mlp(block: str, name: str, hidden: int, inner: int) -> Iterator[MatrixShape]:
+    yield _matrix(block, f"{name}.gate_proj", inner, hidden)
+    yield _matrix(block, f"{name}.up_proj", inner, hidden)
+    yield _matrix(block, f"{name}.down_proj", hidden, inner)
+
+
+def _experts(block: str, hidden: int, experts: int, inner: int) -> Iterator[MatrixShape]:
+    yield _matrix(block, "mlp.gate", experts, hidden)
+    for expert in range(experts):
+        yield from _gated_mlp(block, f"mlp.experts.{expert}", hidden, inner)
+
+
+def _matrix(block: str, name: str, rows: int, cols: int) -> MatrixShape:
+    return MatrixShape(f"{block}.{name}.weight", rows, cols, block)
+
+
+_READERS: Mapping[str, Callable[[_Config], Iterator[MatrixShape]]] = {
+    "llama": _decoder,
+    "mistral": _decoder,
+    "qwen2": _decoder,
+    "qwen3": _decoder,
+    "qwen3_moe": _qwen3_moe,
+    "gpt2": _gpt2,
+    "deepseek_v3": _deepseek_v3,
+    "towers": _towers,
+}

@@ -1,0 +1,1 @@
+"""The optimizer that users call, its momentum, its groups, and clipping."""

@@ -1,0 +1,253 @@
+"""Gradient clipping that is exact wherever a gradient lives."""
+
+from __future__ import annotations
+
+import math
+import types
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.platform.streams import mesh_device
+from dmuon.platform.torch_private import local_tensor
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_"]
+
+_LARGEST = torch.iinfo(torch.int64).max
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    pp_mesh: DeviceMesh | None = None,
+) -> Tensor:
+    """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` does on one process.
+
+    Owned, sharded and replicated gradients on any meshes may be mixed: each element counts once. Collective over the
+    meshes of the sharded and owned ones, so all their ranks pass the same parameters in the same order. The host
+    does not wait for a device unless ``error_if_nonfinite`` is set.
+
+    Args:
+        parameters: those without a gradient are passed over.
+        max_norm: the norm that the gradients have at most afterwards.
+        norm_type: order of the norm: any number, ``inf``, ``-inf``, or 0, which counts, as torch's does, the tensors
+            with an element that is not zero.
+        error_if_nonfinite: raise, and change no gradient, when the total is infinite or NaN.
+        foreach: False: one kernel per tensor; True: torch's foreach kernels, or an error on a device without;
+            None: these kernels where there are any.
+        pp_mesh: 1-D mesh over pipeline stages, whose gradients then count together. Each rank passes the parameters of
+            its own stage, and takes part also when they have no gradients; one that two stages share counts in both.
+
+    Returns:
+        The total norm before clipping, ``()``, the same on all ranks; fp64 if a gradient that this rank passed is,
+        else fp32, in which half-precision gradients are summed too.
+
+    Raises:
+        ValueError: a NaN or negative ``max_norm``, a NaN ``norm_type``, a ``pp_mesh`` of several dimensions, a gradient
+            that is Partial, or one on a mesh without this rank.
+        RuntimeError: the total is not finite and ``error_if_nonfinite`` is set; a gradient without elements, whose norm
+            of a negative or infinite order does not exist; no foreach kernels.
+    """
+    limit, order = float(max_norm), float(norm_type)
+    if not limit >= 0:
+        raise ValueError(f"max_norm must be at least 0, got {limit}")
+    if math.isnan(order):
+        raise ValueError(f"norm_type must be a number or an infinity, got {order}")
+    if pp_mesh is not None and pp_mesh.ndim != 1:
+        raise ValueError(f"pp_mesh must have one dimension, that of the pipeline stages, got {pp_mesh}")
+    grads = _gradients(parameters, foreach)
+    _check_elements(grads, order)
+    if not grads and pp_mesh is None:
+        return torch.zeros(())
+    total = _total_norm(grads, order, foreach, pp_mesh)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the total norm of order {order} of the gradients is {float(total)}, so it cannot be clipped"
+        )
+    coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)
+    for same in _by_kind(grads):
+        factor = coefficient.to(same[0].device)
+        if foreach is False:
+            for local in same:
+                local.mul_(factor)
+        else:
+            torch._foreach_mul_(same, factor)
+    return total
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
+    """Clip each element of the gradients to ``[-clip_value, clip_value]``, as ``torch.nn.utils.clip_grad_value_`` does.
+
+    Each rank clips what it holds of owned, sharded and replicated gradients; nothing is communicated.
+
+    Args:
+        parameters: those without a gradient are passed over.
+        clip_value: the largest magnitude that an element keeps.
+        foreach: as for :func:`clip_grad_norm_`.
+
+    Raises:
+        ValueError: a NaN or negative ``clip_value``, or a gradient that is Partial.
+        RuntimeError: no foreach kernels.
+    """
+    limit = float(clip_value)
+    if not limit >= 0:
+        raise ValueError(f"clip_value must be at least 0, got {limit}")
+    for same in _by_kind(_gradients(parameters, foreach)):
+        if foreach is False:
+            for local in same:
+                local.clamp_(min=-limit, max=limit)
+        else:
+            torch._foreach_clamp_min_(same, -limit)
+            torch._foreach_clamp_max_(same, limit)
+
+
+def _gradients(parameters: Tensor | Iterable[Tensor], foreach: bool | None) -> list[Tensor]:
+    """Those that exist, in order, each of which can be clipped."""
+    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not tensors and isinstance(parameters, types.GeneratorType):
+        warnings.warn(
+            "`parameters` is a generator without elements, perhaps a used one: nothing is clipped", stacklevel=4
+        )
+    grads = [p.grad for p in tensors if p.grad is not None]
+    for number, grad in enumerate(grads):
+        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+            raise ValueError(f"{_name(number, grad)} is {grad.placements}: reduce what is Partial before clipping")
+    if foreach:
+        for device in {local_tensor(grad).device for grad in grads}:
+            torch.nn.utils.get_total_norm(torch.empty(0, device=device), foreach=True)  # raises where torch has none
+    return grads
+
+
+def _name(number: int, grad: Tensor) -> str:
+    named = repr(grad.fqn) if isinstance(grad, OwnedTensor) else f"number {number}"
+    return f"gradient {named} of shape {tuple(grad.shape)}"
+
+
+def _check_elements(grads: Sequence[Tensor], order: float) -> None:
+    if 0 <= order < math.inf:
+        return
+    for number, grad in enumerate(grads):
+        if not grad.numel():
+            raise RuntimeError(f"{_name(number, grad)} has no elements, and so no norm of order {order}")
+
+
+def _by_kind(grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Local tensors by device and dtype, which one foreach kernel can take together."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        local = local_tensor(grad)
+        kinds.setdefault((local.device, local.dtype), []).append(local)
+    return list(kinds.values())
+
+
+def _total_norm(grads: Sequence[Tensor], order: float, foreach: bool | None, pp_mesh: DeviceMesh | None) -> Tensor:
+    """The norm of the norms, ``()``."""
+    wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
+    if pp_mesh is not None and not grads:
+        device = mesh_device(pp_mesh.device_type)
+    else:
+        device = local_tensor(grads[0]).device
+    where: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
+    for number, grad in enumerate(grads):
+        where.setdefault(_split_over(number, grad), []).append(grad)
+    terms = [torch.full((1,), _absent(order), dtype=torch.float64, device=device)]
+    for place, members in where.items():
+        term = torch.cat([_terms(same, order, foreach).to(device) for same in _by_kind(members)])
+        if place is not None:
+            mesh, dims = place
+            for dim in dims:
+                _all_reduce(term, order, mesh.get_group(dim))
+        terms.append(term)
+    total = _join(torch.cat(terms), order)
+    if pp_mesh is not None:
+        total = _over_stages(total, order, bool(grads), pp_mesh)
+    if order != 0 and math.isfinite(order):
+        total = total.pow(1.0 / order)
+    return total.to(torch.float64 if wide else torch.float32)
+
+
+def _split_over(number: int, grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+    """Mesh and the dimensions over which the local tensors are parts of a whole; None where this rank has it all."""
+    if not isinstance(grad, DTensor):
+        return None
+    mesh = grad.device_mesh
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{_name(number, grad)} lies on {mesh}, which is without this rank: leave it out here")
+    dims = tuple(i for i, p in enumerate(grad.placements) if not p.is_replicate() and mesh.size(i) > 1)
+    return (mesh, dims) if dims else None
+
+
+# A term is what one tensor, or a part of it, adds to the norm: its largest or smallest magnitude for an infinite order,
+# the number of elements that are not zero for order 0, else the sum of powers. In fp64, so that joining terms neither
+# overflows nor rounds where torch's single process does not.
+
+
+def _absent(order: float) -> float:
+    """The term of no elements."""
+    return math.inf if order == -math.inf else 0.0
+
+
+def _terms(locals_: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
+    """What each of ``n`` tensors of one device and dtype adds, ``(n,)``."""
+    device = locals_[0].device
+    dtype = torch.promote_types(locals_[0].dtype, torch.float32)
+    held = [local for local in locals_ if local.numel()]
+    if not held:
+        return torch.full((len(locals_),), _absent(order), dtype=torch.float64, device=device)
+    if foreach is False:
+        norms = [torch.linalg.vector_norm(local, order, dtype=dtype) for local in held]
+    else:
+        norms = list(torch._foreach_norm(held, order, dtype=dtype))
+    terms = torch.stack(norms).double()
+    if order != 0 and math.isfinite(order):
+        terms = terms.pow(order)
+    if len(held) == len(locals_):
+        return terms
+    absent = torch.full((), _absent(order), dtype=torch.float64, device=device)
+    found = iter(terms.unbind())
+    return torch.stack([next(found) if local.numel() else absent for local in locals_])
+
+
+def _join(terms: Tensor, order: float) -> Tensor:
+    """The term of several whole tensors together, ``()``."""
+    if math.isinf(order):
+        return terms.amax() if order > 0 else terms.amin()
+    return terms.ne(0).double().sum() if order == 0 else terms.sum()
+
+
+def _all_reduce(terms: Tensor, order: float, group: dist.ProcessGroup) -> None:
+    """Join the terms of parts that lie on different ranks, ``(n,)``, in place; NaN wins."""
+    if math.isfinite(order):
+        dist.all_reduce(terms, group=group)
+        return
+    # A backend's MAX and MIN of floats may drop NaN, as gloo's do. The bits of positive floats order as they do, NaN
+    # last.
+    bits = terms.abs().view(torch.int64)
+    keys = bits if order > 0 else torch.where(terms.isnan(), _LARGEST, -bits)
+    dist.all_reduce(keys, dist.ReduceOp.MAX, group=group)
+    found = keys if order > 0 else torch.where(keys == _LARGEST, keys, -keys)
+    terms.copy_(found.view(torch.float64))
+
+
+def _over_stages(total: Tensor, order: float, present: bool, pp_mesh: DeviceMesh) -> Tensor:
+    """The term of all stages together, ``()``; of a stage without gradients, nothing."""
+    group = pp_mesh.get_group()
+    terms = total.reshape(1)
+    _all_reduce(terms, order, group)
+    if order < 0:  # the term of no elements would become an infinite norm, and no gradients at all have the norm 0
+        stages = torch.full_like(terms, float(present))
+        dist.all_reduce(stages, group=group)
+        terms = torch.where(stages > 0, terms, 0.0 if math.isinf(order) else math.inf)
+    return terms[0]

@@ -1,0 +1,224 @@
+"""Parameter groups of the optimizer: which route each takes and the options it understands."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from dmuon.dedicated.dedicate import dedications
+from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.kernels import coefficient_sequence, update_scale
+from dmuon.model.names import canonical_fqn
+from dmuon.model.routing import Select, route_parameters
+from dmuon.platform.torch_private import flattened_by_fsdp1, replicate_group, unwrapped_for_ddp
+
+__all__ = [
+    "ADAMW_OPTIONS", "MUON_OPTIONS", "check_group", "groups_from", "inside_ddp", "names_of", "param_groups",
+    "replicated_by_ddp",
+]  # fmt: skip
+
+MUON_OPTIONS = (
+    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "adjust_lr_fn",
+)  # fmt: skip
+ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
+
+_FLATTENED = (
+    "was flattened by FullyShardedDataParallel (FSDP1), whose shards are no parts of a matrix; use torch's fully_shard "
+    "(FSDP2) instead"
+)
+
+_log = logging.getLogger("dmuon")
+
+
+def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[str, Any]]:
+    """Groups with ``use_muon`` flags, by the same policy as ``dmuon.Muon(model)``.
+
+    Returns:
+        Up to three groups: matrices for Muon; tensors of two or more dimensions for AdamW; the rest for AdamW with
+        ``weight_decay=0``.
+
+    Raises:
+        ValueError: no matrix was selected; ``select`` beside ``dedicate_params``, which has routed already.
+    """
+    found = dedications(model)
+    if found:
+        if select is not None:
+            raise ValueError("select: dedicate_params has routed this model already; pass select to dedicate_params")
+        if "_dmuon_dedication" not in model.__dict__:
+            raise ValueError(
+                "dedicate_params was called on a part of this model only; call it on the whole model, or pass groups"
+            )
+        routed = [(p, isinstance(p, OwnedTensor)) for p in model.parameters()]
+    else:
+        for name, module in model.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                raise ValueError(f"module {name or 'model'!r} {_FLATTENED}")
+        routed = [(r.param, r.muon) for r in route_parameters(inside_ddp(model), select)]
+    rest = [p for p, muon in routed if not muon]
+    return _groups(
+        muon=[p for p, muon in routed if muon],
+        matrices=[p for p in rest if p.ndim >= 2],
+        vectors=[p for p in rest if p.ndim < 2],
+    )
+
+
+def _groups(muon: Sequence[Tensor], matrices: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [
+        {"params": list(muon), "use_muon": True},
+        {"params": list(matrices), "use_muon": False},
+        {"params": list(vectors), "use_muon": False, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def groups_from(
+    params: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]], select: Select | None
+) -> list[dict[str, Any]]:
+    """What the user passed to ``Muon``, as groups with a ``use_muon`` flag each."""
+    if isinstance(params, nn.Module):
+        return param_groups(params, select)
+    if select is not None:
+        raise ValueError("select needs the model: call Muon(model, select=…), or set use_muon in each group")
+    if isinstance(params, Tensor):
+        raise TypeError("params must be a module, an iterable of tensors or an iterable of groups, got one tensor")
+    if isinstance(params, (set, frozenset)):
+        params = _ordered(params)
+    items = list(params)
+    if not items:
+        raise ValueError("params is empty: Muon got no parameters")
+    if all(isinstance(item, Mapping) for item in items):
+        groups = [dict(item) for item in items if isinstance(item, Mapping)]
+        for index, group in enumerate(groups):
+            if not isinstance(group.get("use_muon"), bool):
+                raise ValueError(f"group {index} lacks use_muon; set it to True (Muon) or False (AdamW)")
+        return groups
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    if len(tensors) < len(items):
+        raise TypeError("params mixes tensors, groups or other things; pass tensors only or groups only")
+    matrices = [p for p in tensors if p.ndim >= 2]
+    vectors = [p for p in tensors if p.ndim < 2]
+    for param in tensors:
+        if flattened_by_fsdp1(param):
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} {_FLATTENED}")
+    for param in matrices:
+        if param.ndim > 2:
+            raise ValueError(
+                f"a parameter has shape {tuple(param.shape)}: whether that is a stack of matrices nobody can see; pass "
+                "groups, with use_muon=True for stacks (e, m, n) and use_muon=False for anything else"
+            )
+    if vectors:
+        _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", len(vectors))
+    return _groups(muon=matrices, matrices=[], vectors=vectors)
+
+
+def names_of(params: object) -> dict[int, str]:
+    """Canonical names of a module's parameters, by ``id``; nothing for anything else."""
+    if not isinstance(params, nn.Module):
+        return {}
+    return {id(p): canonical_fqn(name) for name, p in inside_ddp(params).named_parameters()}
+
+
+def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
+    """What ``DistributedDataParallel`` or ``replicate`` has wrapped in a module, by ``id``: the group of the copies."""
+    if not isinstance(params, nn.Module):
+        return {}
+    groups = [(module, replicate_group(module)) for module in params.modules()]
+    return {id(p): group for module, group in groups if group is not None for p in module.parameters()}
+
+
+def inside_ddp(model: nn.Module) -> nn.Module:
+    """What a ``DistributedDataParallel`` wraps."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner
+    return model
+
+
+def _ordered(params: set[Any] | frozenset[Any]) -> list[Tensor]:
+    """A set has no order that all ranks share; owned parameters carry one."""
+    if not all(isinstance(p, OwnedTensor) for p in params):
+        raise TypeError("params is a set, whose order differs between ranks; pass a list, or owned_parameters(model)")
+    return sorted(params, key=lambda p: (p.runtime.name, p.fqn))  # several dedicated models may share names
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise ValueError or TypeError for an option or a parameter that the group's route cannot take."""
+    use_muon = group["use_muon"]
+    known = MUON_OPTIONS if use_muon else ADAMW_OPTIONS
+    for name in group:
+        if name not in (*known, "params", "use_muon", "initial_lr", "param_names"):
+            route = "Muon" if use_muon else "AdamW"
+            raise ValueError(f"option {name!r} is unknown to a {route} group; it takes {', '.join(known)}")
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must have one element, got a tensor of shape {tuple(lr.shape)}")
+    _in_range("lr", lr, 0.0, math.inf)
+    _in_range("weight_decay", group["weight_decay"], 0.0, math.inf)
+    _in_range("eps", group["eps"], 0.0, math.inf)
+    if use_muon:
+        _check_muon_options(group)
+    else:
+        betas = group["betas"]
+        if not isinstance(betas, Sequence) or len(betas) != 2:
+            raise ValueError(f"betas must be two numbers, got {betas!r}")
+        for i, beta in enumerate(betas):
+            _in_range(f"betas[{i}]", beta, 0.0, 1.0, open_above=True)
+    for param in group["params"]:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"params holds {type(param).__name__}; pass tensors")
+        _check_param(param, use_muon)
+
+
+def _check_muon_options(group: Mapping[str, Any]) -> None:
+    _in_range("momentum", group["momentum"], 0.0, 1.0, open_above=True)
+    if not isinstance(group["nesterov"], bool):
+        raise TypeError(f"nesterov must be True or False, got {group['nesterov']!r}")
+    if group["ns_dtype"] is not None and not isinstance(group["ns_dtype"], torch.dtype):
+        raise TypeError(f"ns_dtype must be a torch.dtype or None, got {group['ns_dtype']!r}")
+    coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
+    update_scale(group["adjust_lr_fn"], (2, 2))
+
+
+def _check_param(param: Tensor, use_muon: bool) -> None:
+    name = getattr(param, "fqn", f"of shape {tuple(param.shape)}")
+    if use_muon and flattened_by_fsdp1(param):
+        raise ValueError(f"parameter {name} {_FLATTENED}")
+    if use_muon and unwrapped_for_ddp(param):
+        raise ValueError(
+            f"parameter {name} is the local part of a DTensor that was unwrapped for DDP over tensor parallelism; use "
+            "fully_shard over a mesh with a replicate dimension instead"
+        )
+    if param.is_meta:
+        raise ValueError(
+            f"parameter {name} is on the meta device; materialize the model (to_empty and its initialization) before "
+            "building the optimizer"
+        )
+    if param.is_complex() or (use_muon and not param.is_floating_point()):
+        raise ValueError(f"parameter {name} is {param.dtype}; Muon and AdamW take floating-point parameters")
+    if not use_muon:
+        if isinstance(param, OwnedTensor):
+            raise ValueError(f"parameter {name!r} is owned by dmuon and cannot be in a group with use_muon=False")
+        return
+    if param.ndim not in (2, 3):
+        raise ValueError(
+            f"parameter {name} has {param.ndim} dimensions; Muon takes matrices, and stacks of them (e, m, n): put it "
+            "in a group with use_muon=False"
+        )
+
+
+def _in_range(name: str, value: Any, low: float, high: float, *, open_above: bool = False) -> None:
+    number = value if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) else None
+    if number is None:
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    number = float(number)
+    if not (low <= number and (number < high if open_above else number <= high)):
+        bound = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g}{')' if open_above else ']'}"
+        raise ValueError(f"{name} must be {bound}, got {number}")

@@ -1,0 +1,398 @@
+"""The optimizer: Muon for matrices, AdamW for everything else, as one ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.runtime import Runtime
+from dmuon.exchanged.config import DistributedConfig
+from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
+from dmuon.model.routing import Select
+from dmuon.optimizer.groups import check_group, groups_from, names_of, replicated_by_ddp
+from dmuon.optimizer.momentum import (
+    MOMENTUM,
+    adopt_loaded_state,
+    adopt_replaced_momentum,
+    even_momentum,
+    keep_momentum,
+    load_momentum,
+    show_momentum,
+)
+from dmuon.platform.timing import PhaseTimer
+from dmuon.platform.torch_private import local_tensor
+from dmuon.step.adamw import adamw_step, init_adamw_state
+from dmuon.step.batches import Batch, make_batches
+from dmuon.step.overlap import EarlyUpdates
+from dmuon.step.pipeline import drive
+from dmuon.step.rounds import AloneRound, ExchangedRound, Round, exchanged_rounds
+from dmuon.step.update import Done, Orthogonalized
+
+__all__ = ["Muon", "StepStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What the last ``step()`` did on this rank.
+
+    Attributes:
+        ns_matrices: matrices that were orthogonalized.
+        ns_batches: batched Newton-Schulz calls that took.
+        seconds: per phase: ``momentum``, ``ns``, ``apply``, ``publish``, ``adamw``; ``exchange`` of what several
+            ranks hold; ``momentum in backward`` and ``ns in backward`` with ``overlap_backward``.
+        overlapped: batches among them that ran during backward and were still right.
+        variants: per shape, small side first, how Newton-Schulz ran: form, restarts, back end, matrices at once.
+        nonfinite: the matrices whose momentum holds NaN or infinity; their weights do now too, nobody else's.
+    """
+
+    ns_matrices: int
+    ns_batches: int
+    seconds: dict[str, float]
+    overlapped: int
+    variants: dict[tuple[int, int], str]
+    nonfinite: tuple[str, ...]
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024) for matrices and AdamW for the rest.
+
+    A matrix's update is the orthogonal factor of its momentum, by Newton-Schulz. On a model that went through
+    ``dmuon.dedicate_params`` each owner updates its own matrices and publishes the result. Of a model that is sharded
+    or replicated already, each matrix is gathered to one owner, orthogonalized once, and its update sent back. A tensor
+    that one rank has to itself is updated there. Momentum is fp32 or wider, and so are the masters of what dmuon owns.
+
+    Building it for a sharded or replicated model is collective over the ranks that hold its matrices together, and so
+    is ``step()``.
+
+    Args:
+        params: a module (routed by policy: matrices inside blocks to Muon), an iterable of tensors (two dimensions to
+            Muon, fewer to AdamW), ``dmuon.owned_parameters(model)``, or groups with ``use_muon`` flags, in which a
+            tensor of three dimensions is a stack of matrices, such as grouped experts ``(e, m, n)``.
+        lr: learning rate of Muon.
+        weight_decay: decoupled, multiplied by the base ``lr``.
+        momentum, nesterov: as in ``torch.optim.Muon``.
+        ns_coefficients: ``"polar_express"``, ``"you"``, ``"classic"``, or one or several ``(a, b, c)``.
+        ns_steps: Newton-Schulz steps.
+        eps: lower clamp of the norm that scales a matrix before Newton-Schulz; 0 is exact.
+        ns_dtype: dtype of Newton-Schulz; ``None`` is fp16 on CUDA and fp32 on the CPU.
+        adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
+            ``torch.optim.Muon``), ``"spectral"``, or ``f((m, n)) -> float``.
+        adamw_lr: ``None`` means ``lr``.
+        adamw_betas, adamw_eps: of AdamW.
+        adamw_weight_decay: ``None`` means ``weight_decay``; tensors of fewer than two dimensions are not decayed.
+        select: as in ``dedicate_params``; only with a module that was not dedicated.
+        overlap_backward: orthogonalize what dmuon owns as soon as its gradients have been reduced, while backward goes
+            on, on a stream of its own. Whatever changes a gradient before ``step()`` (clipping, another backward) makes
+            the step do it again. Matrices that are exchanged wait for ``step()``. Costs one update per matrix of
+            memory.
+        distributed_config: who orthogonalizes matrices that dmuon does not own, and how they get there. ``None``: for
+            DTensors :func:`dmuon.create_dtensor_config`, for what a ``DistributedDataParallel`` module replicates its
+            process group; other tensors are whole on this rank. Given, each optimizer has its own, and all ranks of its
+            groups build the optimizer, those without such matrices too.
+
+    Raises:
+        TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]],
+        lr: float | Tensor = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: str | tuple[Any, ...] = "polar_express",
+        ns_steps: int = 5,
+        eps: float = 0.0,
+        ns_dtype: torch.dtype | None = None,
+        adjust_lr_fn: str | Callable[[Any], float] | None = "match_rms_adamw",
+        adamw_lr: float | Tensor | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float | None = None,
+        select: Select | None = None,
+        overlap_backward: bool = False,
+        distributed_config: DistributedConfig | None = None,
+    ) -> None:
+        if not isinstance(overlap_backward, bool):
+            raise TypeError(f"overlap_backward must be True or False, got {overlap_backward!r}")
+        if not (distributed_config is None or isinstance(distributed_config, DistributedConfig)):
+            raise TypeError(
+                f"distributed_config must be a dmuon.DistributedConfig or None, got {type(distributed_config).__name__}"
+            )
+        self._muon_defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "eps": eps,
+            "ns_dtype": ns_dtype,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        self._adamw_defaults = {
+            "lr": lr if adamw_lr is None else adamw_lr,
+            "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
+            "betas": adamw_betas,
+            "eps": adamw_eps,
+        }
+        self._batches: list[list[Batch]] = []  # per group
+        self._runtimes: list[Runtime] = []
+        self._done: list[Done] = []
+        self._names = names_of(params)
+        self._copies = replicated_by_ddp(params)
+        groups = groups_from(params, select)
+        self._overlap = overlap_backward
+        self._early: EarlyUpdates | None = None
+        self._given_config = distributed_config
+        self._exchange: Exchange | None = None
+        self._shown: dict[int, Tensor] = {}  # by id of the parameter, what ``state`` shows of its momentum
+        self._laid_out: list[list[int]] = []  # per group, ids of the parameters that batches were made for
+        self._rounds: list[Round] = []
+        self._built = False  # torch adds the first groups one by one
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        self._device = next(local_tensor(p).device for g in self.param_groups for p in g["params"])
+        self._timer = PhaseTimer(self._device)
+        self._built = True
+        self._lay_out()
+        self.register_state_dict_post_hook(even_momentum)
+        self.register_load_state_dict_pre_hook(load_momentum)
+        self.register_load_state_dict_post_hook(adopt_loaded_state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; ``use_muon`` says which route it takes. Collective, as building the optimizer is.
+
+        Raises:
+            TypeError, ValueError: as the constructor.
+        """
+        if not isinstance(param_group, dict) or not isinstance(param_group.get("use_muon"), bool):
+            raise ValueError("a parameter group lacks use_muon; set it to True (Muon) or False (AdamW)")
+        defaults = self._muon_defaults if param_group["use_muon"] else self._adamw_defaults
+        for name, value in defaults.items():
+            param_group.setdefault(name, value)
+        given = param_group["params"]
+        param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        check_group(param_group)
+        super().add_param_group(param_group)
+        if self._built:
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Owners, batches, state and rounds of all groups; state that there is stays.
+
+        State is created at once, so that a checkpoint can be loaded before the first step.
+        """
+        muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
+        shared = [p for p in muon if not isinstance(p, OwnedTensor)]
+        names = [self._name_of(p) for p in shared]
+        last, self._exchange = self._exchange, None
+        self._exchange = exchange_for(self, self._given_config, self._copies, shared, names, self._device, last)
+        kept = {id(p): self.state[p].get(MOMENTUM) for p in muon if p in self.state}
+        self._batches, self._runtimes = [], []
+        for group in self.param_groups:
+            if group["use_muon"]:
+                self._batches.append(self._muon_batches(group, kept))
+            else:
+                self._batches.append([])
+                for param in group["params"]:
+                    if not self.state.get(param):
+                        init_adamw_state(param, self.state[param])
+        self._laid_out = self._param_ids()
+        self._plan_rounds()
+
+    def _muon_batches(self, group: dict[str, Any], kept: Mapping[int, Tensor | None]) -> list[Batch]:
+        for param in group["params"]:
+            if isinstance(param, OwnedTensor) and param.runtime is not None and param.runtime not in self._runtimes:
+                self._runtimes.append(param.runtime)
+        exchange = self._exchange
+        batches = make_batches(
+            group["params"],
+            {} if exchange is None else exchange.assigned,
+            numbers={} if exchange is None else exchange.numbers,
+        )
+        keep_momentum(group["params"], batches, kept)
+        show_momentum(self, group, batches)
+        return batches
+
+    def _param_ids(self) -> list[list[int]]:
+        return [[id(p) for p in group["params"]] for group in self.param_groups]
+
+    def _plan_rounds(self) -> None:
+        """Order all groups' batches as the model runs, then what is exchanged; early ones listen for gradients."""
+        # By index: loading a state dict replaces the dicts of the groups.
+        owned: list[Round] = []
+        exchanged: list[Round] = []
+        alone: list[tuple[int, Batch]] = []
+        for i, batches in enumerate(self._batches):
+            single = [batch for batch in batches if batch.parcel is None and batch.number is None]
+            alone += [(i, batch) for batch in single]
+            owned += [AloneRound(i, batch, self._take_early) for batch in single]
+            by_tensor = [batch for batch in batches if batch.runtime is not None]
+            owned += exchanged_rounds(i, by_tensor, small_numel=0, nbytes=0, together=True)
+            if self._exchange is not None:
+                exchanged += self._exchange.rounds(i, batches)
+        for round_ in exchanged:  # the first vote compares it
+            if isinstance(round_, ExchangedRound) and round_.exchanged and self._exchange is not None:
+                round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self._exchange.prefetch}")
+        owned.sort(key=lambda round_: min(batch.position for batch in round_.batches))
+        self._rounds = owned + exchanged
+        self._early = None  # runtimes hold it weakly
+        if self._overlap and alone:
+            self._early = EarlyUpdates(alone, lambda i: self.param_groups[i], self._shown, self._device)
+            for runtime in self._runtimes:
+                runtime.gradients.listeners.append(weakref.WeakMethod(self._early.landed))
+
+    def _take_early(self, group: Mapping[str, Any], batch: Batch) -> Orthogonalized | None:
+        return None if self._early is None else self._early.take(group, batch)
+
+    # -- step ------------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient, and start publishing what dmuon owns.
+
+        Raises:
+            RuntimeError: inside a forward or backward, or when gradients were left unreduced.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for runtime in self._runtimes:
+            runtime.at_rest("step()")
+            waiting = runtime.unreduced()
+            if waiting is not None:
+                raise RuntimeError(
+                    f"the gradient of {waiting!r} is not reduced: the last backward before step() must run outside "
+                    "no_sync()"
+                )
+        self._timer.reset()
+        self._done = []
+        present = self._present()
+        self._align_gradients()
+        for group, batches in zip(self.param_groups, self._batches, strict=True):
+            if group["use_muon"]:
+                adopt_replaced_momentum(self, group, batches)
+        if self._early is not None:
+            self._early.join()
+        with torch.autocast(self._device.type, enabled=False):  # a step may be called inside one
+            self._update(present)
+        return loss
+
+    def _present(self) -> set[int]:
+        """Ids of the matrices that are to be updated: any rank has a gradient. Lays out anew what has changed."""
+        changed = self._param_ids() != self._laid_out
+        voted = None
+        if self._exchange is not None:
+            voted = self._exchange.vote(changed)
+        if changed or (self._exchange is not None and voted is None):
+            self._lay_out()
+            voted = None if self._exchange is None else self._exchange.vote(False)
+        muon = (p for group in self.param_groups if group["use_muon"] for p in group["params"])
+        here = {id(p) for p in muon if p.grad is not None}
+        return here if voted is None else here | voted
+
+    def _align_gradients(self) -> None:
+        """Lay gradients as their parameters lie: autograd leaves some of DTensors unreduced, or cut otherwise."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad = param.grad
+                if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+                    param.grad = grad.redistribute(placements=param.placements)
+
+    def _update(self, present: set[int]) -> None:
+        """Every batch in forward order; what it completes leaves at once."""
+        coming = [p for r in self._rounds for batch in r.batches for p in batch.params if id(p) in present]
+        with self._timer.phase("publish"):
+            for runtime in self._runtimes:
+                runtime.begin_update(coming)
+        # Once a group: on an accelerator the number of a tensor waits for it.
+        options = [
+            {**g, "lr": float(g["lr"])} if b else g for g, b in zip(self.param_groups, self._batches, strict=True)
+        ]
+        prefetch = 1 if self._exchange is None else self._exchange.prefetch
+        for round_, done in drive(
+            self._rounds, lambda i: options[i], present, prefetch, self._timer, self._update_others
+        ):
+            self._done += done
+            with self._timer.phase("publish"):
+                for runtime in self._runtimes:
+                    runtime.updated([p for batch in round_.batches for p in batch.params])
+        with self._timer.phase("publish"):
+            for runtime in self._runtimes:
+                runtime.end_update()
+        if self._early is not None:
+            self._early.forget()
+
+    def _update_others(self) -> None:
+        with self._timer.phase("adamw"):
+            for group in self.param_groups:
+                if not group["use_muon"]:
+                    adamw_step(
+                        group["params"],
+                        [self.state[p] for p in group["params"]],
+                        lr=group["lr"],
+                        betas=group["betas"],
+                        eps=group["eps"],
+                        weight_decay=group["weight_decay"],
+                    )
+
+    @property
+    def last_step(self) -> StepStats:
+        """Counters and time per phase of the last step. On an accelerator it waits for that step to finish."""
+        variants = {}
+        nonfinite = []
+        for done in self._done:
+            small, large = sorted(done.shape)
+            variants[small, large] = str(done.variant)
+            finite = done.norms.isfinite().tolist()
+            nonfinite += [label for label, ok in zip(done.matrices, finite, strict=True) if not ok]
+        return StepStats(
+            ns_matrices=sum(len(done.matrices) for done in self._done),
+            ns_batches=len(self._done),
+            seconds=self._timer.seconds() | ({} if self._early is None else self._early.seconds()),
+            overlapped=0 if self._early is None else self._early.taken,
+            variants=dict(sorted(variants.items())),
+            nonfinite=tuple(self._name_of(p) + ("" if i is None else f"[{i}]") for p, i in nonfinite),
+        )
+
+    def exchanged(self) -> list[Exchanged]:
+        """Every matrix that several ranks hold and this optimizer exchanges, in the order of the groups."""
+        return [] if self._exchange is None else self._exchange.table()
+
+    def exchange_report(self) -> list[str]:
+        """Owners, batches, costs and predicted loads of what is exchanged, for people."""
+        return [] if self._exchange is None else self._exchange.report()
+
+    def _name_of(self, param: Tensor) -> str:
+        if isinstance(param, OwnedTensor):
+            return param.fqn
+        if id(param) in self._names:
+            return self._names[id(param)]
+        for g, group in enumerate(self.param_groups):
+            for i, other in enumerate(group["params"]):
+                if other is param:
+                    return f"parameter {i} of group {g}"
+        return "a parameter that no group holds"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; gradients that wait for a synchronizing backward are dropped too."""
+        for runtime in self._runtimes:
+            runtime.drop_gradients()
+        if self._early is not None:
+            self._early.forget()
+        super().zero_grad(set_to_none)

@@ -1,0 +1,1 @@
+"""Who owns what: measured costs, the solver, and a plan that all ranks agree on."""

@@ -1,0 +1,163 @@
+"""Which rank owns which matrix: solved or read on rank 0, broadcast, and verified on every rank."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from dmuon.comm.agreement import agree
+from dmuon.planning.cost_lookup import FoundCosts, find_costs
+from dmuon.planning.owner_plan import AGAIN, SOLVED, OwnerPlan, PlanSource, said
+from dmuon.solver import CostTable, Matrix, Rank, SolveOptions
+from dmuon.solver import plan as solve_plan
+
+__all__ = ["Costs", "check_options", "describe_source", "make_plan"]
+
+Costs = Literal["flops"] | str | os.PathLike[str] | CostTable | None
+
+
+def check_options(costs: object, solve: object, plan: object) -> None:
+    """Raise TypeError or ValueError for a value, or values together, that :func:`make_plan` cannot take."""
+    if not (costs is None or isinstance(costs, (str, os.PathLike, CostTable))):
+        raise TypeError(
+            f"costs must be None, 'flops', the path of a cost cache or a CostTable, got {type(costs).__name__}"
+        )
+    if not (solve is None or isinstance(solve, SolveOptions)):
+        raise TypeError(f"solve must be a dmuon.solver.SolveOptions, got {type(solve).__name__}")
+    if not (plan is None or isinstance(plan, (str, os.PathLike, OwnerPlan))):
+        raise TypeError(f"plan must be None, a dmuon.OwnerPlan or the path of one, got {type(plan).__name__}")
+    for name, value in (("costs", costs), ("solve", solve)):
+        if plan is not None and value is not None:
+            raise ValueError(f"{name}= says how to plan, and plan= is a plan already; leave one of them out")
+
+
+def describe_source(plan: PlanSource) -> str:
+    """What all ranks must pass alike. Only rank 0 reads a file, so paths may differ."""
+    match plan:
+        case None:
+            return "None"
+        case OwnerPlan():
+            return f"a plan with digest {plan.digest}"
+        case _:
+            return "a path"
+
+
+def make_plan(
+    matrices: Sequence[Matrix],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    costs: Costs = None,
+    solve: SolveOptions | None = None,
+    plan: PlanSource = None,
+    hosts: Sequence[str],
+    pools: Sequence[frozenset[str]] | None = None,
+    ns_per_byte: float = 0.0,
+) -> OwnerPlan:
+    """Find costs and solve, or take ``plan``, on rank 0; broadcast, and verify. Collective over ``group``.
+
+    Args:
+        hosts: the host name of every rank; equal names are one node.
+        pools: of every rank, the pools whose matrices it may own; None: all of them.
+        ns_per_byte: what a byte of a matrix costs its owner, beside Newton–Schulz.
+
+    Raises:
+        ValueError: on every rank, when the costs are unusable, the solver failed, or the plan does not fit
+            this rank's model.
+    """
+    matrices = tuple(matrices)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    found_costs = None if plan is not None else _find_costs(matrices, group, device, costs)
+    sent: list[Any] = [None, None, None]  # error, document, origin
+    if rank == 0:
+        try:
+            if found_costs is not None:
+                table = found_costs.table
+                if ns_per_byte:
+                    table = table.with_transfer({m.shape: round(ns_per_byte * m.nbytes) for m in matrices})
+                solution = solve_plan(matrices, _ranks(hosts, pools), table, solve or SolveOptions())
+                found = OwnerPlan.from_solution(solution, found_costs)
+            elif isinstance(plan, OwnerPlan):
+                found = replace(plan, origin="given" if plan.origin == SOLVED else plan.origin)
+            else:
+                assert plan is not None
+                found = OwnerPlan.load(plan)
+            sent = [None, found.to_json(), found.origin]
+        except Exception as fault:  # every rank must hear of it, whatever it is
+            sent[0] = said(fault)
+    if world > 1:
+        dist.broadcast_object_list(sent, group_src=0, group=group)
+    error, result = sent[0], None
+    if error is None:
+        try:
+            result = _fit(OwnerPlan.from_json(sent[1], sent[2]), matrices, world)
+        except Exception as fault:
+            error = said(fault)
+    digests = agree(group, error, None if result is None else result.digest)
+    assert result is not None
+    other = [r for r, digest in enumerate(digests) if digest != digests[0]]
+    if other:
+        raise ValueError(
+            f"rank {other[0]} holds another owner plan than rank 0 (digests {digests[other[0]]} and {digests[0]}); run "
+            "the same version of dmuon on every rank"
+        )
+    return result
+
+
+def _find_costs(matrices: Sequence[Matrix], group: dist.ProcessGroup, device: torch.device, costs: Costs) -> FoundCosts:
+    if isinstance(costs, CostTable):
+        return FoundCosts(costs, "given")
+    world = dist.get_world_size(group)
+
+    def share(item: object) -> list[object]:
+        items: list[object] = [None] * world
+        dist.all_gather_object(items, item, group=group)
+        return items
+
+    return find_costs(
+        dict(Counter(m.shape for m in matrices)),
+        world=world,
+        rank=dist.get_rank(group),
+        device=device,
+        costs=costs,
+        share=share if world > 1 else None,
+    )
+
+
+def _ranks(hosts: Sequence[str], pools: Sequence[frozenset[str]] | None) -> list[Rank]:
+    """Nodes are numbered in the order of their first rank."""
+    names = list(dict.fromkeys(hosts))
+    return [
+        Rank(index, node=names.index(host), pools=None if pools is None else pools[index])
+        for index, host in enumerate(hosts)
+    ]
+
+
+def _fit(plan: OwnerPlan, matrices: Sequence[Matrix], world: int) -> OwnerPlan:
+    """``plan`` for exactly these matrices over ``world`` ranks, or a ValueError with the first that differs."""
+    about = f"the owner plan ({plan.origin})"
+    if plan.world != world:
+        raise ValueError(f"{about} is for {plan.world} ranks, this mesh has {world}; {AGAIN}")
+    planned = {m.name: m for m in plan.solution.matrices}
+    mine = {m.name: m for m in matrices}
+    for name in [*mine, *planned]:
+        if name not in planned:
+            raise ValueError(f"{about} has no owner for parameter {name!r}, which dmuon owns here; {AGAIN}")
+        if name not in mine:
+            raise ValueError(f"{about} holds {name!r}, which is no parameter that dmuon owns here; {AGAIN}")
+        there, here = planned[name], mine[name]
+        for what, theirs, ours in (
+            ("shape", (there.rows, there.cols), (here.rows, here.cols)),
+            ("block", there.block, here.block),
+        ):
+            if theirs != ours:
+                raise ValueError(f"{about} has {name!r} with {what} {theirs!r}, here it is {ours!r}; {AGAIN}")
+    # Another communication dtype has other bytes; who owns what stands.
+    counted = tuple(replace(m, nbytes=mine[m.name].nbytes) for m in plan.solution.matrices)
+    return replace(plan, matrices=tuple(matrices), solution=replace(plan.solution, matrices=counted))

@@ -1,0 +1,336 @@
+"""Costs for the planner: the user's cache, shipped profiles, a measurement divided among the ranks, estimates."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from dmuon.kernels import newton_schulz_flops
+from dmuon.planning.cost_cache import (
+    CacheKey,
+    CostCache,
+    CostCacheError,
+    Entries,
+    Shape,
+    Timing,
+    discard_invalid,
+    merge_entries,
+    shipped_profiles,
+    user_cache_files,
+    user_cache_path,
+)
+from dmuon.planning.device_key import NsOptions, device_key
+from dmuon.planning.profiler import measure, timing_bar, useful_batch_sizes
+from dmuon.solver import CostTable
+
+__all__ = ["FoundCosts", "cached_entries", "fastest_variants", "find_costs", "store"]
+
+Work: TypeAlias = Mapping[Shape, tuple[int, ...]]
+
+_log = logging.getLogger(__name__)
+
+# What this process measured, and the least batches that ran out of memory. The next call measures neither again, also
+# where the cache cannot be written; it does try what did not fit the budget.
+_lock = threading.Lock()
+_measured: dict[CacheKey, Entries] = {}
+_too_large: dict[CacheKey, dict[Shape, int]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCosts:
+    """What planning needs to know of a device.
+
+    Attributes:
+        table: the planner's costs.
+        source: where they came from, for people.
+        variants: shape → batch size → how Newton–Schulz was fastest; without what was not measured.
+    """
+
+    table: CostTable
+    source: str
+    variants: Mapping[Shape, Mapping[int, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """What rank 0 found: an error for all ranks, or entries and the work that is left to measure."""
+
+    error: str | None = None
+    entries: Entries | None = None
+    missing: Work | None = None
+    source: str = ""
+
+
+def find_costs(
+    counts: Mapping[Shape, int],
+    *,
+    world: int,
+    rank: int,
+    device: torch.device,
+    costs: str | os.PathLike[str] | None = None,
+    options: NsOptions | None = None,
+    budget_s: float = 10.0,
+    share: Callable[[object], list[object]] | None = None,
+) -> FoundCosts:
+    """Costs for ``counts`` matrices per shape over ``world`` ranks, where they came from, and the fastest variants.
+
+    Collective where ``share`` is given. Rank 0 reads the user's cache, then the shipped profiles; what they lack is
+    divided among the ranks, measured, and written to the user's cache by rank 0: batches of powers of two, as
+    :func:`useful_batch_sizes` has them, up to the most matrices of a shape that one owner can get. Nothing is measured
+    twice. What the budget does not reach is scaled from measured shapes by FLOPs, the table says so, and the next call
+    tries it again. Rank 0 shows progress on a terminal, else logs one line.
+
+    Args:
+        counts: shape (small side, large side) to number of matrices.
+        costs: ``None`` as above; ``"flops"`` measures and reads nothing; a path is read instead, and must fit.
+        options: the Newton–Schulz run to time.
+        budget_s: seconds that each rank may measure.
+        share: all-gather of one object per rank, in rank order; ``None`` in a single process.
+
+    Raises:
+        CostCacheError: on every rank, when the file that ``costs`` names is invalid or another device's.
+        RuntimeError: on every rank, when measuring failed on one.
+    """
+    if costs == "flops":
+        return FoundCosts(CostTable.from_flops(counts), "estimated from FLOPs")
+    options = options or NsOptions()
+    share = share or _alone
+    key = device_key(device, options)
+    decision = _Decision()
+    if rank == 0:
+        try:
+            decision = _decide(counts, world, device, options, key, costs)
+        except Exception as error:  # every rank must hear of it, whatever it is
+            decision = _Decision(error=str(error))
+    answers: list[Any] = share((key, decision))
+    keys = [answer[0] for answer in answers]
+    decision = answers[0][1]
+    if decision.error is not None:
+        raise CostCacheError(decision.error)
+    entries, source = decision.entries or {}, decision.source
+    if decision.missing:
+        measured = _measure_together(decision.missing, keys, rank, device, options, budget_s, share)
+        entries = merge_entries(entries, measured)
+        if measured:
+            source = ", ".join(
+                filter(None, (source, f"{sum(map(len, measured.values()))} measured now on {key.device}"))
+            )
+        if rank == 0 and measured:
+            with _lock:
+                _measured[key] = merge_entries(_measured.get(key, {}), measured)
+            written = store(CostCache(key, measured))
+            source += f", kept in user cache {written}" if written else ""
+    table = _table(counts, entries, options, device)
+    return FoundCosts(table, source or "estimated from FLOPs", fastest_variants(entries, counts))
+
+
+def fastest_variants(entries: Entries, shapes: Iterable[Shape]) -> dict[Shape, dict[int, str]]:
+    """How Newton–Schulz ran in each timing of ``shapes``, where rivals were tried."""
+    return {shape: {k: t.variant for k, t in entries.get(shape, {}).items() if t.variant} for shape in shapes}
+
+
+def cached_entries(key: CacheKey) -> tuple[Entries, str]:
+    """What the user's cache and the shipped profiles hold for ``key``, the user's and the exact winning.
+
+    Warns of invalid files and of costs measured with another driver, torch or CUDA.
+    """
+    found: list[tuple[bool, str, CostCache]] = []
+    for path in user_cache_files(key):
+        try:
+            found.append((True, str(path), CostCache.load(path)))
+        except CostCacheError as error:
+            warnings.warn(f"{error}; measuring anew")
+    for name, data in shipped_profiles():
+        try:
+            found.append((False, name, CostCache.parse(data, name)))
+        except CostCacheError as error:
+            warnings.warn(f"{error}; not used")
+    usable = [(cache.matches(key), user, name, cache) for user, name, cache in found]
+    usable = [item for item in usable if item[0] != "no"]
+    usable.sort(key=lambda item: (item[0] == "exact", item[1]))  # later wins
+    entries: Entries = {}
+    tiers = []
+    for match, user, name, cache in usable:
+        if match == "compatible":
+            _warn_compatible(name, cache.key, key)
+        entries = merge_entries(entries, cache.entries)
+        tiers.append(f"{'user cache' if user else 'shipped profile'} {name}")
+    return entries, ", ".join(reversed(tiers))
+
+
+def store(cache: CostCache) -> str | None:
+    """Write to the user's cache; the path, or ``None`` with a warning where it cannot be written."""
+    path = user_cache_path(cache.key)
+    try:
+        discard_invalid(path)
+        cache.save(path)
+    except (OSError, CostCacheError) as error:
+        warnings.warn(f"cost cache {path} cannot be written ({error}); costs will be measured again next time")
+        return None
+    return str(path)
+
+
+def _alone(item: object) -> list[object]:
+    return [item]
+
+
+def _decide(
+    counts: Mapping[Shape, int],
+    world: int,
+    device: torch.device,
+    options: NsOptions,
+    key: CacheKey,
+    costs: str | os.PathLike[str] | None,
+) -> _Decision:
+    if costs is not None:
+        return _Decision(entries=_explicit(costs, key, counts), source=f"cost cache {os.fspath(costs)}")
+    entries, source = cached_entries(key)
+    with _lock:
+        if key in _measured:
+            entries = merge_entries(entries, _measured[key])
+        too_large = dict(_too_large.get(key, {}))
+    missing = {}
+    for shape, most in _most_per_owner(counts, world, options, device).items():
+        sizes = [k for k in useful_batch_sizes(shape, most, device) if k < too_large.get(shape, math.inf)]
+        lacking = tuple(k for k in sizes if k not in entries.get(shape, {}))
+        if lacking:
+            missing[shape] = lacking
+    wanted = {shape: entries[shape] for shape in counts if shape in entries}
+    # Shapes measured for other models still serve to scale estimates from.
+    if any(1 not in wanted.get(shape, {}) for shape in counts):
+        wanted = dict(entries)
+    if not source and wanted:
+        source = f"measured earlier by this process on {key.device}"
+    return _Decision(entries=wanted, missing=missing, source=source if wanted else "")
+
+
+def _most_per_owner(
+    counts: Mapping[Shape, int], world: int, options: NsOptions, device: torch.device
+) -> dict[Shape, int]:
+    """How many matrices of each shape one owner may get: all that fit twice an even share of the whole work.
+
+    Not twice an even share of the shape: beside owners of large matrices, another may get most of the small ones.
+    """
+    flops = {shape: _flops(shape, options, device) for shape in counts}
+    even = sum(count * flops[shape] for shape, count in counts.items()) / world
+    share = 2 * max([even, *flops.values()])
+    return {shape: min(count, math.ceil(share / flops[shape])) for shape, count in sorted(counts.items())}
+
+
+def _explicit(path: str | os.PathLike[str], key: CacheKey, shapes: Iterable[Shape]) -> Entries:
+    cache = CostCache.load(path)
+    match cache.matches(key):
+        case "no":
+            field, (theirs, ours) = next(iter(cache.key.strict.differences(key.strict).items()))
+            raise CostCacheError(
+                f"cost cache {os.fspath(path)}: key field {field!r} is {theirs!r}, this run's is {ours!r}; "
+                "measure on this device with dmuon-profile"
+            )
+        case "compatible":
+            _warn_compatible(os.fspath(path), cache.key, key)
+    lacking = [f"{m}x{n}" for m, n in sorted(shapes) if 1 not in cache.entries.get((m, n), {})]
+    if lacking:
+        warnings.warn(
+            f"cost cache {os.fspath(path)}: no timing for {', '.join(lacking)}, estimated instead; "
+            f"run dmuon-profile --shapes {','.join(lacking)}"
+        )
+    return cache.entries
+
+
+def _warn_compatible(name: str, theirs: CacheKey, ours: CacheKey) -> None:
+    changes = ", ".join(f"{field} {old} → {new}" for field, (old, new) in theirs.differences(ours).items())
+    warnings.warn(f"cost cache {name} was measured with other versions ({changes}); run dmuon-profile to renew it")
+
+
+def _measure_together(
+    missing: Work,
+    keys: list[CacheKey],
+    rank: int,
+    device: torch.device,
+    options: NsOptions,
+    budget_s: float,
+    share: Callable[[object], list[object]],
+) -> dict[Shape, dict[int, Timing]]:
+    """Divide the work among the ranks whose device is rank 0's, measure, and merge."""
+    workers = [r for r, key in enumerate(keys) if key == keys[0]]
+    if rank == 0 and len(workers) < len(keys):
+        other = next(r for r in range(len(keys)) if r not in workers)
+        warnings.warn(f"rank {other} has another device than rank 0 ({keys[other]}); costs are those of rank 0's")
+    load = dict.fromkeys(workers, 0)
+    mine: dict[Shape, list[int]] = {}
+    cost = {(shape, k): k * _flops(shape, options, device) for shape, sizes in missing.items() for k in sizes}
+    for (shape, k), flops in sorted(cost.items(), key=lambda item: (-item[1], item[0])):
+        worker = min(workers, key=lambda r: (load[r], r))
+        load[worker] += flops
+        if worker == rank:
+            mine.setdefault(shape, []).append(k)
+    outcome: tuple[str | None, Entries, list[tuple[Shape, int]]] = (None, {}, [])
+    full: list[tuple[Shape, int]] = []
+    try:
+        with _progress(mine, len(cost), rank, keys[0].device, budget_s) as progress:
+            entries = measure(
+                mine,
+                device=device,
+                options=options,
+                budget_s=budget_s,
+                progress=progress,
+                too_large=lambda shape, k: full.append((shape, k)),
+            )
+        outcome = (None, entries, full)
+    except Exception as error:  # the others wait in share
+        outcome = (f"rank {rank}: measuring Newton–Schulz on {device} failed: {type(error).__name__}: {error}", {}, [])
+    outcomes: list[Any] = share(outcome)
+    merged: dict[Shape, dict[int, Timing]] = {}
+    for fault, entries, unfit in outcomes:
+        if fault is not None:
+            raise RuntimeError(f"{fault}; pass costs='flops' to plan without measuring")
+        merged = merge_entries(merged, entries)
+        with _lock:
+            least = _too_large.setdefault(keys[0], {})
+            least.update({shape: min(k, least.get(shape, k)) for shape, k in unfit})
+    return merged
+
+
+@contextlib.contextmanager
+def _progress(
+    mine: Mapping[Shape, list[int]], batches: int, rank: int, name: str, budget_s: float
+) -> Iterator[Callable[[Shape, int], None] | None]:
+    if rank != 0 or not sys.stderr.isatty():
+        if rank == 0:
+            _log.info("timing %d batches of the Muon update on %s, %g s per rank at most", batches, name, budget_s)
+        yield None
+        return
+    with timing_bar(mine, name) as progress:
+        yield progress
+
+
+def _table(counts: Mapping[Shape, int], entries: Entries, options: NsOptions, device: torch.device) -> CostTable:
+    """Measured costs; a shape without one is scaled by FLOPs from the measured shape that is nearest in FLOPs."""
+    known = {shape: {k: t.median_ns for k, t in timings.items()} for shape, timings in entries.items() if 1 in timings}
+    if not known:
+        return CostTable.from_flops(counts)
+
+    flops = {shape: _flops(shape, options, device) for shape in {*counts, *known}}
+    table, sources = {}, {}
+    for shape in sorted(counts):
+        if shape in known:
+            table[shape], sources[shape] = known[shape], "measured"
+        else:
+            near = min(known, key=lambda other: (abs(math.log(flops[other] / flops[shape])), other))
+            table[shape] = {1: max(1, known[near][1] * flops[shape] // flops[near])}
+            sources[shape] = "estimated"
+    return CostTable(table, sources)
+
+
+def _flops(shape: Shape, options: NsOptions, device: torch.device) -> int:
+    return int(newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device))

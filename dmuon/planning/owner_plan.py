@@ -1,0 +1,225 @@
+"""An owner plan: who owns what and why, as an object and as a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dmuon.kernels import Variant
+from dmuon.planning.cost_lookup import FoundCosts
+from dmuon.platform.files import read_json, write_text
+from dmuon.solver import Matrix, Plan, Shape
+
+__all__ = ["AGAIN", "SOLVED", "OwnerPlan", "PlanSource", "said"]
+
+_SCHEMA = 2
+_FIELDS = ("schema", "solution", "chunks", "variants", "cost_source")
+_CHECKSUM = "sha256"  # of these fields
+SOLVED = "solved now"
+AGAIN = "plan again: leave plan= out, save the new plan"
+
+
+@dataclass(frozen=True)
+class OwnerPlan:
+    """Who owns what, in batches of what size, and at what predicted cost.
+
+    Attributes:
+        matrices: every owned matrix, in the order of the model; by name in a plan that was not applied to one yet.
+        solution: the solver's plan (owners, makespan, bound, loads).
+        chunks: ``(small side, large side)`` to the number of matrices that one batched update takes.
+        cost_source: where the costs came from, for people.
+        variants: ``(small side, large side)`` to batch size to how Newton–Schulz was measured to be fastest, as
+            ``dmuon.kernels.Variant`` prints; a batch runs as the largest that is no larger, or as the rules say.
+        origin: where the plan came from, for people.
+
+    Raises:
+        ValueError: chunks that are no positive integers, one per shape.
+    """
+
+    matrices: tuple[Matrix, ...]
+    solution: Plan
+    chunks: dict[Shape, int]
+    cost_source: str
+    variants: dict[Shape, dict[int, str]] = field(default_factory=dict)
+    origin: str = SOLVED
+
+    def __post_init__(self) -> None:
+        shapes = {m.shape for m in self.solution.matrices}
+        if self.chunks.keys() != shapes:
+            small, large = min(self.chunks.keys() ^ shapes)
+            side = "has no matrices" if (small, large) in self.chunks else "is missing"
+            raise ValueError(f"field 'chunks': shape {small}x{large} {side}; {AGAIN}")
+        for (small, large), size in self.chunks.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"field 'chunks.{small}x{large}' is {size!r}, not an integer of at least 1; {AGAIN}")
+        for (small, large), variants in self.variants.items():
+            name = f"field 'variants.{small}x{large}'"
+            if (small, large) not in shapes:
+                raise ValueError(f"{name}: the plan has no matrices of that shape; {AGAIN}")
+            for size, variant in variants.items():
+                try:
+                    Variant.parse(variant)
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"field 'variants.{small}x{large}.{size}': {error}; {AGAIN}") from None
+
+    @classmethod
+    def from_solution(cls, solution: Plan, costs: FoundCosts) -> OwnerPlan:
+        """What the solver found with ``costs``. Needs no process group."""
+        chunks = {shape: costs.table.chunk(shape) for shape in sorted({m.shape for m in solution.matrices})}
+        of_shapes = {shape: costs.variants.get(shape, {}) for shape in chunks}
+        variants = {
+            shape: {k: v for k, v in sorted(found.items()) if k <= chunks[shape]} for shape, found in of_shapes.items()
+        }
+        variants = {shape: found for shape, found in variants.items() if found}
+        return cls(solution.matrices, solution, chunks, costs.source, variants)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.solution.world
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """Canonical parameter name to owning rank of the mesh."""
+        return dict(self.solution.owners)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of owners, shapes, blocks, batches and variants: on alike devices, equal digests give equal bits."""
+        return _sha256([self.solution.digest, _named(self.chunks), self._named_variants()])
+
+    @property
+    def balance(self) -> float:
+        """Largest predicted load over the mean load; 1 is perfect."""
+        loads = list(self.solution.loads_ns)
+        mean = sum(loads) / len(loads)
+        return max(loads) / mean if mean > 0 else 1.0
+
+    def report(self) -> str:
+        """Origin, source of the costs, batch sizes, makespan, proven bound, gap, and a bar per rank."""
+        batches = "; ".join(
+            f"{shape[0]}x{shape[1]} by {size}" + (f" ({variants[max(variants)]})" if variants else "")
+            for shape, size in sorted(self.chunks.items())
+            for variants in [self.variants.get(shape, {})]
+        )
+        return (
+            f"plan: {self.origin}, digest with batches {self.digest}\n"
+            f"costs: {self.cost_source}\nbatches: {batches}\n{self.solution.report()}"
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan for :meth:`load` and ``dedicate_params(plan=path)``, atomically, also from several processes.
+
+        Raises:
+            OSError: the file cannot be written; one that was there is left as it is.
+        """
+        path = Path(path)
+        try:
+            write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
+        except OSError as error:
+            raise OSError(
+                error.errno, f"plan file {path}: cannot be written ({error.strerror}); check the folder {path.parent}"
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> OwnerPlan:
+        """Read and validate a file that :meth:`save` or ``dmuon-plan --json`` wrote. Needs no process group.
+
+        Raises:
+            ValueError: missing, unreadable, or not as it was written; names file, field and remedy.
+        """
+        path = Path(path)
+        try:
+            document = read_json(path)
+        except ValueError as error:
+            raise ValueError(f"plan file {path}: {error}; check the path, or {AGAIN}") from error
+        try:
+            return cls.from_json(document, f"loaded from {path}")
+        except ValueError as error:
+            raise ValueError(f"plan file {path}: {error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that :meth:`save` writes: plain types, with a checksum over all of them."""
+        fields = {
+            "schema": _SCHEMA,
+            "solution": self.solution.to_json(),
+            "chunks": _named(self.chunks),
+            "variants": self._named_variants(),
+            "cost_source": self.cost_source,
+        }
+        return {**fields, _CHECKSUM: _sha256(fields)}
+
+    def _named_variants(self) -> dict[str, dict[str, str]]:
+        return _named({s: {str(k): v for k, v in sorted(sizes.items())} for s, sizes in self.variants.items()})
+
+    @classmethod
+    def from_json(cls, document: object, origin: str) -> OwnerPlan:
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: another schema, a field that is missing, unknown or ill-typed, or content that was changed.
+        """
+        if not isinstance(document, dict):
+            raise ValueError(f"holds no JSON object; {AGAIN}")
+        schema = document.get("schema")
+        if schema != _SCHEMA or isinstance(schema, bool):
+            raise ValueError(f"field 'schema' is {schema!r}, this version of dmuon reads {_SCHEMA}; {AGAIN}")
+        odd = sorted(document.keys() ^ {*_FIELDS, _CHECKSUM})
+        if odd:
+            raise ValueError(f"field {odd[0]!r} is {'unknown' if odd[0] in document else 'missing'}; {AGAIN}")
+        if not isinstance(document["cost_source"], str):
+            raise ValueError(f"field 'cost_source' is {document['cost_source']!r}, not a string; {AGAIN}")
+        chunks, variants = (_by_shape(name, document[name]) for name in ("chunks", "variants"))
+        variants = {shape: _by_size(shape, sizes) for shape, sizes in variants.items()}
+        try:
+            solution = Plan.from_json(document["solution"])
+        except Exception as error:  # whatever reading nonsense raises, it is the file's fault
+            raise ValueError(f"field 'solution': {said(error)}; {AGAIN}") from error
+        plan = cls(solution.matrices, solution, chunks, document["cost_source"], variants, origin)
+        found = _sha256({name: document[name] for name in _FIELDS})
+        if found != document[_CHECKSUM]:
+            raise ValueError(f"the content was changed: its SHA-256 is {found}, not {document[_CHECKSUM]!r}; {AGAIN}")
+        return plan
+
+
+PlanSource = OwnerPlan | str | os.PathLike[str] | None
+
+
+def _by_shape(field: str, value: object) -> dict[Shape, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"field {field!r} is no object; {AGAIN}")
+    result = {}
+    for text, item in value.items():
+        match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
+        if not match:
+            raise ValueError(f"field {field!r}: shape {text!r} is not like '1024x4096'; {AGAIN}")
+        result[int(match[1]), int(match[2])] = item
+    return result
+
+
+def _by_size(shape: Shape, value: object) -> dict[int, Any]:
+    name = f"field 'variants.{shape[0]}x{shape[1]}'"
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is no object of batch sizes; {AGAIN}")
+    for text in value:
+        if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+            raise ValueError(f"{name}: batch size {text!r} is no positive integer; {AGAIN}")
+    return {int(text): item for text, item in value.items()}
+
+
+def _named(values: Mapping[Shape, Any]) -> dict[str, Any]:
+    return {f"{small}x{large}": value for (small, large), value in sorted(values.items())}
+
+
+def _sha256(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def said(fault: Exception) -> str:
+    return str(fault) if isinstance(fault, ValueError) else f"{type(fault).__name__}: {fault}"

@@ -1,0 +1,355 @@
+"""Times the real Muon update of a batch of matrices on one device."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dmuon.kernels import (
+    Variant,
+    alternatives,
+    batch_size,
+    choose_variant,
+    coefficient_sequence,
+    muon_update_,
+    newton_schulz_flops,
+    orthogonalize,
+    storage_dtype,
+)
+from dmuon.kernels.replay import forget
+from dmuon.kernels.variant import HALF
+from dmuon.planning.cost_cache import Shape, Timing
+from dmuon.planning.device_key import NsOptions
+
+__all__ = ["MAX_BATCH", "fastest_variant", "measure", "nearly_singular", "settled", "timing_bar", "useful_batch_sizes"]
+
+MAX_BATCH = 64  # an owner of more runs several batches: by then launches are long hidden
+_SPREAD = 0.03  # (p90 - p10) / median that counts as settled
+_ROUND = 9  # samples that a spread is judged by
+_MAX_ROUNDS = 4  # on a machine that never settles, more rounds do not help
+_TRIALS = 3  # samples that a variant is judged by
+_CLEARLY = 0.95  # less of a gain is noise, and another form rounds otherwise
+_AGREEMENT = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-9}
+_GROWTH = 0.06  # of the largest singular value over the standard form's
+_POWERS = 30
+_CACHE_BYTES = 1 << 28  # above every current device's L2
+_CPU_CACHE_BYTES = 1 << 25  # above a core's L2 and its share of the L3
+_MAX_BATCH_ELEMENTS = 1 << 28  # 1 GiB of fp32: far beyond where batching still helps
+Clock = Callable[[Callable[[], None]], int]  # runs a function and returns its time in ns
+
+
+def useful_batch_sizes(shape: Shape, limit: int, device: torch.device) -> tuple[int, ...]:
+    """Powers of two up to ``limit`` that are worth timing for ``shape``: as many as the device takes at once."""
+    most = min(batch_size(shape, limit, device), MAX_BATCH, max(1, _MAX_BATCH_ELEMENTS // (shape[0] * shape[1])))
+    return tuple(1 << i for i in range(most.bit_length()))
+
+
+def measure(
+    work: Mapping[Shape, Sequence[int]],
+    *,
+    device: torch.device,
+    options: NsOptions | None = None,
+    budget_s: float = 10.0,
+    progress: Callable[[Shape, int], None] | None = None,
+    too_large: Callable[[Shape, int], None] | None = None,
+) -> dict[Shape, dict[int, Timing]]:
+    """Time momentum, Newton–Schulz and weight update together, for each shape and batch size in ``work``.
+
+    Every shape's smallest batch is timed before any shape's next. What does not fit ``budget_s`` or the device's memory
+    is left out. Forms, back ends and tiles of Newton–Schulz are tried first, in half of a batch's share of the budget;
+    the fastest is timed, and named in the result. Medians do not fall with batch size. On the CPU one thread works;
+    the setting is restored.
+
+    Args:
+        work: shape (small side, large side) to batch sizes.
+        progress: called with shape and batch size after each is timed or left out.
+        too_large: called with shape and batch size where the device's memory ran out; larger ones are not tried.
+    """
+    options = options or NsOptions()
+    deadline = time.perf_counter() + budget_s
+    items = sorted(
+        ((k, newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device), shape)
+         for shape, sizes in work.items() for k in set(sizes)),
+        key=lambda item: (item[0], item[0] * item[1], item[2]),
+    )  # fmt: skip
+    result: dict[Shape, dict[int, Timing]] = {}
+    full: set[Shape] = set()
+    if not items or budget_s <= 0:
+        return result
+    with _clock(device) as clock:
+        calibration = (256, 256) if device.type == "cpu" else (2048, 2048)
+        rate = _rate(calibration, device, options, clock)  # operations per ns
+        for index, (k, flops, shape) in enumerate(items):
+            remaining = (deadline - time.perf_counter()) * 1e9
+            if shape not in full and remaining > 2 * k * flops / rate:
+                share = remaining / (len(items) - index)
+                timing = _time_best(shape, k, device, options, clock, share, k * flops / rate)
+                if timing is not None:
+                    rate = max(rate, k * flops / timing.median_ns)
+                    result.setdefault(shape, {})[k] = timing
+                else:
+                    full.add(shape)
+                    if too_large is not None:
+                        too_large(shape, k)
+            if progress is not None:
+                progress(shape, k)
+    return {shape: _isotonic(timings) for shape, timings in sorted(result.items())}
+
+
+def fastest_variant(shape: Shape, k: int, device: torch.device, options: NsOptions, *, seconds: float) -> Variant:
+    """How ``k`` matrices of ``shape`` are updated fastest on ``device``, as far as ``seconds`` allow to try."""
+    with _clock(device) as clock:
+        return _fastest(_Batch(shape, k, device), options, clock, seconds * 1e9, 0.0)[0]
+
+
+def settled(timing: Timing) -> bool:
+    """Whether the samples spread so little that measuring again would tell nothing new."""
+    return timing.p90_ns - timing.p10_ns < _SPREAD * timing.median_ns
+
+
+@contextmanager
+def timing_bar(work: Mapping[Shape, Sequence[int]], device_name: str) -> Iterator[Callable[[Shape, int], None]]:
+    """A progress bar on stderr, if that is a terminal; yields what :func:`measure` takes as ``progress``."""
+    total = sum(len(set(sizes)) for sizes in work.values())
+    # disable=None: not where stderr is a file, which a bar would fill with one line per batch.
+    with tqdm(total=total, desc=f"timing on {device_name}", unit="batch", leave=False, disable=None) as bar:
+
+        def progress(shape: Shape, k: int) -> None:
+            bar.set_postfix_str(f"{shape[0]}x{shape[1]} x{k}", refresh=False)
+            bar.update()
+
+        yield progress
+
+
+def _rate(shape: Shape, device: torch.device, options: NsOptions, clock: Clock) -> float:
+    update = _Batch(shape, 1, device).update(options)
+    clock(update)
+    flops = newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device)
+    return flops / min(clock(update) for _ in range(2))
+
+
+def _time_best(
+    shape: Shape, k: int, device: torch.device, options: NsOptions, clock: Clock, share_ns: float, expected_ns: float
+) -> Timing | None:
+    """The time of the fastest variant, or ``None`` where one batch does not fit the device's memory."""
+    started = time.perf_counter()
+    try:
+        batch = _Batch(shape, k, device)
+        best, tried = _fastest(batch, options, clock, share_ns / 2, expected_ns)
+        spent_ns = (time.perf_counter() - started) * 1e9
+        named = str(best) if tried else ""
+        return _time_batch(batch.update(options, best), clock, share_ns - spent_ns, named)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _fastest(
+    batch: _Batch, options: NsOptions, clock: Clock, limit_ns: float, expected_ns: float
+) -> tuple[Variant, bool]:
+    """What a tuner finds within ``limit_ns``, and whether it tried anything.
+
+    That is the rule's variant, unless a rival is clearly faster and computes the same.
+    """
+    started = time.perf_counter()
+    sequence = coefficient_sequence(options.coefficients, options.steps)
+    dtype = storage_dtype(torch.float32, batch.device, options.dtype)
+    best = choose_variant(batch.shape, batch.k, sequence, dtype, batch.device)
+
+    def quick(variant: Variant) -> int:
+        update = batch.update(options, variant)
+        clock(update)  # no sample: it may compile kernels
+        return min(clock(update) for _ in range(_TRIALS))
+
+    best_ns: int | None = None
+    for rivals in alternatives(batch.shape, batch.k, sequence, dtype, batch.device):
+        for rival in rivals(best):
+            spent_ns = (time.perf_counter() - started) * 1e9
+            if rival == best or spent_ns + 4 * (_TRIALS + 1) * (best_ns or expected_ns) > limit_ns:
+                continue
+            best_ns = quick(best) if best_ns is None else best_ns
+            try:
+                # A second look at both: the faster of two noisy times is fast by chance half the time.
+                if quick(rival) < _CLEARLY * best_ns and _agrees(batch, options, rival):
+                    best_ns, rival_ns = min(best_ns, quick(best)), quick(rival)
+                    if rival_ns < _CLEARLY * best_ns:
+                        best, best_ns = rival, rival_ns
+            except Exception as error:  # a kernel that does not build or fit here is no reason not to train
+                warnings.warn(f"Newton–Schulz variant {rival} failed ({type(error).__name__}: {error}); not used")
+    return best, best_ns is not None
+
+
+def _agrees(batch: _Batch, options: NsOptions, variant: Variant) -> bool:
+    """Whether ``variant`` computes what the standard form with whole products does; warns where it does not.
+
+    On matrices that are nearly orthogonal already: all forms are accurate there, so that what differs is a mistake.
+    In half precision also on nearly singular ones, where forms differ, but singular values must not grow.
+    """
+    run = partial(orthogonalize, coefficients=options.coefficients, steps=options.steps, dtype=options.dtype)
+    plain = partial(run, method="standard", backend="torch")
+    x = plain(batch.momentum)
+    expected, found = plain(x), run(x, variant=variant)
+    error = float(((found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)).max())
+    dtype = storage_dtype(torch.float32, batch.device, options.dtype)
+    if not error <= _AGREEMENT[dtype]:
+        warnings.warn(f"Newton–Schulz variant {variant} differs from the standard form by {error:.2g}; not used")
+        return False
+    if dtype in HALF:
+        x = nearly_singular(batch.shape, batch.device)
+        expected_largest, largest = (
+            _largest_singular_value(form(x)) for form in (plain, partial(run, variant=variant))
+        )
+        if not largest <= expected_largest + _GROWTH:
+            warnings.warn(
+                f"Newton–Schulz variant {variant} gives singular values up to {largest:.2f}, the standard form "
+                f"{expected_largest:.2f}; not used"
+            )
+            return False
+    return True
+
+
+def nearly_singular(shape: Shape, device: torch.device) -> Tensor:
+    """Three matrices, ``(3, m, n)``, half of whose directions are small or null, in no relation to the axes.
+
+    There rounding is amplified most, and what commutes in exact arithmetic does not.
+    """
+    m, n = shape
+    rank = max(1, min(shape) // 2)
+    generator = torch.Generator(device).manual_seed(0)
+    left, right, noise = (
+        torch.randn(3, *sides, device=device, generator=generator) for sides in ((m, rank), (rank, n), shape)
+    )
+    levels = torch.tensor([0.0, 1e-3, 1e-2], device=device)[:, None, None]
+    matrices: Tensor = left @ right / math.sqrt(rank) + levels * noise
+    return matrices
+
+
+def _largest_singular_value(x: Tensor) -> float:
+    """Of all matrices ``(k, m, n)``, from below by a few percent at most: power iteration."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    v = torch.randn(x.shape[0], x.shape[2], 1, device=x.device, generator=generator)
+    for _ in range(_POWERS):
+        v = x.mT @ (x @ v)
+        v = v / v.norm(dim=1, keepdim=True)
+    return float((x @ v).norm(dim=1).max())
+
+
+def _time_batch(update: Callable[[], None], clock: Clock, share_ns: float, variant: str = "") -> Timing:
+    """Rounds of samples until one settles or the share of the budget is spent; the one of least p90 counts."""
+    clock(update)  # no sample: it may compile kernels
+    started = time.perf_counter()
+    samples = [clock(update)]
+    best = _summary(samples, variant)
+    for _ in range(_MAX_ROUNDS):
+        while len(samples) < _ROUND and (time.perf_counter() - started) * 1e9 + best.median_ns < share_ns:
+            samples.append(clock(update))
+        if not samples:
+            break
+        timing = _summary(samples, variant)
+        if timing.n > best.n or (timing.n == best.n and timing.p90_ns < best.p90_ns):
+            best = timing
+        if timing.n < _ROUND or settled(timing):
+            break
+        samples = []
+    return best
+
+
+class _Batch:
+    """``k`` random matrices of ``shape`` with gradients and momentum."""
+
+    def __init__(self, shape: Shape, k: int, device: torch.device) -> None:
+        self.shape, self.k, self.device = shape, k, device
+        generator = torch.Generator(device).manual_seed(0)  # the global one belongs to the user's program
+
+        def gaussian() -> Tensor:
+            return torch.randn(k, *shape, device=device, generator=generator)
+
+        self.params, self.grads, self.momentum = list(gaussian().unbind(0)), list(gaussian().unbind(0)), gaussian()
+
+    def update(self, options: NsOptions, variant: Variant | None = None) -> Callable[[], None]:
+        """A function that updates the batch once."""
+
+        def update() -> None:
+            muon_update_(
+                self.params,
+                self.grads,
+                self.momentum,
+                lr=1e-3,
+                weight_decay=0.1,
+                beta=0.95,
+                nesterov=True,
+                scale=1.0,
+                coefficients=options.coefficients,
+                steps=options.steps,
+                dtype=options.dtype,
+                variant=variant,
+            )
+
+        return update
+
+
+def _summary(samples: Sequence[int], variant: str) -> Timing:
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    low, middle, high = (max(1, ordered[round(last * q)]) for q in (0.1, 0.5, 0.9))
+    return Timing(middle, low, high, len(ordered), variant)
+
+
+def _isotonic(timings: Mapping[int, Timing]) -> dict[int, Timing]:
+    result: dict[int, Timing] = {}
+    floor = 0
+    for k, t in sorted(timings.items()):
+        floor = max(floor, t.median_ns)
+        result[k] = replace(t, median_ns=floor, p90_ns=max(t.p90_ns, floor))
+    return result
+
+
+@contextmanager
+def _clock(device: torch.device) -> Iterator[Clock]:
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # spinning threads would time each other
+        try:
+            # As below: in a step, other matrices have taken the cache since this one was last used.
+            yield _cpu_clock(torch.empty(_CPU_CACHE_BYTES, dtype=torch.uint8))
+        finally:
+            torch.set_num_threads(threads)
+        return
+    module = torch.get_device_module(device.type)
+    with module.device(device):
+        # Written before each sample, so that none finds its inputs in cache: a training step would not.
+        cache = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device=device)
+
+        def accelerator_time(function: Callable[[], None]) -> int:
+            start, stop = module.Event(enable_timing=True), module.Event(enable_timing=True)
+            cache.zero_()  # also keeps the device busy while the launches queue up
+            start.record()
+            function()
+            stop.record()
+            stop.synchronize()
+            milliseconds: float = start.elapsed_time(stop)
+            return max(1, round(milliseconds * 1e6))
+
+        try:
+            yield accelerator_time
+        finally:
+            forget()  # graphs that were tried keep memory
+
+
+def _cpu_clock(cache: Tensor) -> Clock:
+    def cpu_time(function: Callable[[], None]) -> int:
+        cache.zero_()
+        # CPU time of this thread: other processes on the machine do not count.
+        start = time.thread_time_ns()
+        function()
+        return max(1, time.thread_time_ns() - start)
+
+    return cpu_time

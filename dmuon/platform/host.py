@@ -1,0 +1,45 @@
+"""Where a rank runs: its host, and how many of the host's CPUs it may use."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["HostShare", "warn_if_oversubscribed"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """``threads`` compute for this process on ``cpus`` of ``host``."""
+
+    host: str
+    threads: int
+    cpus: frozenset[int]
+
+    @classmethod
+    def here(cls) -> HostShare:
+        """This process."""
+        known = hasattr(os, "sched_getaffinity")  # not on every system
+        cpus = os.sched_getaffinity(0) if known else range(os.cpu_count() or 1)
+        return cls(socket.gethostname(), torch.get_num_threads(), frozenset(cpus))
+
+
+def warn_if_oversubscribed(places: Sequence[HostShare], rank: int) -> None:
+    """Warn, on the first rank of a host, if its ranks compute with more threads than the host has CPUs for them.
+
+    Threads that wait for each other spin: two ranks of two threads on two CPUs take several times as long as of one.
+    """
+    here = places[rank]
+    neighbours = [r for r, place in enumerate(places) if place.host == here.host]
+    threads = sum(places[r].threads for r in neighbours)
+    cpus = len(frozenset().union(*(places[r].cpus for r in neighbours)))
+    if rank == neighbours[0] and threads > cpus and len(neighbours) > 1:
+        warnings.warn(
+            f"{len(neighbours)} ranks on host {here.host} compute with {threads} threads on {cpus} CPUs, which slows "
+            f"all of them; set OMP_NUM_THREADS={max(1, cpus // len(neighbours))}, or call torch.set_num_threads with it"
+        )

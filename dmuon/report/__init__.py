@@ -1,0 +1,1 @@
+"""What people are told: who owns what, and what is sent and held."""

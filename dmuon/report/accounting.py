@@ -1,0 +1,263 @@
+"""What a rank should hold and send, from the layout alone; docs/communication.md says the same in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dmuon.dedicated.buffer import OwnedBuffer
+from dmuon.dedicated.runtime import Runtime
+from dmuon.kernels import storage_dtype
+from dmuon.kernels.arithmetic import carrier_dtype
+from dmuon.layout.parcels import gathers, received_numel, scatters
+from dmuon.optimizer.muon import Muon
+from dmuon.step.batches import make_batches
+from dmuon.step.pipeline import started_first
+from dmuon.step.rounds import ExchangedRound, exchanged_rounds
+from dmuon.step.update import wire_dtype
+
+__all__ = ["ExchangeBudget", "Memory", "Traffic", "expected_exchange", "expected_memory", "expected_traffic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of owned matrices on this rank.
+
+    Attributes:
+        masters: fp32 weights of what it owns; momentum takes as much again, and so do gradients while there are any.
+        standins: copies in communication dtype of what other replicas own and this rank serves to its row.
+        outgoing: what publications along the columns are sent from, until the next forward fetches the block.
+        kept: buffers of whole weights that stay.
+        filled_ahead: buffers that ``step()`` fills for the next forward.
+        largest: the largest buffer; while blocks compute, ``1 + prefetch`` of them exist.
+    """
+
+    masters: int
+    standins: int
+    outgoing: int
+    kept: int
+    filled_ahead: int
+    largest: int
+
+    @property
+    def at_rest(self) -> int:
+        """What there is between a step and the next forward, momentum included, without gradients."""
+        return 2 * self.masters + self.standins + self.outgoing + self.kept + self.filled_ahead
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Collectives that this rank starts for owned matrices in one step, and the bytes of their tensors, by purpose.
+
+    ``fill`` and ``publish`` carry weights, ``reduce`` gradients, ``exchange`` what tensor parallelism splits. The bytes
+    are those of whole regions: of every part that is broadcast or reduced, of the output of an all-gather, of the input
+    of a reduce-scatter, of the output of an all-to-all.
+    """
+
+    calls: dict[str, int]
+    nbytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeBudget:
+    """What one step does on this rank for matrices that several ranks hold, if all of them have gradients.
+
+    Attributes:
+        calls: all-to-alls, at most two a round; those of which this rank sends and receives nothing count.
+        received_before: bytes from other ranks that Newton-Schulz here waits for.
+        received_after: bytes of updates from other ranks.
+        sent_before: bytes of momentum to other ranks.
+        sent_after: bytes of updates to other ranks.
+        in_flight: most bytes alive at once of what is packed, on its way or put together, without Newton-Schulz' own
+            workspace. Of a round there are this rank's parts, what it sends and what it receives; once it has arrived,
+            the whole matrices; then their updates, what is sent of them and what is received. While one round
+            computes, the ``prefetch`` next ones have started (of each domain too), and the one before is on its way.
+    """
+
+    calls: int
+    received_before: int
+    received_after: int
+    sent_before: int
+    sent_after: int
+    in_flight: int
+
+
+def expected_memory(runtime: Runtime) -> Memory:
+    """Bytes that dmuon holds on this rank for the matrices of ``runtime``."""
+    comm = runtime.comm
+    sizes = [_buffer_nbytes(group) for group in runtime.groups]
+    kept = sum(size for group, size in zip(runtime.groups, sizes, strict=True) if group.keep)
+    ahead = [] if runtime.fills_wait else sizes[: comm.options.prefetch]
+    standins = outgoing = 0
+    for group in runtime.groups:
+        if comm.column is not None and not group.keep:
+            parts = group.layout.parts[comm.at.s]
+            sizes_here = [(end - start) * _itemsize(group) for start, end in parts]
+            outgoing += sizes_here[comm.at.r]
+            standins += sum(sizes_here) - sizes_here[comm.at.r]
+    masters = sum(e.local_shape.numel() * e.master.element_size() for e in runtime.entries() if e.owner == comm.rank)
+    return Memory(masters, standins, outgoing, kept, 0 if kept else sum(ahead), max(sizes, default=0))
+
+
+def expected_traffic(
+    runtime: Runtime, micro_batches: int = 1, *, reductions: int = 1, ns_dtype: torch.dtype | None = None
+) -> Traffic:
+    """Collectives of one step: forward and backward of every micro-batch, and ``step()``.
+
+    Args:
+        reductions: backwards that reduce gradients; the others accumulate.
+        ns_dtype: as given to ``dmuon.Muon``; tensor-parallel updates return in it.
+    """
+    comm = runtime.comm
+    calls: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+
+    def count(purpose: str, times: int, transport: str, sizes: Sequence[int], itemsize: int) -> None:
+        calls[purpose] += times * (sum(size > 0 for size in sizes) if transport == "broadcast" else 1)
+        nbytes[purpose] += times * sum(sizes) * itemsize
+
+    for group in runtime.groups:
+        segments = [end - start for start, end in group.layout.segments]
+        parts = [end - start for start, end in group.layout.parts[comm.at.s]]
+        if comm.row is not None:
+            fills = 1 if group.keep else 2 * micro_batches
+            count("fill", fills, group.layout.row, segments, _itemsize(group))
+            count("reduce", reductions, group.layout.row, segments, group.reduce_dtype.itemsize)
+        if comm.column is not None:
+            count("publish", 1, group.layout.column, parts, _itemsize(group))
+            count("reduce", reductions, group.layout.column, parts, group.reduce_dtype.itemsize)
+    if comm.tensor is not None:
+        _count_exchanges(runtime, ns_dtype, calls, nbytes)
+    return Traffic(dict(calls), dict(nbytes))
+
+
+def _count_exchanges(runtime: Runtime, ns_dtype: torch.dtype | None, calls: Counter[str], nbytes: Counter[str]) -> None:
+    me = runtime.comm.at.t
+    batches = make_batches([entry.rest for entry in runtime.entries()], planned_only=True)
+    for round_ in exchanged_rounds(0, batches, small_numel=0, nbytes=0, together=True):
+        momentum = round_.batches[0].momentum
+        back = carrier_dtype(runtime.comm.device, storage_dtype(momentum.dtype, runtime.comm.device, ns_dtype))
+        before, after = received_numel(round_.parcels, me)
+        calls["exchange"] += int(gathers(round_.parcels)) + int(scatters(round_.parcels))
+        nbytes["exchange"] += before * momentum.element_size() + after * back.itemsize
+
+
+def expected_exchange(optimizer: Muon) -> ExchangeBudget:
+    """Collectives, bytes and memory of the exchanges of one step.
+
+    Raises:
+        TypeError: a user's own functions exchange matrices; what they send is not known.
+    """
+    exchange = optimizer._exchange
+    found: list[_RoundBytes] = []
+    domains: list[int] = []
+    for round_ in optimizer._rounds:
+        if not round_.exchanged:
+            continue
+        if not isinstance(round_, ExchangedRound):
+            raise TypeError("gather_fn and redistribute_fn of the distributed_config are a user's own: count them")
+        momentum = round_.batches[0].momentum
+        back = wire_dtype(optimizer.param_groups[round_.index], momentum.dtype, momentum.device)
+        found.append(_RoundBytes.of(round_, back.itemsize))
+        domains.append(id(round_.domain))
+    return ExchangeBudget(
+        calls=sum(one.calls for one in found),
+        received_before=sum(one.received for one in found),
+        received_after=sum(one.returned for one in found),
+        sent_before=sum(one.sent for one in found),
+        sent_after=sum(one.answered for one in found),
+        in_flight=_most_in_flight(found, domains, 1 if exchange is None else exchange.prefetch),
+    )
+
+
+def _most_in_flight(rounds: Sequence[_RoundBytes], domains: Sequence[int], prefetch: int) -> int:
+    most = 0
+    gathering: dict[int, int] = {}  # rounds under way
+    begun: set[int] = set()
+    first = started_first(domains, prefetch)
+    for i, one in enumerate(rounds):
+        behind = rounds[i - 1].scattering if prefetch and i else 0
+        for j in first[i]:
+            if j not in begun:
+                begun.add(j)
+                gathering[j] = rounds[j].gathering
+                most = max(most, behind + sum(gathering.values()) + rounds[j].parts - rounds[j].own_parts)
+        ahead = sum(gathering.values()) - gathering.pop(i)
+        arrived = one.own_parts + one.received + one.whole
+        most = max(most, ahead + behind + max(arrived, one.scattering))
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundBytes:
+    """Of one round on this rank.
+
+    Attributes:
+        parts: of momentum, of everything that it holds, until it is packed.
+        own_parts: of what it owns.
+        sent, received: before Newton-Schulz.
+        whole: matrices that are put together here.
+        updates: of what is owned here.
+        answered, returned: sent and received after Newton-Schulz.
+    """
+
+    calls: int
+    parts: int
+    own_parts: int
+    sent: int
+    received: int
+    whole: int
+    updates: int
+    answered: int
+    returned: int
+
+    @property
+    def gathering(self) -> int:
+        return self.own_parts + self.sent + self.received
+
+    @property
+    def scattering(self) -> int:
+        return self.updates + self.answered + self.returned
+
+    @classmethod
+    def of(cls, round_: ExchangedRound, back: int) -> _RoundBytes:
+        """``back``: bytes of an element of an update."""
+        here, parcels = round_.domain.rank, round_.parcels
+        itemsize = round_.batches[0].momentum.element_size()
+        received, returned = received_numel(parcels, here)
+        parts = own_parts = sent = whole = updates = answered = 0
+        for parcel in parcels:
+            piece, senders = parcel.pieces.get(here), parcel.senders
+            held = 0 if piece is None else parcel.count * piece.numel
+            parts += held
+            if parcel.owner != here:
+                sent += parcel.count * senders[here].numel if here in senders else 0
+                continue
+            own_parts += held
+            if not (here in senders and senders[here].covers(parcel.layout.shape)):
+                whole += parcel.numel
+            updates += parcel.numel
+            answered += parcel.packed_numel
+        calls = int(gathers(parcels)) + int(scatters(parcels))
+        return cls(
+            calls,
+            parts * itemsize,
+            own_parts * itemsize,
+            sent * itemsize,
+            received * itemsize,
+            whole * itemsize,
+            updates * back,
+            answered * back,
+            returned * back,
+        )
+
+
+def _itemsize(group: OwnedBuffer) -> int:
+    return group.entries[0].full.element_size()
+
+
+def _buffer_nbytes(group: OwnedBuffer) -> int:
+    return group.layout.size * _itemsize(group)

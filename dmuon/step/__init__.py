@@ -1,0 +1,1 @@
+"""What a step computes, whichever residency brought the matrices here."""

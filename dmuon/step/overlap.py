@@ -1,0 +1,140 @@
+"""Updates that are orthogonalized while backward still runs, and used only if nothing changed until the step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon.dedicated.matrix import OwnedMatrix
+from dmuon.platform.streams import SideStream
+from dmuon.platform.timing import PhaseTimer
+from dmuon.platform.torch_private import local_tensor
+from dmuon.step.batches import Batch
+from dmuon.step.update import Orthogonalized, kept, orthogonalize
+
+__all__ = ["EarlyUpdates"]
+
+_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype")
+
+
+@dataclass(slots=True)
+class _Early:
+    """What was computed, and from which gradients, momentum and options."""
+
+    ready: Orthogonalized
+    grads: list[tuple[weakref.ref[Tensor], tuple[int, int]]]
+    momentum: list[int]
+    options: dict[str, Any]
+
+    def holds(self, group: Mapping[str, Any], batch: Batch, momentum: list[int]) -> bool:
+        if self.momentum != momentum or self.options != _options(group):
+            return False
+        for param, (grad, version) in zip(batch.params, self.grads, strict=True):
+            if param.grad is None or grad() is not param.grad or _version(param.grad) != version:
+                return False
+        return True
+
+
+class EarlyUpdates:
+    """Starts a batch as soon as the last of its gradients has been reduced, on a stream of its own.
+
+    The momentum that an early update computes with is a copy: until ``take`` nothing has changed. Clipping, another
+    backward, a load or new options afterwards are seen by version counters and identities, and the early result is then
+    dropped. Edits through ``tensor.data`` of a local tensor escape version counters.
+
+    Args:
+        batches: ``(index of the group, batch)`` of everything that this rank has whole.
+        group_at: the options of a group.
+        shown: what the optimizer's state shows of the momentum, by ``id`` of the parameter.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[tuple[int, Batch]],
+        group_at: Callable[[int], Mapping[str, Any]],
+        shown: Mapping[int, Tensor],
+        device: torch.device,
+    ) -> None:
+        self._group_at = group_at
+        self._shown = shown
+        self._index = {id(batch): index for index, batch in batches}
+        self._batch_of = {id(p): batch for _, batch in batches for p in batch.params}
+        self._landed: dict[int, set[int]] = {}
+        self._ready: dict[int, _Early] = {}
+        self._side = SideStream(device)
+        self._timer = PhaseTimer(device)
+        self._last = PhaseTimer(device)  # of what came before the last step
+        self.taken = 0  # batches of the last step
+
+    def landed(self, entries: Sequence[OwnedMatrix]) -> None:
+        """Gradients of these have just been reduced."""
+        for entry in entries:
+            batch = self._batch_of.get(id(entry.rest))
+            if batch is None:
+                continue
+            here = self._landed.setdefault(id(batch), set())
+            here.add(id(entry.rest))
+            if len(here) == len(batch.params):
+                del self._landed[id(batch)]
+                self._start(batch)
+
+    @torch.no_grad()
+    def _start(self, batch: Batch) -> None:
+        grads = [p.grad for p in batch.params]
+        if any(grad is None for grad in grads):
+            return
+        present = [grad for grad in grads if grad is not None]
+        group = self._group_at(self._index[id(batch)])
+        momentum = self._momentum_versions(batch)
+        beside = self._side.beside([local_tensor(g) for g in present])
+        with beside, torch.autocast(batch.momentum.device.type, enabled=False):
+            ready = kept(orthogonalize(group, batch, (0, len(batch.params)), batch.momentum.clone(), self._timer))
+        seen = [(weakref.ref(g), _version(g)) for g in present]
+        self._ready[id(batch)] = _Early(ready, seen, momentum, _options(group))
+
+    def take(self, group: Mapping[str, Any], batch: Batch) -> Orthogonalized | None:
+        """The update of ``batch`` if it is still right; its momentum is then brought up to date."""
+        early = self._ready.pop(id(batch), None)
+        if early is None or not early.holds(group, batch, self._momentum_versions(batch)):
+            return None
+        grads = [
+            g.to(batch.momentum.dtype) for g in batch.matrices([p.grad for p in batch.params if p.grad is not None])
+        ]
+        torch._foreach_lerp_(list(batch.momentum.unbind(0)), grads, 1 - group["momentum"])
+        self.taken += 1
+        return early.ready
+
+    def _momentum_versions(self, batch: Batch) -> list[int]:
+        return [batch.momentum._version, *(self._shown[id(p)]._version for p in batch.params)]
+
+    def join(self) -> None:
+        """A step begins: whatever is queued from here on runs after the early updates."""
+        self.taken = 0
+        self._timer, self._last = self._last, self._timer
+        self._timer.reset()
+        self._side.join()
+
+    def seconds(self) -> dict[str, float]:
+        """Per phase, before the last step."""
+        return {f"{phase} in backward": seconds for phase, seconds in self._last.seconds().items()}
+
+    def forget(self) -> None:
+        """Drop what was not taken."""
+        self._side.join()
+        self._timer.reset()
+        self._ready.clear()
+        self._landed.clear()
+
+
+def _version(grad: Tensor) -> tuple[int, int]:
+    """Operations on a DTensor count on the wrapper, operations on its local tensor there."""
+    return grad._version, local_tensor(grad)._version
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in _OPTIONS}

@@ -1,0 +1,194 @@
+"""Muon's update of one batch of matrices: momentum, Newton–Schulz, and the change of the weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon.kernels import (
+    Variant,
+    adapted,
+    apply_update_,
+    choose_variant,
+    coefficient_sequence,
+    momentum_update,
+    normalized_momentum,
+    run,
+    storage_dtype,
+    update_scale,
+    variant_fault,
+)
+from dmuon.kernels.arithmetic import carrier_dtype
+from dmuon.kernels.normalization import normalize
+from dmuon.platform.timing import PhaseTimer
+from dmuon.step.batches import Batch
+
+__all__ = ["Done", "Orthogonalized", "apply", "folded", "kept", "orthogonalize", "orthogonalize_whole", "wire_dtype"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done:
+    """One batched update of matrices of ``shape``; ``norms`` of what was orthogonalized, ``(k,)``."""
+
+    matrices: list[tuple[Tensor, int | None]]
+    shape: tuple[int, int]
+    variant: Variant
+    norms: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Orthogonalized:
+    """The update of some matrices, ``(k, m, n)``, before it reaches the weights."""
+
+    done: Done
+    update: Tensor
+
+
+def orthogonalize(
+    group: Mapping[str, Any], batch: Batch, run_of: tuple[int, int], momentum: Tensor, timer: PhaseTimer
+) -> Orthogonalized:
+    """Fold gradients into ``momentum``, and orthogonalize, what this rank has whole.
+
+    Args:
+        run_of: range of the parameters.
+        momentum: their rows.
+    """
+    params = batch.params[run_of[0] : run_of[1]]
+    choice = _Choice.of(group, batch, len(momentum), momentum.dtype, momentum.device)
+    with timer.phase("momentum"):
+        x, norms = normalized_momentum(
+            batch.matrices([_grad(p) for p in params]),
+            momentum,
+            beta=group["momentum"],
+            nesterov=group["nesterov"],
+            storage=choice.storage,
+            eps=group["eps"],
+        )
+    with timer.phase("ns"):
+        update = run(x, choice.variant, choice.sequence, choice.storage)
+    return Orthogonalized(Done(batch.labels(*run_of), batch.shape, choice.variant, norms), update)
+
+
+def orthogonalize_whole(group: Mapping[str, Any], batch: Batch, x: Tensor, timer: PhaseTimer) -> Orthogonalized:
+    """Orthogonalize what was gathered, ``(k, m, n)``, which is not kept."""
+    choice = _Choice.of(group, batch, len(x), x.dtype, x.device)
+    with timer.phase("momentum"):
+        normal, norms = normalize(x, choice.storage, group["eps"])
+    with timer.phase("ns"):
+        update = run(normal, choice.variant, choice.sequence, choice.storage)
+    return kept(Orthogonalized(Done(batch.labels(0, len(batch.params)), batch.shape, choice.variant, norms), update))
+
+
+def kept(ready: Orthogonalized) -> Orthogonalized:
+    """``ready`` with an update that further runs of Newton–Schulz leave alone: replayed ones share a buffer."""
+    return Orthogonalized(ready.done, ready.update.clone()) if ready.done.variant.replay else ready
+
+
+def folded(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> Tensor:
+    """What is to be orthogonalized, as this rank's parts ``(k, …)``; gradients that are missing here count as zero.
+
+    Args:
+        present: per parameter, whether any rank has a gradient; zero where none has.
+    """
+    if not len(batch.momentum):
+        return torch.zeros_like(batch.momentum)
+    parts = []
+    for start, end in batch.runs(present):
+        rows = batch.rows(start, end)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in batch.params[start:end]]
+        update = momentum_update(
+            batch.matrices(grads), batch.momentum[rows], beta=group["momentum"], nesterov=group["nesterov"]
+        )
+        parts.append((rows, update))
+    if len(parts) == 1 and len(parts[0][1]) == len(batch.momentum):
+        return parts[0][1]
+    out = torch.zeros_like(batch.momentum)
+    for rows, update in parts:
+        out[rows] = update
+    return out
+
+
+def apply(
+    group: Mapping[str, Any],
+    batch: Batch,
+    params: Sequence[Tensor],
+    update: Tensor,
+    timer: PhaseTimer,
+    *,
+    scale: float | None = None,
+) -> None:
+    """Subtract the updates, shaped as this rank's parts, from the weights; ``lr`` is a float.
+
+    Args:
+        scale: of the learning rate; None follows from the shape of the whole matrices.
+    """
+    with timer.phase("apply"):
+        apply_update_(
+            batch.matrices([p.detach() for p in params]),
+            update,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            scale=update_scale(group["adjust_lr_fn"], batch.shape) if scale is None else scale,
+        )
+
+
+def wire_dtype(group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which updates travel, which is the one in which Newton-Schulz leaves them."""
+    return carrier_dtype(device, storage_dtype(dtype, device, group["ns_dtype"]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """How Newton–Schulz runs."""
+
+    sequence: tuple[tuple[float, float, float], ...]
+    storage: torch.dtype
+    variant: Variant
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], batch: Batch, k: int, dtype: torch.dtype, device: torch.device) -> _Choice:
+        sequence = coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
+        storage = storage_dtype(dtype, device, group["ns_dtype"])
+        planned = _planned_variant(batch, k)
+        return cls(sequence, storage, _variant(planned, batch.shape, k, sequence, storage, device))
+
+
+def _grad(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+def _planned_variant(batch: Batch, k: int) -> str:
+    """How the plan says that ``k`` matrices of ``batch`` run, or nothing."""
+    planned = batch.runtime or batch.domain
+    if planned is None:
+        return ""
+    small, large = sorted(batch.shape)
+    variants: Mapping[int, str] = planned.variants.get((small, large), {})
+    smaller = [size for size in variants if size <= k]
+    return variants[max(smaller)] if smaller else ""
+
+
+@lru_cache(maxsize=4096)
+def _variant(
+    planned: str,
+    shape: tuple[int, int],
+    k: int,
+    coefficients: tuple[tuple[float, float, float], ...],
+    storage: torch.dtype,
+    device: torch.device,
+) -> Variant:
+    """The planned variant, made safe for these coefficients, or the rule's where there is none or it cannot run."""
+    if planned:
+        variant = Variant.parse(planned)
+        fault = variant_fault(variant, shape, device, storage)
+        if fault is None:
+            return adapted(variant, shape, coefficients, storage, device)
+        warnings.warn(f"the plan runs {shape[0]}x{shape[1]} as {planned!r}, which this device cannot: {fault}")
+    return choose_variant(shape, k, coefficients, storage, device)

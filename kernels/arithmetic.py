@@ -1,0 +1,188 @@
+"""Matrix products in a storage dtype: full-precision accumulation, one rounding per result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .symmetric_cpu import split_product
+from .symmetric_tiles import TileConfig
+from .symmetric_triton import symmetric_product
+from .variant import HALF, Variant
+
+
+@contextmanager
+def full_accumulation() -> Iterator[None]:
+    """Products as their storage dtype promises: halves accumulate in fp32 wholly, and fp32 is not rounded to TF32.
+
+    cuBLAS may do otherwise by PyTorch's default (parts of long products are reduced in half precision) or by the
+    user's leave; both are restored.
+    """
+    matmul = torch.backends.cuda.matmul
+    flags = [f"allow_{half}_reduced_precision_reduction" for half in ("fp16", "bf16")]
+    kept = {flag: (getattr(matmul, flag), getattr(matmul, f"{flag}_split_k")) for flag in flags}
+    kept["allow_fp16_accumulation"] = matmul.allow_fp16_accumulation
+    for flag, value in kept.items():
+        setattr(matmul, flag, (False, value[1]) if isinstance(value, tuple) else False)
+    with _ieee_fp32():
+        try:
+            yield
+        finally:
+            for flag, value in kept.items():
+                setattr(matmul, flag, value)
+
+
+@contextmanager
+def _ieee_fp32() -> Iterator[None]:
+    """PyTorch has two ways to allow TF32, and refuses to read one where the user took the other."""
+    matmul = torch.backends.cuda.matmul
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        kept = matmul.fp32_precision
+        matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = kept
+        return
+    if precision == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How a Newton–Schulz iteration stores matrices and multiplies them; this one with torch's whole products.
+
+    ``storage`` is the dtype whose values are kept. Where the device multiplies it fast, tensors are of that
+    dtype. On CPU half-precision products run 60 times slower than fp32's, so there tensors are fp32
+    (``carrier``) and every result is rounded to ``storage`` once, which is what a GPU's fp32-accumulating
+    product does.
+    """
+
+    storage: torch.dtype
+    carrier: torch.dtype
+
+    def round_(self, x: Tensor) -> Tensor:
+        """Round ``x``, in ``carrier``, to the values that ``storage`` holds, in place."""
+        return x if self.storage == self.carrier else x.copy_(x.to(self.storage))
+
+    def product(
+        self,
+        a: Tensor,  # (..., m, p)
+        b: Tensor,  # (..., p, n)
+        c: Tensor | None = None,  # (..., m, n)
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        out: Tensor | None = None,  # (..., m, n)
+    ) -> Tensor:
+        """``alpha · a b + beta · c`` with one rounding, of matrices or batches. Without ``c``: ``a b``.
+
+        ``out`` may be neither ``a`` nor ``b``.
+        """
+        if c is None:
+            return self.round_(torch.matmul(a, b, out=out))
+        fused = torch.addmm if a.ndim == 2 else torch.baddbmm
+        return self.round_(fused(c, a, b, beta=beta, alpha=alpha, out=out))
+
+    def symmetric(
+        self,
+        a: Tensor,  # (..., m, m)
+        b: Tensor,  # (..., m, m)
+        c: Tensor | None = None,  # (..., m, m)
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        out: Tensor | None = None,
+        b_symmetric: bool = True,
+    ) -> Tensor:
+        """:meth:`product` whose result is symmetric in exact arithmetic. ``out`` may be ``c``.
+
+        ``b_symmetric``: ``b`` may be read as its transpose. Not so where ``b`` is symmetric only up to rounding: of
+        ``A (B A)`` that would make ``A (A B)``, which rounding takes out of range.
+        """
+        return self.product(a, b, c, alpha=alpha, beta=beta, out=out)
+
+    def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """``X Xᵀ`` of ``(..., m, p)``."""
+        return self.product(x, x.mT, out=out)
+
+
+class SplitArithmetic(Arithmetic):
+    """On the CPU: symmetric results by block rows up to the diagonal."""
+
+    __slots__ = ()
+
+    def symmetric(
+        self,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        out: Tensor | None = None,
+        b_symmetric: bool = True,
+    ) -> Tensor:
+        result = torch.empty_like(a) if out is None else out
+        if a.ndim == 2:
+            return self.round_(split_product(a, b, c, alpha=alpha, beta=beta, out=result))
+        for i, (left, right, row) in enumerate(zip(a, b, result, strict=True)):
+            split_product(left, right, None if c is None else c[i], alpha=alpha, beta=beta, out=row)
+        return self.round_(result)
+
+    def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        result = x.new_empty(*x.shape[:-1], x.shape[-2]) if out is None else out
+        for matrix, row in zip([x] if x.ndim == 2 else x, [result] if x.ndim == 2 else result, strict=True):
+            split_product(matrix, matrix.mT, out=row)
+        return self.round_(result)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonArithmetic(Arithmetic):
+    """On the GPU: symmetric results by lower tiles, each stored twice."""
+
+    tile: TileConfig | None = None
+
+    def symmetric(
+        self,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        out: Tensor | None = None,
+        b_symmetric: bool = True,
+    ) -> Tensor:
+        beta = beta if c is not None else 0.0
+        return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, b_symmetric=b_symmetric, config=self.tile)
+
+    def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return symmetric_product(x, x.mT, out=out, config=self.tile)
+
+
+@lru_cache(maxsize=4096)
+def make_arithmetic(variant: Variant, device: torch.device, storage: torch.dtype) -> Arithmetic:
+    """What ``variant`` multiplies with."""
+    carrier = carrier_dtype(device, storage)
+    if variant.backend == "triton":
+        return TritonArithmetic(storage, carrier, TileConfig.parse(variant.tile) if variant.tile else None)
+    return (SplitArithmetic if variant.backend == "split" else Arithmetic)(storage, carrier)
+
+
+def carrier_dtype(device: torch.device, storage: torch.dtype) -> torch.dtype:
+    """The dtype of tensors that hold values of ``storage`` on ``device``."""
+    return torch.float32 if device.type == "cpu" and storage in HALF else storage

@@ -1,0 +1,107 @@
+"""The compact MILP: counts per rank within a capacity, or the proof that there are none."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .milp_solver import MilpSolver, SolverFailed, Status
+from .problem import Counts, Problem
+
+__all__ = ["assign_within", "part_of", "search_space"]
+
+_SCALE = 1000.0  # the capacity in the units of the model; nanoseconds would drown in the solver's tolerances
+_ROOM = 1 + 1e-5  # above the capacity: exactly at an optimum, rounding makes CBC call the model infeasible
+_WEIGHTS = 1_000_000
+
+
+def search_space(problem: Problem, capacity: int) -> int:
+    """Binaries of the MILP when no rank may exceed ``capacity`` nanoseconds: ``Σ_r Σ_s (K_s + 1)``."""
+    per_kind = (problem.most(capacity) + 1).sum(axis=0)
+    return int(per_kind @ np.array(problem.ranks_per_kind))
+
+
+def part_of(problem: Problem, members: list[int], ranks: list[int]) -> Problem:
+    """The problem of handing ``members`` of each class to ``ranks`` alone."""
+    return replace(
+        problem,
+        members=tuple(members),
+        costs=tuple(cost[:, : n + 1] for cost, n in zip(problem.costs, members, strict=True)),
+        kind_of=problem.kind_of[ranks],
+    )
+
+
+def assign_within(
+    problem: Problem, capacity: int, solver: MilpSolver, seconds: float, choose_s: float = 0.0
+) -> tuple[Status, Counts | None]:
+    """Counts whose makespan is at most ``capacity`` nanoseconds (up to 1e-5 above), if there are any.
+
+    ``x[s, r, k]`` says that rank ``r`` owns exactly ``k`` matrices of class ``s``; the ranks are not ordered by load,
+    because solvers then find no solution at all.
+
+    Args:
+        seconds: the time limit.
+        choose_s: further seconds for the choice among all such counts: those of the least fixed pseudo-random weight.
+            They are unique, so that every solver that finishes gives the same, and the status is ``"optimal"``.
+
+    Raises:
+        SolverFailed: a crash, or an answer that does not hold.
+    """
+    model, x = _model(problem, capacity, solver, choose=False)
+    status = solver.solve(model, seconds)
+    if status in ("infeasible", "unknown"):
+        return status, None
+    counts = _counts(problem, x, capacity)
+    if choose_s > 0:
+        model, x = _model(problem, capacity, solver, choose=True)
+        if solver.solve(model, choose_s) == "optimal":
+            return "optimal", _counts(problem, x, capacity)
+    return "feasible", counts
+
+
+def _model(
+    problem: Problem, capacity: int, solver: MilpSolver, *, choose: bool
+) -> tuple[Any, dict[tuple[int, int, int], Any]]:
+    pulp = solver.pulp
+    most, kinds = problem.most(capacity), problem.kind_of.tolist()
+    classes = range(len(problem.classes))
+    weigh = random.Random(0)
+    unit = _SCALE / capacity
+    model = pulp.LpProblem("owners", pulp.LpMinimize)
+    x = {
+        (s, r, k): pulp.LpVariable(f"x_{s}_{r}_{k}", cat=pulp.LpBinary)
+        for s in classes
+        for r, kind in enumerate(kinds)
+        for k in range(int(most[s, kind]) + 1)
+    }
+    if choose:
+        model += pulp.lpSum(weigh.randrange(1, _WEIGHTS) / _WEIGHTS * v for v in x.values())
+    for r, kind in enumerate(kinds):
+        mine = [(s, k) for s in classes for k in range(1, int(most[s, kind]) + 1)]
+        for s in classes:
+            model += pulp.lpSum(x[s, r, k] for k in range(int(most[s, kind]) + 1)) == 1
+        model += pulp.lpSum(float(problem.costs[s][kind, k]) * unit * x[s, r, k] for s, k in mine) <= _SCALE * _ROOM
+        for weights, room in zip(problem.weights.tolist(), problem.room[:, kind].tolist(), strict=True):
+            if sum(weight * int(k) for weight, k in zip(weights, most[:, kind], strict=True)) > room:
+                model += pulp.lpSum(k * weights[s] * (_SCALE / room) * x[s, r, k] for s, k in mine) <= _SCALE
+    for s, members in enumerate(problem.members):
+        owned = [k * x[s, r, k] for r, kind in enumerate(kinds) for k in range(1, int(most[s, kind]) + 1)]
+        model += pulp.lpSum(owned) == members
+    return model, x
+
+
+def _counts(problem: Problem, x: dict[tuple[int, int, int], Any], capacity: int) -> Counts:
+    """What the solver chose, if it holds."""
+    counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
+    for (s, r, k), variable in x.items():
+        if (variable.value() or 0.0) > 0.5:
+            counts[r, s] += k
+    if not problem.is_complete(counts):
+        raise SolverFailed("no assignment of every matrix came back")
+    found = problem.makespan(counts)
+    if found > capacity * _ROOM + 1:
+        raise SolverFailed(f"the solver claims an assignment within {capacity} ns; it takes {found} ns")
+    return counts

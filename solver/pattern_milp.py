@@ -1,0 +1,340 @@
+"""The pattern MILP: how many ranks hold which counts. Its size does not depend on the number of ranks.
+
+A *pattern* is what one rank may hold within a capacity. Column generation finds the patterns that matter: a linear
+program covers all matrices with the patterns known so far, its duals price the matrices, and a multiple-choice
+knapsack finds the pattern that is worth most. If even the best patterns, one on every rank, are worth less than all
+matrices, no assignment fits the capacity (Farley's bound): a proof that costs no integer program.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .compact_milp import assign_within, part_of, search_space
+from .milp_solver import MilpSolver, SolverFailed
+from .problem import Counts, Ints, Problem
+
+__all__ = ["PatternPool", "knapsack_items"]
+
+Floats = NDArray[np.float64]
+Verdict = Literal["infeasible", "possible", "unknown"]
+Pattern = tuple[int, tuple[int, ...]]  # kind of rank, matrices of each class
+
+_CELLS = 8192  # the capacity in the knapsack's units
+_ROUNDS = 60
+_LAGRANGE_ROUNDS = 24
+_SMALL = 400  # binaries of a compact MILP that ends a dive
+_FINISH_S = 1.0  # for it
+_DIGITS = 5  # of prices: what solvers report agrees to about eight, and ties must not hang on the rest
+_TOLERANCE = 1e-7
+_USE = 1e-3  # what all ranks together may cost against all matrices left over: covering comes first
+_WEIGHTS = 1_000_000
+
+
+def knapsack_items(problem: Problem, capacity: int) -> int:
+    """Items of one pricing problem: what its cost grows with."""
+    return int(problem.most(capacity).max(axis=1).sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cover:
+    """An optimum of the linear program.
+
+    Attributes:
+        shortfall: value of what is not covered, of 1 in all.
+        prices: of a matrix of each class, up to a common factor.
+        times: how often each pattern is used.
+    """
+
+    shortfall: float
+    prices: Floats
+    times: list[float]
+
+
+@dataclass(eq=False)
+class PatternPool:
+    """Patterns found so far, ``(kind, counts)``, in the order in which they were found."""
+
+    problem: Problem
+    solver: MilpSolver
+    deadline: float
+    clocked: bool = False  # whether a limit of time on one MILP decided something
+    _pool: dict[Pattern, int] = field(default_factory=dict)
+
+    def add(self, kind: int, row: Ints) -> bool:
+        """Whether the pattern is new; its cost is kept with it."""
+        key = (kind, tuple(int(n) for n in row))
+        if key in self._pool or not any(key[1]):
+            return False
+        self._pool[key] = int(self.problem.loads(np.array([key[1]]), np.array([kind]))[0])
+        return True
+
+    def add_counts(self, counts: Counts) -> None:
+        """The rows of an assignment, as patterns."""
+        for kind, row in zip(self.problem.kind_of.tolist(), counts, strict=True):
+            self.add(kind, row)
+
+    def refute(self, capacity: int) -> Verdict:
+        """Whether some mix of patterns within ``capacity`` nanoseconds covers all matrices, in fractions of ranks.
+
+        Costs are rounded down to the knapsack's cells, so that ``"infeasible"`` is a proof.
+        """
+        problem = self.problem
+        ranks, members = np.array(problem.ranks_per_kind), np.array(problem.members)
+        knapsacks = [_Knapsack(problem, kind, capacity, members, strict=False) for kind in range(problem.kinds)]
+        # Patterns of the relaxed knapsack may lie a little above the capacity: they serve this proof alone.
+        relaxed: dict[Pattern, None] = {}
+        for kind, knapsack in enumerate(knapsacks):
+            for row in knapsack.singles():
+                self.add(kind, row)
+        while time.monotonic() < self.deadline:
+            cover = self._price([*self._within(capacity), *relaxed], members, ranks)
+            if cover.shortfall <= _TOLERANCE:
+                return "possible"
+            offers = [knapsack.best(cover.prices) for knapsack in knapsacks]
+            most = sum(int(n) * value for n, (value, _) in zip(ranks, offers, strict=True))
+            if float(cover.prices @ members) > most * (1 + 1e-9):
+                return "infeasible"
+            before = len(self._pool) + len(relaxed)
+            for kind, (_, row) in enumerate(offers):
+                if not self._add_within(kind, row, capacity):
+                    relaxed[kind, tuple(row.tolist())] = None
+            if len(self._pool) + len(relaxed) == before:
+                break
+        return "unknown"
+
+    def assign(self, capacity: int) -> Counts | None:
+        """Counts near or within ``capacity`` nanoseconds, from the patterns that pricing finds.
+
+        First the integer program over all patterns, then, if these do not suffice, a dive: patterns that the linear
+        program wants whole are taken, and new ones are priced for the rest. ``None`` proves nothing.
+
+        Raises:
+            SolverFailed: a crash, or an answer that does not hold.
+        """
+        problem = self.problem
+        members, ranks = np.array(problem.members), np.array(problem.ranks_per_kind)
+        self._fewest(capacity, members, ranks)
+        counts = self._cover(capacity)
+        if counts is None:
+            counts = self._dive(capacity, members, ranks)
+            covered = self._cover(capacity)  # by the dive's patterns too
+            counts = counts if covered is None else covered
+        return counts
+
+    def _dive(self, capacity: int, members: Ints, ranks: Ints) -> Counts | None:
+        """Counts that need not be within ``capacity`` at the end, when few ranks are left for what remains."""
+        problem = self.problem
+        left, free = members.copy(), ranks.copy()
+        counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
+        unused = [np.flatnonzero(problem.kind_of == kind).tolist() for kind in range(problem.kinds)]
+        while left.any() and free.any() and time.monotonic() < self.deadline:
+            if self._finish(capacity, left, unused, counts):
+                return counts
+            values = self._fewest(capacity, left, free)
+            if not values:
+                break
+            whole = [(key, int(value + _TOLERANCE)) for key, value in values if value >= 1 - _TOLERANCE]
+            for (kind, row), times in whole or [(max(values, key=lambda item: item[1])[0], 1)]:
+                for _ in range(min(times, int(free[kind]))):
+                    taken = np.minimum(row, left)
+                    counts[unused[kind].pop(0)] = taken
+                    left -= taken
+                    free[kind] -= 1
+        for s in np.flatnonzero(left).tolist():
+            for _ in range(int(left[s])):
+                one = np.zeros_like(left)
+                one[s] = 1
+                counts[problem.loads(counts + one).argmin(), s] += 1
+        return counts
+
+    def _finish(self, capacity: int, left: Ints, unused: list[list[int]], counts: Counts) -> bool:
+        """Whether the compact MILP, where it is small, found room for what is left; ``counts`` then hold it."""
+        ranks = sorted(itertools.chain.from_iterable(unused))
+        rest = part_of(self.problem, left.tolist(), ranks)
+        if search_space(rest, capacity) > _SMALL:
+            return False
+        seconds = min(_FINISH_S, self.deadline - time.monotonic())
+        status, found = assign_within(rest, capacity, self.solver, seconds, choose_s=seconds)
+        self.clocked |= status in ("feasible", "unknown")
+        if found is None:
+            return False
+        counts[ranks] = found
+        return True
+
+    def _fewest(self, capacity: int, members: Ints, ranks: Ints) -> list[tuple[Pattern, float]]:
+        """Price until no pattern lets fewer of ``ranks`` cover ``members``; then how often each pattern is used."""
+        problem = self.problem
+        knapsacks = [_Knapsack(problem, kind, capacity, members, strict=True) for kind in range(problem.kinds)]
+        for kind, knapsack in enumerate(knapsacks):
+            for row in knapsack.singles():
+                self.add(kind, row)
+        for _ in range(_ROUNDS):
+            known = self._within(capacity)
+            cover = self._price(known, members, ranks, fewest=True)
+            found = [self.add(kind, knapsack.best(cover.prices)[1]) for kind, knapsack in enumerate(knapsacks)]
+            if not any(found) or time.monotonic() > self.deadline:
+                break
+        return [(key, times) for key, times in zip(known, cover.times, strict=True) if times > 0]
+
+    def _within(self, capacity: int) -> list[Pattern]:
+        return [key for key, cost in self._pool.items() if cost <= capacity]
+
+    def _add_within(self, kind: int, row: Ints, capacity: int) -> bool:
+        """Whether the pattern fits; if so it is kept."""
+        if int(self.problem.loads(row[None, :], np.array([kind]))[0]) > capacity:
+            return False
+        self.add(kind, row)
+        return True
+
+    def _price(self, known: Sequence[Pattern], members: Ints, ranks: Ints, *, fewest: bool = False) -> _Cover:
+        """Cover as much of ``members`` as ``ranks`` can with patterns in fractions, ``fewest``: with few of them."""
+        problem, pulp = self.problem, self.solver.pulp
+        value = [
+            min(float(c[g, k]) / k for g in range(problem.kinds) for k in (1, problem.chunks[s]))
+            for s, c in enumerate(problem.costs)
+        ]
+        total = float(np.dot(value, members)) / int(members.sum())  # so that prices are about one
+        weigh = random.Random(2)
+        model = pulp.LpProblem("cover", pulp.LpMinimize)
+        columns = [pulp.LpVariable(f"y_{i}", 0) for i in range(len(known))]
+        missing = [pulp.LpVariable(f"m_{s}", 0) for s in range(len(value))]
+        model += pulp.lpSum(v / total * m for v, m in zip(value, missing, strict=True)) + (
+            pulp.lpSum(_USE * int(members.sum()) / float(ranks.sum()) * (1 + weigh.random() / 100) * y for y in columns)
+            if fewest
+            else 0
+        )
+        for s, wanted in enumerate(members.tolist()):
+            # Slightly more than there are, by amounts without a pattern: the prices are unique then, whatever solves.
+            wanted *= 1 + 1e-4 * weigh.uniform(0.5, 1.0)
+            covered = pulp.lpSum(row[s] * y for (_, row), y in zip(known, columns, strict=True) if row[s])
+            model += covered + missing[s] >= wanted, f"class_{s}"
+        for kind, count in enumerate(ranks.tolist()):
+            model += pulp.lpSum(y for (g, _), y in zip(known, columns, strict=True) if g == kind) <= count
+        if self.solver.solve(model, max(1.0, self.deadline - time.monotonic())) != "optimal":
+            raise SolverFailed("the covering problem, which always has an optimum, came back without one")
+        prices = np.array([max(0.0, model.constraints[f"class_{s}"].pi or 0.0) for s in range(len(value))])
+        return _Cover(
+            shortfall=sum(v / total * (m.value() or 0.0) for v, m in zip(value, missing, strict=True))
+            / int(members.sum()),
+            prices=np.array([float(f"{price:.{_DIGITS - 1}e}") for price in prices]),
+            times=[y.value() or 0.0 for y in columns],
+        )
+
+    def _cover(self, capacity: int) -> Counts | None:
+        """The integer program over the patterns within ``capacity``."""
+        problem, pulp = self.problem, self.solver.pulp
+        known = self._within(capacity)
+        weigh = random.Random(3)
+        model = pulp.LpProblem("owners", pulp.LpMinimize)
+        ranks = problem.ranks_per_kind
+        columns = [pulp.LpVariable(f"y_{i}", 0, ranks[kind], pulp.LpInteger) for i, (kind, _) in enumerate(known)]
+        # As in the compact MILP: a pseudo-random weight makes the answer one and the same for all solvers.
+        model += pulp.lpSum((1 + weigh.randrange(_WEIGHTS) / _WEIGHTS) * y for y in columns)
+        for s, members in enumerate(problem.members):
+            model += pulp.lpSum(row[s] * y for (_, row), y in zip(known, columns, strict=True) if row[s]) >= members
+        for kind, count in enumerate(ranks):
+            model += pulp.lpSum(y for (g, _), y in zip(known, columns, strict=True) if g == kind) <= count
+        status = self.solver.solve(model, self.deadline - time.monotonic())
+        if status in ("infeasible", "unknown"):
+            return None
+        chosen = [(key, round(y.value() or 0.0)) for key, y in zip(known, columns, strict=True)]
+        counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
+        free = {kind: np.flatnonzero(problem.kind_of == kind).tolist() for kind in range(problem.kinds)}
+        for (kind, row), times in chosen:
+            for _ in range(times):
+                if not free[kind]:
+                    raise SolverFailed("the solver's patterns need more ranks than there are")
+                counts[free[kind].pop(0)] = row
+        return _without_surplus(problem, counts)
+
+
+def _without_surplus(problem: Problem, counts: Counts) -> Counts:
+    """Patterns cover every class at least; what is too much leaves the ranks that hold the most of it."""
+    for s, members in enumerate(problem.members):
+        surplus = int(counts[:, s].sum()) - members
+        if surplus < 0:
+            raise SolverFailed("the solver's patterns do not cover every matrix")
+        for _ in range(surplus):
+            counts[np.where(counts[:, s] > 0, problem.loads(counts), -1).argmax(), s] -= 1
+    return counts
+
+
+class _Knapsack:
+    """The most valuable pattern of one kind of rank within a capacity: multiple-choice knapsack by dynamic programming.
+
+    Weights are whole cells of the capacity: rounded up, every pattern fits (``strict``); rounded down, none that fits
+    is missed, and the value is an upper bound.
+    """
+
+    def __init__(self, problem: Problem, kind: int, capacity: int, members: Ints, *, strict: bool) -> None:
+        self.most = np.minimum(problem.most(capacity)[:, kind], members).tolist()
+        self.limits = [
+            (w.astype(np.float64), float(r[kind])) for w, r in zip(problem.weights, problem.room, strict=True)
+        ]
+        self.items: list[tuple[Ints, Ints]] = []  # per class: weights, counts
+        for s, most in enumerate(self.most):
+            cells = problem.costs[s][kind, 1 : most + 1] * _CELLS
+            weights = -(-cells // capacity) if strict else cells // capacity
+            # Of counts that weigh the same, the largest.
+            last = np.flatnonzero(np.diff(np.append(weights, _CELLS + 1)))
+            self.items.append((weights[last], last + 1))
+
+    def singles(self) -> list[Ints]:
+        """Per class, as many as fit."""
+        return [np.eye(len(self.most), dtype=np.int64)[s] * most for s, most in enumerate(self.most) if most]
+
+    def best(self, prices: Floats) -> tuple[float, Ints]:
+        """An upper bound on the value of any pattern, and a pattern that nearly reaches it.
+
+        A limit that the best pattern breaks is relaxed: bytes are priced too (Lagrange), at the price that bounds best.
+        """
+        value, row = self._solve(prices)
+        for weights, room in self.limits:
+            if weights @ row > room:
+                return self._within(prices, value, weights, room)
+        return value, row
+
+    def _within(self, prices: Floats, bound: float, weights: Floats, room: float) -> tuple[float, Ints]:
+        best = np.zeros(len(prices), dtype=np.int64)
+        low, high = 0.0, float((prices / weights).max())
+        for _ in range(_LAGRANGE_ROUNDS):
+            per_byte = (low + high) / 2
+            value, row = self._solve(prices - per_byte * weights)
+            bound = min(bound, value + per_byte * room)
+            if weights @ row > room:
+                low = per_byte
+                continue
+            high = per_byte
+            if prices @ row > prices @ best and all(w @ row <= r for w, r in self.limits):
+                best = row
+        return bound, best
+
+    def _solve(self, prices: Floats) -> tuple[float, Ints]:
+        worth = np.zeros(_CELLS + 1)
+        taken: list[tuple[int, NDArray[np.int32]]] = []
+        for s, (weights, counts) in enumerate(self.items):
+            if prices[s] <= 0 or not len(counts):
+                continue
+            before, choice = worth.copy(), np.zeros(_CELLS + 1, dtype=np.int32)
+            for i, (weight, count) in enumerate(zip(weights.tolist(), counts.tolist(), strict=True)):
+                offered = before[: _CELLS + 1 - weight] + prices[s] * count
+                better = offered > worth[weight:]
+                np.copyto(worth[weight:], offered, where=better)
+                np.copyto(choice[weight:], i + 1, where=better)
+            taken.append((s, choice))
+        row, cell = np.zeros(len(self.items), dtype=np.int64), _CELLS
+        for s, choice in reversed(taken):
+            if choice[cell]:
+                weights, counts = self.items[s]
+                row[s] = counts[choice[cell] - 1]
+                cell -= int(weights[choice[cell] - 1])
+        return float(worth[-1]), row

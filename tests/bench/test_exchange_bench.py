@@ -1,0 +1,69 @@
+"""The bench of exchanges runs end to end; what it counts is what the formulas say, whatever the times are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "1"]
+BRIEF = ["--rounds", "1", "--warmup", "0", "--check", "1", "--costs", "flops", "--chunk_bytes", "16384"]
+SLACK_BYTES = 4096  # votes and norms
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("exchange")
+
+
+@pytest.mark.slow
+def test_all_modes_agree_with_each_other_and_with_the_formulas(bench: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(BENCH / "exchange.py"), *TINY, *BRIEF, "--json", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(out.read_text())
+    programs = result["programs"]
+    assert list(programs) == [*bench.SWEEPS["modes"], bench.GATHER, bench.DEDICATED, bench.ADAMW]
+    assert all(name in ran.stdout for name in programs)
+    assert str(tmp_path) not in out.read_text()
+    for name in bench.SWEEPS["modes"]:
+        row = programs[name]
+        assert row["unexpected"] == 0, f"{name}: collectives or bytes differ from the formula: {row}"
+        slack = row["in_flight"] - row["in_flight_by_formula"]
+        assert 0 <= slack <= SLACK_BYTES, f"{name}: {row['in_flight']} bytes in flight: {row}"
+        assert row["bitwise equal"], f"{name}: {row}"
+        assert row["hidden"] == 0 or row["mode"]["prefetch"]
+    for name, row in programs.items():
+        assert row["error"] < 1e-4, f"{name}: {row['error']} from a single process"
+    in_flight = [programs[f"exchanged in turn {prefetch}"]["in_flight"] for prefetch in range(4)]
+    assert in_flight == sorted(in_flight) and in_flight[0] < in_flight[1], in_flight
+
+
+@pytest.mark.parametrize("option", ["--rate", "--delay"])
+def test_a_slower_loopback_is_refused_where_the_tools_are_missing(
+    bench: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    option: str,
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(bench.CONFINED, raising=False)
+    assert bench.main([option, "1"]) == 2
+    assert "need unshare, ip, tc" in capsys.readouterr().err
+
+
+def test_a_sweep_that_is_not_known_is_an_error(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--sweep", "everything"])
+    assert "--sweep must be one of modes, small, chunk" in capsys.readouterr().err

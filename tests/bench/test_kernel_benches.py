@@ -1,0 +1,73 @@
+"""The kernel benches run: the GPU script without a GPU, and training in fp16 Newton–Schulz beside fp32."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+MODELS = ("llama-3-8b", "qwen2.5-7b", "gpt2-1.5b", "pi0")
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    }
+    for name in MODELS:
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCH / script), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.parametrize("interpreted", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_gpu_script_runs_end_to_end_without_a_gpu(models: Path, tmp_path: Path, interpreted: bool) -> None:
+    path = tmp_path / "found.json"
+    arguments = ["--dry", "--models", str(models), "--json", str(path), "--seconds", "3" if interpreted else "60"]
+    done = run("gpu_kernels.py", *arguments, **({"TRITON_INTERPRET": "1"} if interpreted else {}))
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads(path.read_text())
+    assert found["dry"] and len(found["checks"]) >= (40 if interpreted else 16)
+    assert all(check["ok"] for check in found["checks"])
+    if not interpreted:
+        assert [row["model"] for row in found["models"]] == list(MODELS)
+        for row in found["models"]:
+            assert {"dmuon", "cuBLAS standard", "cuBLAS gram", "torch.optim.Muon"} <= row["ms"].keys()
+            assert all(max(shape["errors"].values()) < 2e-2 for shape in row["shapes"].values())
+
+
+def test_without_a_gpu_the_gpu_script_wants_to_be_told_that_it_is_dry(models: Path) -> None:
+    done = run("gpu_kernels.py", "--models", str(models), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "--dry runs the script without one" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fp16_newton_schulz_trains_as_fp32_does(tmp_path: Path) -> None:
+    """300 steps of the byte-level GPT: what another seed changes is more than what fp16 changes."""
+    path = tmp_path / "found.json"
+    done = run("half_precision.py", "--steps", "300", "--seeds", "0,1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    first, last = found["curves"]["fp32"][0][0], found["curves"]["fp32"][0][-1]
+    assert last < 0.5 * first, "it learned"
+    for name in ("fp16", "fp16 halves"):
+        assert abs(found["difference"][name]) <= 0.02, name
+        assert found["largest_in_second_half"][name] <= 0.03, name
+        assert found["curves"][name] != found["curves"]["fp32"], "another precision was run"

@@ -1,0 +1,283 @@
+"""The training program: table, metrics, plot, option errors, interruption, failure, resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmuon import OwnerPlan
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "train.py"
+TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "16", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small folder of text: enough files for a split by file."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"part{i}.txt").write_text(f"line {i} of a small text; " * 40)
+    return folder
+
+
+_started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing_running() -> Iterator[None]:
+    yield
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.communicate()
+
+
+def _start(text: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCRIPT), *TINY, "--data", str(text), "--out", str(out), *options]
+    _started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    return _started[-1]
+
+
+def _run(text: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    process = _start(text, out, *options)
+    stdout, stderr = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def _records(out: Path, event: str, optimizer: str = "adamw") -> list[dict[str, Any]]:
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    records = map(json.loads, lines)
+    return [r for r in records if (r["event"], r["optimizer"]) == (event, optimizer)]
+
+
+def _children(pid: int) -> list[int]:
+    """Every live process below `pid`, zombies excluded."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid=,stat="], capture_output=True, text=True, check=True)
+    rows = [line.split() for line in table.stdout.splitlines()]
+    found, queue = [], [pid]
+    while queue:
+        parent = queue.pop()
+        below = [int(row[0]) for row in rows if int(row[1]) == parent and not row[2].startswith("Z")]
+        found += below
+        queue += below
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def _wait_until(
+    condition: Callable[[], bool],
+    what: str,
+    seconds: float = 40.0,
+    process: subprocess.Popen[str] | None = None,
+) -> None:
+    """Waits for `condition`, as long as `process`, if given, has not ended."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process is not None and process.poll() is not None:
+            pytest.fail(f"{what}: the program ended before that:\n{process.communicate()[1]}")
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
+        time.sleep(0.05)
+
+
+def _steps_recorded(out: Path) -> int:
+    return len(_records(out, "step")) if (out / "metrics.jsonl").exists() else 0
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 12 steps with both optimizers."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
+    done = _run(text, out, "--steps", "12", "--checkpoint-every", "5")
+    assert done.returncode == 0, done.stderr
+    (out / "stdout.txt").write_text(done.stdout)
+    return out
+
+
+def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
+    table = (uninterrupted / "stdout.txt").read_text()
+    for column in ("val loss", "ms/step", "optimizer ms", "overhead", "owner balance"):
+        assert column in table
+    assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
+    starts = []
+    for optimizer in ("adamw", "dmuon"):
+        steps = _records(uninterrupted, "step", optimizer)
+        assert [record["step"] for record in steps] == list(range(1, 13))
+        assert all(record["step_ms"] > record["optimizer_ms"] > 0 for record in steps)
+        evaluations = _records(uninterrupted, "eval", optimizer)
+        assert evaluations[0]["step"] == 0 and evaluations[-1]["step"] == 12
+        assert evaluations[0]["val_loss"] == pytest.approx(5.545, abs=0.1), "untrained: ln 256"
+        assert evaluations[-1]["val_loss"] < evaluations[0]["val_loss"]
+        assert f"{evaluations[-1]['val_loss']:.4f}" in table
+        starts.append((evaluations[0]["val_loss"], steps[0]["loss"]))
+    assert starts[0] == pytest.approx(starts[1], abs=1e-6), "not the same start or not the same data"
+    balance = _records(uninterrupted, "result", "dmuon")[0]["balance"]
+    assert 1.0 <= balance < 2.0 and f"{balance:.3f}" in table
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "dmuon"])
+def test_only_the_last_complete_checkpoint_is_kept(uninterrupted: Path, optimizer: str) -> None:
+    folder = uninterrupted / "checkpoints" / f"{optimizer}-seed0"
+    assert [path.name for path in folder.iterdir()] == ["step-0000012"]
+    assert (folder / "step-0000012" / ".metadata").exists()
+    assert (folder / "step-0000012" / "plan.json").exists() == (optimizer == "dmuon")
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        (["--steps", "0"], "--steps"),
+        (["--optimizers", "adamw,sgd"], "--optimizers"),
+        (["--lr-dmuon", "nan"], "--lr-dmuon"),
+        (["--seeds", "1,x"], "--seeds"),
+        (["--width", "30", "--heads", "4"], "--width"),
+        (["--data", "/nonexistent/text"], "--data"),
+        (["--context", "100000"], "--data"),
+        (["--resume"], "--resume"),
+        (["--step", "3"], "--step"),
+    ],
+)
+def test_wrong_option_is_named_and_ends_with_code_2(
+    text: Path,
+    tmp_path: Path,
+    options: list[str],
+    option: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import train
+
+    with pytest.raises(SystemExit) as caught:
+        train.main([*TINY, "--data", str(text), "--out", str(tmp_path / "run"), *options])
+    assert caught.value.code == 2
+    assert option in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def _rotate_owners(path: Path) -> dict[str, int]:
+    """Makes the file a plan that the planner would not choose, with every matrix one rank further."""
+    plan = OwnerPlan.load(path)
+    old = plan.solution
+    owners = {name: (owner + 1) % plan.world for name, owner in old.owners.items()}
+    loads = old.loads_ns[-1:] + old.loads_ns[:-1]
+    replace(plan, solution=replace(old, owners=owners, loads_ns=loads)).save(path)
+    return owners
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "number"),
+    [
+        pytest.param("adamw", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("dmuon", signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_resume_equals_the_uninterrupted_run(
+    text: Path, tmp_path: Path, uninterrupted: Path, optimizer: str, number: signal.Signals
+) -> None:
+    out = tmp_path / "run"
+    options = ["--steps", "12", "--optimizers", optimizer, "--checkpoint-every", "1"]
+    rotated = None
+    process = _start(text, out, *options)
+    folder = out / "checkpoints" / f"{optimizer}-seed0"
+    _wait_until(lambda: any(folder.glob("step-*")), "a first checkpoint", process=process)
+    children = _children(process.pid)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=15)
+    _wait_until(lambda: not any(map(_alive, children)), "children end, even of a killed parent", 10)
+    before = max(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+    assert before < 12, "interrupted too late to test anything"
+    if number != signal.SIGKILL:
+        assert process.returncode == 128 + number
+        assert "interrupted" in stderr and "Traceback" not in stderr
+    if optimizer == "dmuon":
+        rotated = _rotate_owners(folder / f"step-{before:07d}" / "plan.json")
+    done = _run(text, out, *options, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert f" {before}/12 " in done.stderr, "did not start from the checkpoint"
+    if rotated is not None:
+        assert f"plan: loaded from {folder / f'step-{before:07d}'}" in done.stderr
+        assert OwnerPlan.load(folder / "step-0000012" / "plan.json").owners == rotated, "planned anew"
+    for event, key in (("step", "loss"), ("step", "grad_norm"), ("step", "lr"), ("eval", "val_loss")):
+        resumed, straight = (
+            [record[key] for record in _records(run, event, optimizer)] for run in (out, uninterrupted)
+        )
+        # the two runs were planned apart and may batch differently, which moves the last bits
+        assert resumed == straight if optimizer == "adamw" else resumed == pytest.approx(straight, rel=1e-6)
+
+
+def test_resume_refuses_other_settings_by_name(
+    text: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import train
+
+    with pytest.raises(SystemExit) as caught:
+        train.main([*TINY, "--data", str(text), "--out", str(uninterrupted), "--steps", "7", "--resume"])
+    assert caught.value.code == 2 and "--steps: 7" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_termination_leaves_no_processes(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = _start(text, out, "--steps", "100000", "--optimizers", "adamw")
+    _wait_until(lambda: _steps_recorded(out) > 0, "a first step", process=process)
+    children = _children(process.pid)
+    assert len(children) >= 2
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=15)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "interrupted" in stderr and "Traceback" not in stderr
+    _wait_until(lambda: not any(map(_alive, children)), "children end", 5)
+
+
+def test_a_killed_rank_ends_the_run(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = _start(text, out, "--steps", "100000", "--optimizers", "adamw")
+    _wait_until(lambda: _steps_recorded(out) > 0, "a first step", process=process)
+    children = _children(process.pid)
+    os.kill(max(children), signal.SIGKILL)
+    _, stderr = process.communicate(timeout=15)
+    assert process.returncode == 1
+    assert "exit code" in stderr
+    _wait_until(lambda: not any(map(_alive, children)), "children end", 5)
+
+
+@pytest.mark.slow
+def test_a_diverging_run_fails_with_its_step_and_what_to_do(text: Path, tmp_path: Path) -> None:
+    done = _run(text, tmp_path / "run", "--steps", "20", "--optimizers", "adamw", "--lr-adamw", "1e30")
+    assert done.returncode == 1
+    assert "at step" in done.stderr and "lower the lr" in done.stderr and "Traceback" in done.stderr
+
+
+def test_several_seeds_give_means_and_differences() -> None:
+    sys.path.insert(0, str(SCRIPT.parent))
+    import report
+
+    step = {"step_ms": 100.0, "optimizer_ms": 5.0}
+    runs = [
+        report.Run("adamw", 0, [step], [{"val_loss": 2.0}], {"balance": None}),
+        report.Run("dmuon", 0, [{**step, "step_ms": 110.0}], [{"val_loss": 1.9}], {"balance": 1.25}),
+        report.Run("adamw", 1, [step], [{"val_loss": 2.2}], {"balance": None}),
+        report.Run("dmuon", 1, [{**step, "step_ms": 110.0}], [{"val_loss": 2.0}], {"balance": 1.25}),
+    ]
+    table = report.format_table(runs)
+    assert "+10.0%" in table and "1.250" in table
+    assert "dmuon - adamw by seed: 0: -0.1000, 1: -0.2000; mean -0.1500" in table

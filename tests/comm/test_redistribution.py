@@ -1,0 +1,268 @@
+"""What generated functions gather is the whole tensor, and what they redistribute comes back as it was."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.pool import RankPool
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from dmuon import create_dtensor_config
+from dmuon.comm.domain import Domain, make_domain
+from dmuon.comm.redistribution import start_gather, start_scatter
+from dmuon.layout.parameters import place_dtensor
+from dmuon.layout.parcels import Parcel
+from dmuon.layout.shards import Piece, ShardLayout, layout_of
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+MESHES: dict[int, list[tuple[int, ...]]] = {
+    1: [(1,), (1, 1)],
+    2: [(2,), (1, 2), (2, 1)],
+    3: [(3,), (3, 1)],
+    4: [(4,), (2, 2), (4, 1), (1, 2, 2)],
+}
+
+Case = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[str, int, int], ...], str, int]
+
+
+@st.composite
+def cases(draw: Any, world: int) -> Case:
+    """Mesh, shape, placements (kind, dim, split factor), dtype, and the owner."""
+    sizes = draw(st.sampled_from(MESHES[world]))
+    shape = draw(st.tuples(*[st.integers(1, 9)] * 2) | st.tuples(*[st.integers(1, 5)] * 3))
+    kinds = ["replicate", "shard", "shard", "strided"]
+    placements = []
+    for _ in sizes:
+        kind = draw(st.sampled_from(kinds))
+        placements.append((kind, draw(st.integers(0, len(shape) - 1)), draw(st.integers(2, 4))))
+    return sizes, shape, tuple(placements), draw(st.sampled_from(sorted(DTYPES))), draw(st.integers(0, world - 1))
+
+
+def placement_of(kind: str, dim: int, factor: int) -> Placement:
+    if kind == "replicate":
+        return Replicate()
+    return Shard(dim) if kind == "shard" else _StridedShard(dim, split_factor=factor)
+
+
+def numbered(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """No two elements alike; exact in bf16, too, up to 256 of them."""
+    return torch.arange(1.0, prod(shape) + 1).view(shape).to(dtype)
+
+
+def part_of(whole: Tensor, piece: Piece) -> Tensor:
+    part = whole.new_zeros(piece.shape)
+    for local, there in piece.blocks():
+        part[local] = whole[there]
+    return part
+
+
+def there_and_back(rank: int, world: int, some: list[Case]) -> int:
+    config = create_dtensor_config(costs="flops")
+    meshes = {sizes: init_device_mesh("cpu", sizes) for sizes, *_ in some}
+    done = 0
+    for case in some:
+        sizes, shape, described, dtype, owner = case
+        mesh, placements = meshes[sizes], [placement_of(*one) for one in described]
+        whole = numbered(shape, DTYPES[dtype])
+        if any(isinstance(placement, _StridedShard) for placement in placements):
+            layout = layout_of(shape, sizes, placements)
+            local = part_of(whole, layout.pieces[mesh.mesh.flatten().tolist().index(rank)])
+            tensor = DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+        else:
+            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            assert torch.equal(tensor.full_tensor(), whole)
+        before = tensor.to_local().clone()
+        found = config.gather_fn(tensor, owner, config.state)
+        assert (found is not None) == (rank == owner), f"{case}: a rank that is not {owner} has {found}"
+        if found is not None:
+            assert found.dtype == whole.dtype and torch.equal(found, whole), f"{case}: gathered {found}"
+            found = found.clone()
+        back = config.redistribute_fn(found, owner, config.state)
+        assert torch.equal(tensor.to_local(), before), f"{case}: the tensor itself has changed"
+        assert back.dtype == before.dtype and torch.equal(back, before), f"{case}: {back} came back, not {before}"
+        done += 1
+    return done
+
+
+def drawn(world: int, count: int, number: int) -> list[Case]:
+    """Random cases, of hypothesis, to run at once; a case that fails is in the message."""
+    found: list[Case] = []
+
+    @seed(number)
+    @settings(max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(cases(world))
+    def collect(case: Case) -> None:
+        found.append(case)
+
+    collect()
+    return found
+
+
+@pytest.mark.pitfall("P14")
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_gather_then_redistribute_is_the_identity(ranks: RankPool, world: int) -> None:
+    some = drawn(world, 40, world)
+    assert len(some) >= 40
+    assert ranks(world, there_and_back, some) == [len(some)] * world
+
+
+@pytest.mark.slow
+@pytest.mark.pitfall("P14")
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_gather_then_redistribute_is_the_identity_at_length(ranks: RankPool, world: int, number: int) -> None:
+    some = drawn(world, 150, 100 + number)
+    assert ranks(world, there_and_back, some) == [len(some)] * world
+
+
+def smallest(rank: int, world: int) -> int:
+    """Every placement of ``(1, 1)``, ``(1, n)`` and ``(n, 1)``: most ranks have nothing."""
+    placements = [("replicate", 0, 0), ("shard", 0, 0), ("shard", 1, 0), ("strided", 0, 2)]
+    some: list[Case] = [
+        (sizes, shape, pair[: len(sizes)], "fp32", rank_)
+        for sizes in [(world,), (2, 2)]
+        for shape in [(1, 1), (1, 5), (3, 1)]
+        for pair in product(placements, repeat=len(sizes))
+        for rank_ in (0, world - 1)
+    ]
+    return there_and_back(rank, world, some)
+
+
+@pytest.mark.pitfall("P14")
+@pytest.mark.slow
+def test_the_smallest_matrices_travel(ranks: RankPool) -> None:
+    assert ranks(4, smallest) == [3 * 2 * (4 + 16)] * 4
+
+
+# -- many at once -----------------------------------------------------------------------------------------------------
+
+
+def random_layout(source: random.Random, world: int, shape: tuple[int, int]) -> ShardLayout:
+    sizes = source.choice([sizes for sizes in MESHES[world] if prod(sizes) == world])
+    kinds = ["replicate", "shard", "shard", "strided"]
+    placements = [placement_of(source.choice(kinds), source.randrange(2), source.randint(2, 3)) for _ in sizes]
+    return layout_of(shape, sizes, placements)
+
+
+def own_part(whole: Tensor, piece: Piece) -> Tensor | None:
+    """``(count, …)`` of what ``piece`` has of each matrix; None where that is nothing."""
+    if not piece.numel:
+        return None
+    return torch.stack([part_of(matrix, piece) for matrix in whole])
+
+
+def batches_travel(rank: int, world: int, first: int, count: int) -> int:
+    """Random batches of random layouts and owners, to their owners; twice what arrived, back to all holders."""
+    domain: Domain = make_domain(range(world), torch.device("cpu"))
+    for case in range(first, first + count):
+        source = random.Random(case)
+        generator = torch.Generator().manual_seed(case)
+        dtype = source.choice([torch.float32, torch.float64, torch.bfloat16])
+        wholes, parcels = [], []
+        for _ in range(source.randint(1, 6)):
+            layout = random_layout(source, world, (source.randint(1, 9), source.randint(1, 9)))
+            parcels.append(Parcel(source.randint(1, 4), layout, tuple(range(world)), source.randrange(world)))
+            wholes.append(torch.randn(parcels[-1].count, *layout.shape, generator=generator).to(dtype))
+        parts = [own_part(whole, parcel.layout.pieces[rank]) for whole, parcel in zip(wholes, parcels, strict=True)]
+        like = torch.empty(0, dtype=dtype)
+        collected = start_gather(parts, parcels, domain, like, "a test").wait()
+        assert sorted(collected) == [i for i, parcel in enumerate(parcels) if parcel.owner == rank]
+        for i, whole in collected.items():
+            assert torch.equal(whole, wholes[i]), f"case {case}: {parcels[i]}"
+        twice = {i: 2 * whole for i, whole in collected.items()}
+        back = start_scatter(twice, parcels, domain, like, "a test").wait()
+        for parcel, part, arrived in zip(parcels, parts, back, strict=True):
+            assert (part is None) == (arrived is None), f"case {case}: {parcel}"
+            if part is not None and arrived is not None:
+                assert torch.equal(arrived, 2 * part), f"case {case}: {parcel}"
+    return count
+
+
+@pytest.mark.pitfall("P04", "P14")
+@pytest.mark.parametrize(("world", "count"), [(2, 40), (3, 40), (4, 40), pytest.param(4, 800, marks=pytest.mark.slow)])
+def test_batches_of_parts_travel_to_their_owners_and_back(ranks: RankPool, world: int, count: int) -> None:
+    assert ranks(world, batches_travel, 0, count) == [count] * world
+
+
+def several_under_way(rank: int, world: int) -> None:
+    """Gathers started before earlier ones were waited for, waited for in order and against it."""
+    domain = make_domain(range(world), torch.device("cpu"))
+    layout = layout_of((5, 3), (world,), [Shard(0)])
+    wholes = [torch.full((2, 5, 3), float(i)) + torch.arange(15.0).view(5, 3) / 100 for i in range(4)]
+    parcels = [Parcel(2, layout, tuple(range(world)), i % world) for i in range(4)]
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        gatherings = [
+            start_gather([own_part(whole, layout.pieces[rank])], [parcel], domain, whole.new_empty(0), f"{i}")
+            for i, (whole, parcel) in enumerate(zip(wholes, parcels, strict=True))
+        ]
+        for i in order:
+            found = gatherings[i].wait()
+            assert (0 in found) == (i % world == rank)
+            assert all(torch.equal(whole, wholes[i]) for whole in found.values())
+
+
+@pytest.mark.pitfall("P26")
+def test_several_gathers_may_be_under_way(ranks: RankPool) -> None:
+    ranks(2, several_under_way)
+
+
+def nothing_travels(rank: int, world: int) -> None:
+    """Copies need no gather: what the owner has is what it gets, and no collective is started."""
+    domain = make_domain(range(world), torch.device("cpu"))
+    layout = layout_of((4, 3), (world,), [Replicate()])
+    parcel = Parcel(1, layout, tuple(range(world)), 1)
+    whole = numbered((1, 4, 3), torch.float32)
+    gathering = start_gather([whole], [parcel], domain, whole.new_empty(0), "copies")
+    assert not domain.monitor._lanes, "a collective was started"
+    found = gathering.wait()
+    assert found.keys() == ({0} if rank == 1 else set())
+    assert all(one.data_ptr() == whole.data_ptr() for one in found.values()), "copied"
+
+
+def test_copies_are_not_gathered(ranks: RankPool) -> None:
+    ranks(2, nothing_travels)
+
+
+def strided_as_fsdp_has_it(rank: int, world: int) -> None:
+    """FSDP2 over tensor parallelism makes the strided shards; the whole is known from before."""
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    config = create_dtensor_config(costs="flops")
+    for rows, cols in [(8, 4), (7, 5), (3, 2), (1, 4)]:
+        torch.manual_seed(rows)
+        layer = nn.Linear(cols, rows, bias=False)
+        whole = layer.weight.detach().clone()
+        parallelize_module(layer, mesh["tp"], ColwiseParallel())
+        fully_shard(layer, mesh=mesh["dp"])
+        weight = layer.weight
+        assert isinstance(weight, DTensor) and isinstance(weight.placements[0], _StridedShard)
+        assert place_dtensor(weight, "w").ranks == tuple(range(world))
+        for owner in range(world):
+            found = config.gather_fn(weight, owner, config.state)
+            assert (found is not None) == (rank == owner)
+            if found is not None:
+                assert torch.equal(found, whole)
+            back = config.redistribute_fn(found, owner, config.state)
+            assert torch.equal(back, weight.to_local())
+        dist.barrier()
+
+
+@pytest.mark.pitfall("P04", "P14")
+def test_strided_shards_of_fsdp_over_tensor_parallelism_travel(ranks: RankPool) -> None:
+    ranks(4, strided_as_fsdp_has_it)

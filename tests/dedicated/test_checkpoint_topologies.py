@@ -1,0 +1,587 @@
+"""Stock checkpointing on every topology and between topologies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from harness.pool import RankPool
+from harness.topologies import LAYOUTS, lay
+from harness.toy import Reference, assert_equal_weights, batch, build, full_state, is_matrix, loss_of, reference_weights
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import dmuon
+from dmuon.dedicated import state_dict
+from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.platform.torch_private import local_tensor
+
+OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
+SINGLE = "single"  # dmuon.Muon in one process, nothing dedicated
+NAMES = [SINGLE, "1d", "hsdp", "ddp-2", "tp", "tp-fsdp"]
+SAVED, TOTAL = 3, 5  # steps before the checkpoint, and in all
+FULL = StateDictOptions(full_state_dict=True)
+FULL_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def world_of(name: str) -> int:
+    return 1 if name == SINGLE else LAYOUTS[name].world
+
+
+@dataclass
+class Run:
+    """A model on some topology, its optimizer, and this rank's part of a batch."""
+
+    model: nn.Module
+    optimizer: dmuon.Muon
+    part: Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
+    autocast: bool = False
+
+    def backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            loss = loss_of(self.model, *self.part(batch(step)))
+        loss.backward()
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.backward(step)
+            self.optimizer.step()
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """What this rank holds: weights, gradients, state."""
+        found: dict[str, Tensor] = {}
+        for name, param in self.model.named_parameters():
+            found[name] = param
+            if param.grad is not None:
+                found[f"{name}.grad"] = param.grad
+            found |= {f"{name}.{key}": value for key, value in self.optimizer.state[param].items()}
+        return {name: local_tensor(tensor).detach().clone() for name, tensor in found.items()}
+
+
+def start(name: str, seed: int = 0, keep: bool = False, **options: Any) -> Run:
+    model = build(seed=seed)
+    part = lambda tensors: tensors  # noqa: E731
+    if name != SINGLE:
+        laid = lay(name, model, keep=keep, **options)
+        part = laid.part
+    return Run(model, dmuon.Muon(model, **OPTIONS), part)
+
+
+def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_same_on_all_ranks(results: list[dict[str, Tensor]]) -> None:
+    for result in results[1:]:
+        assert_same_tensors(result, results[0])
+
+
+# -- between topologies --------------------------------------------------------------------------------------------
+
+
+def save(_rank: int, _world: int, path: str, name: str, keep: bool) -> None:
+    run = start(name, keep=keep)
+    run.train(range(SAVED))
+    before = run.local_tensors()
+    assert any(key.endswith(".grad") for key in before)
+    weights, state = get_state_dict(run.model, run.optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    assert_same_tensors(run.local_tensors(), before)
+
+
+def load(run: Run, path: str) -> None:
+    weights, state = get_state_dict(run.model, run.optimizer)
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=path)
+    set_state_dict(run.model, run.optimizer, model_state_dict=weights, optim_state_dict=loaded["optimizer"])
+
+
+def resume(rank: int, _world: int, path: str, name: str, keep: bool) -> dict[str, Tensor]:
+    run = start(name, seed=50 + rank, keep=keep)
+    run.train(range(1))  # buffers and momentum hold something to be overwritten
+    load(run, path)
+    run.train(range(SAVED, TOTAL))
+    return full_state(run.model)
+
+
+Saved = Callable[[str, bool], str]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The folder of a checkpoint of some topology after ``SAVED`` steps."""
+    folders: dict[tuple[str, bool], str] = {}
+
+    def checkpoint(name: str, keep: bool = False) -> str:
+        if (name, keep) not in folders:
+            folder = str(tmp_path_factory.mktemp(name))
+            ranks(world_of(name), save, folder, name, keep)
+            folders[name, keep] = folder
+        return folders[name, keep]
+
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[str, Tensor]:
+    return reference_weights(TOTAL)
+
+
+RESHARD, KEEP = False, True
+QUICK = [(source, RESHARD, "hsdp", RESHARD) for source in NAMES] + [
+    ("1d", RESHARD, "hsdp", KEEP), ("hsdp", KEEP, "tp", KEEP), ("tp-fsdp", RESHARD, "ddp-2", RESHARD),
+]  # fmt: skip
+SLOW = (
+    [
+        (source, RESHARD, target, KEEP)
+        for source in NAMES
+        for target in NAMES
+        if (source, RESHARD, target, KEEP) not in QUICK
+    ]
+    + [("hsdp", KEEP, "1d", KEEP)]
+    + [("hsdp", RESHARD, other, RESHARD) for other in LAYOUTS if other not in NAMES and world_of(other) <= 4]
+)
+
+
+@pytest.mark.pitfall("P28", "P29", "P30")
+@pytest.mark.parametrize(
+    ("source", "source_keep", "target", "target_keep"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_resume_on_another_topology_continues_the_uninterrupted_run(
+    ranks: RankPool,
+    saved: Saved,
+    uninterrupted: dict[str, Tensor],
+    source: str,
+    source_keep: bool,
+    target: str,
+    target_keep: bool,
+) -> None:
+    results = ranks(world_of(target), resume, saved(source, source_keep), target, target_keep)
+    assert_same_on_all_ranks(results)
+    assert_equal_weights(results[0], uninterrupted)
+
+
+# -- whole state dicts ---------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """One process of torch alone after ``steps``: what whole state dicts must hold, by name."""
+
+    def __init__(self, steps: int = 0, seed: int = 0) -> None:
+        self.model = build(seed=seed)
+        self.reference = Reference(self.model)
+        self.train(range(steps))
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.reference.zero_grad()
+            loss_of(self.model, *batch(step)).backward()
+            self.reference.step()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.reference.muon, self.reference.adamw]
+
+    def weights(self) -> dict[str, Tensor]:
+        return copy.deepcopy(dict(self.model.state_dict()))
+
+    def state(self) -> dict[str, Any]:
+        """As ``get_optimizer_state_dict`` gives it, without options that only dmuon's groups have."""
+        return copy.deepcopy(dict(get_optimizer_state_dict(self.model, self.optimizers)))
+
+    def load(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self.model.load_state_dict(weights)
+        names = {p: n for n, p in self.model.named_parameters()}
+        for optimizer in self.optimizers:
+            stock = optimizer.state_dict()
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            stock["state"] = {i: state["state"][names[p]] for i, p in enumerate(params)}
+            optimizer.load_state_dict(stock)
+
+
+def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {f"{name}.{key}": value for name, values in state["state"].items() for key, value in values.items()}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    return Plain(SAVED)
+
+
+def export(_rank: int, _world: int, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    run = start(name)
+    run.train(range(SAVED))
+    weights, state = get_state_dict(run.model, run.optimizer, options=FULL_ON_RANK_0)
+    return dict(weights), dict(state)
+
+
+@pytest.mark.pitfall("P27", "P33")
+@pytest.mark.parametrize("name", NAMES)
+def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
+    ranks: RankPool, plain: Plain, uninterrupted: dict[str, Tensor], name: str
+) -> None:
+    results = ranks(world_of(name), export, name)
+    weights, state = results[0]
+    assert all(result == ({}, {}) for result in results[1:]), "rank 0 alone holds what was moved to its CPU"
+    assert list(weights) == list(plain.weights())
+    assert_equal_weights(weights, plain.weights())
+    assert_equal_weights(tensors_of(state), tensors_of(plain.state()))
+    torch_alone = Plain(seed=3)
+    torch_alone.load(weights, state)
+    torch_alone.train(range(SAVED, TOTAL))
+    assert_equal_weights(torch_alone.weights(), uninterrupted)
+
+
+def adopt(
+    rank: int, _world: int, name: str, keep: bool, weights: dict[str, Tensor], state: dict[str, Any], from_rank0: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Load whole state dicts, give them back, and train on."""
+    run = start(name, seed=50 + rank, keep=keep)
+    run.train(range(1))
+    ours = get_optimizer_state_dict(run.model, run.optimizer, options=FULL)
+    given = {"state": state["state"], "param_groups": ours["param_groups"]}
+    options = FROM_RANK_0 if from_rank0 else FULL
+    silent = from_rank0 and rank > 0
+    set_model_state_dict(run.model, {} if silent else dict(weights), options=options)
+    set_optimizer_state_dict(run.model, run.optimizer, {} if silent else given, options=options)
+    found, kept = copy.deepcopy(get_state_dict(run.model, run.optimizer, options=FULL))  # AdamW's is no copy yet
+    run.train(range(SAVED, TOTAL))
+    return dict(found), tensors_of(dict(kept)), full_state(run.model)
+
+
+ADOPTING = [
+    *((name, RESHARD, from_rank0) for name in NAMES for from_rank0 in (False, True)),
+    ("hsdp", KEEP, False),
+    ("hsdp", KEEP, True),
+]
+# torch's distribute_tensor splits no uneven bias over FSDP2 and tensor parallelism; its broadcast does.
+ADOPTING[ADOPTING.index(("tp-fsdp", RESHARD, False))] = ("tp-two-lines", RESHARD, False)
+OTHERS = ("1d-4", "hsdp-two-lines", "ddp-4", "cp", "tp-ddp")
+
+
+@pytest.mark.pitfall("P28", "P33")
+@pytest.mark.parametrize(
+    ("name", "keep", "from_rank0"),
+    [*ADOPTING, *(pytest.param(name, KEEP, True, marks=pytest.mark.slow) for name in OTHERS)],
+)
+def test_full_state_dicts_load(
+    ranks: RankPool, plain: Plain, uninterrupted: dict[str, Tensor], name: str, keep: bool, from_rank0: bool
+) -> None:
+    weights, state = plain.weights(), plain.state()
+    results = ranks(world_of(name), adopt, name, keep, weights, state, from_rank0)
+    for found, found_state, _ in results:
+        assert_same_tensors(found, weights)
+        assert_same_tensors(found_state, tensors_of(state))
+    trained = [after for _, _, after in results]
+    assert_same_on_all_ranks(trained)
+    assert_equal_weights(trained[0], uninterrupted)
+
+
+# -- plain state dicts of torch.optim.Muon -------------------------------------------------------------------------
+
+
+def exchange_momentum(
+    _rank: int, _world: int, name: str, weights: dict[str, Tensor], muon: dict[str, Any]
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """One step on from torch's momentum: weights, and momentum in torch's order."""
+    run = start(name, seed=4)
+    set_model_state_dict(run.model, dict(weights), options=FULL)
+    matrices = [p for p in run.model.parameters() if isinstance(p, OwnedTensor)]
+    optimizer = dmuon.Muon(matrices, lr=1.0)
+    optimizer.load_state_dict(muon)
+    run.backward(SAVED)
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    momenta = [state[i]["momentum_buffer"].full_tensor() for i in range(len(matrices))]
+    return {n: t for n, t in full_state(run.model).items() if is_matrix(n)}, momenta
+
+
+@pytest.mark.pitfall("P33")
+@pytest.mark.parametrize("name", ["hsdp", "tp", "tp-two-lines"])
+def test_momentum_of_torch_muon_loads_and_goes_back(ranks: RankPool, plain: Plain, name: str) -> None:
+    stock = Plain(SAVED)
+    given = copy.deepcopy((stock.weights(), stock.reference.muon.state_dict()))
+    results = ranks(world_of(name), exchange_momentum, name, *given)
+    stock.reference.zero_grad()
+    loss_of(stock.model, *batch(SAVED)).backward()
+    stock.reference.step()
+    expected = {n: t for n, t in stock.weights().items() if is_matrix(n)}
+    state = stock.reference.muon.state_dict()
+    momenta = {str(i): values["momentum_buffer"].clone() for i, values in state["state"].items()}
+    for weights, found in results:
+        assert_equal_weights(weights, expected)
+        assert_equal_weights({str(i): momentum for i, momentum in enumerate(found)}, momenta)
+    for index, momentum in enumerate(results[0][1]):
+        state["state"][index]["momentum_buffer"] = momentum
+    stock.reference.muon.load_state_dict(state)
+    stock.train(range(SAVED + 1, TOTAL))
+    assert_equal_weights(stock.weights(), reference_weights(TOTAL))
+
+
+# -- saving while training goes on ---------------------------------------------------------------------------------
+
+
+def save_behind(rank: int, _world: int, path: str, name: str) -> dict[str, Tensor]:
+    run = start(name)
+    run.train(range(SAVED))
+    weights, state = get_state_dict(run.model, run.optimizer)
+    # Not the default group: its collectives would interleave with those of FSDP2 in the training thread.
+    group = dist.new_group(backend="gloo")
+    saving = dcp.async_save({"model": weights, "optimizer": state}, checkpoint_id=path, process_group=group)
+    run.train(range(SAVED, TOTAL))
+    assert not isinstance(saving, dcp.state_dict_saver.AsyncSaveResponse)
+    saving.result()
+    trained = full_state(run.model)
+    again = start(name, seed=50 + rank)
+    load(again, path)
+    assert_equal_weights(full_state(again.model), reference_weights(SAVED))
+    again.train(range(SAVED, TOTAL))
+    assert_same_tensors(full_state(again.model), trained)
+    return trained
+
+
+@pytest.mark.pitfall("P29", "P30")
+@pytest.mark.parametrize("name", ["1d", "hsdp"])
+def test_async_save_holds_the_moment_of_the_call(
+    ranks: RankPool, tmp_path: Path, uninterrupted: dict[str, Tensor], name: str
+) -> None:
+    for weights in ranks(world_of(name), save_behind, str(tmp_path), name):
+        assert_equal_weights(weights, uninterrupted)
+
+
+# -- mixed precision -----------------------------------------------------------------------------------------------
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def start_in_bf16(name: str, seed: int = 0) -> Run:
+    run = start(name, seed=seed, mp_policy=BF16)
+    run.autocast = not LAYOUTS[name].fsdp  # FSDP2 casts the inputs of blocks; nobody else does
+    return run
+
+
+def whole_state(run: Run) -> dict[str, Tensor]:
+    weights, state = copy.deepcopy(get_state_dict(run.model, run.optimizer, options=FULL))
+    return {**weights, **tensors_of(dict(state))}
+
+
+def save_in_bf16(_rank: int, _world: int, path: str, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What was saved, and the weights of the run that went on."""
+    run = start_in_bf16(name)
+    run.train(range(SAVED))
+    weights, state = get_state_dict(run.model, run.optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    found = whole_state(run)
+    run.train(range(SAVED, TOTAL))
+    return found, full_state(run.model)
+
+
+def resume_in_bf16(rank: int, _world: int, path: str, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    run = start_in_bf16(name, seed=50 + rank)
+    run.train(range(1))
+    load(run, path)
+    found = whole_state(run)
+    run.train(range(SAVED, TOTAL))
+    return found, full_state(run.model)
+
+
+@pytest.mark.pitfall("P23", "P32")
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("hsdp", "tp"), ("tp", "ddp-2"), *(pytest.param(n, n, marks=pytest.mark.slow) for n in ("hsdp", "tp"))],
+)
+def test_masters_and_momentum_survive_mixed_precision(
+    ranks: RankPool, tmp_path: Path, source: str, target: str
+) -> None:
+    before = ranks(world_of(source), save_in_bf16, str(tmp_path), source)
+    after = ranks(world_of(target), resume_in_bf16, str(tmp_path), target)
+    held = before[0][0]
+    matrices = [n for n in held if is_matrix(n.removesuffix(".momentum_buffer"))]
+    assert len(matrices) == 18 and all(held[name].dtype == torch.float32 for name in matrices)
+    assert any(not torch.equal(held[name], held[name].bfloat16().float()) for name in matrices)
+    for found, _ in after:
+        assert_same_tensors(found, held)
+    assert_same_on_all_ranks([weights for _, weights in after])
+    if source == target:
+        assert_same_tensors(after[0][1], before[0][1])
+
+
+# -- refusals and partial loads ------------------------------------------------------------------------------------
+
+KEY, OTHER = "blocks.1.up.weight", "norm.weight"  # owned, and not
+
+
+def given_state(run: Run, fault: str, faulty: bool) -> dict[str, Any]:
+    """Even DTensors of the model itself, with one fault."""
+    state = dict(get_model_state_dict(run.model))
+    if faulty:
+        match fault:
+            case "missing":
+                del state[KEY]
+            case "missing, not owned":
+                del state[OTHER]
+            case "unexpected":
+                state["blocks.7.up.weight"] = torch.zeros(3)
+            case "shape":
+                state[KEY] = torch.zeros(2, 3)
+            case "shape, not owned":
+                state[OTHER] = torch.zeros(3)
+            case "kind":
+                state[KEY] = torch.zeros(run.model.get_parameter(KEY).shape)
+    return state
+
+
+NAMED = {
+    "missing": KEY, "missing, not owned": OTHER, "unexpected": "blocks.7.up.weight",
+    "shape": KEY, "shape, not owned": OTHER, "kind": KEY,
+}  # fmt: skip
+
+
+def load_with_fault(rank: int, world: int, name: str, fault: str, strict: bool) -> str:
+    run = start(name)
+    state = given_state(run, fault, rank == world - 1)
+    try:
+        run.model.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.pitfall("P27", "P48")
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *(("hsdp", fault) for fault in NAMED),
+        *(("tp", fault) for fault in ("missing", "shape, not owned")),
+        *(pytest.param(name, f, marks=pytest.mark.slow) for name in ("tp-two-lines", "ddp-2") for f in NAMED),
+    ],
+)
+def test_fault_on_one_rank_raises_on_all(ranks: RankPool, name: str, fault: str) -> None:
+    for message in ranks(world_of(name), load_with_fault, name, fault, True, timeout=30.0):
+        assert NAMED[fault] in message
+    for message in ranks(world_of(name), load_with_fault, name, fault, False, timeout=30.0):
+        assert (NAMED[fault] in message) == (fault != "unexpected"), "ranks must not load different keys"
+
+
+def load_from_faulty_rank_0(rank: int, _world: int, name: str, fault: str) -> None:
+    run = start(name)
+    weights = build(seed=1).state_dict()
+    match fault:
+        case "missing":
+            del weights[KEY]
+        case "unexpected":
+            weights["blocks.7.up.weight"] = torch.zeros(3)
+        case "shape":
+            weights[KEY] = weights[KEY][:-1]
+    set_model_state_dict(run.model, weights if rank == 0 else {}, options=FROM_RANK_0)
+
+
+@pytest.mark.pitfall("P27", "P48")
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape"])
+def test_fault_of_rank_0_raises_on_all(ranks: RankPool, fault: str) -> None:
+    key = NAMED[fault].replace(".", r"\.")
+    kind = ValueError if fault == "shape" else RuntimeError
+    ranks(4, load_from_faulty_rank_0, "hsdp", fault, timeout=30.0, expect=kind, match=key)
+
+
+WAYS = ("everywhere", "from-rank-0", "submodule")
+
+
+def load_part(rank: int, _world: int, name: str, keep: bool, way: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Load all matrices of one block and one norm, then the very next forward."""
+    run = start(name, keep=keep)
+    run.train(range(1))
+    with torch.no_grad():
+        run.model(batch(0)[0])  # buffers hold the old weights
+    source = build(seed=1).state_dict()
+    part = {n: t for n, t in source.items() if n.startswith("blocks.1.") or n == OTHER}
+    expected = {**full_state(run.model), **part}
+    if way == "submodule":
+        block = {n.removeprefix("blocks.1."): t for n, t in source.items() if n.startswith("blocks.1.")}
+        set_model_state_dict(run.model.blocks[1], block, options=FULL)
+        run.model.load_state_dict({**get_model_state_dict(run.model), OTHER: part[OTHER]})
+    else:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "from-rank-0", strict=False)
+        set_model_state_dict(run.model, part if way == "everywhere" or rank == 0 else {}, options=options)
+    with torch.no_grad():
+        output = run.model(batch(1)[0])
+    after = full_state(run.model)
+    assert_same_tensors(after, expected)
+    return after, output
+
+
+@pytest.mark.pitfall("P17", "P28")
+@pytest.mark.parametrize(
+    ("name", "keep", "way"),
+    [
+        *(("hsdp-two-lines", RESHARD, way) for way in WAYS),
+        ("hsdp-two-lines", KEEP, "from-rank-0"),
+        ("ddp-2", KEEP, "submodule"),
+        ("tp", KEEP, "from-rank-0"),
+        # Plain tensors beside DTensors cannot be copied into what FSDP2 shards: no "submodule" there.
+        *(pytest.param("hsdp", KEEP, w, marks=pytest.mark.slow) for w in WAYS[:2]),
+        *(pytest.param(n, KEEP, w, marks=pytest.mark.slow) for n in ("ddp-2", "tp-two-lines") for w in WAYS),
+    ],
+)
+def test_partial_load_changes_that_part_and_the_next_forward(ranks: RankPool, name: str, keep: bool, way: str) -> None:
+    for weights, output in ranks(world_of(name), load_part, name, keep, way):
+        model = build(seed=2)
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            torch.testing.assert_close(output, model(batch(1)[0]), rtol=1e-5, atol=1e-6)
+
+
+def count_exchanges(rank: int, world: int) -> dict[str, int]:
+    model = build(seed=rank)
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    calls: list[None] = []
+
+    def counted(*args: Any) -> list[Any]:
+        calls.append(None)
+        return agree(*args)
+
+    counts = {}
+    agree, state_dict.agree = state_dict.agree, counted
+    try:
+        for what, module in ("model", model), ("block", model.blocks[0]):
+            calls.clear()
+            weights = build(seed=1).state_dict()
+            if module is not model:
+                weights = {n.removeprefix("blocks.0."): t for n, t in weights.items() if n.startswith("blocks.0.")}
+            module.load_state_dict(weights)
+            counts[what] = len(calls)
+    finally:
+        state_dict.agree = agree
+    assert_same_tensors(full_state(model), dict(build(seed=1).state_dict()))
+    return counts
+
+
+def test_ranks_compare_what_they_load_once_before_and_once_behind(ranks: RankPool) -> None:
+    """Also where wrappers rename keys; below the model every module that holds an owned matrix compares on its own."""
+    assert ranks(2, count_exchanges) == [{"model": 2, "block": 3}] * 2

@@ -1,0 +1,572 @@
+"""A fault on one rank ends all ranks with a message; nothing goes on with data of unlike collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness import gang
+from harness.pool import RankPool
+from harness.topologies import LAYOUTS, Laid, Layout, lay
+from harness.toy import LR, Reference, Toy, assert_equal_weights, batch, build, full_state, loss_of
+
+import dmuon
+import dmuon.comm.monitor
+
+LAYOUTS.setdefault("1d-3", Layout((("shard", 3),), fsdp=False))
+LAYOUTS.setdefault("1d-3-fsdp", Layout((("shard", 3),)))
+
+OPTIONS: dict[str, Any] = {"lr": LR, "ns_coefficients": "classic"}
+FAULT_STEP = 2
+TIMEOUT = 8.0  # of process groups
+PATIENCE = 2.0  # for what the other ranks report
+SLACK = 12.0  # for a busy machine
+
+
+class Stop(Exception):
+    pass
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def throw() -> None:
+    raise Stop("the user's own mistake")
+
+
+ACTS = {"killed": kill, "stopped": stop, "raising": throw}
+
+
+def at_fault_step(model: nn.Module, act: Callable[[], None]) -> Callable[..., None]:
+    monitor = model._dmuon_dedication.runtime.comm.monitor
+
+    def hook(*_: Any) -> None:
+        if monitor.step == FAULT_STEP:
+            act()
+
+    return hook
+
+
+def arm(model: nn.Module, where: str, act: Callable[[], None]) -> None:
+    """Do ``act`` at one place of the step FAULT_STEP."""
+    hook, runtime = at_fault_step(model, act), model._dmuon_dedication.runtime
+    match where:
+        case "forward":
+            model.blocks[1].mix.register_forward_pre_hook(hook)
+        case "backward":
+            model.blocks[1].mix.register_full_backward_hook(hook)
+        case "step":
+            begin = runtime.begin_update
+            runtime.begin_update = lambda params: (begin(params), hook())
+        case "state_dict":
+            model.blocks[1].up.register_state_dict_pre_hook(hook)
+
+
+def prepared(layout: str, model: nn.Module, **options: Any) -> tuple[Laid, dmuon.Muon]:
+    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE
+    laid = lay(layout, model, comm=dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT), **options))
+    return laid, dmuon.Muon(model, **OPTIONS)
+
+
+def train(rank: int, world: int, layout: str, where: str, act: str, victim: int) -> None:
+    model = build()
+    laid, optimizer = prepared(layout, model)
+    if rank == victim:
+        arm(model, where, ACTS[act])
+    for step in range(FAULT_STEP + 3):
+        optimizer.zero_grad()
+        loss_of(model, *laid.part(batch(step))).backward()
+        if where == "state_dict" and step == FAULT_STEP:
+            model.state_dict()
+        optimizer.step()
+
+
+# What a message names: rank, step, and a collective of a block or a parameter, or one of the whole model.
+NAMED = re.compile(
+    r"CollectiveError: rank (?P<rank>\d), step (?P<step>\d): ((fill|reduce|publish) of block 'blocks\.\d'.*?|"
+    r"average of \d+ replicated gradients.*?|vote on unused parameters|gather of round \d+ of group \d+: \d+ matrices|"
+    r"scatter of 'blocks\.\d\.\w+\.weight' .*?) failed: "
+)
+
+CASES = [
+    ("1d-two-lines", "forward", "killed", 1),
+    ("1d-3", "backward", "killed", 1),
+    pytest.param("ddp-2", "step", "killed", 1, marks=pytest.mark.slow),
+    pytest.param("1d-3", "state_dict", "killed", 0, marks=pytest.mark.slow),
+    pytest.param("ddp-2", "state_dict", "killed", 0, marks=pytest.mark.slow),
+    ("1d-3", "forward", "raising", 2),
+    pytest.param("1d-two-lines", "backward", "raising", 0, marks=pytest.mark.slow),
+    pytest.param("1d-3", "backward", "stopped", 1, marks=pytest.mark.slow),
+    pytest.param("hsdp-two-lines", "forward", "killed", 3, marks=pytest.mark.slow),
+    pytest.param("hsdp-two-lines", "backward", "killed", 0, marks=pytest.mark.slow),
+    pytest.param("hsdp-two-lines", "step", "killed", 2, marks=pytest.mark.slow),
+    pytest.param("tp-two-lines", "step", "killed", 1, marks=pytest.mark.slow),
+    pytest.param("ddp-2", "forward", "stopped", 1, marks=pytest.mark.slow),
+]
+
+
+def check_survivors(ended: dict[int, gang.Ended], victim: int, act: str, says: str = "") -> None:
+    """Each has ended with its own message, and at least one of them says who is silent."""
+    says = says or f"Silent: rank {victim} (killed"
+    for rank, end in ended.items():
+        if rank == victim:
+            assert end.code == (1 if act == "raising" else -signal.SIGKILL), end.text
+            continue
+        assert end.code == 1, end.text
+        found = NAMED.search(end.text)
+        assert found, end.text
+        assert int(found["rank"]) == rank and FAULT_STEP <= int(found["step"]) <= FAULT_STEP + 1, found[0]
+    assert any(says in end.text for end in ended.values()), "\n".join(end.text for end in ended.values())
+
+
+@pytest.mark.pitfall("P49")
+@pytest.mark.parametrize(("layout", "where", "act", "victim"), CASES)
+def test_the_others_end_with_a_message(layout: str, where: str, act: str, victim: int) -> None:
+    limit = (TIMEOUT if act == "stopped" else 0) + 2 * PATIENCE + SLACK + 15.0
+    victims = () if act == "raising" else (victim,)
+    ended = gang.run(LAYOUTS[layout].world, train, layout, where, act, victim, limit=limit, timeout=60, victims=victims)
+    check_survivors(ended, victim, act)
+    times = [end.seconds for rank, end in ended.items() if rank != victim]
+    assert max(times) - min(times) < TIMEOUT + PATIENCE + SLACK
+    if act == "raising":
+        assert "Stop: the user's own mistake" in ended[victim].text
+
+
+@pytest.mark.pitfall("P49")
+@pytest.mark.parametrize("act", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
+def test_the_others_end_when_the_host_of_the_store_is_gone(act: str) -> None:
+    ended = gang.run(3, train, "1d-3", "forward", act, 0, limit=60, timeout=60, victims=(0,), rank_0_hosts_store=True)
+    trouble = "is gone (DistNetworkError)" if act == "killed" else "does not answer"
+    check_survivors(ended, 0, act, f"the store of the default process group, which carries such messages, {trouble}")
+
+
+@pytest.mark.pitfall("P49")
+def test_the_others_end_beside_fsdp() -> None:
+    """FSDP2's own collectives fail with torch's message."""
+    ended = gang.run(3, train, "1d-3-fsdp", "forward", "killed", 1, limit=45, timeout=TIMEOUT, victims=(1,))
+    for rank in (0, 2):
+        assert ended[rank].code == 1
+        assert NAMED.search(ended[rank].text) or re.search("RuntimeError: .*gloo.* by peer", ended[rank].text)
+
+
+# -- ranks that do not do the same --------------------------------------------------------------------------------
+
+
+class Ordered(Toy):
+    """Blocks in the order ``order``."""
+
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for i in self.order:
+            x = self.blocks[i](x)
+        return self.head(self.norm(x))
+
+
+UNLIKE = {"swapped blocks": (1, 0, 2), "skipped block": (0, 2)}
+
+
+def out_of_step(rank: int, world: int, layout: str, keep: bool, what: str, transport: str) -> None:
+    """Rank 1 does something else at FAULT_STEP; nobody may take the step after it."""
+    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE + 2
+    torch.manual_seed(0)
+    model = Ordered()
+    options = dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT), transport=transport)  # type: ignore[arg-type]
+    laid = lay(layout, model, keep=keep, comm=options)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    for step in range(FAULT_STEP + 3):
+        other = rank == 1 and step == FAULT_STEP
+        optimizer.zero_grad()
+        model.order = UNLIKE.get(what, Ordered.order) if other else Ordered.order
+        if other and what == "extra forward":
+            with torch.no_grad():
+                loss_of(model, *laid.part(batch(9)))
+        if other and what == "extra backward":
+            loss_of(model, *laid.part(batch(9))).backward()
+        loss_of(model, *laid.part(batch(step))).backward()
+        if other and what == "state dict":
+            model.state_dict()
+        if other and what == "extra step":
+            optimizer.step()
+        if not (other and what == "missing step"):
+            optimizer.step()
+        print(f"finished {step}", flush=True)
+
+
+DIFFERENCE = re.compile(r"issued different collectives: .+ on rank \d where rank \d has .+; run")
+ORDERS = [
+    pytest.param("1d-two-lines", False, "swapped blocks", "single", marks=pytest.mark.slow),
+    ("1d-two-lines", False, "swapped blocks", "broadcast"),
+    pytest.param("1d-two-lines", True, "swapped blocks", "broadcast", marks=pytest.mark.slow),
+    ("1d-two-lines", False, "skipped block", "single"),
+    pytest.param("1d-two-lines", True, "skipped block", "single", marks=pytest.mark.slow),
+    pytest.param("1d-two-lines", False, "extra backward", "broadcast", marks=pytest.mark.slow),
+    pytest.param("1d-two-lines", False, "extra forward", "broadcast", marks=pytest.mark.slow),
+    pytest.param("1d-two-lines", False, "extra forward", "single", marks=pytest.mark.slow),
+    pytest.param("1d-two-lines", False, "extra step", "single", marks=pytest.mark.slow),
+    ("1d-two-lines", False, "missing step", "broadcast"),
+    pytest.param("ddp-2", False, "skipped block", "single", marks=pytest.mark.slow),
+    pytest.param("ddp-2", False, "swapped blocks", "single", marks=pytest.mark.slow),
+    pytest.param("ddp-2", False, "missing step", "broadcast", marks=pytest.mark.slow),
+    pytest.param("ddp-2", False, "extra step", "single", marks=pytest.mark.slow),
+    pytest.param("ddp-2", False, "extra backward", "broadcast", marks=pytest.mark.slow),
+    pytest.param("1d-two-lines", False, "state dict", "broadcast", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.pitfall("P25", "P48", "P49")
+@pytest.mark.parametrize(("layout", "keep", "what", "transport"), ORDERS)
+def test_ranks_out_of_step_are_told_the_first_difference(layout: str, keep: bool, what: str, transport: str) -> None:
+    ended = gang.run(2, out_of_step, layout, keep, what, transport, limit=60, timeout=60)
+    everything = "\n".join(f"--- rank {r}\n{end.text}" for r, end in ended.items())
+    aborted = [rank for rank, end in ended.items() if end.code == -signal.SIGABRT]
+    for rank, end in ended.items():
+        assert f"finished {FAULT_STEP + 1}" not in end.text, everything
+        if rank in aborted:
+            # Messages of unlike sizes have met: gloo ends the process itself, from a thread of its own.
+            assert transport == "broadcast" and "Is there a distributed collective mismatch in your code?" in end.text
+            continue
+        assert end.code == 1, everything
+        assert re.search(r"CollectiveError: rank \d, step \d: ", end.text), everything
+        if what != "state dict" and not aborted:
+            assert DIFFERENCE.search(end.text), everything
+    if what == "state dict":  # not a collective of the step: each rank says in which one it waited
+        assert "for a state dict failed" in everything and "block 'blocks.0' failed" in everything, everything
+
+
+# -- after a failure ----------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """A work that ends and then raises, as one whose peer is gone does."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+        raise RuntimeError("Connection closed by peer\nstack of the back end")
+
+
+def failing_collective(rank: int, world: int, layout: str, kind: str, when: str) -> None:
+    """The second block's fill, publication or reduction fails on all ranks; what follows raises at once."""
+    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE
+    model = build()
+    laid = lay(layout, model)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    loss_of(model, *laid.part(batch(0))).backward()
+    optimizer.step()
+    runtime = model._dmuon_dedication.runtime
+    monitor = runtime.comm.monitor
+    start = monitor.start
+
+    def sabotaged(lane: str, what: str, launch: Any) -> Any:
+        if lane != kind or "blocks.1" not in what:
+            return start(lane, what, launch)
+        if when == "launch":
+
+            def failing() -> Any:
+                raise RuntimeError("Connection closed by peer")
+
+            return start(lane, what, failing)
+        return start(lane, what, lambda: [Failing(work) for work in launch()])
+
+    monitor.start = sabotaged
+    with pytest.raises(dmuon.CollectiveError) as caught:
+        for step in range(2):
+            loss_of(model, *laid.part(batch(step))).backward()
+            optimizer.step()
+    message = str(caught.value)
+    what = rf"rank {rank}, step \d: {kind}.* of block 'blocks\.1'( along the row)? failed: Connection closed by"
+    assert re.match(what, message) and "stack" not in message, message
+    assert "The others, as they came: rank" in message, message
+    monitor.start = start
+    for action in (
+        lambda: loss_of(model, *laid.part(batch(0))).backward(),
+        lambda: loss_of(model, *laid.part(batch(0))).backward(),
+        model.state_dict,
+    ):
+        with pytest.raises(dmuon.CollectiveError, match=r"was not started, because an earlier .*blocks\.1|Before that"):
+            action()
+    optimizer.zero_grad()
+    assert not runtime._backwards and not any(block.at_work for block in runtime.blocks)
+    assert all(group._fill is None and group._publication is None for group in runtime.groups if not group.keep)
+
+
+@pytest.mark.pitfall("P26", "P49")
+@pytest.mark.parametrize("when", ["launch", "wait"])
+@pytest.mark.parametrize(("layout", "kind"), [("1d-two-lines", "fill"), ("1d", "reduce"), ("ddp-2", "publish")])
+def test_a_failure_names_its_block_and_ends_everything_after_it(
+    ranks: RankPool, layout: str, kind: str, when: str
+) -> None:
+    ranks(2, failing_collective, layout, kind, when, timeout=45)
+
+
+def out_of_memory(rank: int, world: int, layout: str, where: str) -> None:
+    """Every rank runs out of memory at one place, catches it, and takes the batch again."""
+    model = build()
+    laid = lay(layout, model)
+    optimizer = dmuon.Muon(model, **OPTIONS, weight_decay=0.1)
+    runtime = model._dmuon_dedication.runtime
+    monitor, gradients = runtime.comm.monitor, runtime.gradients
+    start, finish = monitor.start, gradients.finish
+    armed: list[str] = []
+
+    def exhausted(*_: Any, **__: Any) -> Any:
+        armed.clear()
+        raise torch.OutOfMemoryError("no memory left")
+
+    def guarded(lane: str, what: str, launch: Any) -> Any:
+        return start(lane, what, exhausted if armed and lane in armed and "blocks.1" in what else launch)
+
+    monitor.start = guarded
+    gradients.finish = lambda *, settle: exhausted() if "end of backward" in armed else finish(settle=settle)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step == FAULT_STEP:
+            armed.append(where)
+            with pytest.raises(torch.OutOfMemoryError):
+                loss_of(model, *laid.part(batch(step))).backward()
+            optimizer.zero_grad()
+        loss_of(model, *laid.part(batch(step))).backward()
+        optimizer.step()
+    model_of_one = build()
+    alone = Reference(model_of_one)
+    for step in range(4):
+        alone.zero_grad()
+        loss_of(model_of_one, *batch(step)).backward()
+        alone.step()
+    assert_equal_weights(full_state(model), {n: p.detach() for n, p in model_of_one.state_dict().items()})
+
+
+@pytest.mark.pitfall("P17")
+@pytest.mark.parametrize(
+    ("layout", "where"),
+    [
+        ("1d-two-lines", "fill"),
+        ("1d-two-lines", "reduce"),
+        ("1d-two-lines", "end of backward"),
+        ("ddp-2", "reduce"),
+        ("ddp-2", "end of backward"),
+        ("1d", "fill"),
+        ("1d", "end of backward"),
+    ],
+)  # an exception in the middle of a backward leaves gradients behind in FSDP2 itself
+def test_ranks_that_catch_the_same_exception_go_on_exactly(ranks: RankPool, layout: str, where: str) -> None:
+    ranks(2, out_of_memory, layout, where, timeout=45)
+
+
+# -- whole programs -----------------------------------------------------------------------------------------------
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.mark.pitfall("P26", "P49")
+@pytest.mark.parametrize("leave", ["destroy", pytest.param("exit", marks=pytest.mark.slow)])
+def test_programs_end_though_collectives_are_under_way(leave: str) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = []
+    try:
+        for rank in range(2):
+            rendezvous = {
+                "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True", "LEAVE": leave,
+            }  # fmt: skip
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(PROGRAMS / "leaves.py")],
+                    env={**ENVIRONMENT, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"], **rendezvous},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        texts = [process.communicate(timeout=90)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    # gloo's threads may abort an interpreter that ends while they hold tensors: it has ended, with its message.
+    ends = {1} if leave == "destroy" else {1, -signal.SIGABRT}
+    assert {process.returncode for process in processes} <= ends, texts
+    assert all("in finally" in text for text in texts), texts
+    assert "ValueError: the user's own mistake" in texts[1], texts[1]
+    assert NAMED.search(texts[0]) and "Silent: rank 1" in texts[0], texts[0]
+
+
+def torchrun(folder: Path, *arguments: str, restarts: int, limit: float) -> str:
+    """The output of a run of two ranks; nothing of it is left."""
+    folder.mkdir()
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--monitor-interval=0.1",
+        f"--max-restarts={restarts}", str(PROGRAMS / "elastic.py"), str(folder), *arguments,
+    ]  # fmt: skip
+    environment = {
+        **ENVIRONMENT,
+        "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"],
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torch 2.13 restarts with the addresses of the dead
+    }
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        text = process.communicate(timeout=limit)[0]
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"torchrun still runs after {limit} s:\n{process.communicate()[0]}") from None
+    assert process.returncode == 0, text
+    assert not processes_that_mention(str(folder)), "processes are left"
+    return text
+
+
+def processes_that_mention(word: str) -> list[int]:
+    """Their ids; the arguments of a process that has ended are empty."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word.encode() in entry.read_bytes():
+                found.append(int(entry.parent.name))
+    return found
+
+
+@pytest.mark.pitfall("P23", "P49")
+@pytest.mark.parametrize(
+    ("faults", "starts"),
+    [
+        pytest.param(["0:2:step", "1:4:write"], [0, 2, 3], marks=pytest.mark.slow),
+        pytest.param(["0:1:step", "1:2:collect", "2:3:step"], [0, 1, 1, 3], marks=pytest.mark.slow),
+        pytest.param(["0:1:write", "1:5:collect"], [0, 0, 4], marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(240)
+def test_a_restarted_run_goes_on_from_the_last_whole_checkpoint(
+    tmp_path: Path, faults: list[str], starts: list[int]
+) -> None:
+    torchrun(tmp_path / "whole", "5", restarts=0, limit=100)
+    text = torchrun(tmp_path / "killed", "5", *faults, restarts=len(faults), limit=130)
+    assert [int(s) for s in re.findall(r"rank 0 starts at step (\d)", text)] == starts, text
+    assert text.count("is killed at step") == len(faults), text
+    found, expected = (torch.load(tmp_path / name / "weights.pt") for name in ("killed", "whole"))
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), f"{name} differs from the uninterrupted run"
+    left = sorted(path.name for path in (tmp_path / "killed").iterdir() if path.is_dir())
+    assert left == [f"step-{step:04d}" for step in range(1, 6)], left
+
+
+# -- the journal --------------------------------------------------------------------------------------------------
+
+
+def monitors(*journals: list[tuple[str, str]]) -> list[dmuon.comm.monitor.Monitor]:
+    """One per rank, with these lanes and collectives."""
+    store = torch.distributed.HashStore()
+    ranks = range(len(journals))
+    made = [
+        dmuon.comm.monitor.Monitor(ranks, rank, store, "test", device=torch.device("cpu"), asynchronous=True)
+        for rank in ranks
+    ]
+    for monitor, journal in zip(made, journals, strict=True):
+        for lane, what in journal:
+            monitor.start(lane, what, list)
+    return made
+
+
+def messages(made: list[dmuon.comm.monitor.Monitor], action: Callable[[dmuon.comm.monitor.Monitor], Any]) -> list[str]:
+    def message(monitor: dmuon.comm.monitor.Monitor) -> str:
+        with pytest.raises(dmuon.CollectiveError) as caught:
+            action(monitor)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(len(made)) as pool:
+        return list(pool.map(message, made))
+
+
+LONG = [("fill", f"fill {i}") for i in range(700)]
+
+
+@pytest.mark.parametrize(
+    ("journals", "difference"),
+    [
+        (([("fill", "a"), ("fill", "b")], [("fill", "b"), ("fill", "a")]), ("'b' on rank 1", "'a' on rank 0")),
+        (([("fill", "a")], [("fill", "a"), ("fill", "b")]), ("'b' on rank 1", "'nothing more' on rank 0")),
+        (([("fill", "a")], [("reduce", "a")]), ("'nothing more' on rank 1", "'a' on rank 0")),
+        (([*LONG, ("fill", "a")], [*LONG, ("fill", "b")]), ("'b' on rank 1", "'a' on rank 0")),
+        ((LONG, LONG[1:]), ("'fill 189' on rank 1", "'fill 188' on rank 0")),
+    ],
+)
+def test_the_first_difference_is_found(
+    journals: tuple[list[tuple[str, str]], list[tuple[str, str]]], difference: tuple[str, str]
+) -> None:
+    made = monitors(*journals)
+    assert made[0].digest != made[1].digest
+    first, second = messages(made, dmuon.comm.monitor.Monitor.disagree)
+    theirs, ours = difference
+    assert f"{theirs} where rank 0 has {ours.split(' on ')[0]};" in first
+    assert f"{ours} where rank 1 has {theirs.split(' on ')[0]};" in second
+
+
+def test_digests_do_not_depend_on_how_lanes_interleave() -> None:
+    one, other = monitors([("fill", "a"), ("reduce", "b")], [("reduce", "b"), ("fill", "a")])
+    assert one.digest == other.digest
+    for lane, what in (("fill", "b"), ("reduce", "a"), ("step", "")):
+        before = one.digest
+        one.note(lane, what)
+        assert one.digest != before
+
+
+def test_a_rank_that_is_behind_is_no_difference() -> None:
+    made = monitors([("fill", "a"), ("fill", "b")], [("fill", "a")])
+    for message in messages(made, lambda monitor: monitor.fail("fill c", RuntimeError("timed out\nstack"))):
+        assert "issued different" not in message and "stack" not in message
+        assert re.match(
+            r"rank \d, step 0: fill c failed: timed out\. The others, as they came: rank \d, step 0: ", message
+        )
+
+
+def test_silent_ranks_are_named_once_and_nothing_starts_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dmuon.comm.monitor, "_PATIENCE_SECONDS", 0.1)
+    monitor = monitors([], [], [])[1]
+    with pytest.raises(
+        dmuon.CollectiveError, match=r"^rank 1, step 0: fill x failed: gone\. Silent: rank 0, 2 \(killed"
+    ):
+        monitor.fail("fill x", RuntimeError("gone"))
+    with pytest.raises(
+        dmuon.CollectiveError, match="fill y was not started, because an earlier collective failed: rank 1"
+    ):
+        monitor.start("fill", "fill y", list)
+    with pytest.raises(dmuon.CollectiveError, match="was not started"), monitor.watch("vote"):
+        raise AssertionError("not reached")
+
+
+def test_every_work_is_waited_for_and_the_first_fault_is_raised() -> None:
+    waited: list[int] = []
+
+    def work(i: int) -> None:
+        waited.append(i)
+        if i in (1, 2):
+            raise ValueError(f"fault {i}")
+
+    with pytest.raises(ValueError, match="fault 1"):
+        dmuon.comm.monitor.run_all(partial(work, i) for i in range(4))
+    assert waited == [0, 1, 2, 3]

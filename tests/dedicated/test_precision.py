@@ -1,0 +1,307 @@
+"""Low precision in forward and communication; fp32 in masters, momentum, gradients and updates."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.pool import RankPool
+from harness.toy import (
+    Reference,
+    assert_equal_weights,
+    batch,
+    build,
+    full_state,
+    is_matrix,
+    loss_of,
+    reference_weights,
+    relative_errors,
+    shard,
+)
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import dmuon
+from dmuon.dedicated.owned_tensor import OwnedTensor
+
+OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
+BF16 = torch.bfloat16
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def only_matrices(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t for n, t in weights.items() if is_matrix(n)}
+
+
+# -- a mixed-precision policy --------------------------------------------------------------------------------------
+
+
+def mixed_run(
+    rank: int, world: int, reduce_dtype: torch.dtype | None, steps: int, keep: bool
+) -> tuple[dict[str, Tensor], set[torch.dtype], set[torch.dtype]]:
+    model = build()
+    mesh = init_device_mesh("cpu", (world,))
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+    dmuon.dedicate_params(model, mesh, costs="flops", mp_policy=policy, reshard_after_forward=not keep)
+    for block in model.blocks:
+        dmuon.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+    dmuon.fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    inside: set[torch.dtype] = set()
+    for block in model.blocks:
+        block.up.register_forward_pre_hook(lambda m, _: inside.add(m.weight.dtype))
+    at_rest: set[torch.dtype] = set()
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, *shard(batch(step), rank, world)).backward()
+        for param in model.parameters():
+            if isinstance(param, OwnedTensor):
+                at_rest |= {param.dtype, local(param).dtype, param.grad.dtype, local(param.grad).dtype}
+        optimizer.step()
+        at_rest |= {local(optimizer.state[p]["momentum_buffer"]).dtype for p in dmuon.owned_parameters(model)}
+    return full_state(model), inside, at_rest
+
+
+def emulated(
+    _rank: int, _world: int, shares: int, steps: int, reduce_dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """One process: forward and backward on a bf16 copy of fp32 masters, per rank's share of the batch.
+
+    Run by a worker, because bf16 kernels add up in an order that depends on the number of threads.
+    """
+    masters = build()
+    optimizer = Reference(masters)
+    for step in range(steps):
+        grads: list[list[Tensor]] = []
+        for share in range(shares):
+            low = copy.deepcopy(masters).to(BF16)
+            low.zero_grad()
+            loss_of(low, *shard(batch(step), share, shares)).backward()
+            grads.append([p.grad.to(reduce_dtype) for p in low.parameters()])  # type: ignore[union-attr]
+        for param, *parts in zip(masters.parameters(), *grads, strict=True):
+            param.grad = (sum(parts[1:], parts[0]) / shares).float()
+        optimizer.step()
+    return dict(masters.state_dict())
+
+
+@pytest.mark.pitfall("P23", "P42")
+@pytest.mark.parametrize(("world", "keep"), [(1, False), (2, False), (2, True), (3, False)])
+def test_first_bf16_step_equals_emulation(ranks: RankPool, world: int, keep: bool) -> None:
+    """Same roundings in the same places: only the order of an fp32 sum may differ."""
+    expected = ranks(1, emulated, world, 1)[0]
+    for weights, inside, at_rest in ranks(world, mixed_run, torch.float32, 1, keep):
+        assert inside == {BF16} and at_rest == {torch.float32}
+        assert_equal_weights(weights, expected)
+
+
+def test_owned_gradients_are_reduced_in_fp32_by_default(ranks: RankPool) -> None:
+    """FSDP2's default is ``param_dtype``, so only the matrices are compared."""
+    expected = only_matrices(ranks(1, emulated, 2, 1)[0])
+    for weights, _, _ in ranks(2, mixed_run, None, 1, False):
+        assert_equal_weights(only_matrices(weights), expected, 1e-6)
+
+
+@pytest.mark.pitfall("P23", "P42")
+def test_bf16_trajectory_follows_emulation(ranks: RankPool) -> None:
+    """What moved in four steps, not the weights, is compared.
+
+    Masters that differ by 1e-7 round to another bf16 weight, 2^-8 away, now and then, so runs drift apart slowly;
+    training in fp32 is ten times further away.
+    """
+    start, expected = build().state_dict(), ranks(1, emulated, 2, 4)[0]
+    moved = {n: expected[n] - start[n] for n in expected}
+    apart = relative_errors({n: t - start[n] for n, t in reference_weights(4).items()}, moved)
+    for weights, _, at_rest in ranks(2, mixed_run, torch.float32, 4, False):
+        assert at_rest == {torch.float32}
+        errors = relative_errors({n: weights[n] - start[n] for n in moved}, moved)
+        assert max(errors.values()) < 1e-3
+        assert max(apart.values()) > 10 * max(errors.values())
+
+
+def test_reduction_in_bf16_equals_emulation(ranks: RankPool) -> None:
+    start = build().state_dict()
+    expected, exact = (
+        only_matrices({n: t - start[n] for n, t in ranks(1, emulated, 2, 1, dtype)[0].items()})
+        for dtype in (BF16, torch.float32)
+    )
+    for weights, _, at_rest in ranks(2, mixed_run, BF16, 1, False):
+        assert at_rest == {torch.float32}
+        found = only_matrices({n: weights[n] - start[n] for n in weights})
+        assert_equal_weights(found, expected, 1e-4)
+        assert max(relative_errors(found, exact).values()) > 1e-3, "reduce_dtype must change something"
+
+
+# -- a model in bf16 -----------------------------------------------------------------------------------------------
+
+TINY = 1e-5
+
+
+def bf16_run(rank: int, world: int, steps: int) -> tuple[dict[str, Tensor], set[torch.dtype]]:
+    model = build().to(BF16)
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    optimizer = dmuon.Muon(model, lr=TINY, weight_decay=0.0, ns_coefficients="classic", adamw_lr=0.0)
+    inside: set[torch.dtype] = set()
+    model.blocks[0].mix.register_forward_pre_hook(lambda m, _: inside.add(m.weight.dtype))
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, *shard(batch(step), rank, world)).backward()
+        optimizer.step()
+    return full_state(model), inside
+
+
+@pytest.mark.pitfall("P42")
+def test_fp32_masters_accumulate_updates_that_bf16_loses(ranks: RankPool) -> None:
+    """Every element moves by about 1e-6 a step; half a unit in the last place of bf16 is 4e-4 at 0.2."""
+    steps = 20
+    start = only_matrices(build().to(BF16).state_dict())
+
+    lost = build().to(BF16)
+    matrices = [p for n, p in lost.named_parameters() if is_matrix(n)]
+    stock = torch.optim.Muon(matrices, lr=TINY, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    masters = build().to(BF16).float()
+    reference = Reference(masters, lr=TINY, adamw_lr=0.0, decay=0.0)
+    for step in range(steps):
+        lost.zero_grad()
+        loss_of(lost, *batch(step)).backward()
+        stock.step()
+        low = copy.deepcopy(masters).to(BF16)
+        low.zero_grad()
+        for share in range(2):
+            (loss_of(low, *shard(batch(step), share, 2)) / 2).backward()
+        for param, half in zip(masters.parameters(), low.parameters(), strict=True):
+            param.grad = half.grad.float()  # type: ignore[union-attr]
+        reference.step()
+    unmoved = sum(int((dict(lost.named_parameters())[n] == t).sum()) for n, t in start.items())
+    assert unmoved > 0.9 * sum(t.numel() for t in start.values())
+
+    expected = {n: t - start[n].float() for n, t in only_matrices(masters.state_dict()).items()}
+    for weights, inside in ranks(2, bf16_run, steps):
+        assert inside == {BF16}
+        found = {n: t - start[n].float() for n, t in only_matrices(weights).items()}
+        for name, moved in found.items():
+            assert weights[name].dtype == torch.float32
+            # Aligned updates add up to lr · 0.2 √max(m, n) per singular direction and step.
+            assert float((moved != 0).float().mean()) == 1.0, name
+        assert max(relative_errors(found, expected).values()) < 5e-2  # gradients are added up in bf16 by the emulation
+
+
+# -- the optimizer and what it is given ----------------------------------------------------------------------------
+
+
+def untouched_gradients(rank: int, world: int) -> None:
+    model = build()
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    for nesterov in (True, False):
+        optimizer = dmuon.Muon(model, **OPTIONS, nesterov=nesterov)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, *shard(batch(step), rank, world)).backward()
+            before = [local(p.grad).clone() for p in model.parameters()]  # type: ignore[arg-type]
+            optimizer.step()
+            after = [local(p.grad) for p in model.parameters()]  # type: ignore[arg-type]
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.pitfall("P39")
+def test_step_leaves_gradients_untouched(ranks: RankPool) -> None:
+    ranks(2, untouched_gradients)
+
+
+def alike(count: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    params = [nn.Parameter(torch.randn(6, 4, generator=generator).to(dtype)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.randn(6, 4, generator=generator).to(dtype)
+    return params
+
+
+@pytest.mark.pitfall("P38")
+def test_zero_gradient_gives_decay_only() -> None:
+    params = alike(3)
+    params[1].grad = torch.zeros(6, 4)
+    before = [p.detach().clone() for p in params]
+    optimizer = dmuon.Muon(params, **OPTIONS)
+    optimizer.step()
+    assert optimizer.last_step.ns_batches == 1 and optimizer.last_step.ns_matrices == 3
+    torch.testing.assert_close(params[1].detach(), before[1] * (1 - 2e-3 * 0.1), rtol=1e-6, atol=0.0)
+    assert all(p.isfinite().all() and not torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+@pytest.mark.pitfall("P38")
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_gradient_stays_in_its_own_matrix(bad: float) -> None:
+    clean, poisoned = alike(4), alike(4)
+    poisoned[2].grad[1, 1] = bad  # type: ignore[index]
+    for params in (clean, poisoned):
+        optimizer = dmuon.Muon(params, **OPTIONS)
+        optimizer.step()
+        assert optimizer.last_step.ns_batches == 1, "all in one batch"
+    for index, (expected, found) in enumerate(zip(clean, poisoned, strict=True)):
+        assert torch.equal(expected, found) == (index != 2)
+    assert poisoned[2].isnan().any()
+
+
+def poisoned_block(rank: int, world: int) -> dict[str, Tensor]:
+    """One NaN in the gradient that the owner received, after the reduction."""
+    model = build()
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    loss_of(model, *shard(batch(0), rank, world)).backward()
+    grad = local(model.blocks[1].mix.weight.grad)
+    if grad.numel():
+        grad[0, 0] = math.nan
+    optimizer.step()
+    return full_state(model)
+
+
+@pytest.mark.pitfall("P38")
+def test_nan_gradient_of_one_owner_spares_every_other_matrix(ranks: RankPool) -> None:
+    model = build()
+    optimizer = Reference(model)
+    loss_of(model, *batch(0)).backward()
+    optimizer.step()
+    expected = dict(model.state_dict())
+    for weights in ranks(2, poisoned_block):
+        assert weights.pop("blocks.1.mix.weight").isnan().any()
+        assert_equal_weights(weights, {n: expected[n] for n in weights})
+
+
+@pytest.mark.pitfall("P35")
+@pytest.mark.parametrize("factor", [1e-30, 1e-10, 1e10, 1e30])
+def test_update_does_not_depend_on_the_scale_of_the_gradient(factor: float) -> None:
+    plain, scaled = alike(2), alike(2)
+    for param in scaled:
+        param.grad = param.grad * factor  # type: ignore[operator]
+    for params in (plain, scaled):
+        dmuon.Muon(params, **OPTIONS).step()
+    for expected, found in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.pitfall("P23", "P39")
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64], ids=str)
+def test_momentum_is_fp32_or_wider_and_never_the_gradient(dtype: torch.dtype, nesterov: bool) -> None:
+    params = alike(2, dtype)
+    optimizer = dmuon.Muon(params, **OPTIONS, nesterov=nesterov)
+    expected = [torch.zeros(6, 4, dtype=torch.float64) for _ in params]
+    for step in range(3):
+        for param, momentum in zip(params, expected, strict=True):
+            param.grad = (param.grad * (step + 1)).to(dtype)  # type: ignore[operator]
+            momentum.mul_(0.95).add_(param.grad.double(), alpha=0.05)
+        before = [p.grad.clone() for p in params]  # type: ignore[union-attr]
+        optimizer.step()
+        assert all(torch.equal(p.grad, b) for p, b in zip(params, before, strict=True))  # type: ignore[arg-type]
+    for param, momentum in zip(params, expected, strict=True):
+        found = optimizer.state[param]["momentum_buffer"]
+        assert found.dtype == torch.promote_types(dtype, torch.float32)
+        torch.testing.assert_close(found.double(), momentum, rtol=1e-6, atol=1e-7)

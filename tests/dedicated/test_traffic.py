@@ -1,0 +1,148 @@
+"""Collectives, their bytes and live memory equal the formulas, on every topology."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from harness.pool import RankPool
+from harness.topologies import LAYOUTS, lay
+from harness.toy import WIDTH, Block, Toy, batch, build, loss_of
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dmuon
+from dmuon.report.accounting import expected_memory, expected_traffic
+
+KINDS = {"broadcast_": "weights", "_allgather_base_": "weights", "reduce_": "reduce", "_reduce_scatter_base_": "reduce"}
+
+
+class Count(TorchDispatchMode):
+    """Calls and bytes of collectives, by operator; ``*_base_`` operators count their larger side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+        self.nbytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, Tensor)]
+            size = tensors[0].nbytes if name == "alltoall_base_" else max((t.nbytes for t in tensors), default=0)
+            self.calls[name] = self.calls.get(name, 0) + 1
+            self.nbytes[name] = self.nbytes.get(name, 0) + size
+        return func(*args, **(kwargs or {}))
+
+
+def count_step(
+    _rank: int, _world: int, name: str, keep: bool, micro: int, transport: Any
+) -> tuple[dict[str, int], dict[str, int], Any]:
+    laid = lay(name, build(), keep=keep, comm=dmuon.CommOptions(transport=transport))
+    model = laid.model
+    optimizer = dmuon.Muon(model)
+    tokens, targets = laid.part(batch(0))
+    for _ in range(2):
+        with Count() as count:
+            for i in range(micro):
+                dmuon.set_requires_gradient_sync(model, i == micro - 1)
+                loss_of(model, tokens, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return count.calls, count.nbytes, expected_traffic(model._dmuon_dedication.runtime, micro)
+
+
+CASES = [
+    ("1d-two-lines", False, 1, "broadcast"),
+    ("1d-two-lines", False, 3, "single"),
+    ("1d-two-lines", True, 3, "auto"),
+    ("hsdp-two-lines", False, 1, "broadcast"),
+    ("hsdp-two-lines", False, 2, "single"),
+    ("hsdp-two-lines", True, 2, "single"),
+    ("ddp-4", False, 1, "broadcast"),
+    ("ddp-2", False, 3, "single"),
+    ("tp", False, 1, "auto"),
+    ("tp-ddp", False, 1, "broadcast"),
+    ("tp-two-lines", True, 1, "single"),
+]
+
+
+@pytest.mark.pitfall("P12", "P13", "P26")
+@pytest.mark.parametrize(("name", "keep", "micro", "transport"), CASES)
+def test_collectives_and_bytes_equal_the_formula(
+    ranks: RankPool, name: str, keep: bool, micro: int, transport: str
+) -> None:
+    for calls, nbytes, expected in ranks(LAYOUTS[name].world, count_step, name, keep, micro, transport):
+        for kinds, purposes in (
+            (("broadcast_", "_allgather_base_"), ("fill", "publish")),
+            (("reduce_", "_reduce_scatter_base_"), ("reduce",)),
+            (("alltoall_base_",), ("exchange",)),
+        ):
+            found = sum(calls.get(k, 0) for k in kinds), sum(nbytes.get(k, 0) for k in kinds)
+            wanted = sum(expected.calls.get(p, 0) for p in purposes), sum(expected.nbytes.get(p, 0) for p in purposes)
+            assert found == wanted, f"{purposes}: {found} calls and bytes, the formula says {wanted}; all: {calls}"
+
+
+def _live_storage() -> int:
+    gc.collect()
+    storages = {}
+    for obj in gc.get_objects():
+        if issubclass(type(obj), Tensor) and not issubclass(type(obj), FakeTensor):  # torch.compile leaves some
+            storage = (obj._local_tensor if hasattr(obj, "_local_tensor") else obj).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+    return local.numel() * local.element_size()
+
+
+def measure_memory(_rank: int, _world: int, name: str, keep: bool, half: bool) -> tuple[int, int, int, int, bool]:
+    """Live bytes after a step, those expected, those of the model, leftovers after deletion, and originals freed."""
+    import weakref
+
+    before = _live_storage()
+    torch.manual_seed(0)
+    model = Toy(layers=6, block=lambda: Block(WIDTH, 512))
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    original = weakref.ref(model.blocks[0].up.weight)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None
+    laid = lay(name, model, keep=keep, mp_policy=policy)
+    optimizer = dmuon.Muon(laid.model)
+    for step in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss_of(laid.model, *laid.part(batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    memory = expected_memory(laid.model._dmuon_dedication.runtime)
+    rest = sum(_local_bytes(p) for p in laid.model.parameters() if not hasattr(p, "owner"))
+    live = _live_storage() - before
+    freed = original() is None
+    del laid, optimizer, model
+    return live, memory.at_rest + 3 * rest, whole, _live_storage() - before, freed
+
+
+@pytest.mark.pitfall("P59")
+@pytest.mark.parametrize(
+    ("name", "keep", "half"),
+    [
+        ("1d-two-lines", False, False),
+        ("1d", True, True),
+        ("hsdp", False, False),
+        ("hsdp", False, True),
+        ("hsdp", True, True),
+        ("ddp-2", False, True),
+        ("tp-fsdp", False, False),
+        ("tp", False, False),
+    ],
+)
+def test_live_memory_equals_the_formula(ranks: RankPool, name: str, keep: bool, half: bool) -> None:
+    for live, expected, whole, after, freed in ranks(LAYOUTS[name].world, measure_memory, name, keep, half):
+        assert 0.95 * expected <= live <= 1.05 * expected, f"{live} bytes live, {expected} expected, model {whole}"
+        assert freed, "the tensors from before dedication are not kept alive"
+        assert after <= 0.02 * whole, f"{after} bytes outlive the model"

@@ -1,0 +1,522 @@
+"""A user's communication functions are called as documented, and what they return is checked."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dmuon.exchanged.config import DistributedConfig, owners_from
+from dmuon.exchanged.user_functions import Result, UserFunctions, check_gathered, check_part
+from dmuon.platform.torch_private import owned_spec
+
+
+def config(**fields: Any) -> DistributedConfig:
+    """A valid configuration of rank 0 that warns of nothing, but for ``fields``."""
+    valid: dict[str, Any] = {
+        "assign_fn": lambda params, state: {},
+        "gather_fn": lambda update, dst_rank, state: update,
+        "redistribute_fn": lambda update, src_rank, state: update,
+        "state": {"rank": 0},
+        "prefetch_count": 0,
+    }
+    return DistributedConfig(**(valid | fields))
+
+
+class Later:
+    """Something to wait for, which counts the waits."""
+
+    def __init__(self, value: object = None) -> None:
+        self.value = value
+        self.waits = 0
+
+    def wait(self) -> object:
+        self.waits += 1
+        return self.value
+
+
+class WaitableTensor(Tensor):
+    """A tensor with a wait(), as functional collectives return."""
+
+    def wait(self) -> Tensor:
+        return self.as_subclass(Tensor) + 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        *[(name, None, TypeError) for name in ("assign_fn", "gather_fn", "redistribute_fn")],
+        ("gather_fn", "gather", TypeError),
+        ("state", None, TypeError),
+        ("state", [("rank", 0)], TypeError),
+        ("async_gpu_parallelism", 1, TypeError),
+        ("async_gpu_parallelism", None, TypeError),
+        ("prefetch_count", True, TypeError),
+        ("prefetch_count", 1.0, TypeError),
+        ("prefetch_count", None, TypeError),
+        ("prefetch_count", -1, ValueError),
+    ],
+)
+def test_a_wrong_field_is_named(field: str, value: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"^{field} must be .*{re.escape(repr(value))}$"):
+        config(**{field: value})
+
+
+def test_defaults_are_those_of_the_reference() -> None:
+    made = DistributedConfig(assign_fn=dict, gather_fn=torch.add, redistribute_fn=torch.add, state={})
+    assert (made.async_gpu_parallelism, made.prefetch_count) == (True, 1)
+    assert config(async_gpu_parallelism=False, prefetch_count=3).prefetch_count == 3
+
+
+@pytest.mark.parametrize(
+    ("assigned", "owners"),
+    [
+        ({0: 1, 1: 0, 2: 1}, (1, 0, 1)),
+        ({2: 1, 0: 1, 1: 0}, (1, 0, 1)),
+        ({1: [0, 2], 0: [1]}, (1, 0, 1)),
+        ({1: (2, 0), 0: [1]}, (1, 0, 1)),
+        ({0: [], 1: [0, 1, 2]}, (1, 1, 1)),
+        ({np.int64(0): np.int64(1), 1: 0, 2: np.int32(1)}, (1, 0, 1)),
+        ({}, ()),
+        ({0: [], 1: []}, ()),
+    ],
+)
+def test_both_forms_of_an_assignment_give_the_owners(assigned: object, owners: tuple[int, ...]) -> None:
+    found = owners_from(assigned, len(owners), 2)
+    assert found == owners
+    assert all(type(owner) is int for owner in found)
+
+
+@pytest.mark.parametrize(
+    ("assigned", "message"),
+    [
+        ({1: 0}, "left out 0, 2 of 3 parameters"),
+        ({1: [1]}, "left out 0, 2 of 3 parameters"),
+        ({}, "left out 0, 1, 2 of 3 parameters"),
+        ({0: 0, 1: 0, 2: 0, 3: 1}, "parameter 3 to rank 1, but there are 3 parameters"),
+        ({0: [0, 1, 2, -1]}, "parameter -1 to rank 0, but there are 3 parameters"),
+        ({0: [0, 1], 1: [1, 2]}, "parameter 1 twice, to rank 0 and rank 1"),
+        ({1: [0, 1, 2, 2]}, "parameter 2 twice, to rank 1 and rank 1"),
+        ({0: 0, 1: 0, 2: 7}, "Invalid rank 7 for parameter 2: ranks are 0 … 1"),
+        ({0: 0, 1: 2, 2: 0}, "Invalid rank 2 for parameter 1: ranks are 0 … 1"),
+        ({-1: [0, 1, 2]}, "Invalid rank -1 for parameter 0: ranks are 0 … 1"),
+    ],
+)
+def test_an_incomplete_assignment_names_what_is_wrong(assigned: object, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        owners_from(assigned, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("assigned", "found"),
+    [
+        ([0, 1, 0], "got list"),
+        (None, "got NoneType"),
+        ({"layer": 0}, "got the key 'layer'"),
+        ({True: 0}, "got the key True"),
+        ({0: 0, 1: [1, 2]}, "got values of type int, list"),
+        ({0: True}, "got values of type bool"),
+        ({0: 1.0}, "got values of type float"),
+        ({0: "12"}, "got values of type str"),
+        ({0: [0, "1"]}, "got the index '1' for rank 0"),
+        ({0: [False]}, "got the index False for rank 0"),
+    ],
+)
+def test_another_form_of_assignment_is_refused(assigned: object, found: str) -> None:
+    with pytest.raises(TypeError, match=rf"^assign_fn must return \{{index: rank\}}.*; {re.escape(found)}$"):
+        owners_from(assigned, 3, 2)
+
+
+def result_or_error(assigned: object, count: int, world: int) -> tuple[int, ...] | None:
+    try:
+        return owners_from(assigned, count, world)
+    except ValueError:
+        return None
+
+
+@settings(deadline=None)
+@given(
+    count=st.integers(0, 5),
+    world=st.integers(1, 4),
+    pairs=st.lists(st.tuples(st.integers(-1, 6), st.integers(-1, 5)), max_size=8),
+    complete=st.booleans(),
+)
+def test_exactly_complete_assignments_are_accepted(
+    count: int, world: int, pairs: list[tuple[int, int]], complete: bool
+) -> None:
+    if complete:  # else hardly any would be
+        pairs = [(index, pairs[index][1] % world if index < len(pairs) else 0) for index in reversed(range(count))]
+    by_index = dict(pairs)
+    by_rank: dict[int, list[int]] = {}
+    for index, rank in pairs:
+        by_rank.setdefault(rank, []).append(index)
+    ranks_exist = all(0 <= rank < world for _, rank in pairs)
+    each_once = sorted(index for index, _ in pairs) == list(range(count))
+    owners = tuple(by_index[index] for index in range(count)) if ranks_exist and each_once else None
+
+    assert owners is not None or not complete
+    assert result_or_error(by_rank, count, world) == owners
+    if len(by_index) == len(pairs):  # {index: rank} cannot say an index twice
+        assert result_or_error(by_index, count, world) == owners
+
+
+def swapped(update: Tensor, state: dict[str, int], dst_rank: int) -> Tensor:
+    return update + dst_rank + state["add"]
+
+
+def keywords_only(update: Tensor, *, dst_rank: int, state: dict[str, int]) -> Tensor:
+    return update + dst_rank + state["add"]
+
+
+def swapped_rank(update: Tensor, state: dict[str, int], rank: int) -> Tensor:
+    return update + rank + state["add"]
+
+
+def rank_keyword_only(update: Tensor, where: dict[str, int], *, rank: int) -> Tensor:
+    return update + rank + where["add"]
+
+
+def rank_by_documented_keyword_only(update: Tensor, where: dict[str, int], *, dst_rank: int) -> Tensor:
+    return update + dst_rank + where["add"]
+
+
+def state_keyword_only(update: Tensor, to: int, *, state: dict[str, int]) -> Tensor:
+    return update + to + state["add"]
+
+
+def any_keywords(update: Tensor, **keywords: Any) -> Any:
+    return update + keywords["dst_rank"] + keywords["state"]["add"]
+
+
+def anything(*arguments: Any, **keywords: Any) -> Any:
+    update, rank, state = arguments
+    return update + rank + state["add"]
+
+
+def with_own_default(update: Tensor, dst_rank: int, group: str = "own", *, state: dict[str, int]) -> Tensor:
+    assert group == "own"
+    return update + dst_rank + state["add"]
+
+
+class Callee:
+    def __call__(self, tensor: Tensor, to: int, metadata: dict[str, int]) -> Tensor:
+        return tensor + to + metadata["add"]
+
+
+@pytest.mark.parametrize(
+    "gather",
+    [
+        lambda u, r, s: u + r + s["add"],
+        lambda update, dst_rank, state: update + dst_rank + state["add"],
+        lambda update, rank, state: update + rank + state["add"],
+        swapped,
+        swapped_rank,
+        keywords_only,
+        rank_keyword_only,
+        rank_by_documented_keyword_only,
+        state_keyword_only,
+        any_keywords,
+        anything,
+        with_own_default,
+        Callee(),
+    ],
+)
+def test_gather_fn_gets_rank_and_state_as_it_names_them(gather: Callable[..., Tensor]) -> None:
+    functions = UserFunctions(config(gather_fn=gather, state={"rank": 0, "add": 10}))
+    whole = functions.gather(0, torch.ones(2), 3).wait()
+    assert whole is not None and whole.tolist() == [14.0, 14.0]
+
+
+@pytest.mark.parametrize(
+    "redistribute",
+    [
+        lambda u, r, s: torch.tensor([r, s["add"], int(u is None)]),
+        lambda update, *, src_rank, state: torch.tensor([src_rank, state["add"], int(update is None)]),
+        lambda update, *, rank, state: torch.tensor([rank, state["add"], int(update is None)]),
+    ],
+)
+def test_redistribute_fn_gets_none_away_from_the_owner(redistribute: Callable[..., Tensor]) -> None:
+    functions = UserFunctions(config(redistribute_fn=redistribute, state={"rank": 0, "add": 10}))
+    part = functions.redistribute(0, None, 1).wait()
+    assert part is not None and part.tolist() == [1, 10, 1]
+    part = functions.redistribute(0, torch.ones(2), 0).wait()
+    assert part is not None and part.tolist() == [0, 10, 0]
+
+
+@pytest.mark.parametrize("name", ["gather_fn", "redistribute_fn"])
+def test_a_function_that_cannot_be_called_is_named_at_once(name: str) -> None:
+    def too_few(update: Tensor, state: dict[str, Any]) -> Tensor:
+        raise AssertionError("called")
+
+    with pytest.raises(TypeError, match=rf"^{name} must be callable as {name}\(update, .*_rank, state\)"):
+        UserFunctions(config(**{name: too_few}))
+
+
+def test_a_built_in_function_without_a_signature_is_called_by_position() -> None:
+    with pytest.raises(ValueError):
+        inspect.signature(max)
+    functions = UserFunctions(config(gather_fn=max))
+    with pytest.raises(TypeError, match="not supported between"):  # max(tensor, rank, state) was called
+        functions.gather(0, torch.ones(()), 0)
+
+
+def test_the_index_is_set_before_every_call() -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    def gather(update: Tensor, dst_rank: int, state: dict[str, Any]) -> Tensor:
+        seen.append(("gather", state["current_param_idx"], dst_rank))
+        return update
+
+    def redistribute(update: Tensor | None, src_rank: int, state: dict[str, Any]) -> Tensor | None:
+        seen.append(("redistribute", state["current_param_idx"], src_rank))
+        return update
+
+    made = config(gather_fn=gather, redistribute_fn=redistribute)
+    functions = UserFunctions(made)
+    functions.gather(4, torch.ones(1), 0)
+    functions.gather(5, torch.ones(1), 1)  # ahead
+    functions.redistribute(4, torch.ones(1), 0)
+    functions.redistribute(5, None, 1)
+    assert seen == [("gather", 4, 0), ("gather", 5, 1), ("redistribute", 4, 0), ("redistribute", 5, 1)]
+    assert made.state == {"rank": 0, "current_param_idx": 5}
+
+
+def test_errors_of_a_user_function_pass_unchanged() -> None:
+    def failing(update: Tensor, dst_rank: int, state: dict[str, Any]) -> Tensor:
+        raise ConnectionError("peer 3 is gone")
+
+    with pytest.raises(ConnectionError, match=r"^peer 3 is gone$"):
+        UserFunctions(config(gather_fn=failing)).gather(0, torch.ones(1), 0)
+
+
+def test_ready_results_have_nothing_to_wait_for() -> None:
+    tensor = torch.ones(2)
+    for returned, expected in [(tensor, tensor), (None, None), ((tensor, None), tensor), ((None, None), None)]:
+        result = Result("gather_fn", returned)
+        assert not result.asynchronous
+        assert result.wait() is expected
+        assert result.wait() is expected
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), None])
+def test_a_pair_gives_its_tensor_after_one_wait(value: Tensor | None) -> None:
+    work = Later(True)
+    result = Result("gather_fn", (value, work))
+    assert result.asynchronous and work.waits == 0
+    assert result.wait() is value
+    assert result.wait() is value
+    assert result.asynchronous and work.waits == 1
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), None])
+def test_a_waitable_gives_what_its_one_wait_returns(value: Tensor | None) -> None:
+    later = Later(value)
+    result = Result("gather_fn", later)
+    assert result.asynchronous and later.waits == 0
+    assert result.wait() is value
+    assert result.wait() is value
+    assert later.waits == 1
+
+
+def test_a_tensor_with_a_wait_is_waited_for() -> None:
+    result = Result("gather_fn", torch.zeros(2).as_subclass(WaitableTensor))
+    assert result.asynchronous
+    tensor = result.wait()
+    assert type(tensor) is Tensor and tensor.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("pair", [True, False])
+def test_what_was_waited_for_is_let_go(pair: bool) -> None:
+    later = Later(torch.ones(1))
+    held = weakref.ref(later)
+    result = Result("gather_fn", (torch.ones(1), later) if pair else later)
+    del later
+    gc.collect()
+    assert held() is not None
+    result.wait()
+    gc.collect()
+    assert held() is None
+
+
+def test_a_failed_wait_is_no_result() -> None:
+    class Broken:
+        def wait(self) -> None:
+            raise RuntimeError("timed out")
+
+    for returned in (Broken(), (torch.ones(1), Broken())):
+        result = Result("gather_fn", returned)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="timed out"):
+                result.wait()
+
+
+def test_a_work_alone_is_refused() -> None:
+    functions = UserFunctions(
+        config(gather_fn=lambda u, r, s: dist.Work(), redistribute_fn=lambda u, r, s: dist.Work())
+    )
+    for owner in (0, 1):
+        with pytest.raises(TypeError, match=r"gather_fn returned a dist.Work alone.*return \(tensor, work\)"):
+            functions.gather(0, torch.ones(1), owner)
+        with pytest.raises(TypeError, match=r"redistribute_fn returned a dist.Work alone.*return \(tensor, work\)"):
+            functions.redistribute(0, None, owner)
+
+
+def test_a_wait_that_gives_no_tensor_is_refused() -> None:
+    result = Result("redistribute_fn", Later(True))
+    with pytest.raises(TypeError, match=r"^redistribute_fn returned a Later whose wait\(\) gave True, not a tensor"):
+        result.wait()
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        ([torch.ones(1)], r"gather_fn must return a tensor, None, .* got \[tensor"),
+        (3, r"gather_fn must return .* got 3"),
+        ((), r"gather_fn returned a tuple \(\)"),
+        ((torch.ones(1),), r"gather_fn returned a tuple \(Tensor\)"),
+        ((Later(), torch.ones(1)), r"gather_fn returned a tuple \(Later, Tensor\): .*\(tensor or None, work or None\)"),
+        ((torch.ones(1), True), r"gather_fn returned a tuple \(Tensor, bool\)"),
+        ((torch.ones(1), torch.ones(1)), r"gather_fn returned a tuple \(Tensor, Tensor\)"),
+        ((torch.ones(1), Later(), Later()), r"gather_fn returned a tuple \(Tensor, Later, Later\)"),
+    ],
+)
+def test_other_returns_are_refused(returned: object, found: str) -> None:
+    with pytest.raises(TypeError, match=f"^{found}"):
+        Result("gather_fn", returned)
+
+
+def warnings_of(functions: UserFunctions, owner: int, calls: int = 3) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index in range(calls):
+            functions.gather(index, torch.ones(1), owner)
+            functions.redistribute(index, torch.ones(1), owner)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_useless_prefetch_warns_once() -> None:
+    functions = UserFunctions(config(prefetch_count=2))
+    assert warnings_of(functions, 1) == []  # dropped there, not held
+    (message,) = warnings_of(functions, 0)
+    assert re.search(r"prefetch_count=2 only holds more memory and hides nothing", message)
+    assert re.search(r"\(tensor, work\).*async_op=True, or set prefetch_count=0$", message)
+    assert warnings_of(functions, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("prefetch_count", "returned", "warned"),
+    [
+        (1, lambda update: update, 1),
+        (1, lambda update: (update, None), 1),
+        (0, lambda update: update, 0),
+        (1, lambda update: (update, Later(True)), 0),
+        (1, Later, 0),
+        (1, lambda update: update.as_subclass(WaitableTensor), 0),
+        (1, lambda update: None, 0),  # refused by check_gathered
+    ],
+)
+def test_a_prefetch_warns_only_of_ready_tensors(
+    prefetch_count: int, returned: Callable[[Tensor], object], warned: int
+) -> None:
+    made = config(prefetch_count=prefetch_count, gather_fn=lambda update, dst_rank, state: returned(update))
+    assert len(warnings_of(UserFunctions(made), 0)) == warned
+
+
+def test_a_prefetched_gather_is_not_waited_for() -> None:
+    later = Later(torch.ones(1))
+    functions = UserFunctions(config(prefetch_count=1, gather_fn=lambda update, dst_rank, state: later))
+    functions.gather(0, torch.ones(1), 0)
+    assert later.waits == 0
+
+
+def gathered(whole: object, here: int = 0, global_shape: tuple[int, ...] | None = (6, 5)) -> Tensor | None:
+    return check_gathered(whole, name="x", owner=0, here=here, local_shape=(3, 5), global_shape=global_shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "global_shape"),
+    [((6, 5), (6, 5)), ((6, 5), torch.Size((6, 5))), ((3, 5), None), ((6, 5), None), ((3, 50), None)],
+)
+def test_a_whole_matrix_is_accepted(shape: tuple[int, ...], global_shape: tuple[int, ...] | None) -> None:
+    whole = torch.ones(shape)
+    assert gathered(whole, global_shape=global_shape) is whole
+
+
+@pytest.mark.parametrize("whole", [None, torch.ones(1), False, [torch.ones(6, 5)], torch.ones(6, 5)])
+def test_what_other_ranks_return_is_dropped(whole: object) -> None:
+    assert gathered(whole, here=1) is None
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 6), (6, 5, 1), (30,), (7, 5)])
+def test_a_wrong_shape_on_the_owner_is_named(shape: tuple[int, ...]) -> None:
+    message = f"gather_fn returned a tensor of shape {shape} for parameter 'x' on rank 0; the whole matrix is (6, 5): "
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}join the parts"):
+        gathered(torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (6, 4), (6, 5, 1), (6,), ()])
+def test_less_than_the_own_part_is_not_the_whole(shape: tuple[int, ...]) -> None:
+    message = f"shape {shape} for parameter 'x' on rank 0; this rank's part alone is (3, 5): "
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        gathered(torch.ones(shape), global_shape=None)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), None])
+def test_the_owner_must_get_a_tensor(shape: tuple[int, ...] | None) -> None:
+    for whole, given_ in [(None, "None"), (True, "a bool"), ([torch.ones(6, 5)], "a list")]:
+        with pytest.raises(
+            RuntimeError, match=rf"^gather_fn returned {given_} for parameter 'x' on rank 0, which owns"
+        ):
+            gathered(whole, global_shape=shape)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 5)])
+def test_a_part_of_the_local_shape_is_accepted(shape: tuple[int, ...]) -> None:
+    part = torch.ones(shape)
+    assert check_part(part, name="x", here=1, local_shape=shape) is part
+    assert check_part(part, name="x", here=1, local_shape=part.shape) is part
+
+
+@pytest.mark.parametrize(
+    ("part", "given_"),
+    [
+        (None, "None"),
+        (True, "a bool"),
+        (torch.ones(6, 5), "a tensor of shape (6, 5)"),
+        (torch.ones(5, 3), "a tensor of shape (5, 3)"),
+        (torch.ones(15), "a tensor of shape (15,)"),
+        (torch.ones(0, 5), "a tensor of shape (0, 5)"),
+    ],
+)
+def test_another_part_is_refused(part: object, given_: str) -> None:
+    message = f"redistribute_fn returned {given_} for parameter 'x' on rank 1; this rank's part is (3, 5): "
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
+        check_part(part, name="x", here=1, local_shape=(3, 5))
+
+
+def test_a_dtensor_counts_by_its_local_tensor() -> None:
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+    half, whole = torch.ones(3, 5), torch.ones(6, 5)
+    sharded = DTensor(half, owned_spec(mesh, [Shard(0)], whole.shape, whole.dtype), requires_grad=False)
+    replicated = DTensor(whole, owned_spec(mesh, [Replicate()], whole.shape, whole.dtype), requires_grad=False)
+
+    assert check_part(sharded, name="x", here=0, local_shape=(3, 5)) is half
+    with pytest.raises(RuntimeError, match=re.escape("returned a tensor of shape (6, 5)")):
+        check_part(replicated, name="x", here=0, local_shape=(3, 5))
+    assert gathered(replicated) is whole
+    with pytest.raises(RuntimeError, match=re.escape("returned a tensor of shape (3, 5)")):
+        gathered(sharded)

@@ -1,0 +1,314 @@
+"""Stacks of matrices, such as experts, on models that are sharded already: each matrix is one of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness.exchanged_layouts import (
+    OPTIONS,
+    Twin,
+    assert_close,
+    give,
+    no_whole_tensors,
+    noise,
+    parameter,
+    spread,
+    whole,
+)
+from harness.pool import RankPool
+from harness.toy import DECAY, VOCAB, WIDTH, Reference, assert_equal_weights, batch, full_state, loss_of
+from test_traffic import Count
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import dmuon
+from dmuon import create_dtensor_config, create_processgroup_config
+
+SHAPES = [(5, 6, 4), (3, 4, 9), (1, 7, 7), (4, 1, 8)]
+MATRICES = [(7, 5), (9, 5)]
+STEPS = 3
+
+
+def grads_at(step: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    return [noise(100 * (step + 1) + i, *shape) for i, shape in enumerate(shapes)]
+
+
+def twin_after(shapes: list[tuple[int, ...]], steps: int = STEPS) -> Twin:
+    twin = Twin([noise(i, *shape) for i, shape in enumerate(shapes)])
+    for step in range(steps):
+        twin.step(grads_at(step, shapes))
+    return twin
+
+
+@pytest.mark.pitfall("P06")
+def test_each_expert_equals_a_matrix_of_its_own() -> None:
+    params = [nn.Parameter(noise(i, *shape)) for i, shape in enumerate(SHAPES)]
+    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], **OPTIONS)
+    for step in range(STEPS):
+        for param, grad in zip(params, grads_at(step, SHAPES), strict=True):
+            param.grad = grad
+        optimizer.step()
+    twin = twin_after(SHAPES)
+    for i, param in enumerate(params):
+        assert optimizer.state[param]["momentum_buffer"].shape == SHAPES[i]
+        assert_close(param.detach(), twin.weights()[i], SHAPES[i])
+        assert_close(optimizer.state[param]["momentum_buffer"], twin.momentum(i), SHAPES[i], 1e-6)
+    assert optimizer.last_step.ns_matrices == sum(e for e, *_ in SHAPES)
+
+
+def placements_of(world: int) -> list[tuple[tuple[int, ...], list[Any]]]:
+    line = [((world,), [placement]) for placement in (Shard(0), Shard(1), Shard(2), Replicate())]
+    if world != 4:
+        return line
+    square = [
+        [Shard(0), Shard(1)],
+        [Shard(0), Replicate()],
+        [Shard(0), Shard(0)],
+        [_StridedShard(0, split_factor=2), Shard(0)],
+        [Replicate(), Shard(0)],
+        [Shard(1), Shard(0)],
+        [Shard(2), Shard(1)],
+    ]
+    return line + [((2, 2), placements) for placements in square]
+
+
+def update_everywhere(_rank: int, world: int, options: dict[str, Any]) -> tuple[list[Any], int, int]:
+    """Every stack and matrix on every placement, in one optimizer."""
+    shapes: list[tuple[int, ...]] = [*SHAPES, *MATRICES]
+    laid: list[tuple[str, int, nn.Parameter]] = []
+    for extents, placements in placements_of(world):
+        mesh = init_device_mesh("cpu", extents)
+        for i, shape in enumerate(shapes):
+            if len(shape) == 3 or all(getattr(p, "dim", 0) < 2 for p in placements):
+                about = f"{shape} on {extents} as {placements}"
+                laid.append((about, i, parameter(noise(i, *shape), mesh, placements)))
+    config = create_dtensor_config(costs="flops", **options)
+    optimizer = dmuon.Muon([{"params": [p for *_, p in laid], "use_muon": True}], distributed_config=config, **OPTIONS)
+    calls = 0
+    for step in range(STEPS):
+        grads = grads_at(step, shapes)
+        for _, i, param in laid:
+            give(param, grads[i])
+        with no_whole_tensors():
+            optimizer.step()
+        calls += optimizer.last_step.ns_matrices
+    found = []
+    for about, i, param in laid:
+        momentum = optimizer.state[param]["momentum_buffer"]
+        assert (momentum.shape, momentum.placements) == (param.shape, param.placements), about
+        found.append((about, i, whole(param), whole(momentum)))
+    return found, calls, sum(p.shape[0] if p.ndim == 3 else 1 for *_, p in laid)
+
+
+@pytest.mark.pitfall("P06", "P14")
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"async_gpu_parallelism": False, "prefetch_count": 0}),
+        (3, {"prefetch_count": 3, "chunk_bytes": 500}),
+        (4, {}),
+        (4, {"prefetch_count": 2, "chunk_bytes": 500, "small_param_numel_threshold": 0}),
+    ],
+    ids=["1", "2", "2-sequential", "3-small-chunks", "4", "4-unpacked"],
+)
+def test_stacks_on_any_placement_equal_matrices_of_their_own(
+    ranks: RankPool, world: int, options: dict[str, Any]
+) -> None:
+    results = ranks(world, update_everywhere, options)
+    twin = twin_after([*SHAPES, *MATRICES])
+    weights = twin.weights()
+    for found, *_ in results:
+        for about, i, value, momentum in found:
+            assert_close(value, weights[i], about)
+            assert_close(momentum, twin.momentum(i), f"momentum of {about}", 1e-6)
+    assert sum(calls for _, calls, _ in results) == STEPS * results[0][2]
+
+
+def count_local(rank: int, world: int, kind: str) -> tuple[dict[str, int], list[int], int]:
+    """Collectives of a step over experts of which each rank has some whole."""
+    stacks = [noise(i, *shape) for i, shape in enumerate([(5, 6, 4), (4, 3, 3)])]
+    if kind == "line":
+        mesh = init_device_mesh("cpu", (world,))
+        params = [parameter(stack, mesh, [Shard(0)]) for stack in stacks]
+        config = create_dtensor_config(costs="flops")
+    elif kind == "square":
+        mesh = init_device_mesh("cpu", (2, 2))
+        params = [parameter(stack, mesh, [_StridedShard(0, split_factor=2), Shard(0)]) for stack in stacks]
+        config = create_dtensor_config(costs="flops")
+    else:
+        params = [nn.Parameter(stack.tensor_split(world)[rank]) for stack in stacks]
+        config = create_processgroup_config(ep_pg=dist.group.WORLD, costs="flops")
+    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], distributed_config=config, **OPTIONS)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with no_whole_tensors(), Count() as count:
+        optimizer.step()
+    assert [optimizer.state[p]["momentum_buffer"].shape for p in params] == [p.shape for p in params]
+    return count.calls, [p.shape[0] for p in params], optimizer.last_step.ns_matrices
+
+
+@pytest.mark.pitfall("P13")
+@pytest.mark.parametrize(("world", "kind"), [(2, "line"), (3, "line"), (4, "square"), (3, "plain")])
+def test_experts_that_a_rank_has_whole_cost_no_communication(ranks: RankPool, world: int, kind: str) -> None:
+    """Ranks agree on which gradients there are of a DTensor; of plain shards nobody else knows."""
+    results = ranks(world, count_local, kind)
+    for calls, *_ in results:
+        assert calls == ({} if kind == "plain" else {"allreduce_": 1})
+    assert sum(ns for *_, ns in results) == 5 + 4
+
+
+def unused(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """No token reached the experts of rank 1 in the second step, and nobody's in the third."""
+    mesh = init_device_mesh("cpu", (world,))
+    param = parameter(noise(0, 5, 6, 4), mesh, [Shard(0)])
+    optimizer = dmuon.Muon(
+        [{"params": [param], "use_muon": True}], distributed_config=create_dtensor_config(costs="flops"), **OPTIONS
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 0 or (step == 1 and rank == 0):
+            param.grad = spread(noise(1 + step, 5, 6, 4), mesh, [Shard(0)])
+        optimizer.step()
+    return whole(param), whole(optimizer.state[param]["momentum_buffer"])
+
+
+@pytest.mark.pitfall("P19", "P48")
+def test_experts_without_tokens_on_one_rank_have_a_zero_gradient(ranks: RankPool) -> None:
+    twin = Twin([noise(0, 5, 6, 4)])
+    second = noise(2, 5, 6, 4)
+    second[3:] = 0.0
+    twin.step([noise(1, 5, 6, 4)])
+    twin.step([second])
+    for weights, momentum in ranks(2, unused):
+        assert_close(weights, twin.weights()[0], "weights")
+        assert_close(momentum, twin.momentum(0), "momentum", 1e-6)
+
+
+# -- a model --------------------------------------------------------------------------------------------------------
+
+EXPERTS = 5
+
+
+class Copied(torch.autograd.Function):
+    """The same on all ranks, which each use it for their own experts: gradients add up."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Added(torch.autograd.Function):
+    """The sum over ranks, which all of them go on with."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous().clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Experts(nn.Module):
+    """Softly routed; ``weights`` is a list of matrices, or this rank's part of the stack of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.weights: Any = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        if isinstance(self.weights, nn.ParameterList):
+            return torch.einsum("bte,btn,emn->btm", shares, x, torch.stack(list(self.weights)))
+        local = self.weights.to_local() if hasattr(self.weights, "to_local") else self.weights
+        first = dist.get_rank() * -(-EXPERTS // dist.get_world_size())
+        mine = Copied.apply(shares)[..., first : first + len(local)]
+        return Added.apply(torch.einsum("bte,btn,emn->btm", mine, Copied.apply(x), local))
+
+
+class MoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.experts = Experts()
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.mix(x)
+        return self.head(x + self.experts(x))
+
+
+def is_dense_matrix(name: str) -> bool:
+    return name in ("mix.weight", "experts.router.weight")
+
+
+def train_experts(rank: int, world: int, plain: bool, steps: int) -> tuple[dict[str, Tensor], list[Tensor], int]:
+    """Experts are spread over the ranks over which FSDP2 shards the rest; all ranks see the same tokens."""
+    model = MoE()
+    mesh = init_device_mesh("cpu", (world,))
+    stack = torch.stack([p.detach() for p in model.experts.weights])
+    size = -(-EXPERTS // world)
+    local = nn.Parameter(stack[rank * size : (rank + 1) * size].clone())
+    model.experts.weights = local if plain else parameter(stack, mesh, [Shard(0)])
+    experts = model.experts.weights
+    fully_shard(model, mesh=mesh, ignored_params={experts})
+    dense = [(n, p) for n, p in model.named_parameters() if p is not experts]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in dense if is_dense_matrix(n)] + [experts], "use_muon": True},
+        {"params": [p for n, p in dense if p.ndim > 1 and not is_dense_matrix(n)], "use_muon": False},
+        {"params": [p for n, p in dense if p.ndim < 2], "use_muon": False, "weight_decay": 0.0},
+    ]
+    config = create_dtensor_config(costs="flops")
+    if plain:
+        config = create_processgroup_config(ep_pg=mesh.get_group(), costs="flops")
+    optimizer = dmuon.Muon(groups, distributed_config=config, **OPTIONS)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        optimizer.step()
+    weights = full_state(model)
+    found = weights.pop("experts.weights")
+    if plain:
+        parts: list[Any] = [None] * world
+        dist.all_gather_object(parts, found)
+        found = torch.cat(parts)
+    return weights, list(found), optimizer.last_step.ns_matrices
+
+
+@pytest.mark.pitfall("P06")
+@pytest.mark.parametrize(("world", "plain"), [(2, False), (3, False), (2, True)])
+def test_expert_parallelism_beside_fsdp_equals_single_process(ranks: RankPool, world: int, plain: bool) -> None:
+    steps = 20
+    model = MoE()
+    reference = Reference(model, matrix=lambda name: is_dense_matrix(name) or "experts.weights" in name, decay=DECAY)
+    for step in range(steps):
+        reference.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        reference.step()
+    single = {n: p.detach() for n, p in model.named_parameters()}
+    results = ranks(world, train_experts, plain, steps)
+    for weights, experts, _ in results:
+        found = {**weights, **{f"experts.weights.{i}": w for i, w in enumerate(experts)}}
+        assert_equal_weights(found, single)
+    assert sum(ns for *_, ns in results) == 2 + EXPERTS

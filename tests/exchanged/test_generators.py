@@ -1,0 +1,632 @@
+"""Generated configurations train sharded and replicated models as one process does: the documents' examples."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness.hand_cut import Cut, seeded, whole_weight
+from harness.pool import RankPool
+from harness.topologies import tensor_parallel
+from harness.toy import (
+    Reference,
+    assert_equal_weights,
+    batch,
+    build,
+    full_state,
+    loss_of,
+    relative_errors,
+    shard,
+)
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import dmuon
+import dmuon.exchanged.exchange
+import dmuon.exchanged.functions
+from dmuon import (
+    DistributedConfig,
+    create_auto_config,
+    create_devicemesh_config,
+    create_dtensor_config,
+    create_processgroup_config,
+)
+from dmuon.platform.torch_private import default_store
+
+# As the documents call Muon; "classic" coefficients are those of torch.optim.Muon.
+CALL: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": "classic"}
+STEPS = 3
+MATRICES = 11  # of the toy model, the embedding and the head included
+
+
+def is_2d(name: str) -> bool:
+    """What goes to Muon when it is given ``model.parameters()``."""
+    return name in ("embed.weight", "head.weight") or (
+        name.startswith("blocks.") and name.endswith(".weight") and "norm" not in name
+    )
+
+
+def expected_weights(steps: int = STEPS) -> dict[str, Tensor]:
+    """Of ``torch.optim.Muon`` and ``AdamW`` in one process."""
+    model = build()
+    reference = Reference(model, matrix=is_2d, lr=CALL["lr"])
+    for step in range(steps):
+        reference.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        reference.step()
+    return {n: p.detach().clone() for n, p in model.state_dict().items()}
+
+
+# -- the documents' examples ----------------------------------------------------------------------------------------
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fsdp(rank: int, world: int) -> tuple[nn.Module, DistributedConfig, tuple[int, int]]:
+    mesh = init_device_mesh("cpu", (world,))
+    model = sharded(build(), mesh)
+    return model, create_processgroup_config(fsdp_pg=mesh.get_group(), costs="flops"), (rank, world)
+
+
+def hsdp(rank: int, world: int) -> tuple[nn.Module, DistributedConfig, tuple[int, int]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
+    config = create_processgroup_config(fsdp_pg=mesh.get_group("fsdp"), dp_pg=mesh.get_group("dp"), costs="flops")
+    return sharded(build(), mesh), config, (rank, world)
+
+
+def fsdp_and_tp(make: Callable[[DeviceMesh], DistributedConfig], rank: int, world: int) -> tuple[Any, Any, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build()
+    tensor_parallel(model, mesh["tp"])
+    return sharded(model, mesh["dp"]), make(mesh), (rank // 2, 2)
+
+
+def by_names(mesh: DeviceMesh) -> DistributedConfig:
+    return create_devicemesh_config(device_mesh=mesh, mesh_dim_names=["dp", "tp"], costs="flops")
+
+
+def by_groups(mesh: DeviceMesh) -> DistributedConfig:
+    return create_auto_config(
+        tp_process_group=mesh.get_group("tp"), fsdp_process_group=mesh.get_group("dp"), tp_shard_dim=1, costs="flops"
+    )
+
+
+def dtensors(rank: int, world: int) -> tuple[nn.Module, DistributedConfig, tuple[int, int]]:
+    return sharded(build(), init_device_mesh("cpu", (world,))), create_dtensor_config(costs="flops"), (rank, world)
+
+
+def ddp(role: str, rank: int, world: int) -> tuple[nn.Module, DistributedConfig, tuple[int, int]]:
+    """Copies on all ranks: data parallelism, and context parallelism, whose gradients are averaged alike."""
+    model = DistributedDataParallel(build())
+    group: Any = {f"{role}_pg": dist.group.WORLD}
+    return model, create_processgroup_config(**group, costs="flops"), (rank, world)
+
+
+EXAMPLES: dict[str, tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]] = {
+    "1: FSDP": (2, fsdp),
+    "HSDP": (4, hsdp),
+    "2: FSDP and TP": (4, partial(fsdp_and_tp, by_names)),
+    "3: DTensors": (3, dtensors),
+    "auto": (4, partial(fsdp_and_tp, by_groups)),
+    "DDP": (3, partial(ddp, "dp")),
+    "CP": (2, partial(ddp, "cp")),
+}
+
+
+def run_example(rank: int, world: int, name: str) -> tuple[dict[str, Tensor], int]:
+    model, config, part = EXAMPLES[name][1](rank, world)
+    optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=config)
+    orthogonalized = 0
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *shard(batch(step), *part)).backward()
+        optimizer.step()
+        orthogonalized += optimizer.last_step.ns_matrices
+    return full_state(getattr(model, "module", model)), orthogonalized
+
+
+@pytest.mark.pitfall("P02", "P13")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_of_the_documents_equals_one_process(ranks: RankPool, name: str) -> None:
+    found = ranks(EXAMPLES[name][0], run_example, name)
+    expected = expected_weights()
+    for weights, _ in found:
+        assert_equal_weights(weights, expected)
+    assert sum(count for _, count in found) == STEPS * MATRICES
+
+
+def test_example_4_without_a_config_is_plain_muon() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model.parameters(), **CALL)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        optimizer.step()
+    assert optimizer.last_step.ns_matrices == MATRICES
+    assert_equal_weights({n: p.detach() for n, p in model.state_dict().items()}, expected_weights())
+
+
+def validation_program(rank: int, world: int) -> None:
+    """The document's "Correctness validation", with fully_shard for FSDP."""
+    model_ref = build()
+    optimizer_ref = dmuon.Muon(model_ref.parameters(), lr=0.02)
+    for step in range(STEPS):
+        optimizer_ref.zero_grad()
+        loss_of(model_ref, *batch(step)).backward()
+        optimizer_ref.step()
+
+    model_dist = sharded(build(), init_device_mesh("cpu", (world,)))
+    optimizer_dist = dmuon.Muon(
+        model_dist.parameters(),
+        lr=0.02,
+        distributed_config=create_processgroup_config(fsdp_pg=dist.group.WORLD, costs="flops"),
+    )
+    for step in range(STEPS):
+        optimizer_dist.zero_grad()
+        loss_of(model_dist, *shard(batch(step), rank, world)).backward()
+        optimizer_dist.step()
+
+    found, expected = full_state(model_dist), model_ref.state_dict()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-5)
+
+
+def test_the_documents_validation_program_passes(ranks: RankPool) -> None:
+    ranks(2, validation_program)
+
+
+def fsdp1(rank: int, world: int) -> None:
+    model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=True)
+    dmuon.Muon(model, distributed_config=create_processgroup_config(fsdp_pg=model.process_group))
+
+
+def test_fsdp1_is_refused_by_name(ranks: RankPool) -> None:
+    ranks(2, fsdp1, expect=ValueError, match="FullyShardedDataParallel.*use torch's fully_shard")
+
+
+def test_vectors_in_a_group_for_muon_are_refused_and_bare_ones_go_to_adamw() -> None:
+    model = build(layers=1)
+    with pytest.raises(ValueError, match=r"has 1 dimensions; Muon takes matrices.*use_muon=False"):
+        dmuon.Muon([{"params": list(model.parameters()), "use_muon": True}])
+    groups = dmuon.Muon(model.parameters()).param_groups
+    assert [(g["use_muon"], {p.ndim for p in g["params"]}) for g in groups] == [(True, {2}), (False, {1})]
+
+
+# -- plain shards ---------------------------------------------------------------------------------------------------
+
+
+def dims_by_shape(param: Tensor) -> dict[str, int | None]:
+    """As a user would say it: wide matrices by columns, tall ones by rows."""
+    return {"tp": 1 if param.shape[0] == 6 else 0}
+
+
+Sizes = dict[str, int]
+PLAIN: dict[str, tuple[Sizes, str, Any, list[Cut]]] = {
+    "tp columns": ({"tp": 2}, "pg", {"shard_dims": {"tp": 1}}, [Cut((6, 8), tp=1), Cut((5, 3), tp=1)]),
+    "tp of 4, uneven, one empty": (
+        {"tp": 4},
+        "pg",
+        {"shard_dims": {"tp": 0}},
+        [Cut((7, 5), tp=(0, [3, 0, 2, 2])), Cut((4, 9), tp=0), Cut((1, 6), tp=(0, [0, 0, 1, 0]))],
+    ),
+    "tp by a function": ({"tp": 2}, "pg", {"shard_dims": dims_by_shape}, [Cut((6, 8), tp=1), Cut((9, 4), tp=0)]),
+    "fsdp and tp": (
+        {"fsdp": 2, "tp": 2},
+        "pg",
+        {"shard_dims": {"fsdp": 0, "tp": 1}},
+        [Cut((7, 6), fsdp=(0, [5, 2]), tp=1), Cut((2, 2), fsdp=0, tp=1)],
+    ),
+    "fsdp and tp of one dimension": (
+        {"fsdp": 2, "tp": 2},
+        "pg",
+        {"shard_dims": {"fsdp": 0, "tp": 0}},
+        [Cut((11, 4), fsdp=0, tp=(0, [5, 6]))],
+    ),
+    "tp and copies": ({"dp": 2, "tp": 2}, "pg", {"shard_dims": {"tp": 1}}, [Cut((6, 8), tp=1), Cut((3, 3), tp=1)]),
+    "cp copies": ({"cp": 2}, "pg", {}, [Cut((6, 8)), Cut((3, 5)), Cut((2, 4, 3))]),
+    "ep apart": ({"ep": 2}, "pg", {}, [Cut((6, 8), ("ep",)), Cut((3, 4, 5), ("ep",))]),
+    "ep apart, tp": (
+        {"ep": 2, "tp": 2},
+        "pg",
+        {"shard_dims": {"tp": -1}},
+        [Cut((6, 8), ("ep",), tp=1), Cut((3, 4, 6), ("ep",), tp=2)],
+    ),
+    "ep cuts stacks": ({"ep": 2}, "auto", {"ep_shard_dim": 0}, [Cut((5, 4, 3), ep=0), Cut((2, 6, 6), ep=0)]),
+    "ep cuts rows": ({"ep": 2}, "auto", {"ep_shard_dim": 1}, [Cut((3, 5, 4), ep=1)]),
+    "auto": ({"fsdp": 2, "tp": 2}, "auto", {"tp_shard_dim": 1}, [Cut((7, 6), fsdp=0, tp=1)]),
+    "auto, stages apart": (
+        {"pp": 2, "fsdp": 2},
+        "auto",
+        {"pp_num_stages": 2},
+        [Cut((7, 6), ("pp",), fsdp=0), Cut((4, 4), ("pp",), fsdp=0)],
+    ),
+    "mesh": ({"dp": 2, "tp": 2}, "mesh", {"shard_dims": {"tp": 1, "dp": None}}, [Cut((6, 8), tp=1)]),
+    "mesh whose dp shards": (
+        {"dp": 2, "tp": 2},
+        "mesh",
+        {"shard_dims": {"tp": 1, "dp": 0}},
+        [Cut((6, 8), tp=1, fsdp=0)],
+    ),
+}
+
+
+def plain_config(mesh: DeviceMesh, sizes: Sizes, kind: str, options: dict[str, Any], stage: int) -> DistributedConfig:
+    options = {**options, "costs": "flops"}
+    if kind == "mesh":
+        return create_devicemesh_config(mesh, list(sizes), **options)
+    if kind == "pg":
+        return create_processgroup_config(**{f"{role}_pg": mesh.get_group(role) for role in sizes}, **options)
+    if "pp" in sizes:
+        options["pp_stage_id"] = stage
+    return create_auto_config(**{f"{role}_process_group": mesh.get_group(role) for role in sizes}, **options)
+
+
+def plain_shards(rank: int, world: int, name: str) -> int:
+    """Steps on this rank's parts; how many matrices were orthogonalized here."""
+    sizes, kind, options, cuts = PLAIN[name]
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    at = dict(zip(sizes, coordinate, strict=True))
+    config = plain_config(mesh, sizes, kind, options, at.get("pp", 0))
+    if name == "mesh whose dp shards":
+        at, sizes = {"fsdp": at["dp"], "tp": at["tp"]}, {"fsdp": 2, "tp": 2}
+    numbers = [cut.number(sizes, at) for cut in cuts]
+    params = [
+        nn.Parameter(cut.part(seeded(cut.shape, i, n), sizes, at))
+        for i, (cut, n) in enumerate(zip(cuts, numbers, strict=True))
+    ]
+    optimizer = dmuon.Muon(
+        [{"params": params, "use_muon": True}], lr=0.02, ns_coefficients="classic", distributed_config=config
+    )
+    orthogonalized = 0
+    for step in range(STEPS):
+        for i, (param, cut, n) in enumerate(zip(params, cuts, numbers, strict=True)):
+            param.grad = cut.part(seeded(cut.shape, i, n, step), sizes, at)
+        optimizer.step()
+        orthogonalized += optimizer.last_step.ns_matrices
+    found = {str(i): param.detach() for i, param in enumerate(params)}
+    expected = {
+        str(i): cut.part(whole_weight(cut, i, n, STEPS), sizes, at)
+        for i, (cut, n) in enumerate(zip(cuts, numbers, strict=True))
+    }
+    errors = relative_errors(found, expected)
+    assert max(errors.values()) < 1e-5, errors
+    return orthogonalized
+
+
+@pytest.mark.pitfall("P04", "P06", "P14")
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_shards_are_updated_as_the_whole(ranks: RankPool, name: str) -> None:
+    sizes, _, _, cuts = PLAIN[name]
+    orthogonalized = ranks(prod(sizes.values()), plain_shards, name)
+    wholes = sum(cut.matrices() * prod(sizes[role] for role in cut.apart) for cut in cuts)
+    assert sum(orthogonalized) == STEPS * wholes
+
+
+def two_params(rank: int, world: int, options: dict[str, Any]) -> None:
+    group: Any = dist.group.WORLD
+    config = create_processgroup_config(tp_pg=group, costs="flops", **options)
+    model = nn.Sequential()
+    model.add_module("layers", nn.ModuleList([nn.Linear(4, 3, bias=False), nn.Linear(3, 4 + rank, bias=False)]))
+    dmuon.Muon(model, select=lambda name, *_: True, distributed_config=config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"parameter 'layers\.0\.weight' is a plain tensor.*tp_pg=… shards it.*shard_dims=\{'tp': 0\}"),
+        ({"shard_dims": {"tp": 2}}, r"parameter 'layers\.0\.weight' .*'tp': 2.* lacks"),
+        ({"shard_dims": {"xp": 0}}, r"shard_dims names 'xp'"),
+        ({"shard_dims": {"tp": 1}}, r"parameter 'layers\.1\.weight' is a plain tensor over ranks \[0, 1\]"),
+    ],
+)
+def test_plain_shards_without_a_place_are_refused_by_name(
+    ranks: RankPool, options: dict[str, Any], message: str
+) -> None:
+    ranks(2, two_params, options, expect=ValueError, match=message)
+
+
+# -- validation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"pp_stage_id": 2, "pp_num_stages": 2}, ValueError, "pp_stage_id must be from 0 to .* = 1, got 2"),
+        ({"pp_stage_id": -1, "pp_num_stages": 2}, ValueError, "pp_stage_id .* got -1"),
+        ({"pp_stage_id": 0}, ValueError, "belong together"),
+        ({"pp_num_stages": 2}, ValueError, "belong together"),
+        ({"pp_stage_id": True, "pp_num_stages": 2}, TypeError, "pp_stage_id must be an integer"),
+        ({"pp_stage_id": 0, "pp_num_stages": 1.0}, TypeError, "pp_num_stages must be an integer"),
+    ],
+)
+def test_a_wrong_stage_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        create_auto_config(**options)
+
+
+def stages(rank: int, world: int, count: int) -> dict[str, Any]:
+    group = dist.group.WORLD
+    return create_auto_config(pp_process_group=group, pp_stage_id=rank, pp_num_stages=count).state
+
+
+def test_stages_are_as_many_as_their_group_has_ranks(ranks: RankPool) -> None:
+    ranks(2, stages, 3, expect=ValueError, match="pp_num_stages is 3, but pp_process_group has 2 ranks")
+
+
+def stages_train_apart(rank: int, world: int) -> None:
+    """Each stage has other matrices, of other shapes and numbers, and another number of steps."""
+    assert stages(rank, world, 2)["pp_stage_id"] == rank
+    config = create_auto_config(pp_process_group=dist.group.WORLD, pp_stage_id=rank, pp_num_stages=2)
+    cut = Cut((4 + rank, 3))
+    params = [nn.Parameter(seeded(cut.shape, i, 0)) for i in range(1 + rank)]
+    optimizer = dmuon.Muon(params, **CALL, distributed_config=config)
+    for step in range(2 + rank):
+        for i, param in enumerate(params):
+            param.grad = seeded(cut.shape, i, 0, step)
+        optimizer.step()
+        assert optimizer.last_step.ns_matrices == len(params)
+    for i, param in enumerate(params):
+        torch.testing.assert_close(param.detach(), whole_weight(cut, i, 0, 2 + rank), rtol=1e-5, atol=1e-6)
+
+
+def test_pipeline_stages_are_independent(ranks: RankPool) -> None:
+    ranks(2, stages_train_apart)
+
+
+def crossing_groups(rank: int, world: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    create_processgroup_config(fsdp_pg=dist.group.WORLD, tp_pg=pairs[rank // 2])
+
+
+def test_groups_that_are_not_orthogonal_are_refused_on_all_ranks(ranks: RankPool) -> None:
+    ranks(4, crossing_groups, expect=ValueError, match=r"fsdp_pg .*both hold|both hold.*any two groups")
+
+
+def single(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("rows",))
+    with pytest.raises(ValueError, match="mesh dimension 'rows' has no known role"):
+        create_devicemesh_config(mesh, ["rows"])
+    with pytest.raises(ValueError, match="mesh has 1 dimensions and names"):
+        create_devicemesh_config(mesh, ["dp", "tp"])
+    with pytest.raises(TypeError, match="device_mesh must be"):
+        create_devicemesh_config(dist.group.WORLD, ["dp"])  # type: ignore[arg-type]
+
+
+def test_a_mesh_that_says_nothing_is_refused(ranks: RankPool) -> None:
+    ranks(1, single)
+
+
+@pytest.mark.pitfall("P10")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"chunk_bytes": 0}, ValueError, "chunk_bytes must be at least 1"),
+        ({"chunk_bytes": 1.0}, TypeError, "chunk_bytes must be an integer"),
+        ({"small_param_numel_threshold": -1}, ValueError, "small_param_numel_threshold must be at least 0"),
+        ({"prefetch_count": -1}, ValueError, "prefetch_count must be at least 0"),
+        ({"async_gpu_parallelism": 1}, TypeError, "async_gpu_parallelism must be True or False"),
+        ({"costs": 3}, TypeError, "costs"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        create_dtensor_config(**options)
+
+
+@pytest.mark.pitfall("P56")
+@pytest.mark.parametrize("make", [create_dtensor_config, create_processgroup_config, create_auto_config])
+def test_generated_configs_work_without_torch_distributed(make: Callable[..., DistributedConfig]) -> None:
+    assert not dist.is_initialized()
+    model = build()
+    optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=make(costs="flops"))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        optimizer.step()
+    assert_equal_weights({n: p.detach() for n, p in model.state_dict().items()}, expected_weights())
+
+
+# -- process groups that come and go --------------------------------------------------------------------------------
+
+
+def shards_after(config: DistributedConfig, mesh: DeviceMesh, rank: int, world: int) -> None:
+    model = sharded(build(), mesh)
+    optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=config)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *shard(batch(step), rank, world)).backward()
+        optimizer.step()
+    assert_equal_weights(full_state(model), expected_weights())
+
+
+def groups_made_anew(rank: int, world: int) -> None:
+    """The same config, and a new one, after all process groups were destroyed and made again."""
+    store = default_store()
+    mesh = init_device_mesh("cpu", (world,))
+    configs = [
+        create_dtensor_config(costs="flops"),
+        create_processgroup_config(fsdp_pg=mesh.get_group(), costs="flops"),
+    ]
+    for config in configs:
+        shards_after(config, mesh, rank, world)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+    torch.distributed.tensor.debug._clear_sharding_prop_cache()
+    mesh = init_device_mesh("cpu", (world,))
+    for config in [*configs, create_dtensor_config(costs="flops")]:
+        shards_after(config, mesh, rank, world)
+
+
+@pytest.mark.pitfall("P24")
+def test_configs_outlive_their_process_groups(ranks: RankPool) -> None:
+    ranks(2, groups_made_anew)
+
+
+def interleaved(rank: int, world: int) -> None:
+    """One rank starts the user's all-reduces before, the other after what dmuon does."""
+    model = sharded(build(), init_device_mesh("cpu", (world,)))
+    optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=create_dtensor_config(costs="flops"))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *shard(batch(step), rank, world)).backward()
+        values = [torch.full((3 + i,), float(rank + step + i)) for i in range(3)]
+        works = [dist.all_reduce(value, async_op=True) for value in values[: 3 if rank == 0 else 0]]
+        optimizer.step()
+        works += [dist.all_reduce(value, async_op=True) for value in values[len(works) :]]
+        for work in works:
+            work.wait()
+        for i, value in enumerate(values):
+            assert torch.equal(value, torch.full((3 + i,), 2.0 * (step + i) + 1)), f"step {step}, all-reduce {i}"
+        dist.barrier()
+    assert_equal_weights(full_state(model), expected_weights())
+
+
+@pytest.mark.pitfall("P25")
+def test_collectives_of_the_user_do_not_meet_those_of_a_step(ranks: RankPool) -> None:
+    ranks(2, interleaved)
+
+
+# -- what one rank alone finds ----------------------------------------------------------------------------------------
+
+
+def cut_otherwise(rank: int, world: int, fault: str) -> None:
+    """Rank 1 goes wrong where it looks for the places of its parameters."""
+    mesh = init_device_mesh("cpu", (world,))
+    group: Any = mesh.get_group()
+
+    def dims(param: Tensor) -> dict[str, int | None]:
+        if fault == "raises" and rank == 1:
+            raise LookupError("no such layer")
+        return {"another dimension": {"fsdp": rank}, "copies": {"fsdp": None if rank else 0}}.get(fault, {"fsdp": 0})
+
+    params = [nn.Parameter(torch.ones(3 - rank, 4))]
+    if fault == "a DTensor":
+        local = torch.ones(2 + rank, 4)
+        whole = torch.Size((4, 4))
+        params = [nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], shape=whole, stride=(4, 1)))]
+    config = create_processgroup_config(fsdp_pg=group, shard_dims=dims, costs="flops")
+    if fault == "apart":
+        independent = {"ep": None} if rank == 0 else {}
+        config = create_processgroup_config(ep_pg=group, shard_dims=lambda _: independent, costs="flops")
+    is_empty = fault == "no parameters" and rank == 1
+    dmuon.Muon([{"params": params, "use_muon": not is_empty}], distributed_config=config)
+
+
+@pytest.mark.pitfall("P21", "P49")
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raises", "no such layer"),
+        ("another dimension", "parameter 'parameter 0 of group 0' is a plain tensor over ranks"),
+        ("copies", "rank [01] has sharded parameters"),
+        ("a DTensor", "the local tensor of rank 1 has shape"),
+        ("apart", "rank 0 holds parameters together with ranks .0, 1., and rank 1 holds none with exactly these"),
+        ("no parameters", "rank [01] has sharded parameters"),
+    ],
+)
+def test_what_one_rank_of_a_grid_finds_ends_all(ranks: RankPool, fault: str, message: str) -> None:
+    for end in ranks.outcomes(2, cut_otherwise, fault, timeout=20):
+        own = fault == "raises" and end.rank == 1
+        assert end.raised(LookupError if own else ValueError) and re.search(message, end.message), end
+
+
+def connections(rank: int, world: int) -> None:
+    """The ranks of the grid are connected once, and take no part in steps in which they share nothing."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+    groups: dict[str, Any] = {"ep_pg": mesh.get_group("ep"), "fsdp_pg": mesh.get_group("fsdp")}
+    config = create_processgroup_config(**groups, shard_dims={"fsdp": 0}, costs="flops")
+    made = []
+    make = dmuon.exchanged.functions.make_domain  # type: ignore[attr-defined]
+    dmuon.exchanged.functions.make_domain = lambda *args: made.append(args) or make(*args)  # type: ignore[attr-defined]
+    try:
+        optimizer = dmuon.Muon([nn.Parameter(torch.ones(2, 4))], distributed_config=config)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 4))], "use_muon": True})
+    finally:
+        dmuon.exchanged.functions.make_domain = make  # type: ignore[attr-defined]
+    first = 2 * (rank // 2)
+    assert [tuple(sorted(ranks)) for ranks, *_ in made] == [(0, 1, 2, 3), (first, first + 1)]
+    assert optimizer._exchange is not None
+    assert [domain.ranks for domain, _ in optimizer._exchange.domains] == [(first, first + 1)]
+
+
+def test_the_ranks_of_a_grid_are_connected_once(ranks: RankPool) -> None:
+    ranks(4, connections)
+
+
+def without_matrices(rank: int, world: int) -> None:
+    """No rank has anything to exchange: that is no fault, and steps need no vote."""
+    group: Any = dist.group.WORLD
+    for config in (create_dtensor_config(costs="flops"), create_processgroup_config(fsdp_pg=group, costs="flops")):
+        bias = nn.Parameter(torch.ones(3))
+        optimizer = dmuon.Muon([{"params": [bias], "use_muon": False}], distributed_config=config)
+        bias.grad = torch.ones(3)
+        optimizer.step()
+        assert optimizer.exchanged() == []
+        assert optimizer._exchange is not None and optimizer._exchange.domains == []
+
+
+def test_ranks_without_matrices_take_steps(ranks: RankPool) -> None:
+    ranks(2, without_matrices)
+
+
+# -- one configuration, one optimizer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [create_dtensor_config, create_processgroup_config, create_auto_config])
+def test_a_configuration_serves_one_living_optimizer(make: Callable[..., DistributedConfig]) -> None:
+    config = make(costs="flops")
+    weight = nn.Parameter(torch.ones(3, 4))
+    first = dmuon.Muon([weight], distributed_config=config)
+    for again in (config, replace(config, assign_fn=lambda params, state: {0: 0})):
+        with pytest.raises(ValueError, match="distributed_config is in use by another optimizer"):
+            dmuon.Muon([weight], distributed_config=again)
+    first.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True})
+    del first
+    dmuon.Muon([weight], distributed_config=config)
+
+
+def default_layouts(rank: int, world: int) -> None:
+    """Groups that add nothing to exchange change nothing; others keep the process groups."""
+    make = dmuon.exchanged.default.create_dtensor_config
+    dmuon.exchanged.default.create_dtensor_config = partial(make, costs="flops")
+    try:
+        mesh = init_device_mesh("cpu", (world,))
+        params = [nn.Parameter(distribute_tensor(torch.ones(4, 3 + i), mesh, [Shard(0)])) for i in range(3)]
+        optimizer = dmuon.Muon(params[:1])
+        found = [optimizer._exchange]
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "use_muon": False})
+        found.append(optimizer._exchange)
+        optimizer.add_param_group({"params": params[1:2], "use_muon": True})
+        found.append(optimizer._exchange)
+        optimizer.param_groups[0]["params"].append(params[2])
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        found.append(optimizer._exchange)
+    finally:
+        dmuon.exchanged.default.create_dtensor_config = make
+    assert found[0] is found[1] and len({*map(id, found)}) == 3
+    assert len({id(one.config) for one in found if one is not None}) == 1
+    assert len({id(domain) for one in found if one is not None for domain, _ in one.domains}) == 1
+    assert len(optimizer.exchanged()) == 3
+
+
+def test_the_default_configuration_is_kept(ranks: RankPool) -> None:
+    ranks(2, default_layouts)

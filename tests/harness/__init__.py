@@ -1,0 +1,1 @@
+"""What tests share: ranks, models, topologies, the single-process oracle."""

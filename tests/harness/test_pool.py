@@ -1,0 +1,159 @@
+"""The rank pool itself: results, errors, hangs, deaths, reuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.pool import RankFailure, RankPool
+
+
+@pytest.fixture
+def fresh() -> Iterator[RankPool]:
+    """A pool of its own, for tests that end workers."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def _sum_of_ranks(rank: int, world: int, scale: float) -> Tensor:
+    assert dist.get_rank() == rank and dist.get_world_size() == world
+    x = torch.full((3,), scale * (rank + 1))
+    dist.all_reduce(x)
+    return x
+
+
+def _subgroup_sum(rank: int, world: int) -> float:
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    x = torch.tensor(float(rank))
+    dist.all_reduce(x, group=rows[rank // 2])
+    return x.item()
+
+
+def _raise_on(rank: int, world: int, failing: int) -> None:
+    print(f"output of rank {rank}")
+    if rank == failing:
+        raise ValueError(f"bad rank {rank}")
+    dist.barrier()
+
+
+def _raise_everywhere(rank: int, world: int) -> None:
+    dist.barrier()
+    raise LookupError(f"named error on rank {rank}")
+
+
+def _hang_on(rank: int, world: int, hanging: int) -> None:
+    if rank == hanging:
+        time.sleep(100)
+
+
+def _die_on(rank: int, world: int, dying: int, how: str) -> None:
+    if rank == dying:
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def _pid_and_noise(rank: int, world: int) -> tuple[int, Tensor]:
+    os.environ["DMUON_POOL_PROBE"] = "1"
+    return os.getpid(), torch.randn(4)
+
+
+def _probe(rank: int, world: int) -> str | None:
+    return os.environ.get("DMUON_POOL_PROBE")
+
+
+def _unpicklable(rank: int, world: int) -> object:
+    return lambda: None
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_all_reduce_reaches_every_rank(ranks: RankPool, world: int) -> None:
+    results = ranks(world, _sum_of_ranks, 2.0)
+    assert len(results) == world
+    for result in results:
+        assert torch.equal(result, torch.full((3,), 2.0 * sum(range(1, world + 1))))
+
+
+def test_subgroups_work(ranks: RankPool) -> None:
+    assert ranks(4, _subgroup_sum) == [1.0, 1.0, 5.0, 5.0]
+
+
+def test_workers_are_reused_seeded_alike_and_keep_no_environment(ranks: RankPool) -> None:
+    first = ranks(2, _pid_and_noise)
+    assert ranks(2, _probe) == [None, None]
+    second = ranks(2, _pid_and_noise)
+    assert [pid for pid, _ in first] == [pid for pid, _ in second] == ranks.pids()[:2]
+    assert torch.equal(first[0][1], second[0][1]) and torch.equal(first[0][1], first[1][1])
+
+
+def test_error_names_the_rank_and_ends_those_that_wait_for_it(fresh: RankPool) -> None:
+    start = time.monotonic()
+    fresh(2, _sum_of_ranks, 1.0)
+    with pytest.raises(RankFailure, match="rank 1 raised first") as caught:
+        fresh(2, _raise_on, 1)
+    assert time.monotonic() - start < 60, "waited for the time limit although a rank had failed"
+    message = str(caught.value)
+    assert "ValueError: bad rank 1" in message and "in _raise_on" in message
+    assert "output of rank 1" in message and "barrier" in message
+    assert torch.equal(fresh(2, _sum_of_ranks, 1.0)[0], torch.full((3,), 3.0))
+
+
+def test_expected_error_on_every_rank_keeps_the_workers(ranks: RankPool) -> None:
+    pids = [pid for pid, _ in ranks(2, _pid_and_noise)]
+    outcomes = ranks(2, _raise_everywhere, expect=LookupError, match="named error")
+    assert [o.message for o in outcomes] == ["named error on rank 0", "named error on rank 1"]
+    assert [pid for pid, _ in ranks(2, _pid_and_noise)] == pids
+
+
+def test_expect_fails_where_a_rank_raises_something_else_or_nothing(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure, match=r"ranks \[0, 1\] did not raise KeyError"):
+        ranks(2, _raise_everywhere, expect=KeyError)
+    with pytest.raises(RankFailure, match=r"ranks \[0, 1\] did not raise ValueError"):
+        ranks(2, _sum_of_ranks, 1.0, expect=ValueError)
+
+
+def test_hang_fails_within_its_timeout_and_shows_stacks(fresh: RankPool) -> None:
+    fresh(2, _sum_of_ranks, 1.0)
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 1 hung for 3 s first") as caught:
+        fresh(2, _hang_on, 1, timeout=3)
+    assert 3 <= time.monotonic() - start < 15
+    assert "in _hang_on" in str(caught.value), "no stack of the hanging function"
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 7), pytest.param("kill", -9, marks=pytest.mark.slow)])
+def test_death_is_reported_and_the_pool_recovers(fresh: RankPool, how: str, code: int) -> None:
+    outcomes = fresh.outcomes(2, _die_on, 0, how, pg_timeout=10)
+    assert outcomes[0].error == "WorkerDied" and f"exit code {code}" in outcomes[0].message
+    assert not outcomes[1].ok
+    assert torch.equal(fresh(2, _sum_of_ranks, 1.0)[1], torch.full((3,), 3.0))
+
+
+@pytest.mark.slow
+def test_worker_killed_between_calls_is_replaced(fresh: RankPool) -> None:
+    fresh(1, _sum_of_ranks, 1.0)
+    pid = fresh.pids()[0]
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert fresh(1, _sum_of_ranks, 1.0)[0][0] == 1.0
+
+
+def test_result_that_cannot_be_pickled_is_an_error_of_its_rank(ranks: RankPool) -> None:
+    outcomes = ranks.outcomes(1, _unpicklable)
+    assert outcomes[0].error is not None and "pickle" in outcomes[0].message.lower()
+    with pytest.raises(ValueError, match="1 to 4 ranks"):
+        ranks(5, _sum_of_ranks, 1.0)
+
+
+def test_cache_folder_is_private_to_the_session() -> None:
+    assert Path(os.environ["XDG_CACHE_HOME"]).name.startswith("dmuon-test-cache-")

@@ -1,0 +1,253 @@
+"""The symmetric-product kernel: its results in Triton's interpreter, its machine code, its launches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from aot import resources
+from aot_symmetric import INSTRUCTION, PROCESSORS, SHARED_MEMORY, compile_product, recording
+from interpreted_symmetric import cases
+
+from dmuon.kernels import symmetric_triton as triton_symmetric
+from dmuon.kernels.symmetric_triton import TileConfig, candidates, default_config, symmetric_product, unsupported
+
+CASES = [name for name, _ in cases()]
+PLAIN = {"decoding_covers_the_lower_triangle", "roots_are_exact_at_every_edge", "refusals", "nothing_to_do"}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LAYOUTS = ("nn", "nt", "tn", "tt")
+
+# The first test waits for the whole interpreter process: 20 s of work, more on a busy machine.
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict:
+    """What ``interpreted_symmetric.py`` printed, by case."""
+    script = Path(__file__).parent / "interpreted_symmetric.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=380)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    if lines and "unusable" in lines[0]:
+        pytest.skip(f"Triton's interpreter does not work here: {lines[0]['unusable']}")
+    found = {line.pop("case"): line for line in lines}
+    assert done.returncode == 0, f"after {len(found)} of {len(CASES)} cases: {done.stderr[-2000:]}"
+    return found
+
+
+@pytest.mark.pitfall("P43", "P44", "P45")
+@pytest.mark.parametrize("name", [name for name in CASES if name not in PLAIN])
+def test_interpreted_kernel(results, name):
+    """Close to fp64, symmetric and repeatable bitwise, inputs untouched, and what else the case claims."""
+    result = results[name]
+    assert "raised" not in result, result["raised"]
+    if "error" in result:
+        assert result["error"] <= result["tolerance"]
+    claims = {claim: held for claim, held in result.items() if isinstance(held, bool)}
+    assert claims or "error" in result
+    assert all(claims.values()), claims
+
+
+def test_every_lower_tile_is_computed_once(results):
+    assert results["decoding_covers_the_lower_triangle"] == {"wrong": []}
+    assert results["roots_are_exact_at_every_edge"] == {"exact": True, "largest": 23168 * 23169 // 2}
+
+
+@pytest.mark.pitfall("P44")
+def test_empty_results(results):
+    assert results["nothing_to_do"] == {
+        "shapes": {"(0, 4, 3)": [0, 4, 4], "(2, 0, 3)": [2, 0, 0], "(0, 3)": [0, 0], "(2, 0, 0)": [2, 0, 0]}
+    }
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("out is a", "out overlaps a"),
+        ("out is b", "out overlaps b"),
+        ("out meets a", "out overlaps a"),
+        ("out meets c", "out overlaps c"),
+        ("out overlaps itself", "overlaps itself"),
+        ("dtypes", "b is torch.float16 on cpu, a is torch.float32"),
+        ("dimensions", "(m, p) or (k, m, p)"),
+        ("shape of b", "b must be (2, 32, 32)"),
+        ("shape of c", "c must be (2, 32, 32)"),
+        ("shape of out", "out must be (2, 32, 32)"),
+        ("fp64", "none of fp16, bf16 and fp32"),
+        ("bf16", "interpreter multiplies bf16 wrongly"),
+        ("b_symmetric", "b_symmetric=True needs square b"),
+        ("descriptors, address", "an address is no multiple of 16 bytes"),
+        ("descriptors, stride", "a has a stride of 124 bytes"),
+        ("descriptors, expanded", "a has a stride of 0 bytes"),
+        ("descriptors, strided", "no dimension of a matrix of a is contiguous"),
+        ("too many tiles", "split the batch"),
+    ],
+)
+def test_refused_before_launch(results, call, message):
+    assert "raised" not in results["refusals"], results["refusals"]
+    assert message in results["refusals"]["messages"][call]
+
+
+def _check_resources(config: TileConfig, dtype: torch.dtype, arch: int, **options: object) -> None:
+    used = compile_product(config, dtype, arch, **options)
+    assert used.spill_bytes == 0, (config, arch, used.registers)
+    assert used.shared_bytes <= SHARED_MEMORY[arch], (config, arch)
+    assert used.instruction == ("none" if dtype == torch.float32 else INSTRUCTION[arch])
+
+
+@pytest.mark.parametrize("side", [256, 2048])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_default_config_builds_without_spills(arch, dtype, side):
+    _check_resources(default_config(side, side, dtype, divmod(arch, 10)), dtype, arch)
+
+
+@pytest.mark.parametrize("descriptors", [False, True])
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_every_layout_uses_the_matrix_instruction(layouts, descriptors):
+    _check_resources(TileConfig(128, 64, 8, 4, descriptors), torch.float16, 90, layouts=layouts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_every_candidate_builds_without_spills(arch, dtype):
+    for config in candidates(2048, 2048, dtype, divmod(arch, 10)):
+        for layouts in LAYOUTS if dtype == torch.float16 else ("nt",):
+            _check_resources(config, dtype, arch, layouts=layouts)
+    for config in candidates(2047, 2047, dtype, divmod(arch, 10)):
+        _check_resources(config, dtype, arch, sizes=(511, 1023))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_default_does_not_spill_where_strides_or_addresses_forbid_vectors(offset):
+    x = torch.empty(512 * 516 + offset, dtype=torch.float16)[offset:].view(512, 516)[:, :512]
+    with recording(80) as recorder:
+        symmetric_product(x, x.mT)
+    assert resources(recorder.kernels[0]).spill_bytes == 0
+
+
+@pytest.mark.pitfall("P46")
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_coefficients_and_batch_sizes_share_one_kernel(descriptors):
+    x = torch.empty(17, 128, 64, dtype=torch.float16)
+    c = torch.empty(17, 128, 128, dtype=torch.float16)
+    config = TileConfig(64, 64, 4, 3, descriptors)
+    with recording(90) as recorder:
+        for k in (1, 2, 3, 16, 17):
+            for alpha, beta in ((1.0, 1.0), (1, 2), (-0.25, 0.5), (3.4445, -4.775)):
+                symmetric_product(x[:k], x[:k].mT, c[:k], alpha=alpha, beta=beta, config=config)
+    assert len(recorder.kernels) == 20
+    assert recorder.variants == 1
+
+
+@pytest.mark.pitfall("P47")
+def test_grid_is_persistent_with_descriptors_only():
+    x = torch.empty(40, 128, 64, dtype=torch.float16)
+    with recording(90) as recorder:
+        for descriptors in (False, True):
+            symmetric_product(x, x.mT, config=TileConfig(64, 64, 4, 3, descriptors))
+        symmetric_product(x[:4], x[:4].mT, config=TileConfig(64, 64, 4, 3, True))
+    assert recorder.grids == [(40 * 3,), (PROCESSORS,), (4 * 3,)]
+    assert ["cp.async.bulk.tensor" in kernel.asm["ptx"] for kernel in recorder.kernels] == [False, True, True]
+
+
+@pytest.mark.pitfall("P47")
+@pytest.mark.parametrize(
+    ("arch", "columns", "descriptors"),
+    [(80, 64, False), (90, 64, True), (100, 64, True), (120, 64, False), (90, 63, False)],
+)
+def test_default_takes_descriptors_where_possible(arch, columns, descriptors):
+    x = torch.empty(256, 64, dtype=torch.float16)[:, :columns].contiguous()
+    with recording(arch) as recorder:
+        symmetric_product(x, x.mT)
+    assert ("cp.async.bulk.tensor" in recorder.kernels[0].asm["ptx"]) == descriptors
+
+
+def test_default_falls_back_where_strides_forbid_descriptors():
+    x = torch.empty(256, 129, dtype=torch.float16)[:, :64]  # sizes allow them, 258 bytes between rows do not
+    with recording(90) as recorder:
+        symmetric_product(x, x.mT)
+    assert "cp.async.bulk.tensor" not in recorder.kernels[0].asm["ptx"]
+
+
+def test_symmetric_b_is_read_along_its_inner_dimension():
+    a, b = torch.empty(2, 256, 256, dtype=torch.float16).unbind()
+    with recording(90) as recorder:
+        for b_symmetric, view in ((True, b), (False, b.mT), (False, b)):
+            symmetric_product(a, view, b_symmetric=b_symmetric)
+    transposed, explicit, plain = (kernel.hash for kernel in recorder.kernels)
+    assert transposed == explicit != plain
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0), (13, 7)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 4096), (100, 37), (512, 512), (4096, 14336), (8191, 8192)])
+def test_candidates_are_few_distinct_and_survive_printing(capability, dtype, sizes):
+    configs = candidates(*sizes, dtype, capability)
+    assert 1 <= len(configs) <= 6
+    assert len(set(configs)) == len(configs)
+    assert [TileConfig.parse(str(config)) for config in configs] == list(configs)
+    assert default_config(*sizes, dtype, capability) == configs[0]
+    if capability < (9, 0):
+        assert not any(config.descriptors for config in configs)
+
+
+def test_config_prints_compactly():
+    assert str(TileConfig(128, 64, 8, 3, descriptors=True)) == "128x64w8s3dg8"
+    assert str(TileConfig(64, 32, 4, 2, group=4)) == "64x32w4s2g4"
+
+
+@pytest.mark.parametrize("text", ["", "128x64", "128x64w8s3dg8 ", "-128x64w8s3g8", "128x64w8s3xg8", "١28x64w8s3g8"])
+def test_unreadable_config_is_refused(text):
+    with pytest.raises(ValueError, match="is no tile config"):
+        TileConfig.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["96x64w8s3g8", "8x64w8s3g8", "512x64w8s3g8", "128x64w3s3g8", "128x64w8s0g8", "128x64w8s3g0"]
+)
+def test_impossible_config_is_refused(text):
+    with pytest.raises(ValueError, match="must be"):
+        TileConfig.parse(text)
+
+
+def test_without_the_interpreter_cpu_is_refused():
+    assert "interpreter only" in unsupported(torch.device("cpu"), torch.float16)
+    with pytest.raises(ValueError, match=r"use torch\.baddbmm"):
+        symmetric_product(torch.zeros(4, 4), torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "dtype", "reason"),
+    [
+        ((7, 5), None, torch.float16, "compute capability 7.5 is below 8.0"),
+        ((8, 0), "6.4", torch.float16, "untested on HIP"),
+        ((8, 0), None, torch.float64, "none of fp16, bf16 and fp32"),
+        ((8, 0), None, torch.bfloat16, None),
+        ((12, 0), None, torch.float32, None),
+    ],
+)
+def test_unsupported_says_why(monkeypatch, capability, hip, dtype, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = unsupported.__wrapped__(torch.device("cuda", 0), dtype)
+    assert found is None if reason is None else reason in found
+
+
+def test_without_triton_it_says_so(monkeypatch):
+    monkeypatch.setattr(triton_symmetric.importlib.util, "find_spec", lambda name: None)
+    assert unsupported.__wrapped__(torch.device("cuda", 0), torch.float16) == "Triton is not installed"
+
+
+def test_importing_the_wrapper_does_not_import_triton():
+    code = "import sys, dmuon.kernels.symmetric_triton; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,306 @@
+"""Where the elements of a sharded tensor lie: piece by piece what torch's own placements say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from dmuon.layout.shards import Piece, ShardLayout, cells, layout_from_shapes, layout_of
+
+EXAMPLES = settings(deadline=None, max_examples=200)
+Case = tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]
+
+
+@st.composite
+def sharded(draw: st.DrawFn, ndim: int = 2, most: int = 9, strided: bool = True) -> Case:
+    """A global shape, the extents of a mesh of up to 8 ranks, and placements."""
+    shape = draw(st.tuples(*[st.integers(1, most)] * ndim))
+    grids = st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda sizes: prod(sizes) <= 8)
+    sizes = tuple(draw(grids))
+    dims = st.integers(-ndim, ndim - 1)
+    shards = st.builds(Shard, dims)
+    choices: list[st.SearchStrategy[Placement]] = [st.just(Replicate()), shards, shards]
+    if strided:  # torch takes no negative dimension there
+        choices.append(st.builds(_StridedShard, st.integers(0, ndim - 1), split_factor=st.integers(1, 4)))
+    return shape, sizes, tuple(draw(st.tuples(*[st.one_of(choices)] * len(sizes))))
+
+
+def numbered(shape: Sequence[int]) -> Tensor:
+    """A tensor whose elements are their flat indices."""
+    return torch.arange(prod(shape)).view(*shape)
+
+
+def split(tensor: Tensor, placement: Placement, count: int) -> list[Tensor]:
+    """What torch gives each of ``count`` ranks."""
+    if isinstance(placement, Replicate):
+        return [tensor] * count
+    assert isinstance(placement, Shard | _StridedShard)
+    normal = Shard(placement.dim % tensor.ndim) if isinstance(placement, Shard) else placement
+    return normal._split_tensor(tensor, count, with_padding=False)[0]
+
+
+def locals_of(case: Case) -> list[Tensor]:
+    """The local tensors of all positions, split by torch mesh dimension by mesh dimension."""
+    shape, sizes, placements = case
+    held = [numbered(shape)]
+    for size, placement in zip(sizes, placements, strict=True):
+        held = [part for tensor in held for part in split(tensor, placement, size)]
+    return held
+
+
+def copies_of(case: Case) -> list[tuple[int, ...]]:
+    """By position its coordinates in the mesh dimensions that hold copies."""
+    _, sizes, placements = case
+    along = [i for i, placement in enumerate(placements) if isinstance(placement, Replicate)]
+    return [tuple(at[i] for i in along) for at in product(*map(range, sizes))]
+
+
+def assembled(piece: Piece, whole: Tensor) -> Tensor:
+    """The local tensor of a piece, block by block; -1 where no block writes."""
+    local = torch.full(piece.shape, -1)
+    for here, there in piece.blocks():
+        assert (local[here] == -1).all(), "blocks overlap"
+        local[here] = whole[there]
+    return local
+
+
+# -- layouts of DTensors --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("P14")
+@EXAMPLES
+@given(st.one_of(sharded(), sharded(ndim=1, most=20), sharded(ndim=3, most=5)))
+@example(((1, 7), (4,), (Shard(0),)))
+@example(((5, 3), (4,), (Shard(0),)))
+@example(((9, 2), (4, 2), (_StridedShard(0, split_factor=2), Shard(0))))
+def test_every_piece_is_the_local_tensor_that_torch_makes(case: Case) -> None:
+    layout = layout_of(*case)
+    expected = locals_of(case)
+    whole = numbered(case[0])
+    assert layout.shape == case[0] and len(layout.pieces) == len(expected)
+    for position, (piece, local) in enumerate(zip(layout.pieces, expected, strict=True)):
+        assert piece.shape == tuple(local.shape) and piece.numel == local.numel(), f"position {position}: {piece}"
+        assert torch.equal(assembled(piece, whole), local), f"position {position}: {piece}"
+        assert piece.covers(case[0]) == torch.equal(local, whole)
+        if not piece.numel:
+            assert piece.blocks() == []
+
+
+@EXAMPLES
+@given(sharded())
+def test_the_pieces_of_a_copy_partition_the_whole(case: Case) -> None:
+    layout = layout_of(*case)
+    copies = copies_of(case)
+    assert sorted(set(layout.replicas)) == list(range(len(set(copies))))
+    whole = numbered(case[0])
+    elements = [local.numel() for local in locals_of(case)]
+    for owner, mine in enumerate(copies):
+        of_copy = [i for i, copy in enumerate(copies) if copy == mine]
+        assert [i for i, number in enumerate(layout.replicas) if number == layout.replicas[owner]] == of_copy
+        sources = layout.sources(owner)
+        assert list(sources) == [i for i in of_copy if elements[i]]
+        held = torch.cat([assembled(layout.pieces[i], whole).flatten() for i in sources])
+        assert torch.equal(held.sort().values, whole.flatten())
+
+
+@EXAMPLES
+@given(sharded())
+def test_a_split_dimension_is_one_along_which_pieces_concatenate(case: Case) -> None:
+    layout = layout_of(*case)
+    expected = locals_of(case)
+    whole = numbered(case[0])
+    blocks = [len(piece.blocks()) for piece in layout.pieces]
+    cut = {dim for local in expected for dim in range(2) if local.shape[dim] != case[0][dim]}
+    if layout.split_dim is None:
+        assert len(cut) != 1 or max(blocks) > 1
+        return
+    assert cut == {layout.split_dim} and max(blocks) == 1
+    for owner in range(len(expected)):
+        assert sorted(layout.order(owner)) == list(layout.sources(owner))
+        together = torch.cat([expected[i] for i in layout.order(owner)], layout.split_dim)
+        assert torch.equal(together, whole)
+
+
+def test_runs_that_continue_one_another_are_one() -> None:
+    """FSDP over tensor parallelism interleaves the mesh, yet each rank has a single block of rows."""
+    layout = layout_of((8, 3), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
+    assert [piece.runs[0] for piece in layout.pieces] == [((0, 2),), ((4, 6),), ((2, 4),), ((6, 8),)]
+    assert layout.split_dim == 0 and layout.order(0) == (0, 2, 1, 3)
+    assert layout_of((8, 3), (1,), (_StridedShard(0, split_factor=4),)).pieces[0].runs[0] == ((0, 8),)
+
+
+def test_a_rank_with_several_runs_has_a_block_of_each() -> None:
+    piece = layout_of((9, 2), (4,), (_StridedShard(0, split_factor=2),)).pieces[0]
+    assert piece.runs == (((0, 2), (5, 6)), ((0, 2),))
+    columns = slice(0, 2)
+    assert piece.blocks() == [
+        ((slice(0, 2), columns), (slice(0, 2), columns)),
+        ((slice(2, 3), columns), (slice(5, 6), columns)),
+    ]
+
+
+@EXAMPLES
+@given(sharded(), st.randoms(use_true_random=False))
+def test_a_reordered_layout_keeps_each_rank_its_piece(case: Case, source: object) -> None:
+    layout = layout_of(*case)
+    order = list(range(len(layout.pieces)))
+    source.shuffle(order)  # type: ignore[attr-defined]
+    other = layout.reordered(order)
+    for i, old in enumerate(order):
+        assert other.pieces[i] == layout.pieces[old] and other.replicas[i] == layout.replicas[old]
+        assert sorted(order[j] for j in other.sources(i)) == list(layout.sources(old))
+    assert other.split_dim == layout.split_dim and other.shape == layout.shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "placements", "message"),
+    [
+        ((4, 4), (2,), (Partial(),), r"placement P.*redistribute"),
+        ((4, 4), (2, 2), (Shard(0), Partial("avg")), r"placement P.*redistribute"),
+        ((4, 4), (2,), (Shard(2),), "dimension 2 is cut, but the tensor has 2"),
+        ((4, 4), (2,), (Shard(-3),), "dimension -3 is cut"),
+        ((4, 4), (2, 2), (Shard(0),), "1 placements .* extents"),
+    ],
+)
+def test_what_leaves_no_rank_with_elements_is_refused(
+    shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Placement, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout_of(shape, sizes, placements)
+
+
+def test_a_thousand_ranks_take_no_time() -> None:
+    start = time.perf_counter()
+    layout = layout_of((1 << 20, 4096), (128, 8), (_StridedShard(0, split_factor=8), Shard(0)))
+    stack = layout_of((512, 4096, 4096), (16, 64), (Shard(0), Shard(1)))
+    assert len(cells(stack)) == 16
+    assert time.perf_counter() - start < 1, "elements are enumerated"
+    assert layout.split_dim == 0 and len(layout.sources(0)) == 1024
+    assert layout_of([1 << 20, 4096], [128, 8], [_StridedShard(0, split_factor=8), Shard(0)]) is layout
+
+
+# -- layouts of plain shards ----------------------------------------------------------------------------------------
+
+
+@EXAMPLES
+@given(sharded(strided=False))
+def test_local_shapes_tell_the_layout(case: Case) -> None:
+    shape, sizes, placements = case
+    shapes = [tuple(local.shape) for local in locals_of(case)]
+    dims = [placement.dim if isinstance(placement, Shard) else None for placement in placements]
+    found = layout_from_shapes(shapes, sizes, dims)
+    assert found == layout_of(shape, sizes, placements)
+    assert found.split_dim == layout_of(shape, sizes, placements).split_dim
+
+
+@st.composite
+def uneven(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    """Lengths that an outer and an inner dimension of the grid cut rows into, and columns of a third."""
+    outer, inner, columns = (draw(st.integers(1, 3)) for _ in range(3))
+    length = st.integers(0, 4)
+    rows = draw(st.lists(st.lists(length, min_size=inner, max_size=inner), min_size=outer, max_size=outer))
+    return rows, draw(st.lists(length, min_size=columns, max_size=columns))
+
+
+@EXAMPLES
+@given(uneven())
+def test_shards_of_any_lengths_have_their_place(case: tuple[list[list[int]], list[int]]) -> None:
+    rows, columns = case
+    whole = numbered((sum(map(sum, rows)), sum(columns)))
+    parts = whole.split([length for inner in rows for length in inner])
+    held = [block for part in parts for block in part.split(columns, 1)]
+    sizes = (len(rows), len(rows[0]), len(columns))
+    layout = layout_from_shapes([tuple(block.shape) for block in held], sizes, (0, 0, 1))
+    assert layout.shape == tuple(whole.shape) and set(layout.replicas) == {0}
+    for piece, block in zip(layout.pieces, held, strict=True):
+        assert torch.equal(assembled(piece, whole), block)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sizes", "dims", "message"),
+    [
+        ([(2, 3), (2, 4)], (2,), (0,), r"\(2, 3\) at position 0 and \(2, 4\) at position 1; dimension 1"),
+        ([(2, 3), (3, 3)], (2,), (None,), r"\(2, 3\) at position 0 and \(3, 3\) at position 1; dimension 0"),
+        ([(2, 3), (1, 3), (2, 3), (2, 3)], (2, 2), (None, 0), r"\(1, 3\) at position 1 and \(2, 3\) at position 3"),
+        ([(2, 3), (0,)], (2,), (0,), r"\(0,\) at position 1 and \(2, 3\) at position 0"),
+        ([(2, 3), (2, 3)], (2,), (2,), "dimension 2 is cut, but the tensor has 2"),
+        ([(2, 3)], (2,), (0,), "1 local shapes"),
+    ],
+)
+def test_shapes_that_no_tensor_was_cut_into_are_refused(
+    shapes: list[tuple[int, ...]], sizes: tuple[int, ...], dims: tuple[int | None, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout_from_shapes(shapes, sizes, dims)
+
+
+# -- stacks of matrices ---------------------------------------------------------------------------------------------
+
+
+def brute_force(layout: ShardLayout, case: Case) -> list[tuple[tuple[int, ...], list[Tensor]]]:
+    """For each matrix its holders, and what each holds of it."""
+    experts, *matrix = case[0]
+    size = prod(matrix)
+    found = []
+    for expert in range(experts):
+        holders, parts = [], []
+        for position, (local, piece) in enumerate(zip(locals_of(case), layout.pieces, strict=True)):
+            held = [e for start, stop in piece.runs[0] for e in range(start, stop)]
+            if expert in held:
+                holders.append(position)
+                parts.append(local[held.index(expert)] - expert * size)
+        found.append((tuple(holders), parts))
+    return found
+
+
+@EXAMPLES
+@given(sharded(ndim=3, most=5))
+@example(((5, 1, 4), (2, 2), (Shard(0), Shard(1))))
+def test_cells_are_the_matrices_with_equal_holders(case: Case) -> None:
+    layout = layout_of(*case)
+    expected = brute_force(layout, case)
+    matrix = numbered(case[0][1:])
+    found = cells(layout)
+    assert [e for cell in found for e in range(cell.start, cell.stop)] == list(range(case[0][0]))
+    for cell, after in zip(found, [*found[1:], None], strict=True):
+        assert after is None or cell.holders != after.holders, "a longer run has the same holders"
+        assert cell.layout.shape == case[0][1:] and len(cell.layout.pieces) == len(cell.holders)
+        for expert in range(cell.start, cell.stop):
+            holders, parts = expected[expert]
+            assert cell.holders == holders
+            for piece, part in zip(cell.layout.pieces, parts, strict=True):
+                assert torch.equal(assembled(piece, matrix), part)
+        copies = [layout.replicas[i] for i in cell.holders]
+        assert sorted(set(cell.layout.replicas)) == list(range(len(set(copies))))
+        assert len(set(zip(copies, cell.layout.replicas, strict=True))) == len(set(copies))
+        for owner in range(len(cell.holders)):
+            held = [assembled(cell.layout.pieces[i], matrix).flatten() for i in cell.layout.sources(owner)]
+            assert torch.equal(torch.cat(held).sort().values, matrix.flatten())
+
+
+def test_a_rank_without_rows_holds_the_matrices_of_its_share() -> None:
+    (cell,) = cells(layout_of((2, 1, 4), (2,), (Shard(1),)))
+    assert (cell.start, cell.stop, cell.holders) == (0, 2, (0, 1))
+    assert [piece.shape for piece in cell.layout.pieces] == [(1, 4), (0, 4)]
+    assert cell.layout.sources(1) == (0,)
+
+
+def test_a_rank_without_matrices_holds_none() -> None:
+    found = cells(layout_of((5, 2, 2), (4,), (Shard(0),)))
+    assert [(cell.start, cell.stop, cell.holders) for cell in found] == [(0, 2, (0,)), (2, 4, (1,)), (4, 5, (2,))]
+    assert all(len(cell.layout.pieces) == 1 for cell in found)
+
+
+def test_only_a_stack_has_cells() -> None:
+    with pytest.raises(ValueError, match="3 dimensions"):
+        cells(layout_of((4, 4), (2,), (Shard(0),)))

@@ -1,0 +1,175 @@
+"""The matrices of real architectures, counted against published parameter counts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmuon.model.config import config_path, read_model
+from dmuon.model.matrix_shape import MatrixShape
+from dmuon.solver import CostTable, Matrix, plan
+
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
+QWEN_MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+}  # fmt: skip
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61, "first_k_dense_replace": 3, "num_attention_heads": 128, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+    "n_shared_experts": 1,
+}  # fmt: skip
+VIT = {
+    "model_type": "towers",
+    "towers": [
+        {
+            "name": "vision", "num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072,
+            "num_attention_heads": 12, "gated_mlp": False,
+        }
+    ],
+}  # fmt: skip
+
+
+def read(folder: Path, config: Any) -> list[MatrixShape]:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return read_model(path)
+
+
+def elements(matrices: list[MatrixShape]) -> int:
+    return sum(m.rows * m.cols for m in matrices)
+
+
+def test_llama_has_every_parameter_but_embeddings_and_norms(tmp_path: Path) -> None:
+    outside = 2 * 128256 * 4096 + 65 * 4096
+    assert elements(read(tmp_path, LLAMA_8B)) + outside == 8_030_261_248
+
+
+def test_gpt2_lists_fused_qkv_as_three_squares(tmp_path: Path) -> None:
+    matrices = read(tmp_path, GPT2)
+    outside = (50257 + 1024) * 768 + 12 * 13 * 768 + 2 * 768
+    assert elements(matrices) + outside == 124_439_808
+    first = [(m.name, m.rows, m.cols) for m in matrices if m.block == "transformer.h.0"]
+    assert first[:3] == [(f"transformer.h.0.attn.c_attn.{part}.weight", 768, 768) for part in "qkv"]
+    assert Counter(shape for *_, a, b in first for shape in [(a, b)])[(768, 768)] == 4
+
+
+def test_qwen_moe_counts_experts_and_routers_as_matrices(tmp_path: Path) -> None:
+    matrices = read(tmp_path, QWEN_MOE)
+    outside = 2 * 151936 * 2048 + 48 * (2 * 2048 + 2 * 128) + 2048
+    assert elements(matrices) + outside == 30_532_122_624
+    assert len(matrices) == 48 * (4 + 1 + 3 * 128)
+    names = {m.name: (m.rows, m.cols) for m in matrices}
+    assert names["model.layers.7.mlp.gate.weight"] == (128, 2048)
+    assert names["model.layers.7.mlp.experts.127.down_proj.weight"] == (2048, 768)
+
+
+def test_qwen_moe_honours_dense_layers(tmp_path: Path) -> None:
+    config = {**QWEN_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    per_block = Counter(m.block for m in read(tmp_path, config))
+    assert [per_block[f"model.layers.{i}"] for i in range(4)] == [7, 389, 7, 7]
+
+
+def test_deepseek_has_671_billion_parameters_with_dense_first_layers(tmp_path: Path) -> None:
+    matrices = read(tmp_path, DEEPSEEK)
+    assert elements(matrices) + 2 * 129280 * 7168 == pytest.approx(671.0e9, rel=1e-3)
+    per_block = Counter(m.block for m in matrices)
+    assert per_block["model.layers.2"] == 5 + 3
+    assert per_block["model.layers.3"] == 5 + 1 + 3 * 256 + 3
+
+
+def test_deepseek_without_a_query_rank_has_one_query_projection(tmp_path: Path) -> None:
+    names = {m.name: m.rows for m in read(tmp_path, {**DEEPSEEK, "q_lora_rank": None, "num_hidden_layers": 1})}
+    assert names["model.layers.0.self_attn.q_proj.weight"] == 128 * 192
+    assert "model.layers.0.self_attn.q_a_proj.weight" not in names
+
+
+def test_towers_hold_plain_and_gated_blocks(tmp_path: Path) -> None:
+    gated = {**VIT["towers"][0], "name": "text", "gated_mlp": True, "num_key_value_heads": 1}  # type: ignore[dict-item]
+    matrices = read(tmp_path, {"model_type": "towers", "towers": [*VIT["towers"], gated]})
+    assert Counter(m.block for m in matrices)["vision.layers.0"] == 6
+    assert Counter(m.block for m in matrices)["text.layers.0"] == 7
+    assert {(m.rows, m.cols) for m in matrices if m.name.startswith("text") and "k_proj" in m.name} == {(64, 768)}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_names_are_unique_and_begin_with_their_block(tmp_path: Path, kind: str) -> None:
+    matrices = read(tmp_path, {**LLAMA_8B, "model_type": kind})
+    assert len({m.name for m in matrices}) == len(matrices) == 7 * 32
+    assert all(m.name.startswith(f"{m.block}.") for m in matrices)
+
+
+@pytest.mark.pitfall("P20")
+@pytest.mark.parametrize("config", [LLAMA_8B, GPT2, VIT], ids=["llama", "gpt2", "vit"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_owners_are_balanced_whatever_the_layers_are_called(tmp_path: Path, config: Any, ranks: int) -> None:
+    matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in read(tmp_path, config)]
+    result = plan(matrices, ranks, CostTable.from_flops({m.shape for m in matrices}))
+    assert max(result.loads_ns) <= 1.02 * sum(result.loads_ns) / ranks
+    assert max(result.rank_bytes) <= 1.1 * sum(result.rank_bytes) / ranks
+    for block, (largest, least) in result.block_balance.items():
+        assert largest <= 2 * least, block
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ([1], "holds list, not an object"),
+        ({}, r"config.json: field 'model_type' is None; use one of deepseek_v3, gpt2"),
+        ({**LLAMA_8B, "model_type": "mamba"}, "'mamba'; use one of .*install transformers, .* dmuon-profile --shapes"),
+        ({**LLAMA_8B, "model_type": ["llama"]}, "'model_type' is"),
+        ({"model_type": "llama"}, "field 'hidden_size' is missing; set it to an integer"),
+        ({**LLAMA_8B, "hidden_size": "4096"}, "field 'hidden_size' is '4096'; set it to an integer"),
+        ({**LLAMA_8B, "num_hidden_layers": 0}, "field 'num_hidden_layers' is 0; set it to at least 1"),
+        ({**LLAMA_8B, "intermediate_size": True}, "'intermediate_size' is True"),
+        ({**LLAMA_8B, "num_attention_heads": 3000}, "field 'num_attention_heads' is 3000; set it to a divisor of 4096"),
+        ({**DEEPSEEK, "q_lora_rank": "x"}, "'q_lora_rank' is 'x'"),
+        ({**DEEPSEEK, "moe_layer_freq": 2}, "'moe_layer_freq' must be 1"),
+        ({**QWEN_MOE, "mlp_only_layers": "3"}, "'mlp_only_layers' is '3'; set it to a list of integers"),
+        ({"model_type": "towers", "towers": []}, r"'towers' is \[\]; set it to a non-empty list of objects"),
+        ({"model_type": "towers", "towers": [{}]}, r"'towers\[0\].name' is missing"),
+        ({"model_type": "towers", "towers": VIT["towers"] * 2}, r"'towers\[1\].name' repeats 'vision'"),  # type: ignore[operator]
+        (
+            {"model_type": "towers", "towers": [{**VIT["towers"][0], "gated_mlp": 1}]},  # type: ignore[dict-item]
+            r"'towers\[0\].gated_mlp' is 1; set it to true or false",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused_by_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any, says: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
+    with pytest.raises(ValueError, match=says):
+        read(tmp_path, config)
+
+
+def test_a_file_that_is_not_json_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    for data in (b"\xff{", b"{", b"", b"[" * 100_000):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"model.json: not JSON"):
+            read_model(path)
+
+
+def test_a_folder_stands_for_the_config_in_it(tmp_path: Path) -> None:
+    assert read(tmp_path, GPT2) == read_model(tmp_path)
+    assert config_path(tmp_path) == config_path(tmp_path / "config.json") == tmp_path / "config.json"
+
+
+def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    for path, name in ((tmp_path / "none.json", "none.json"), (tmp_path, "config.json")):
+        with pytest.raises(ValueError, match=rf"{name}: no such file; pass a model's config.json, or the folder"):
+            read_model(path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ValueError, match=r"config.json: cannot be read \(Is a directory\); pass a model's config.json"):
+        read_model(tmp_path)

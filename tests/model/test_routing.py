@@ -1,0 +1,594 @@
+"""Which parameters go to Muon, for the module trees of real models, and which are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from dmuon.model.routing import Route, route_parameters
+
+D, H, V = 8, 24, 11
+
+
+def node(**children: Any) -> nn.Module:
+    """A module with these children and parameters, and a ``forward`` (only containers lack one)."""
+    module = Called()
+    for name, child in children.items():
+        setattr(module, name, child)
+    return module
+
+
+class Called(nn.Module):
+    def forward(self) -> None:
+        raise AssertionError("routing runs no forward")
+
+
+class Conv1D(nn.Module):
+    """GPT-2's: a linear layer whose weight is stored (in, out)."""
+
+    def __init__(self, out: int, inp: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inp, out))
+        self.bias = nn.Parameter(torch.zeros(out))
+
+
+def bare(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def stack(make: Callable[[], nn.Module], layers: int = 2) -> nn.ModuleList:
+    return nn.ModuleList(make() for _ in range(layers))
+
+
+def linear(inp: int = D, out: int = D) -> nn.Linear:
+    return nn.Linear(inp, out, bias=False)
+
+
+def routes(model: nn.Module, **options: Any) -> dict[str, Route]:
+    found = {r.fqn: r for r in route_parameters(model, **options)}
+    assert sorted(found) == sorted(
+        n.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "") for n, _ in model.named_parameters()
+    ), "every parameter has one route"
+    return found
+
+
+def muon(model: nn.Module, **options: Any) -> dict[str, str]:
+    """Canonical name to block of what Muon takes."""
+    return {r.fqn: str(r.block) for r in routes(model, **options).values() if r.muon}
+
+
+def each(blocks: str, layers: int, *names: str) -> dict[str, str]:
+    return {f"{blocks}.{i}.{n}.weight": f"{blocks}.{i}" for i in range(layers) for n in names}
+
+
+# -- the module trees of real models ------------------------------------------------------------------------------
+
+
+def llama(layers: int = 2) -> nn.Module:
+    def layer() -> nn.Module:
+        attention = node(q_proj=linear(), k_proj=linear(D, D // 2), v_proj=linear(D, D // 2), o_proj=linear())
+        mlp = node(gate_proj=linear(D, H), up_proj=linear(D, H), down_proj=linear(H, D), act_fn=nn.SiLU())
+        return node(self_attn=attention, mlp=mlp, input_layernorm=nn.RMSNorm(D), post_attention_layernorm=nn.RMSNorm(D))
+
+    inner = node(embed_tokens=nn.Embedding(V, D), layers=stack(layer, layers), norm=nn.RMSNorm(D))
+    return node(model=inner, lm_head=linear(D, V))
+
+
+LLAMA = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj") + (
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+
+
+def gpt2(fused: bool) -> nn.Module:
+    def layer() -> nn.Module:
+        attention = node(c_proj=Conv1D(D, D))
+        if fused:
+            attention.c_attn = Conv1D(3 * D, D)
+        mlp = node(c_fc=Conv1D(4 * D, D), c_proj=Conv1D(D, 4 * D), act=nn.GELU())
+        return node(ln_1=nn.LayerNorm(D), attn=attention, ln_2=nn.LayerNorm(D), mlp=mlp)
+
+    inner = node(
+        wte=nn.Embedding(V, D), wpe=nn.Embedding(6, D), drop=nn.Dropout(), h=stack(layer), ln_f=nn.LayerNorm(D)
+    )
+    model = node(transformer=inner, lm_head=linear(D, V))
+    model.lm_head.weight = inner.wte.weight
+    return model
+
+
+def nanogpt() -> nn.Module:
+    def layer() -> nn.Module:
+        mlp = node(c_fc=linear(D, 4 * D), gelu=nn.GELU(), c_proj=linear(4 * D, D))
+        return node(ln_1=nn.LayerNorm(D), attn=node(q=linear(), k=linear(), v=linear(), c_proj=linear()), mlp=mlp)
+
+    inner = nn.ModuleDict(
+        {"wte": nn.Embedding(V, D), "wpe": nn.Embedding(6, D), "h": stack(layer), "ln_f": nn.LayerNorm(D)}
+    )
+    model = node(transformer=inner, lm_head=linear(D, V))
+    inner["wte"].weight = model.lm_head.weight
+    return model
+
+
+def torchtitan() -> nn.Module:
+    def layer() -> nn.Module:
+        return node(
+            attention=node(wq=linear(), wk=linear(), wv=linear(), wo=linear()),
+            feed_forward=node(w1=linear(D, H), w2=linear(H, D), w3=linear(D, H)),
+            attention_norm=nn.RMSNorm(D),
+        )
+
+    layers = nn.ModuleDict({str(i): layer() for i in range(2)})
+    return node(tok_embeddings=nn.Embedding(V, D), layers=layers, norm=nn.RMSNorm(D), output=linear(D, V))
+
+
+def bert() -> nn.Module:
+    def layer() -> nn.Module:
+        self_attention = node(query=linear(), key=linear(), value=linear())
+        attention = node(self=self_attention, output=node(dense=linear(), LayerNorm=nn.LayerNorm(D)))
+        return node(attention=attention, intermediate=node(dense=linear(D, H)), output=node(dense=linear(H, D)))
+
+    embeddings = node(word_embeddings=nn.Embedding(V, D), position_embeddings=nn.Embedding(6, D))
+    encoder = node(embeddings=embeddings, encoder=node(layer=stack(layer)), pooler=node(dense=linear()))
+    head = node(transform=node(dense=linear(), LayerNorm=nn.LayerNorm(D)), decoder=linear(D, V))
+    head.decoder.weight = embeddings.word_embeddings.weight
+    return node(bert=encoder, cls=node(predictions=head))
+
+
+def t5() -> nn.Module:
+    shared = nn.Embedding(V, D)
+
+    def layer(first: bool, cross: bool) -> nn.Module:
+        def attention(bias: bool) -> nn.Module:
+            module = node(q=linear(), k=linear(), v=linear(), o=linear())
+            if bias:
+                module.relative_attention_bias = nn.Embedding(4, 2)
+            return module
+
+        parts = [node(SelfAttention=attention(first), layer_norm=nn.RMSNorm(D))]
+        if cross:
+            parts.append(node(EncDecAttention=attention(False), layer_norm=nn.RMSNorm(D)))
+        parts.append(node(DenseReluDense=node(wi=linear(D, H), wo=linear(H, D)), layer_norm=nn.RMSNorm(D)))
+        return node(layer=nn.ModuleList(parts))
+
+    sides = {
+        side: node(embed_tokens=shared, block=nn.ModuleList([layer(True, cross), layer(False, cross)]))
+        for side, cross in (("encoder", False), ("decoder", True))
+    }
+    return node(shared=shared, **sides, lm_head=linear(D, V))
+
+
+def vit() -> nn.Module:
+    """torchvision's, with its attention split: a Sequential of blocks, a Sequential head, a raw positional table."""
+
+    def layer() -> nn.Module:
+        mlp = nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Dropout(), nn.Linear(H, D), nn.Dropout())
+        return node(ln_1=nn.LayerNorm(D), self_attention=node(q=linear(), k=linear(), v=linear(), o=linear()), mlp=mlp)
+
+    encoder = node(pos_embedding=bare(1, 5, D), layers=nn.Sequential(layer(), layer()), ln=nn.LayerNorm(D))
+    heads = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, V))
+    return node(conv_proj=nn.Conv2d(3, D, 4, 4), class_token=bare(1, 1, D), encoder=encoder, heads=heads)
+
+
+def mixtral(fused_experts: bool = False) -> nn.Module:
+    def layer() -> nn.Module:
+        if fused_experts:
+            experts: nn.Module = node(
+                gate_up_proj=bare(2, D, 2 * H), down_proj=bare(2, H, D), gate_up_proj_bias=bare(2, 2 * H)
+            )
+        else:
+            experts = stack(lambda: node(w1=linear(D, H), w2=linear(H, D), w3=linear(D, H)))
+        attention = node(q_proj=linear(), k_proj=linear(), v_proj=linear(), o_proj=linear())
+        return node(self_attn=attention, block_sparse_moe=node(gate=linear(D, 2), experts=experts))
+
+    return node(model=node(embed_tokens=nn.Embedding(V, D), layers=stack(layer)), lm_head=linear(D, V))
+
+
+ATTENTION = tuple(f"self_attn.{n}_proj" for n in "qkvo")
+T5_ATTENTION = tuple(f"layer.0.SelfAttention.{n}" for n in "qkvo")
+REAL_MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
+    "llama": (llama, each("model.layers", 2, *LLAMA)),
+    "llama, one layer": (lambda: llama(1), each("model.layers", 1, *LLAMA)),
+    "gpt2, split": (lambda: gpt2(False), each("transformer.h", 2, "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
+    "nanogpt": (
+        nanogpt,
+        each("transformer.h", 2, *(f"attn.{n}" for n in ("q", "k", "v", "c_proj")), "mlp.c_fc", "mlp.c_proj"),
+    ),
+    "torchtitan": (
+        torchtitan,
+        each("layers", 2, *(f"attention.w{n}" for n in "qkvo"), *(f"feed_forward.w{n}" for n in "123")),
+    ),
+    "bert": (
+        bert,
+        each(
+            "bert.encoder.layer", 2, *(f"attention.self.{n}" for n in ("query", "key", "value")),
+            "attention.output.dense", "intermediate.dense", "output.dense",
+        ),
+    ),
+    "t5": (
+        t5,
+        {
+            **each("encoder.block", 2, *T5_ATTENTION, "layer.1.DenseReluDense.wi", "layer.1.DenseReluDense.wo"),
+            **each(
+                "decoder.block", 2, *T5_ATTENTION, *(f"layer.1.EncDecAttention.{n}" for n in "qkvo"),
+                "layer.2.DenseReluDense.wi", "layer.2.DenseReluDense.wo",
+            ),
+        },
+    ),
+    "vit": (vit, each("encoder.layers", 2, *(f"self_attention.{n}" for n in "qkvo"), "mlp.0", "mlp.3")),
+    "mixtral": (
+        mixtral,
+        each(
+            "model.layers", 2, *ATTENTION, "block_sparse_moe.gate",
+            *(f"block_sparse_moe.experts.{e}.w{n}" for e in range(2) for n in "123"),
+        ),
+    ),
+    "mixtral, stacked experts": (
+        lambda: mixtral(True), each("model.layers", 2, *ATTENTION, "block_sparse_moe.gate"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.pitfall("P02", "P03", "P20")
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_matrices_of_real_models_go_to_muon_and_nothing_else(name: str) -> None:
+    make, expected = REAL_MODELS[name]
+    assert muon(make()) == expected
+
+
+@pytest.mark.pitfall("P03")
+def test_reasons_say_why_a_parameter_is_not_on_muon() -> None:
+    found = routes(t5())
+    assert found["shared.weight"].reason == "tied to embedding shared" or "embedding" in found["shared.weight"].reason
+    assert (
+        "embedding encoder.block.0"
+        in found["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].reason
+    )
+    assert found["encoder.block.0.layer.0.layer_norm.weight"].reason == "1-D"
+    assert found["lm_head.weight"].reason == "outside blocks"
+    assert found["encoder.block.0.layer.0.SelfAttention.q.weight"].reason == "matrix inside a block"
+    assert "tied to" in routes(gpt2(False))["transformer.wte.weight"].reason
+    assert "4-D" in routes(node(h=stack(lambda: node(a=linear(), c=nn.Conv2d(3, D, 2)))))["h.0.c.weight"].reason
+
+
+@pytest.mark.pitfall("P03", "P06", "P07")
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (lambda: nn.Embedding(5, D), "embedding h.0.extra"),
+        (lambda: nn.EmbeddingBag(5, D), "embedding h.0.extra"),
+        (lambda: nn.LayerNorm((4, D)), "weight of LayerNorm"),
+        (lambda: nn.RMSNorm((4, D)), "weight of RMSNorm"),
+        (lambda: nn.LSTM(D, D), "recurrent weight of LSTM"),
+        (lambda: nn.GRUCell(D, D), "recurrent weight of GRUCell"),
+        (lambda: nn.Conv1d(D, D, 3, groups=D), "3-D, not one matrix"),
+        (lambda: nn.Conv2d(D, D, 1), "4-D, not one matrix"),
+        (lambda: nn.Bilinear(D, D, 2), "3-D, not one matrix"),
+        (lambda: bare(5, D), "bare parameter of Called"),  # positions, Mamba's A_log, stacked biases
+        (lambda: bare(2, D, D), "3-D, not one matrix"),
+        (lambda: nn.Linear(D, D).requires_grad_(False), "frozen"),
+        (lambda: nn.Parameter(torch.zeros(D, D, dtype=torch.int64), requires_grad=False), "not floating point"),
+        (lambda: nn.Parameter(torch.zeros(D, D, dtype=torch.complex64)), "not floating point"),
+        (lambda: nn.Parameter(torch.zeros(0, D)), "empty"),
+    ],
+)  # fmt: skip
+def test_inside_a_block_only_matrices_of_layers_go_to_muon(extra: Callable[[], Any], reason: str) -> None:
+    model = node(h=stack(lambda: node(a=linear(), extra=extra())))
+    found = routes(model)
+    assert {n for n, r in found.items() if r.muon} == {"h.0.a.weight", "h.1.a.weight"}
+    reasons = [r.reason for n, r in found.items() if n.startswith("h.0.extra") and r.param.ndim >= 2]
+    assert reasons and all(reason in r for r in reasons)
+
+
+@pytest.mark.pitfall("P03", "P60")
+def test_unusual_linear_layers_inside_a_block_go_to_muon() -> None:
+    class Mine(nn.Linear):
+        pass
+
+    def lora() -> nn.Module:
+        return node(
+            base_layer=linear().requires_grad_(False),
+            lora_A=nn.ModuleDict({"default": linear(D, 2)}),
+            lora_B=nn.ModuleDict({"default": linear(2, D)}),
+        )
+
+    def layer() -> nn.Module:
+        return node(score=nn.Linear(D, 1), embedding_like_name=linear(), head=Mine(D, D), norm_proj=linear(), q=lora())
+
+    names = ("score", "embedding_like_name", "head", "norm_proj", "q.lora_A.default", "q.lora_B.default")
+    model = node(h=stack(layer))
+    assert muon(model) == each("h", 2, *names), "names decide nothing; frozen base weights stay out"
+    assert routes(model)["h.0.q.base_layer.weight"].reason == "frozen"
+
+
+# -- blocks -------------------------------------------------------------------------------------------------------
+
+
+class Small(Called):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear(D, 3)
+
+
+small = Small
+
+
+CONTAINERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "stem, blocks and head in one Sequential": (
+        lambda: nn.Sequential(node(patch=linear()), small(), small(), nn.Sequential(linear(), nn.Tanh())), ["1", "2"],
+    ),
+    "stem and head are Sequentials of different make": (
+        lambda: nn.Sequential(
+            nn.Sequential(linear(), nn.ReLU()), small(), small(), nn.Sequential(nn.LayerNorm(D), linear(D, V))
+        ),
+        ["1", "2"],
+    ),
+    "one of a kind between repeated blocks": (
+        lambda: nn.Sequential(linear(), small(), nn.Sequential(linear(), nn.GELU()), small(), linear()),
+        ["1", "2", "3"],
+    ),
+    "stages of different depth": (
+        lambda: nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, D, 2), nn.LayerNorm(D)),
+            nn.Sequential(small()), node(reduction=linear(4 * D, 3 * D)),
+            nn.Sequential(small(), small()), node(reduction=linear(4 * D, 3 * D)),
+            nn.Sequential(small(), small(), small()),
+        ),
+        ["1.0", "2", "3.0", "3.1", "4", "5.0", "5.1", "5.2"],
+    ),
+    "a single block in a Sequential": (lambda: node(layers=nn.Sequential(small())), ["layers.0"]),
+    "a composite head in a Sequential beside a stack": (
+        lambda: node(layers=stack(small), head=nn.Sequential(nn.LayerNorm(D), node(fc=linear()))),
+        ["layers.0", "layers.1"],
+    ),
+    "lists of lists": (
+        lambda: node(layers=stack(lambda: nn.ModuleList([small(), nn.Sequential(linear(), nn.GELU())]))),
+        ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"],
+    ),
+    "lists of lists of bare layers, which alone are called": (
+        lambda: node(layers=stack(lambda: nn.ModuleList([nn.LayerNorm(D), linear()]))), ["layers.0.1", "layers.1.1"],
+    ),
+    "lists of dicts": (
+        lambda: node(layers=stack(lambda: nn.ModuleDict({"attn": small(), "fc": linear()}))),
+        ["layers.0.attn", "layers.0.fc", "layers.1.attn", "layers.1.fc"],
+    ),
+    "task heads in a ModuleDict are no stack": (
+        lambda: node(layers=stack(small), heads=nn.ModuleDict({"a": small(), "b": small()})), ["layers.0", "layers.1"],
+    ),
+    "encoder and decoder": (
+        lambda: node(encoder=node(layers=stack(small, 1)), decoder=node(layers=stack(small, 1))),
+        ["encoder.layers.0", "decoder.layers.0"],
+    ),
+    "lists inside blocks belong to the block": (
+        lambda: node(layers=stack(lambda: node(experts=stack(small)))), ["layers.0", "layers.1"],
+    ),
+    "MLP of Sequentials": (
+        lambda: nn.Sequential(*(nn.Sequential(linear(), nn.ReLU()) for _ in range(2)), linear(D, V)), ["0", "1"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.pitfall("P03", "P20")
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_blocks_are_the_elements_of_the_outermost_stacks(name: str) -> None:
+    make, blocks = CONTAINERS[name]
+    assert list(dict.fromkeys(muon(make()).values())) == blocks
+
+
+@pytest.mark.pitfall("P03")
+def test_wrapped_blocks_keep_canonical_names() -> None:
+    model = llama()
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp = checkpoint_wrapper(layer.mlp)
+        if i:
+            model.model.layers[i] = checkpoint_wrapper(layer)
+    assert muon(model) == each("model.layers", 2, *LLAMA)
+    assert muon(torch.compile(llama(), backend="eager")) == each("model.layers", 2, *LLAMA)
+    wrapped = nn.Sequential(checkpoint_wrapper(node(patch=linear())), checkpoint_wrapper(small()), small(), linear())
+    assert set(muon(wrapped).values()) == {"1", "2"}, "a wrapper is not what repeats"
+    block = route_parameters(wrapped)[1]
+    assert block.block_module is wrapped[1], "hooks belong outside the wrapper, which calls its module anew in backward"
+
+
+@pytest.mark.pitfall("P03", "P19")
+def test_shared_weights_inside_one_block_are_one_matrix_and_between_blocks_an_error() -> None:
+    inside = node(h=stack(lambda: node(a=linear(), b=linear())))
+    inside.h[0].b.weight = inside.h[0].a.weight
+    assert set(muon(inside)) == {"h.0.a.weight", "h.1.a.weight", "h.1.b.weight"}
+    assert len(routes(inside)["h.0.a.weight"].sites) == 2
+
+    between = node(h=stack(lambda: node(a=linear())))
+    between.h[1].a.weight = between.h[0].a.weight
+    with pytest.raises(ValueError, match=r"'h\.0\.a\.weight' is shared by blocks h\.0, h\.1; untie it"):
+        route_parameters(between)
+
+    outside = node(h=stack(lambda: node(a=linear(), b=linear())), out=linear())
+    outside.out.weight = outside.h[1].b.weight
+    assert routes(outside)["h.1.b.weight"].reason == "outside blocks", "a weight that is also used outside stays there"
+
+
+@pytest.mark.pitfall("P03")
+def test_heads_and_embeddings_that_a_model_declares_stay_out_even_inside_a_block() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = nn.ModuleList([node(a=linear()), node(a=linear(), lm_head=linear(D, V), codes=linear())])
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.h[1].lm_head
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.h[1].codes
+
+    found = routes(Model())
+    assert {n for n, r in found.items() if r.muon} == {"h.0.a.weight", "h.1.a.weight"}
+    assert found["h.1.lm_head.weight"].reason == "output head"
+    assert found["h.1.codes.weight"].reason == "input embedding"
+
+    tied = node(embed=nn.Embedding(V, D), h=nn.ModuleList([node(a=linear()), node(head=linear(D, V))]))
+    tied.h[1].head.weight = tied.embed.weight
+    assert "tied to embedding embed" in routes(tied)["embed.weight"].reason
+
+
+@pytest.mark.parametrize("answer", [lambda: None, lambda: SimpleNamespace(weight=None), lambda tokens: tokens])
+def test_declared_heads_that_are_something_else_are_ignored(answer: Callable[..., Any]) -> None:
+    model = llama()
+    model.get_output_embeddings = answer
+    assert muon(model) == each("model.layers", 2, *LLAMA)
+
+
+# -- fused layouts and reparametrized weights ---------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("P05", "P04")
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (lambda: nn.TransformerEncoderLayer(D, 2, H), "self_attn.in_proj_weight"),
+        (lambda: node(attn=node(c_attn=Conv1D(3 * D, D), c_proj=Conv1D(D, D))), "attn.c_attn.weight"),
+        (lambda: node(attn=node(qkv=nn.Linear(D, 3 * D), proj=linear())), "attn.qkv.weight"),
+        (lambda: node(attn=node(Wqkv=linear(D, D + 2), out_proj=linear())), "attn.Wqkv.weight"),  # multi-query
+        (lambda: node(mixer=node(in_proj=linear(D, 5 * D + 1), out_proj=linear(2 * D, D))), "mixer.in_proj.weight"),
+        (lambda: node(mlp=node(gate_up_proj=linear(D, 2 * H), down_proj=linear(H, D))), "mlp.gate_up_proj.weight"),
+        # names that say nothing: a later layer takes an equal part of the output
+        (lambda: node(attn=node(one=linear(D, 3 * D), two=linear())), "attn.one.weight"),
+        (lambda: node(attn=node(one=linear(D, 4 * D), two=linear())), "attn.one.weight"),  # gated
+        (lambda: node(mlp=node(w12=linear(D, 2 * H), w3=linear(H, D))), "mlp.w12.weight"),
+        (lambda: node(mlp=nn.Sequential(linear(D, 2 * H), nn.GLU(), linear(H, D))), "mlp.0.weight"),
+    ],
+)  # fmt: skip
+def test_fused_layouts_are_refused_by_name(layer: Callable[[], nn.Module], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"'h\.0\.{name}' of shape .* fused into one tensor.*select="):
+        route_parameters(node(h=stack(layer)))
+    found = muon(node(h=stack(layer)), select=lambda fqn, _, p: p.ndim == 2 and not fqn.endswith(name))
+    assert f"h.0.{name}" not in found and found, "select settles it"
+    assert f"h.0.{name}" in muon(node(h=stack(layer)), select=lambda fqn, _, p: fqn.endswith(name))
+
+
+@pytest.mark.pitfall("P05")
+def test_layers_whose_whole_output_is_used_are_not_fused() -> None:
+    def layer() -> nn.Module:
+        return node(
+            mlp=node(up=linear(D, 3 * D), down=linear(3 * D, D), inner=linear()),
+            growing=nn.Sequential(linear(), nn.ReLU(), linear(D, 2 * D)),
+            attention=node(q=linear(), k=linear(D, D // 2), v=linear(D, D // 2), o=linear()),
+            qkv=node(q=linear(), k=linear(D, D // 2), v=linear(D, D // 2)),
+            adaln=nn.Sequential(nn.SiLU(), linear(D, 6 * D)),
+        )
+
+    assert len(muon(node(h=stack(layer, 1)))) == 13
+
+
+@pytest.mark.pitfall("P60")
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (nn.utils.parametrizations.weight_norm, r"a\.parametrizations\.weight\.original[01]"),
+        (nn.utils.parametrizations.spectral_norm, r"a\.parametrizations\.weight\.original"),
+        (nn.utils.parametrizations.orthogonal, r"a\.parametrizations\.weight\.original"),
+        (nn.utils.weight_norm, r"a\.weight_[gv]"),
+        (nn.utils.spectral_norm, r"a\.weight_orig"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_reparametrized_weights_are_refused_by_name(wrap: Callable[[nn.Module], nn.Module], name: str) -> None:
+    model = node(h=nn.ModuleList([node(a=wrap(linear()), b=linear())]))
+    with pytest.raises(ValueError, match=rf"'h\.0\.{name}' is parametrized by \w+.*select="):
+        route_parameters(model)
+    with pytest.raises(ValueError, match="is parametrized by"):
+        route_parameters(model, select=lambda fqn, _, p: p.ndim == 2)
+    assert muon(model, select=lambda fqn, _, p: fqn == "h.0.b.weight") == {"h.0.b.weight": "h.0"}
+
+
+# -- select and blocks --------------------------------------------------------------------------------------------
+
+
+def everything(*_: Any) -> bool:
+    return True
+
+
+@pytest.mark.pitfall("P02")
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"select": lambda *_: None}, TypeError, r"select\('model.embed_tokens.weight', …\) returned None"),
+        ({"select": lambda *_: 1}, TypeError, "returned 1; return True or False"),
+        ({"select": lambda *_: torch.tensor(True)}, TypeError, "return True or False"),
+        ({"select": lambda *_: False}, ValueError, "no matrix was selected.*select returned False for every parameter"),
+        ({"select": lambda fqn, *_: fqn == "lm_head.weight"}, ValueError, "'lm_head.weight', which lies.*blocks="),
+        ({"select": lambda fqn, *_: "norm" in fqn}, ValueError, r"layernorm.weight' of shape \(8,\).*return False"),
+        ({"blocks": "layers"}, ValueError, "blocks: str is not a submodule"),
+        ({"blocks": [nn.Linear(2, 2)]}, ValueError, "blocks: Linear is not a submodule of the model; pass"),
+        ({"blocks": 3}, TypeError, "blocks must be a list of modules or a function.*got int"),
+        ({"blocks": lambda fqn, m: fqn == "model.layers"}, ValueError, "is a ModuleList, which nobody calls"),
+        ({"blocks": lambda fqn, m: fqn.startswith("model.layers.0")}, ValueError, r"'model.layers.0.\w+' lies inside"),
+        ({"blocks": lambda fqn, m: False}, ValueError, "no matrix was selected.*inside the given blocks"),
+        ({"blocks": lambda fqn, m: fqn == "model.norm"}, ValueError, "no matrix was selected.*inside the given blocks"),
+    ],
+)  # fmt: skip
+def test_bad_select_and_blocks_name_the_remedy(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        route_parameters(llama(), **options)
+
+
+@pytest.mark.pitfall("P06", "P60")
+def test_select_cannot_choose_what_muon_cannot_update() -> None:
+    stacked = mixtral(fused_experts=True)
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj' of shape \(2, 8, 48\).*2-D.*return False for it"):
+        route_parameters(stacked, select=lambda fqn, *_: fqn.endswith("gate_up_proj"))
+    recurrent = node(h=stack(lambda: node(rnn=nn.LSTM(D, D))))
+    with pytest.raises(ValueError, match=r"'h\.0\.rnn.weight_ih_l0' of a LSTM, which keeps references"):
+        route_parameters(recurrent, select=lambda fqn, _, p: p.ndim == 2)
+
+
+def test_select_sees_canonical_name_module_and_parameter_once_each() -> None:
+    model = node(h=stack(lambda: checkpoint_wrapper(node(a=linear(), bias=bare(D)))))
+    seen: list[tuple[str, str, tuple[int, ...]]] = []
+
+    def select(fqn: str, module: nn.Module, param: nn.Parameter) -> bool:
+        seen.append((fqn, type(module).__name__, tuple(param.shape)))
+        return isinstance(module, nn.Linear)
+
+    assert set(muon(model, select=select)) == {"h.0.a.weight", "h.1.a.weight"}
+    layer = [("a.weight", "Linear", (D, D)), ("bias", "Called", (D,))]
+    assert sorted(seen) == sorted((f"h.{i}.{name}", kind, shape) for i in range(2) for name, kind, shape in layer)
+    found = routes(model, select=select)
+    assert found["h.0.a.weight"].reason == "chosen by select" and found["h.0.bias"].reason == "excluded by select"
+
+
+def test_select_may_choose_what_the_default_rule_would_not() -> None:
+    model = node(h=stack(lambda: node(a=linear(), table=bare(5, D), frozen=linear().requires_grad_(False))))
+    expected = {f"h.{i}.{n}" for i in range(2) for n in ("a.weight", "table", "frozen.weight")}
+    assert set(muon(model, select=everything)) == expected
+
+
+def test_blocks_by_list_and_by_predicate_override_the_default() -> None:
+    model = llama()
+    by_list = muon(model, blocks=[layer.mlp for layer in model.model.layers])
+    assert by_list == muon(model, blocks=lambda fqn, module: fqn.endswith(".mlp"))
+    assert set(by_list.values()) == {"model.layers.0.mlp", "model.layers.1.mlp"} and len(by_list) == 6
+    assert muon(model, blocks=model.model.layers) == muon(model), "a ModuleList is a list of modules"
+    assert muon(model, blocks=[*model.model.layers, model.lm_head])["lm_head.weight"] == "lm_head"
+    one = node(fc=linear(), out=linear(D, V))
+    assert muon(one, blocks=[one.fc]) == {"fc.weight": "fc"}
+
+
+@pytest.mark.pitfall("P02", "P53")
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.Linear(D, D),
+        lambda: nn.Sequential(linear(), nn.ReLU(), linear()),
+        lambda: node(fc=linear(), head=linear()),
+        lambda: node(h=stack(lambda: node(conv=nn.Conv2d(3, 3, 3)))),
+        lambda: node(h=stack(lambda: node(a=linear().requires_grad_(False)))),
+        lambda: nn.Identity(),
+    ],
+)
+def test_zero_matrices_raise(model: Callable[[], nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"no matrix was selected for Muon: .*name the blocks with blocks=\[…\]"):
+        route_parameters(model())

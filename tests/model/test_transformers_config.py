@@ -1,0 +1,171 @@
+"""Models that only ``transformers`` knows: what Muon would own of them, without memory, code or downloads."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from dmuon.model.config import read_model
+from dmuon.model.matrix_shape import MatrixShape
+from dmuon.model.transformers_config import read_with_transformers
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 100,
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+        if experts:
+            self.experts = nn.Parameter(torch.empty(experts, width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+class Model(nn.Module):
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, config.width)
+        assert self.embed.weight.is_meta, "a model must take no memory"
+        self.layers = nn.ModuleList(Block(config.width, config.experts) for _ in range(2))
+        if config.fused:
+            self.layers[1].qkv = nn.Linear(config.width, 3 * config.width)
+
+
+class Fake(ModuleType):
+    """As much of ``transformers`` as is used; records the fields that reach the configuration."""
+
+    __version__ = "99"
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__("transformers")
+        self.fields: dict[str, Any] = {}
+        self.AutoConfig = SimpleNamespace(for_model=self.for_model)
+        self.AutoModelForCausalLM = SimpleNamespace(from_config=self.from_config if causal else self.refuse)
+        self.AutoModel = SimpleNamespace(from_config=self.from_config)
+
+    def for_model(self, kind: str, **fields: Any) -> SimpleNamespace:
+        if kind != "novel":
+            raise ValueError(f"Unrecognized model identifier: {kind}. Should contain one of " + "llama, " * 500)
+        self.fields = fields
+        if not isinstance(fields["width"], int):
+            raise TypeError("Field 'width'\n    expected int")
+        return SimpleNamespace(**{"experts": 0, "fused": False, **fields})
+
+    @staticmethod
+    def from_config(config: SimpleNamespace, attn_implementation: str) -> Model:
+        assert attn_implementation == "eager"
+        return Model(config)
+
+    @staticmethod
+    def refuse(config: SimpleNamespace, attn_implementation: str) -> Model:
+        raise ValueError("Unrecognized configuration class")
+
+
+@pytest.fixture(params=[True, False], ids=["causal", "other"])
+def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    module = Fake(request.param)
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    return module
+
+
+def write(folder: Path, **fields: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({"model_type": "novel", "width": 16, **fields}))
+    return path
+
+
+def test_the_matrices_are_those_that_muon_would_own(tmp_path: Path, fake: Fake) -> None:
+    write(tmp_path)
+    assert read_model(tmp_path) == [
+        MatrixShape(f"layers.{i}.{name}.weight", rows, cols, f"layers.{i}")
+        for i in range(2)
+        for name, rows, cols in (("up", 48, 16), ("down", 16, 48))
+    ]
+
+
+def test_code_weights_and_dtypes_of_the_config_are_left_out(tmp_path: Path, fake: Fake) -> None:
+    dangers = {
+        "auto_map": {"AutoModel": "modeling.Evil"}, "quantization_config": {"bits": 4}, "torch_dtype": "float8",
+        "_name_or_path": "somebody/model", "attn_implementation": "flash_attention_2",
+    }  # fmt: skip
+    read_model(write(tmp_path, **dangers))
+    assert fake.fields == {"width": 16}
+
+
+def test_downloads_are_forbidden_meanwhile(tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = ModuleType("huggingface_hub.constants")
+    constants.HF_HUB_OFFLINE = False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", ModuleType("huggingface_hub"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub.constants", constants)
+    seen = []
+    real = fake.AutoConfig.for_model
+    fake.AutoConfig.for_model = lambda kind, **fields: (seen.append(constants.HF_HUB_OFFLINE), real(kind, **fields))[1]
+    read_model(write(tmp_path))
+    with pytest.raises(ValueError, match="cannot build"):
+        read_model(write(tmp_path, width="x"))
+    assert seen == [True, True] and constants.HF_HUB_OFFLINE is False
+
+
+def test_stacked_experts_stay_on_adamw_and_are_counted_aloud(tmp_path: Path, fake: Fake) -> None:
+    with pytest.warns(
+        UserWarning, match=r"2 parameters are stacks .*'layers.0.experts' of shape \(4, 16, 16\); they stay"
+    ):
+        assert len(read_model(write(tmp_path, experts=4))) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {"model_type": "unheard-of"},
+            r"transformers 99 cannot build model_type 'unheard-of' .*Unrecognized.{0,300}….*--sh",
+        ),
+        ({"width": "16"}, r"cannot build .* \(TypeError: Field 'width' expected int\); correct them, .* --shapes"),
+        (
+            {"fused": True},
+            r"'layers.1.qkv.weight' of shape \(48, 16\) looks like several .*time the shapes .* --shapes",
+        ),
+    ],
+)
+def test_what_transformers_or_muon_cannot_take_is_refused_by_file(
+    tmp_path: Path, fake: Fake, fields: dict[str, Any], says: str
+) -> None:
+    path = write(tmp_path, **fields)
+    with pytest.raises(ValueError, match=says) as caught:
+        read_model(path)
+    assert str(caught.value).startswith(f"{path}: ") and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_transformers_agrees_with_our_own_reading(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = {"model_type": kind, "head_dim": 16, **SIZES}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert read_with_transformers(transformers, path, config) == read_model(path)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("gemma2", 14), ("phi", 12), ("olmo2", 14), ("olmoe", 10)])
+def test_real_models_of_other_types(tmp_path: Path, kind: str, count: int) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "head_dim": 16, **SIZES}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        matrices = read_model(tmp_path)
+    assert len(matrices) == count
+    assert {m.block for m in matrices} == {"model.layers.0", "model.layers.1"}
+    assert all({m.rows, m.cols} <= {32, 64, 160} for m in matrices)

@@ -1,0 +1,734 @@
+"""Clipping: one norm over owned, sharded and replicated gradients, equal to a single process on whole ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness.pool import RankPool
+from harness.topologies import lay
+from harness.toy import Block, Reference, Toy, assert_equal_weights, batch, build, full_state, is_matrix, loss_of, shard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.utils import clip_grad_norm_ as torch_clip
+from torch.nn.utils import clip_grad_value_ as torch_clip_value
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dmuon
+from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
+
+OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
+STEPS = 4
+MAX_NORM = 0.5  # below the norm of every step, so that each one is clipped
+ORDERS = [2.0, 1.0, 3.5, 0.5, 0.0, math.inf, -math.inf, -1.0, -2.5]
+TORCH_ORDERS = [2.0, 0.5, 0.0, math.inf, -math.inf, -1.0]
+FSDP, TWO_LINES, MIXED = "fsdp2", "two-lines", "root-replicated"
+COLLECTIVES = {"allreduce_", "_allgather_base_", "allgather_", "all_gather_into_tensor", "all_reduce", "broadcast_"}
+HIDDEN = 28  # tensor parallelism splits it evenly
+
+Gradients = dict[str, Tensor]
+
+
+# Layouts: each gives the parameters of one model, by name, with the gradient of one global batch as it lays them out.
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A way to lay a model out.
+
+    Attributes:
+        world: ranks.
+        parameters: of a rank, given its number and the world; collective.
+        torch_is_exact: torch's own clipping must be right for orders between 0 and infinity, else it may also raise.
+    """
+
+    world: int
+    parameters: Callable[[int, int], dict[str, Tensor]]
+    torch_is_exact: bool = False
+
+
+def toy() -> Toy:
+    return build(block=partial(Block, hidden=HIDDEN))
+
+
+def single_process() -> dict[str, Tensor]:
+    """The parameters of the model on one process, each a plain tensor with its whole gradient."""
+    return after_backward(toy(), 0, 1)
+
+
+def after_backward(model: Toy, rank: int, world: int) -> dict[str, Tensor]:
+    loss_of(model, *shard(batch(0), rank, world)).backward()
+    return dict(model.named_parameters())
+
+
+def dedicated(rank: int, world: int, mode: str, model: Toy | None = None) -> Toy:
+    model = build() if model is None else model
+    mesh = init_device_mesh("cpu", (world,))
+    dmuon.dedicate_params(model, mesh, costs="flops")
+    if mode != TWO_LINES:
+        for block in model.blocks:
+            dmuon.fully_shard(block, mesh=mesh)
+    if mode == FSDP:  # otherwise owned, sharded and plain gradients meet
+        dmuon.fully_shard(model, mesh=mesh)
+    return model
+
+
+def on_dedicated(mode: str, rank: int, world: int) -> dict[str, Tensor]:
+    return after_backward(dedicated(rank, world, mode, toy()), rank, world)
+
+
+def on_topology(name: str, rank: int, world: int) -> dict[str, Tensor]:
+    laid = lay(name, toy())
+    return after_backward(laid.model, laid.rank, laid.world)  # type: ignore[arg-type]
+
+
+def on_hsdp(rank: int, world: int) -> dict[str, Tensor]:
+    model = toy()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    return after_backward(model, rank, world)
+
+
+def on_tensor_parallel(rank: int, world: int) -> dict[str, Tensor]:
+    model = toy()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["dp"])
+    return after_backward(model, mesh.get_local_rank("dp"), 2)
+
+
+def by_hand(lay_out: Callable[[int, str, Tensor], Tensor]) -> dict[str, Tensor]:
+    """Parameters whose gradients are those of a single process, laid out by ``lay_out(number, name, gradient)``."""
+    found = {}
+    for number, (name, param) in enumerate(single_process().items()):
+        found[name] = with_gradient(lay_out(number, name, param.grad))  # type: ignore[arg-type]
+    return found
+
+
+def with_gradient(grad: Tensor) -> Tensor:
+    param = torch.zeros_like(grad)
+    param.grad = grad
+    return param
+
+
+def on_any_placement(rank: int, world: int) -> dict[str, Tensor]:
+    square = init_device_mesh("cpu", (2, 2))
+    box = init_device_mesh("cpu", (2, 1, 2))
+    strided = _StridedShard(0, split_factor=2)
+    choices: list[tuple[DeviceMesh, list[Placement]]] = [
+        (square, [Shard(0), Shard(0)]),
+        (square, [strided, Shard(0)]),
+        (square, [Replicate(), Shard(0)]),
+        (square, [Shard(0), Replicate()]),
+        (square, [Replicate(), Replicate()]),
+        (square, [Shard(-1), Shard(0)]),
+        (square, [Shard(0), Shard(-1)]),
+        (box, [Shard(0), Shard(0), Shard(0)]),
+        (box, [Shard(-1), Replicate(), strided]),
+    ]
+
+    def lay_out(number: int, name: str, grad: Tensor) -> Tensor:
+        if number % (len(choices) + 1) == len(choices):
+            return grad
+        mesh, placements = choices[number % (len(choices) + 1)]
+        placements = [Shard(p.dim % grad.ndim) if isinstance(p, Shard) else p for p in placements]
+        return distribute_tensor(grad, mesh, placements, src_data_rank=None)
+
+    return by_hand(lay_out)
+
+
+def on_owners_by_hand(shape: tuple[int, ...], last: Placement, rank: int, world: int) -> dict[str, Tensor]:
+    """Owned matrices on a mesh of ``shape``, all over it if ``last`` shards, else over all but its last dimension."""
+    mesh = init_device_mesh("cpu", shape)
+    owners = mesh.size() // (mesh.size(-1) if last.is_replicate() else 1)
+
+    def lay_out(number: int, name: str, grad: Tensor) -> Tensor:
+        if not is_matrix(name):
+            return distribute_tensor(grad, mesh, [Replicate()] * (mesh.ndim - 1) + [Shard(0)], src_data_rank=None)
+        owner = number % owners
+        held = grad if owner == rank * owners // world else grad[:0]
+        placements = [Shard(0)] * (mesh.ndim - 1) + [last]
+        return owned_tensor(held.clone(), mesh, grad.shape, fqn=name, owner=owner, placements=placements)
+
+    return by_hand(lay_out)
+
+
+LAYOUTS = {
+    "dedicated, fully_shard": Layout(3, partial(on_dedicated, FSDP), torch_is_exact=True),
+    "dedicated, two lines": Layout(4, partial(on_dedicated, TWO_LINES)),
+    "dedicated, root replicated": Layout(2, partial(on_dedicated, MIXED)),
+    "dedicated, HSDP": Layout(4, partial(on_topology, "hsdp"), torch_is_exact=True),
+    "dedicated, HSDP, two lines": Layout(4, partial(on_topology, "hsdp-two-lines")),
+    "dedicated, DDP": Layout(2, partial(on_topology, "ddp-2")),
+    "dedicated, TP": Layout(2, partial(on_topology, "tp")),
+    "dedicated, FSDP2 x TP": Layout(4, partial(on_topology, "tp-fsdp")),
+    "dedicated, DDP x TP": Layout(4, partial(on_topology, "tp-ddp")),
+    "HSDP": Layout(4, on_hsdp),
+    "FSDP2 x TP": Layout(4, on_tensor_parallel),
+    "any placement": Layout(4, on_any_placement),
+    "owned, 2-D": Layout(4, partial(on_owners_by_hand, (2, 2), Shard(0)), torch_is_exact=True),
+    "owned x TP replicated": Layout(4, partial(on_owners_by_hand, (2, 1, 2), Replicate())),
+}
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+# Oracle: torch's functions on whole gradients, in fp64.
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of ``tensor``, on every rank; collective."""
+    if not isinstance(tensor, OwnedTensor):
+        return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, tensor._local_tensor)
+    held = [part for part in parts if part.numel()]
+    last = tensor.placements[-1]
+    if held[0].shape != tensor.shape:
+        assert isinstance(last, Shard)
+        return torch.cat(held, last.dim)
+    replicas = tensor.device_mesh.size(-1) if last.is_replicate() else 1
+    assert len(held) == replicas, f"{tensor.fqn} has {len(held)} owners"
+    return held[0]
+
+
+def all_whole(params: dict[str, Tensor]) -> Gradients:
+    return {n: whole(p.grad) for n, p in params.items() if p.grad is not None}
+
+
+def true_norm(wholes: Iterable[Tensor], order: float) -> float:
+    return float(get_total_norm([grad.double() for grad in wholes], order))
+
+
+class Snapshot:
+    """What this rank held of the gradients, and what torch makes of it, given the true norm."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self.held = [local(p.grad) for p in params if p.grad is not None]
+        self.copies = [tensor.clone() for tensor in self.held]
+
+    def restore(self) -> None:
+        for tensor, copy in zip(self.held, self.copies, strict=True):
+            tensor.copy_(copy)
+
+    def assert_unchanged(self, case: str) -> None:
+        for tensor, copy in zip(self.held, self.copies, strict=True):
+            assert torch.equal(tensor.nan_to_num(7.0), copy.nan_to_num(7.0)), case
+
+    def assert_clipped(self, max_norm: float, norm: float, case: str) -> None:
+        expected = [with_gradient(copy.double()) for copy in self.copies]
+        clip_grads_with_norm_(expected, max_norm, torch.tensor(norm, dtype=torch.float64))
+        self._assert_equal([p.grad for p in expected], case)  # type: ignore[misc]
+
+    def assert_clamped(self, limit: float, case: str) -> None:
+        self._assert_equal([copy.double().clamp(-limit, limit) for copy in self.copies], case)
+
+    def _assert_equal(self, expected: list[Tensor], case: str) -> None:
+        for found, wanted in zip(self.held, expected, strict=True):
+            assert torch.allclose(found.double(), wanted, rtol=2e-6, atol=1e-30, equal_nan=True), case
+
+
+def near(value: float) -> Any:
+    return pytest.approx(value, rel=2e-6, abs=0.0, nan_ok=True)
+
+
+# Every layout, every order.
+
+
+def clip_every_order(rank: int, world: int, layout: str) -> list[float]:
+    params = LAYOUTS[layout].parameters(rank, world)
+    wholes = all_whole(params)
+    assert_equal_weights(wholes, {n: p.grad for n, p in single_process().items() if p.grad is not None})
+    snapshot = Snapshot(params.values())
+    totals = []
+    for order, foreach in zip(ORDERS, itertools.cycle((None, False)), strict=False):
+        case = f"order {order}, foreach {foreach}"
+        norm = true_norm(wholes.values(), order)
+        assert norm > 0, case
+        totals.append(float(dmuon.clip_grad_norm_(iter(params.values()), 2 * norm + 1, order, foreach=foreach)))
+        assert totals[-1] == near(norm), case
+        snapshot.assert_unchanged(case)
+        totals.append(float(dmuon.clip_grad_norm_(params.values(), norm / 2, order, foreach=foreach)))
+        snapshot.assert_clipped(norm / 2, norm, case)
+        snapshot.restore()
+    return totals
+
+
+@pytest.mark.pitfall("P36", "P37", "P14")
+@each_layout
+def test_norms_and_clipped_gradients_equal_single_process(ranks: RankPool, layout: str) -> None:
+    results = ranks(LAYOUTS[layout].world, clip_every_order, layout)
+    assert all(totals == results[0] for totals in results), "the same number on all ranks"
+
+
+def norms_of_some(rank: int, world: int, layout: str) -> None:
+    params = LAYOUTS[layout].parameters(rank, world)
+    for name in ("blocks.0.up.bias", "blocks.2.mix.weight", "norm.weight"):
+        local(params[name].grad).zero_()  # type: ignore[arg-type]
+    wholes = all_whole(params)
+    some = {
+        "matrices": [n for n in params if is_matrix(n)],
+        "the others": [n for n in params if not is_matrix(n)],
+        "one": ["blocks.1.up.weight"],
+        "zeros": ["blocks.0.up.bias", "norm.weight"],
+        "few": ["blocks.1.up.weight", "embed.weight", "blocks.1.down.bias", "blocks.2.mix.weight"],
+    }
+    for (case, names), order in itertools.product(some.items(), ORDERS):
+        expected = true_norm([wholes[n] for n in names], order)
+        found = dmuon.clip_grad_norm_([params[n] for n in names], math.inf, order)
+        assert float(found) == near(expected), f"{case}, order {order}"
+    for name in ("blocks.0.mix.weight", "blocks.0.up.bias", "embed.weight"):
+        params[name].grad = None
+        del wholes[name]
+    for order in ORDERS:
+        found = dmuon.clip_grad_norm_(params.values(), math.inf, order)
+        assert float(found) == near(true_norm(wholes.values(), order)), f"without some, order {order}"
+    for param in params.values():
+        param.grad = None
+    assert [float(dmuon.clip_grad_norm_(params.values(), 1.0, p)) for p in ORDERS] == [0.0] * len(ORDERS)
+
+
+@pytest.mark.pitfall("P36", "P38", "P48")
+@each_layout
+def test_norms_of_some_parameters_equal_single_process(ranks: RankPool, layout: str) -> None:
+    ranks(LAYOUTS[layout].world, norms_of_some, layout)
+
+
+def poison(grad: Tensor, holder: int, bad: float) -> None:
+    """Put ``bad`` where only the ranks at shard ``holder`` of each dimension see it, if they hold anything."""
+    if isinstance(grad, OwnedTensor):
+        here = True  # the owner's, which holds all
+    elif isinstance(grad, DTensor):
+        mesh, at = grad.device_mesh, grad.device_mesh.get_coordinate()
+        split = [i for i, p in enumerate(grad.placements) if not p.is_replicate()]
+        here = all(at[i] == holder % mesh.size(i) for i in split)  # type: ignore[index]
+    else:
+        here = True
+    if here and local(grad).numel():
+        local(grad).view(-1)[0] = bad
+
+
+def clip_nonfinite(rank: int, world: int, layout: str) -> None:
+    params = LAYOUTS[layout].parameters(rank, world)
+    names = ("blocks.1.up.weight", "blocks.2.up.bias", "embed.weight")
+    wholes, clean = all_whole(params), Snapshot(params.values())
+    for name, holder, bad in itertools.product(names, (0, world - 1), (math.nan, -math.inf)):
+        poison(params[name].grad, holder, bad)  # type: ignore[arg-type]
+        poisoned, snapshot = wholes | {name: whole(params[name].grad)}, Snapshot(params.values())  # type: ignore[arg-type]
+        for order in (2.0, math.inf, -math.inf, -1.0, 0.0):
+            case = f"{bad} in {name}, order {order}"
+            norm = true_norm(poisoned.values(), order)
+            if not math.isfinite(norm):
+                with pytest.raises(RuntimeError, match="norm"):
+                    dmuon.clip_grad_norm_(params.values(), 1.0, order, error_if_nonfinite=True)
+                snapshot.assert_unchanged(case)
+            assert float(dmuon.clip_grad_norm_(params.values(), 1.0, order)) == near(norm), case
+            snapshot.assert_clipped(1.0, norm, case)
+            snapshot.restore()
+        clean.restore()
+
+
+@pytest.mark.pitfall("P36", "P38")
+@pytest.mark.parametrize("layout", ["dedicated, root replicated", "dedicated, FSDP2 x TP", "any placement"])
+def test_nonfinite_gradients_are_reported_on_every_rank(ranks: RankPool, layout: str) -> None:
+    ranks(LAYOUTS[layout].world, clip_nonfinite, layout)
+
+
+def clip_values(rank: int, world: int, layout: str) -> None:
+    params = LAYOUTS[layout].parameters(rank, world)
+    snapshot = Snapshot(params.values())
+    for limit, foreach in itertools.product((1e-3, 0.0, math.inf), (None, True, False)):
+        with operations() as ran:
+            dmuon.clip_grad_value_(iter(params.values()), limit, foreach)
+        assert not COLLECTIVES & set(ran)
+        snapshot.assert_clamped(limit, f"clip_value {limit}, foreach {foreach}")
+        snapshot.restore()
+
+
+@pytest.mark.pitfall("P36")
+@each_layout
+def test_clipped_values_equal_single_process(ranks: RankPool, layout: str) -> None:
+    ranks(LAYOUTS[layout].world, clip_values, layout)
+
+
+# torch's own functions.
+
+
+def torch_every_order(rank: int, world: int, layout: str) -> dict[str, bool]:
+    """Whether torch's functions are exact, by case; elsewhere they raise."""
+    params = LAYOUTS[layout].parameters(rank, world)
+    wholes, snapshot = all_whole(params), Snapshot(params.values())
+    exact = {}
+    for order, foreach in itertools.product(TORCH_ORDERS, (None, True, False)):
+        case = f"order {order}, foreach {foreach}"
+        norm = true_norm(wholes.values(), order)
+        try:
+            found = whole(torch_clip(params.values(), norm / 2, order, foreach=foreach))
+        except RuntimeError:
+            exact[case] = False
+        else:
+            assert float(found) == near(norm), case
+            snapshot.assert_clipped(norm / 2, norm, case)
+            exact[case] = True
+        snapshot.restore()
+    for foreach in (None, True, False):
+        case = f"values, foreach {foreach}"
+        try:
+            torch_clip_value(params.values(), 1e-3, foreach)
+        except RuntimeError:
+            exact[case] = False
+        else:
+            snapshot.assert_clamped(1e-3, case)
+            exact[case] = True
+        snapshot.restore()
+    return exact
+
+
+@pytest.mark.pitfall("P36", "P48")
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "dedicated" in name or "owned" in name])
+def test_torch_is_exact_or_raises(ranks: RankPool, layout: str) -> None:
+    results = ranks(LAYOUTS[layout].world, torch_every_order, layout)
+    assert all(exact == results[0] for exact in results), "all ranks raise or none"
+    if LAYOUTS[layout].torch_is_exact:
+        refused = {case for case, exact in results[0].items() if not exact}
+        without = [order for order in TORCH_ORDERS if not 0 < order < math.inf]
+        assert refused == {f"order {p}, foreach {f}" for p in without for f in (None, True, False)}
+
+
+# Any placements at random.
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Tensors of one call: shape, dtype, seed, mesh and placements of each."""
+
+    order: float
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype, int, int, tuple[Placement, ...]], ...]
+
+
+MESHES = ((4,), (2, 2), (2, 1, 2))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    tensors = []
+    for _ in range(draw(st.integers(1, 5))):
+        shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+        mesh = draw(st.integers(0, len(MESHES) - 1))
+        dims = st.integers(0, len(shape) - 1)
+        placement = st.one_of(
+            st.just(Replicate()), dims.map(Shard), dims.map(lambda d: _StridedShard(d, split_factor=2))
+        )
+        placements = tuple(draw(placement) for _ in MESHES[mesh])
+        dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+        tensors.append((shape, dtype, draw(st.integers(0, 99)), mesh, placements))
+    return Case(draw(st.sampled_from(ORDERS)), tuple(tensors))
+
+
+def clip_cases(rank: int, world: int, examples: list[Case]) -> None:
+    meshes = [init_device_mesh("cpu", shape) for shape in MESHES]
+    for case in examples:
+        params, wholes = {}, {}
+        for number, (shape, dtype, seed, mesh, placements) in enumerate(case.tensors):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * (seed % 4)  # some are zero
+            wholes[str(number)] = values.to(dtype)
+            params[str(number)] = with_gradient(
+                distribute_tensor(values.to(dtype), meshes[mesh], placements, src_data_rank=None)
+            )
+        norm = true_norm(wholes.values(), case.order)
+        total = dmuon.clip_grad_norm_(params.values(), math.inf, case.order)
+        wide = any(dtype == torch.float64 for _, dtype, *_ in case.tensors)
+        assert total.dtype == (torch.float64 if wide else torch.float32) and total.shape == ()
+        assert float(total) == pytest.approx(norm, rel=1e-5), case
+
+
+@pytest.mark.pitfall("P14", "P36")
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(examples=st.lists(cases(), min_size=8, max_size=16))
+def test_norms_on_random_placements_equal_single_process(ranks: RankPool, examples: list[Case]) -> None:
+    ranks(4, clip_cases, examples)
+
+
+# Pipeline stages.
+
+
+def clip_stages(rank: int, world: int, stages: int, empty: tuple[int, ...]) -> list[float]:
+    mesh = init_device_mesh("cpu", (stages, world // stages), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+    single = single_process()
+    full = [s for s in range(stages) if s not in empty]
+    mine = {}
+    for number, (name, param) in enumerate(single.items()):
+        if full and stage == full[number % len(full)]:
+            sharded = distribute_tensor(param.grad, mesh["dp"], [Shard(0)], src_data_rank=None)  # type: ignore[arg-type]
+            mine[name] = with_gradient(sharded if number % 3 else param.grad)  # type: ignore[arg-type]
+    snapshot = Snapshot(mine.values())
+    totals = []
+    for order in ORDERS:
+        norm = true_norm([p.grad for p in single.values() if p.grad is not None] if full else [], order)
+        totals.append(float(dmuon.clip_grad_norm_(mine.values(), norm / 2, order, pp_mesh=mesh["pp"])))
+        assert totals[-1] == near(norm), order
+        snapshot.assert_clipped(norm / 2, norm, f"order {order}")
+        snapshot.restore()
+    return totals
+
+
+@pytest.mark.pitfall("P36", "P48")
+@pytest.mark.parametrize(
+    ("world", "stages", "empty"), [(2, 2, ()), (4, 2, ()), (4, 2, (1,)), (3, 3, (0, 2)), (2, 2, (0, 1))]
+)
+def test_stages_of_a_pipeline_count_together(ranks: RankPool, world: int, stages: int, empty: tuple[int, ...]) -> None:
+    results = ranks(world, clip_stages, stages, empty)
+    assert all(totals == results[0] for totals in results), "the same number on all ranks"
+
+
+# What runs, and in which dtype.
+
+
+@contextmanager
+def operations() -> Iterator[list[str]]:
+    """The names of all operations that run inside."""
+    names: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        yield names
+
+
+def recorded(rank: int, world: int, layout: str) -> dict[tuple[float, bool | None], list[str]]:
+    params = LAYOUTS[layout].parameters(rank, world)
+    found = {}
+    for order, foreach in itertools.product((2.0, 0.0, math.inf, -math.inf), (None, True, False)):
+        with operations() as names:
+            dmuon.clip_grad_norm_(params.values(), 1.0, order, foreach=foreach)
+        found[order, foreach] = names
+    return found
+
+
+@pytest.mark.pitfall("P10", "P48")
+@pytest.mark.parametrize(
+    ("layout", "collectives"), [("dedicated, fully_shard", 1), ("dedicated, root replicated", 1), ("HSDP", 1)]
+)
+def test_nothing_waits_and_foreach_is_obeyed(ranks: RankPool, layout: str, collectives: int) -> None:
+    for found in ranks(LAYOUTS[layout].world, recorded, layout):
+        for (_, foreach), names in found.items():
+            assert not {"_local_scalar_dense", "is_nonzero", "nonzero"} & set(names), "the host waits for the device"
+            assert names.count("allreduce_") == collectives
+            assert any(name.startswith("_foreach") for name in names) == (foreach is not False)
+
+
+@pytest.mark.pitfall("P10")
+def test_foreach_raises_where_torch_has_no_kernels() -> None:
+    param = nn.Parameter(torch.ones(2, device="meta"))
+    param.grad = torch.ones_like(param)
+    for clip in (dmuon.clip_grad_norm_, torch_clip, dmuon.clip_grad_value_, torch_clip_value):
+        with pytest.raises(RuntimeError, match="foreach"):
+            clip([param], 1.0, foreach=True)  # type: ignore[operator]
+        clip([param], 1.0, foreach=False)  # type: ignore[operator]
+
+
+@pytest.mark.pitfall("P36")
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_plain_tensors_clip_as_in_torch(foreach: bool | None) -> None:
+    for order in ORDERS:
+        ours, theirs = single_process(), single_process()
+        total = dmuon.clip_grad_norm_(ours.values(), 0.1, order, foreach=foreach)
+        expected = torch_clip(theirs.values(), 0.1, order, foreach=foreach)
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0.0)
+        for mine, stock in zip(ours.values(), theirs.values(), strict=True):
+            torch.testing.assert_close(mine.grad, stock.grad, rtol=1e-5, atol=0.0)
+    assert float(dmuon.clip_grad_norm_([], 1.0)) == 0.0
+    assert dmuon.clip_grad_value_([], 1.0) is None
+    one = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    one.grad = torch.tensor([3.0, 4.0j])
+    assert float(dmuon.clip_grad_norm_(one, 1.0, foreach=foreach)) == pytest.approx(5.0)
+
+
+@pytest.mark.pitfall("P35")
+def test_half_precision_gradients_do_not_overflow_the_norm() -> None:
+    param = nn.Parameter(torch.zeros(300, dtype=torch.float16))
+    param.grad = torch.full_like(param, 1e4)  # the sum of squares, 3e10, is beyond fp16
+    total = dmuon.clip_grad_norm_(param, 1.0)
+    assert total.dtype == torch.float32 and float(total) == pytest.approx(1e4 * math.sqrt(300), rel=1e-3)
+    assert float(param.grad.float().norm()) == pytest.approx(1.0, rel=1e-2)
+
+
+@pytest.mark.pitfall("P35")
+def test_a_mixture_of_dtypes_loses_nothing() -> None:
+    grads = [torch.full((2,), 3.0, dtype=t) for t in (torch.bfloat16, torch.float32, torch.float16)]
+    assert dmuon.clip_grad_norm_(map(with_gradient, grads), 1e9).dtype == torch.float32
+    small = torch.full((1,), 2.0**-40, dtype=torch.float64)
+    total = dmuon.clip_grad_norm_(map(with_gradient, [*grads, small]), 1e9, 1.0)
+    assert total.dtype == torch.float64 and float(total) == 18.0 + 2.0**-40
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [((1.0, math.nan), "norm_type"), ((-1.0,), "max_norm"), ((math.nan,), "max_norm")],
+)
+def test_arguments_without_a_meaning_are_refused(arguments: tuple[float, ...], match: str) -> None:
+    param = with_gradient(torch.ones(2))
+    with pytest.raises(ValueError, match=match):
+        dmuon.clip_grad_norm_([param], *arguments)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan])
+def test_values_without_a_meaning_are_refused(value: float) -> None:
+    param = with_gradient(torch.ones(2))
+    with pytest.raises(ValueError, match="clip_value"):
+        dmuon.clip_grad_value_([param], value)
+    assert param.grad is not None and param.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_gradient_without_elements_is_as_in_torch(order: float) -> None:
+    params = [with_gradient(torch.ones(3)), with_gradient(torch.ones(0, 2))]
+    if 0 <= order < math.inf:
+        assert float(dmuon.clip_grad_norm_(params, 9.0, order)) == pytest.approx(float(torch_clip(params, 9.0, order)))
+        return
+    for clip in (torch_clip, dmuon.clip_grad_norm_):
+        with pytest.raises(RuntimeError, match=r"elements|empty"):
+            clip(params, 9.0, order)
+
+
+def test_a_used_generator_is_said_to_be_empty() -> None:
+    parameters = build().parameters()
+    list(parameters)
+    with pytest.warns(UserWarning, match="nothing is clipped"):
+        dmuon.clip_grad_norm_(parameters, 1.0)
+
+
+def refuse_partial(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    sharded = with_gradient(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
+    partial_sum = with_gradient(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
+    for clip in (dmuon.clip_grad_norm_, dmuon.clip_grad_value_):
+        with operations() as ran, pytest.raises(ValueError, match=r"number 1 of shape \(3,\).*Partial"):
+            clip([sharded, partial_sum], 1.0)
+        assert "allreduce_" not in ran
+
+
+def refuse_meshes(rank: int, world: int) -> None:
+    pair = DeviceMesh("cpu", [0, 1])
+    if rank == 2:
+        outside = with_gradient(DTensor.from_local(torch.ones(0, 3), pair, [Shard(0)], run_check=False))
+        with pytest.raises(ValueError, match="without this rank"):
+            dmuon.clip_grad_norm_([outside], 1.0)
+    with pytest.raises(ValueError, match="pp_mesh"):
+        dmuon.clip_grad_norm_([], 1.0, pp_mesh=init_device_mesh("cpu", (1, world)))
+
+
+@pytest.mark.pitfall("P36", "P48")
+def test_gradients_that_no_rank_can_count_are_refused(ranks: RankPool) -> None:
+    ranks(2, refuse_partial)
+    ranks(3, refuse_meshes)
+
+
+def torch_inf_norm(rank: int, world: int) -> None:
+    torch_clip(on_dedicated(FSDP, rank, world).values(), 1.0, norm_type=math.inf)
+
+
+@pytest.mark.pitfall("P36", "P48")
+def test_torch_inf_norm_is_refused_by_name(ranks: RankPool) -> None:
+    ranks(3, torch_inf_norm, timeout=20.0, expect=RuntimeError, match=r"dmuon\.clip_grad_norm_")
+
+
+# Training.
+
+
+def clipped_run(rank: int, world: int, mode: str, stock: bool) -> tuple[dict[str, Tensor], list[float]]:
+    model = dedicated(rank, world, mode)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    clip = torch_clip if stock else dmuon.clip_grad_norm_
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *shard(batch(step), rank, world)).backward()
+        norms.append(float(whole(clip(model.parameters(), MAX_NORM))))
+        assert float(whole(clip(model.parameters(), math.inf))) == pytest.approx(MAX_NORM, rel=1e-5)
+        optimizer.step()
+    return full_state(model), norms
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[dict[str, Tensor], list[float]]:
+    model = build()
+    optimizer = Reference(model)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        norms.append(float(torch_clip(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    assert min(norms) > 1.2 * MAX_NORM
+    return dict(model.state_dict()), norms
+
+
+@pytest.mark.pitfall("P34", "P36")
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_torch_clipping_equals_single_process(
+    ranks: RankPool, reference: tuple[dict[str, Tensor], list[float]], world: int
+) -> None:
+    for weights, norms in ranks(world, clipped_run, FSDP, True):
+        assert norms == pytest.approx(reference[1], rel=1e-5)
+        assert_equal_weights(weights, reference[0])
+
+
+@pytest.mark.pitfall("P34", "P36", "P37")
+@pytest.mark.parametrize(("mode", "world"), [(FSDP, 3), (TWO_LINES, 2), (TWO_LINES, 4), (MIXED, 3)])
+def test_dmuon_clipping_equals_single_process(
+    ranks: RankPool, reference: tuple[dict[str, Tensor], list[float]], mode: str, world: int
+) -> None:
+    results = ranks(world, clipped_run, mode, False)
+    for weights, norms in results:
+        assert norms == pytest.approx(reference[1], rel=1e-5)
+        assert norms == results[0][1], "the same number on all ranks"
+        assert_equal_weights(weights, reference[0])
+
+
+def scaled_gradients(rank: int, world: int, factor: float) -> dict[str, Tensor]:
+    model = dedicated(rank, world, FSDP)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    loss_of(model, *shard(batch(0), rank, world)).backward()
+    total = dmuon.clip_grad_norm_(model.parameters(), math.inf)
+    dmuon.clip_grad_norm_(model.parameters(), factor * float(total))
+    optimizer.step()
+    return full_state(model)
+
+
+@pytest.mark.pitfall("P34")
+def test_clipping_scales_gradients_and_not_the_update(ranks: RankPool) -> None:
+    """The first update of either route does not depend on the scale of the gradient, so clipping must not change it."""
+    plain, clipped = ranks(2, scaled_gradients, 2.0)[0], ranks(2, scaled_gradients, 0.25)[0]
+    start = build().state_dict()
+    moved = {n: plain[n] - start[n] for n in plain if is_matrix(n)}
+    assert_equal_weights({n: clipped[n] - start[n] for n in moved}, moved, 1e-4)

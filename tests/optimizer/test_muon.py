@@ -1,0 +1,610 @@
+"""The optimizer itself: plain Muon + AdamW in one process, its options, schedulers, groups and counters."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.pool import RankPool
+from harness.toy import (
+    Reference,
+    Toy,
+    assert_equal_weights,
+    batch,
+    build,
+    fp32_newton_schulz,
+    full_state,
+    is_matrix,
+    loss_of,
+    reference_weights,
+    shard,
+)
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import lr_scheduler
+
+import dmuon
+from dmuon.step import batches
+
+CLASSIC = (3.4445, -4.7750, 2.0315)
+OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        model.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        optimizer.step()
+
+
+def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    named = list(model.named_parameters())
+    return [p for n, p in named if is_matrix(n)], [p for n, p in named if not is_matrix(n)]
+
+
+def matrices(count: int = 2, shape: tuple[int, int] = (6, 4)) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    params = [nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.randn(shape, generator=generator)
+    return params
+
+
+# -- equal to torch ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("P01", "P03", "P56")
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_five_steps_equal_torch(nesterov: bool) -> None:
+    assert not torch.distributed.is_initialized()
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS, nesterov=nesterov)
+    train(model, optimizer, range(5))
+    assert_equal_weights(dict(model.state_dict()), reference_weights(nesterov=nesterov))
+    assert optimizer.last_step.ns_matrices == 9
+    assert optimizer.last_step.ns_batches == 3, "one per shape"
+    assert set(optimizer.last_step.seconds) == {"momentum", "ns", "apply", "publish", "adamw"}
+
+
+@pytest.mark.pitfall("P38", "P47")
+def test_the_last_step_tells_how_it_ran_and_which_matrices_are_not_finite() -> None:
+    params = [*matrices(2, (8, 8)), *matrices(1, (8, 40))]
+    params[1].grad[3, 4] = float("nan")
+    kept = [p.detach().clone() for p in params]
+    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], lr=0.01)
+    optimizer.step()
+    stats = optimizer.last_step
+    assert stats.nonfinite == ("parameter 1 of group 0",)
+    assert stats.variants == {(8, 8): "standard torch by1024", (8, 40): "gram r2 torch by204"}
+    assert params[1].isnan().all(), "NaN is not hidden"
+    for index in (0, 2):
+        assert params[index].isfinite().all() and not torch.equal(params[index], kept[index])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    params[1].detach().zero_()
+    optimizer.state[params[1]]["momentum_buffer"].zero_()
+    optimizer.step()
+    assert optimizer.last_step.nonfinite == ()
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw", None], ids=str)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_matrix_updates_equal_torch_muon(adjust: str | None, nesterov: bool) -> None:
+    """``None`` stands for a function with the formula of torch's ``match_rms_adamw``."""
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.3, "momentum": 0.8, "nesterov": nesterov}
+    for shape in ((6, 4), (4, 6), (5, 5), (7, 1)):
+        ours, theirs = matrices(3, shape), matrices(3, shape)
+        stock = torch.optim.Muon(theirs, **options, ns_steps=4, eps=1e-30, adjust_lr_fn=adjust or "match_rms_adamw")
+        factor: Callable[[Any], float] | str = adjust or (lambda s: 0.2 * max(s) ** 0.5)
+        optimizer = dmuon.Muon(ours, **options, ns_steps=4, ns_coefficients=CLASSIC, adjust_lr_fn=factor)
+        for step in range(4):
+            for mine, other in zip(ours, theirs, strict=True):
+                mine.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+                other.grad = mine.grad.clone()
+            optimizer.step()
+            with fp32_newton_schulz():
+                stock.step()
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(optimizer.state[mine]["momentum_buffer"], stock.state[other]["momentum_buffer"])
+
+
+def beside_adamw(rank: int, world: int) -> dict[str, Tensor]:
+    model = build()
+    mesh = init_device_mesh("cpu", (world,))
+    dmuon.dedicate_params(model, mesh, costs="flops")
+    for block in model.blocks:
+        dmuon.fully_shard(block, mesh=mesh)
+    dmuon.fully_shard(model, mesh=mesh)
+    owned = dmuon.owned_parameters(model)
+    rest = [p for p in model.parameters() if p not in owned]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2]},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizers = [
+        dmuon.Muon(owned, **OPTIONS),
+        torch.optim.AdamW(groups, lr=OPTIONS["lr"], betas=(0.9, 0.95), weight_decay=OPTIONS["weight_decay"]),
+    ]
+    for step in range(5):
+        model.zero_grad()
+        loss_of(model, *shard(batch(step), rank, world)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return full_state(model)
+
+
+def test_owned_parameters_beside_torch_adamw_equal_single_process(ranks: RankPool) -> None:
+    for weights in ranks(2, beside_adamw):
+        assert_equal_weights(weights, reference_weights())
+
+
+# -- options -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("P08")
+@pytest.mark.parametrize(
+    ("given", "frozen"),
+    [
+        ({"lr": 0.0, "adamw_lr": 1e-3}, "muon"),
+        ({"lr": 1e-3, "adamw_lr": 0.0}, "adamw"),
+        ({"lr": 0.0}, "both"),
+    ],
+)
+def test_zero_lr_is_respected(given: dict[str, float], frozen: str) -> None:
+    model = build()
+    muon, rest = split(model)
+    before = [[p.detach().clone() for p in some] for some in (muon, rest)]
+    train(model, dmuon.Muon(model, **given), range(1))
+    for some, old, route in zip((muon, rest), before, ("muon", "adamw"), strict=True):
+        moved = [not torch.equal(p, o) for p, o in zip(some, old, strict=True)]
+        assert (not any(moved)) if frozen in (route, "both") else all(moved), route
+
+
+@pytest.mark.pitfall("P08")
+@pytest.mark.parametrize(
+    ("given", "decays"),
+    [
+        ({"weight_decay": 0.0}, (0.0, 0.0)),
+        ({"weight_decay": 0.5}, (0.5, 0.5)),
+        ({"weight_decay": 0.0, "adamw_weight_decay": 0.5}, (0.0, 0.5)),
+        ({"weight_decay": 0.5, "adamw_weight_decay": 0.0}, (0.5, 0.0)),
+    ],
+)
+def test_weight_decay_of_each_route_is_respected(given: dict[str, float], decays: tuple[float, float]) -> None:
+    """With zero gradients decay is all that is left; vectors are never decayed."""
+    model = build()
+    optimizer = dmuon.Muon(model, lr=0.1, adamw_lr=0.2, **given)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for name, param in model.named_parameters():
+        decay = 0.1 * decays[0] if is_matrix(name) else 0.2 * decays[1] if param.ndim >= 2 else 0.0
+        torch.testing.assert_close(param.detach(), before[name] * (1 - decay), rtol=1e-6, atol=0.0, msg=name)
+
+
+CHANGES: dict[str, Any] = {
+    "lr": 3e-3,
+    "weight_decay": 0.4,
+    "momentum": 0.5,
+    "nesterov": False,
+    "ns_coefficients": "you",
+    "ns_steps": 2,
+    "eps": 100.0,
+    "ns_dtype": torch.bfloat16,
+    "adjust_lr_fn": "spectral",
+    "adamw_lr": 3e-3,
+    "adamw_betas": (0.5, 0.6),
+    "adamw_eps": 1e-2,
+    "adamw_weight_decay": 0.4,
+}
+
+
+@pytest.mark.pitfall("P10")
+@pytest.mark.parametrize("option", CHANGES)
+def test_each_option_changes_its_route_and_no_other(option: str) -> None:
+    base: dict[str, Any] = {"adamw_lr": 1e-3, "adamw_weight_decay": 0.1}
+    results = []
+    for options in (base, {**base, option: CHANGES[option]}):
+        model = build()
+        optimizer = dmuon.Muon(model, **options)
+        for step in range(3):  # the same gradients, whatever the weights are
+            for index, param in enumerate(model.parameters()):
+                param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + index))
+            optimizer.step()
+        results.append(split(model))
+    routes = [any(not torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in zip(*results, strict=True)]
+    assert routes == [not option.startswith("adamw_"), option.startswith("adamw_")]
+
+
+@pytest.mark.pitfall("P10")
+def test_options_of_a_group_are_its_own() -> None:
+    first, second = matrices(2)
+    second.data.copy_(first)
+    second.grad = first.grad.clone()  # type: ignore[union-attr]
+    before = first.detach().clone()
+    groups = [
+        {"params": [first], "use_muon": True},
+        {"params": [second], "use_muon": True, "lr": 5e-3, "weight_decay": 0.0, "ns_steps": 3},
+    ]
+    optimizer = dmuon.Muon(groups, lr=1e-3, weight_decay=0.2)
+    optimizer.step()
+    alone = matrices(2)[:1]
+    dmuon.Muon(alone, lr=5e-3, weight_decay=0.0, ns_steps=3).step()
+    assert torch.equal(second, alone[0]) and not torch.equal(first, second)
+    assert optimizer.last_step.ns_batches == 2
+    assert not torch.equal(first, before)
+
+
+@pytest.mark.pitfall("P10")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr": -1.0}, ValueError, "lr"),
+        ({"lr": torch.tensor([1.0, 2.0])}, ValueError, "lr"),
+        ({"lr": "fast"}, TypeError, "lr"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay"),
+        ({"momentum": 1.0}, ValueError, "momentum"),
+        ({"nesterov": 1}, TypeError, "nesterov"),
+        ({"ns_coefficients": "fancy"}, ValueError, "fancy"),
+        ({"ns_steps": -1}, ValueError, "steps"),
+        ({"eps": float("nan")}, ValueError, "eps"),
+        ({"ns_dtype": "bf16"}, TypeError, "ns_dtype"),
+        ({"adjust_lr_fn": "wide"}, ValueError, "wide"),
+        ({"adamw_betas": (0.9,)}, ValueError, "betas"),
+        ({"adamw_betas": (0.9, 1.0)}, ValueError, r"betas\[1\]"),
+        ({"adamw_lr": -1.0}, ValueError, "lr"),
+        ({"adamw_eps": -1.0}, ValueError, "eps"),
+    ],
+    ids=str,
+)
+def test_unusable_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        dmuon.Muon(build(), **options)
+
+
+def test_tensor_lr_equals_float_lr() -> None:
+    results = []
+    for lr in (2e-3, torch.tensor(2e-3)):
+        model = build()
+        train(model, dmuon.Muon(model, **{**OPTIONS, "lr": lr}), range(3))
+        results.append(dict(model.state_dict()))
+    assert_equal_weights(results[1], results[0], 1e-6)
+
+
+# -- routing and groups --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("P03")
+def test_bare_tensors_are_routed_by_dimensions_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    with caplog.at_level(logging.INFO, logger="dmuon"):
+        optimizer = dmuon.Muon(model.parameters(), **OPTIONS)
+        train(model, optimizer, range(2))
+    assert len(caplog.records) == 1 and "AdamW" in caplog.text
+    routes = [(g["use_muon"], sorted({p.ndim for p in g["params"]})) for g in optimizer.param_groups]
+    assert routes == [(True, [2]), (False, [1])]
+    assert optimizer.param_groups[1]["weight_decay"] == 0.0
+    caplog.clear()
+    dmuon.Muon(matrices())
+    assert not caplog.records, "nothing to say about matrices only"
+
+
+@pytest.mark.pitfall("P03")
+def test_module_groups_follow_the_policy() -> None:
+    model = build()
+    groups = dmuon.param_groups(model)
+    names = {p: n for n, p in model.named_parameters()}
+    assert [g["use_muon"] for g in groups] == [True, False, False]
+    assert {names[p] for p in groups[0]["params"]} == {n for n in names.values() if is_matrix(n)}
+    assert {names[p] for p in groups[1]["params"]} == {"embed.weight", "head.weight"}
+    assert all(p.ndim == 1 for p in groups[2]["params"]) and groups[2]["weight_decay"] == 0.0
+    chosen = dmuon.param_groups(model, select=lambda fqn, module, param: fqn.endswith("mix.weight"))
+    assert {names[p] for p in chosen[0]["params"]} == {f"blocks.{i}.mix.weight" for i in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        (lambda: [{"params": matrices()}], ValueError, "use_muon"),
+        (lambda: [{"params": matrices(), "use_muon": 1}], ValueError, "use_muon"),
+        (lambda: [{"params": [nn.Parameter(torch.ones(3))], "use_muon": True}], ValueError, "1 dim"),
+        (lambda: [{"params": [nn.Parameter(torch.ones(2, 3, 4, 5))], "use_muon": True}], ValueError, "4 dim"),
+        (lambda: [{"params": matrices(), "use_muon": True, "beta": 0.9}], ValueError, "'beta'"),
+        (lambda: [{"params": matrices(), "use_muon": True, "betas": (0.9, 0.9)}], ValueError, "'betas'"),
+        (lambda: [{"params": matrices(), "use_muon": False, "momentum": 0.9}], ValueError, "'momentum'"),
+        (lambda: [], ValueError, "empty"),
+        (lambda: set(matrices()), TypeError, "set"),
+        (lambda: matrices()[0], TypeError, "one tensor"),
+        (lambda: [*matrices(), {"params": matrices(), "use_muon": True}], TypeError, "mixes"),
+        (lambda: nn.Linear(3, 3), ValueError, "no matrix"),
+    ],
+)
+def test_unusable_parameters_are_refused(params: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        dmuon.Muon(params())
+
+
+def test_added_group_is_optimized() -> None:
+    model = build()
+    muon, rest = split(model)
+    optimizer = dmuon.Muon([{"params": muon[:4], "use_muon": True}], **OPTIONS)
+    optimizer.add_param_group({"params": iter(muon[4:]), "use_muon": True})
+    optimizer.add_param_group({"params": [p for p in rest if p.ndim >= 2], "use_muon": False})
+    optimizer.add_param_group({"params": [p for p in rest if p.ndim < 2], "use_muon": False, "weight_decay": 0.0})
+    train(model, optimizer, range(5))
+    assert_equal_weights(dict(model.state_dict()), reference_weights())
+    count = len(optimizer.param_groups), len(optimizer.state)
+    with pytest.raises(ValueError, match="1 dim"):
+        optimizer.add_param_group({"params": nn.Parameter(torch.ones(3)), "use_muon": True})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": muon[0], "use_muon": True})
+    assert (len(optimizer.param_groups), len(optimizer.state)) == count, "a refused group leaves nothing behind"
+
+
+# -- schedulers ----------------------------------------------------------------------------------------------------
+
+
+def cosine_with_warmup(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=3)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
+    return lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[3])
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0 / (1 + step)),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, step_size=2, gamma=0.5),
+    "warm-up + cosine": cosine_with_warmup,
+}
+
+
+@pytest.mark.pitfall("P09")
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedulers_drive_both_routes(schedule: str) -> None:
+    ours, theirs = build(), build()
+    optimizer = dmuon.Muon(ours, **OPTIONS, adamw_lr=5e-4)
+    reference = Reference(theirs, adamw_lr=5e-4)
+    scheduler = SCHEDULES[schedule](optimizer)
+    expected = [SCHEDULES[schedule](reference.muon), SCHEDULES[schedule](reference.adamw)]
+    seen = set()
+    for step in range(6):
+        train(ours, optimizer, range(step, step + 1))
+        train(theirs, reference, range(step, step + 1))
+        scheduler.step()
+        for other in expected:
+            other.step()
+        rates = [g["lr"] for g in optimizer.param_groups]
+        assert rates == pytest.approx([expected[0].get_last_lr()[0], *expected[1].get_last_lr()])
+        assert rates[0] == pytest.approx(4 * rates[1]) and rates[1] == rates[2]
+        seen.add(rates[0])
+    assert len(seen) > 2
+    assert_equal_weights(dict(ours.state_dict()), dict(theirs.state_dict()))
+
+
+@pytest.mark.pitfall("P09")
+def test_one_cycle_takes_a_list() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    peaks = [4e-3, 1e-3, 2e-3]
+    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=peaks, total_steps=10, cycle_momentum=False)
+    rates = []
+    for step in range(9):
+        train(model, optimizer, range(step, step + 1))
+        scheduler.step()
+        rates.append([g["lr"] for g in optimizer.param_groups])
+    assert [max(column) for column in zip(*rates, strict=True)] == pytest.approx(peaks)
+    assert all(row[0] == pytest.approx(4 * row[1]) and row[2] == pytest.approx(2 * row[1]) for row in rates)
+    again = dmuon.Muon(model, **OPTIONS)
+    again.load_state_dict(optimizer.state_dict())  # with the keys that the scheduler added to the groups
+    train(model, again, range(1))
+
+
+# -- gradients, closures, counters ---------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("P19")
+def test_parameters_without_gradients_are_skipped_as_in_torch() -> None:
+    """Also in the middle of a batch of one shape, and with another set missing at every step."""
+    ours, theirs = build(), build()
+    optimizer, reference = dmuon.Muon(ours, **OPTIONS), Reference(theirs)
+    for step in range(6):
+        counted = 0
+        for model in (ours, theirs):
+            model.zero_grad()
+            loss_of(model, *batch(step)).backward()
+            counted = 0
+            for index, (name, param) in enumerate(model.named_parameters()):
+                if index % 4 == step % 4:
+                    param.grad = None
+                counted += param.grad is not None and is_matrix(name)
+        optimizer.step()
+        reference.step()
+        assert optimizer.last_step.ns_matrices == counted < 9
+    assert_equal_weights(dict(ours.state_dict()), dict(theirs.state_dict()))
+    ours.zero_grad()
+    before = copy.deepcopy(ours.state_dict())
+    optimizer.step()
+    assert optimizer.last_step.ns_matrices == optimizer.last_step.ns_batches == 0
+    assert all(torch.equal(t, before[n]) for n, t in ours.state_dict().items())
+
+
+def skip_block(model: Toy, step: int) -> None:
+    """Leave block 1 out of odd steps, everywhere."""
+    model.blocks[1].forward = (lambda x: x) if step % 2 else None  # type: ignore[method-assign,assignment]
+    if not step % 2:
+        del model.blocks[1].forward
+
+
+def unused_block(rank: int, world: int) -> tuple[dict[str, Tensor], list[int]]:
+    model = build()
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    counts = []
+    for step in range(4):
+        skip_block(model, step)
+        model.zero_grad()
+        loss_of(model, *shard(batch(step), rank, world)).backward()
+        optimizer.step()
+        counts.append(optimizer.last_step.ns_matrices)
+    return full_state(model), counts
+
+
+@pytest.mark.pitfall("P01", "P19", "P48")
+def test_block_unused_on_all_ranks_is_skipped_as_in_torch(ranks: RankPool) -> None:
+    model = build()
+    reference = Reference(model)
+    for step in range(4):
+        skip_block(model, step)
+        reference.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        reference.step()
+    results = ranks(2, unused_block)
+    for weights, _ in results:
+        assert_equal_weights(weights, dict(model.state_dict()))
+    assert [sum(c) for c in zip(*(counts for _, counts in results), strict=True)] == [9, 6, 9, 6]
+
+
+@pytest.mark.pitfall("P19")
+def test_frozen_parameters_stay_and_thaw() -> None:
+    def freeze(model: nn.Module, frozen: bool) -> None:
+        for name, param in model.named_parameters():
+            if name in ("blocks.1.up.weight", "blocks.0.up.bias", "embed.weight"):
+                param.requires_grad_(not frozen)
+
+    ours, theirs = build(), build()
+    optimizer, reference = dmuon.Muon(ours, **OPTIONS), Reference(theirs)
+    for step in range(4):
+        for model in (ours, theirs):
+            freeze(model, step < 2)
+        train(ours, optimizer, range(step, step + 1))
+        train(theirs, reference, range(step, step + 1))
+        assert optimizer.last_step.ns_matrices == (8 if step < 2 else 9)
+    assert_equal_weights(dict(ours.state_dict()), dict(theirs.state_dict()))
+
+
+@pytest.mark.pitfall("P55")
+def test_closure_is_called_once_with_gradients_enabled() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    losses = []
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch(len(losses)))
+        loss.backward()
+        losses.append(loss.item())
+        return losses[-1]
+
+    with torch.no_grad():
+        returned = [optimizer.step(closure) for _ in range(5)]
+    assert returned == losses and len(losses) == 5
+    assert_equal_weights(dict(model.state_dict()), reference_weights(5))
+    assert optimizer.step() is None
+
+
+def closure_run(rank: int, world: int) -> dict[str, Tensor]:
+    model = build()
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    for step in range(5):
+
+        def closure(step: int = step) -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, *shard(batch(step), rank, world))
+            loss.backward()
+            return loss.item()
+
+        assert optimizer.step(closure) > 0
+    return full_state(model)
+
+
+@pytest.mark.pitfall("P55")
+def test_closure_on_a_dedicated_model_equals_single_process(ranks: RankPool) -> None:
+    for weights in ranks(2, closure_run):
+        assert_equal_weights(weights, reference_weights())
+
+
+SCRIPT = """
+import torch, torch.nn as nn, dmuon
+model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)) for _ in range(2)))
+optimizer = dmuon.Muon(model, lr=1e-2)
+before = [p.detach().clone() for p in model.parameters()]
+model(torch.randn(3, 5)).square().sum().backward()
+dmuon.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+assert not torch.distributed.is_initialized()
+assert optimizer.last_step.ns_matrices == 4, optimizer.last_step
+assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+optimizer.load_state_dict(optimizer.state_dict())
+"""
+
+
+@pytest.mark.pitfall("P56")
+def test_works_without_a_launcher() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.pitfall("P10", "P32")
+def test_options_that_a_load_brings_are_used() -> None:
+    """Loading replaces the dicts of the groups: nothing may go on reading the old ones."""
+    found = []
+    for lr in (2e-3, 1.0):
+        model = build()
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        train(model, optimizer, range(1))
+        saved = copy.deepcopy(optimizer.state_dict())
+        other = dmuon.Muon(model, **{**OPTIONS, "lr": lr})
+        other.load_state_dict(saved)
+        train(model, other, range(1, 2))
+        found.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    assert_equal_weights(found[1], found[0], 0.0)
+
+
+def test_a_step_inside_autocast_is_the_same_step() -> None:
+    found = []
+    for enabled in (False, True):
+        model = build()
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        loss_of(model, *batch(0)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            optimizer.step()
+        found.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    assert_equal_weights(found[1], found[0], 0.0)
+
+
+@pytest.mark.pitfall("P45")
+def test_runs_of_a_batch_do_not_share_the_buffer_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded run leaves its result where the next one of that size will: the first must have been used by then."""
+    buffers: dict[torch.Size, Tensor] = {}
+    run, variant = batches.run, batches._variant
+
+    def replayed(x: Tensor, chosen: Any, *args: Any) -> Tensor:
+        return buffers.setdefault(x.shape, torch.empty_like(x)).copy_(run(x, replace(chosen, replay=False), *args))
+
+    def step() -> list[nn.Parameter]:
+        params = [nn.Parameter(torch.ones(4, 6)) for _ in range(3)]
+        for i in (0, 2):
+            params[i].grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
+        dmuon.Muon([{"params": params, "use_muon": True}]).step()
+        return params
+
+    expected = step()
+    monkeypatch.setattr(batches, "run", replayed)
+    monkeypatch.setattr(batches, "_variant", lambda *args: replace(variant(*args), replay=True))
+    found = step()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
+    assert not torch.equal(found[0], found[2])

@@ -1,0 +1,399 @@
+"""The cost cache file: what it accepts, what it refuses, and that writers never harm each other."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dmuon.planning.cost_cache import (
+    CacheKey,
+    CostCache,
+    CostCacheError,
+    Timing,
+    discard_invalid,
+    shipped_profiles,
+    user_cache_directory,
+    user_cache_files,
+    user_cache_path,
+)
+
+KEY = CacheKey("Device X", 132, "550.1", "2.13.0", "12.8", "float16", "abc123", "polar_express", 5)
+CACHE = CostCache(
+    KEY,
+    {
+        (64, 256): {1: Timing(100, 99, 103, 9, "gram r2 torch by4"), 2: Timing(150, 150, 151, 9)},
+        (512, 512): {1: Timing(900, 800, 950, 7)},
+    },
+)
+
+
+@st.composite
+def plausible_entries(draw):
+    """Timings of some device: launch time plus operations at one rate, with noise."""
+    launch, per_operation = draw(st.integers(1, 10**6)), 10.0 ** draw(st.integers(-6, -2))
+    noise = st.integers(-20, 20).map(lambda i: 1.05**i)
+    sides = st.tuples(*[st.integers(1, 1 << 13)] * 2).map(lambda s: (min(s), max(s)))
+    result = {}
+    for m, n in draw(st.sets(sides, max_size=4)):
+        for k in draw(st.sets(st.integers(1, 64), min_size=1, max_size=3)):
+            middle = int((launch + per_operation * k * m * m * n) * draw(noise)) + 1
+            low, high = draw(st.integers(1, middle)), draw(st.integers(middle, 2 * middle))
+            result.setdefault((m, n), {})[k] = Timing(middle, low, high, draw(st.integers(1, 10**9)))
+    return result
+
+
+keys = st.builds(
+    CacheKey,
+    **{name: st.text() for name in ("device", "driver", "torch", "cuda", "dtype", "kernels", "coefficients")},
+    sm_count=st.integers(0, 1000),
+    steps=st.integers(1, 20),
+)
+small_timings = st.builds(lambda ns: Timing(ns, ns, ns, 1), st.integers(1, 5))
+same_key = st.builds(
+    CostCache,
+    st.just(KEY),
+    st.dictionaries(
+        st.sampled_from([(1, 1), (1, 2), (2, 2)]),
+        st.dictionaries(st.integers(1, 3), small_timings, min_size=1),
+    ),
+)
+
+
+@given(st.builds(CostCache, keys, plausible_entries()))
+def test_what_is_written_is_read(cache):
+    assert CostCache.parse(cache.to_json().encode(), "x") == cache
+
+
+@given(same_key, same_key, same_key)
+def test_merging_is_associative_and_idempotent_and_the_later_wins(a, b, c):
+    assert a.merge(b).merge(c) == a.merge(b.merge(c))
+    assert a.merge(a) == a
+    merged = a.merge(b)
+    assert merged.merge(b) == merged
+    pairs = {(shape, k): t for cache in (a, b) for shape, batches in cache.entries.items() for k, t in batches.items()}
+    assert {(shape, k): t for shape, batches in merged.entries.items() for k, t in batches.items()} == pairs
+    assert CostCache.parse(merged.to_json().encode(), "x") == merged
+
+
+@pytest.mark.pitfall("P50")
+@settings(max_examples=300)
+@given(st.data())
+def test_corrupted_bytes_are_refused_by_name_or_still_valid(data):
+    good = bytearray(CACHE.to_json().encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        del good[data.draw(st.integers(0, len(good))) :]
+    try:
+        cache = CostCache.parse(bytes(good), "the/file")
+    except CostCacheError as error:
+        assert "the/file" in str(error) and "dmuon-profile" in str(error)
+    else:  # a digit or a letter changed into another: still a consistent cache
+        assert CostCache.parse(cache.to_json().encode(), "x") == cache
+
+
+def fields_of(node, path=()):
+    """The path of every value in a document."""
+    for name, value in node.items():
+        yield (*path, name)
+        if isinstance(value, dict):
+            yield from fields_of(value, (*path, name))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@pytest.mark.pitfall("P50")
+@settings(max_examples=300)
+@given(st.data())
+def test_one_field_lost_renamed_or_replaced_is_refused_by_name_or_still_valid(data):
+    document = json.loads(CACHE.to_json())
+    *parents, last = data.draw(st.sampled_from(list(fields_of(document))))
+    node = document
+    for parent in parents:
+        node = node[parent]
+    value = node.pop(last)
+    match data.draw(st.sampled_from(["lost", "renamed", "replaced"])):
+        case "renamed":
+            node[data.draw(st.text())] = value
+        case "replaced":
+            node[last] = data.draw(values)
+    try:
+        cache = CostCache.parse(json.dumps(document).encode(), "the/file")
+    except CostCacheError as error:
+        assert "the/file" in str(error) and "dmuon-profile" in str(error)
+    else:
+        assert CostCache.parse(cache.to_json().encode(), "x") == cache
+
+
+@pytest.mark.pitfall("P50")
+@pytest.mark.parametrize("unit", [10**-6, 10**6])
+def test_a_time_in_another_unit_is_refused_by_name(unit):
+    for shape in ((64, 64), (512, 512), (2048, 8192)):
+        times = {(s, s * f): 300_000 + s**3 * f // 100_000 for s, f in ((64, 1), (256, 4), (512, 1), (2048, 4))}
+        times[shape] = max(1, int(times[shape] * unit))
+        cache = CostCache(KEY, {s: {1: Timing(t, t, t, 9)} for s, t in times.items()})
+        with pytest.raises(CostCacheError, match=rf"'entries.{shape[0]}x{shape[1]}.1.median_ns'.* absurd") as caught:
+            CostCache.parse(cache.to_json().encode(), "the/file")
+        assert "the/file" in str(caught.value)
+
+
+@pytest.mark.pitfall("P50")
+def test_what_no_device_can_do_is_refused_even_alone():
+    data = CostCache(KEY, {(8192, 8192): {4: Timing(2000, 2000, 2000, 9)}}).to_json().encode()
+    with pytest.raises(CostCacheError, match=r"'entries.8192x8192.4.median_ns' is absurd: 2000 ns for 219902"):
+        CostCache.parse(data, "x")
+
+
+@pytest.mark.pitfall("P50")
+def test_launch_bound_and_memory_bound_times_beside_large_ones_are_no_contradiction():
+    gpu = {(8, 8): 300_000, (64, 64): 300_000, (1, 1 << 24): 800_000, (8192, 28672): 30_000_000}
+    cpu = {(8, 8): 40_000, (256, 256): 2_000_000, (1, 1 << 24): 300_000_000, (4096, 4096): 40_000_000_000}
+    for times in (gpu, cpu):
+        cache = CostCache(KEY, {shape: {1: Timing(t, t, t, 9)} for shape, t in times.items()})
+        assert CostCache.parse(cache.to_json().encode(), "x") == cache
+
+
+@pytest.mark.pitfall("P50")
+def test_saving_what_contradicts_the_file_is_refused_and_leaves_it(tmp_path):
+    path = tmp_path / "costs.json"
+    CACHE.save(path)
+    before = path.read_bytes()
+    with pytest.raises(
+        CostCacheError, match=r"costs.json: .*'entries.64x256.1.median_ns' or 'entries.16x16.1.median_ns' is absurd"
+    ):
+        CostCache(KEY, {(16, 16): {1: Timing(10**9, 10**9, 10**9, 9)}}).save(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.pitfall("P50")
+def test_every_truncation_is_refused():
+    text = CACHE.to_json().encode().rstrip()
+    for length in range(len(text)):
+        with pytest.raises(CostCacheError, match="the/file"):
+            CostCache.parse(text[:length], "the/file")
+
+
+def broken(path: str, value: object) -> bytes:
+    document = json.loads(CACHE.to_json())
+    *parents, last = path.split("/")
+    node = document
+    for parent in parents:
+        node = node[parent]
+    if value is ...:
+        del node[last]
+    else:
+        node[last] = value
+    return json.dumps(document).encode()
+
+
+T = "entries/64x256/1"
+
+
+@pytest.mark.pitfall("P50")
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (broken(f"{T}/variant", "fast"), r"field 'entries.64x256.1.variant': 'fast' is no .* variant"),
+        (broken(f"{T}/variant", 3), r"field 'entries.64x256.1.variant' is 3, not a string"),
+        (broken("schema", 99), r"field 'schema' is 99, this version reads 2"),
+        (broken("schema", True), r"field 'schema' is True"),
+        (broken("schema", ...), r"field 'schema' is missing"),
+        (broken("extra", 1), r"field 'extra' is unknown"),
+        (broken("key", []), r"field 'key' is no object"),
+        (broken("key/device", ...), r"field 'key': field 'device' is missing"),
+        (broken("key/device", 3), r"field 'key.device' is 3, not a string"),
+        (broken("key/sm_count", -1), r"field 'key.sm_count' is -1"),
+        (broken("key/steps", 0), r"field 'key.steps' is 0"),
+        (broken("entries", []), r"field 'entries' is no object"),
+        (broken("entries/64x256", {}), r"field 'entries.64x256' is no object of batch sizes"),
+        (broken("entries/256x64", {}), r"shape '256x64' must be small side x large side"),
+        (broken("entries/0x64", {}), r"shape '0x64' is not like"),
+        (broken("entries/64", {}), r"shape '64' is not like"),
+        (broken("entries/64x99999999", {}), r"shape '64x99999999' must be .* at most"),
+        (broken("entries/64x256/0", {}), r"batch size '0'"),
+        (broken("entries/64x256/-1", {}), r"batch size '-1'"),
+        (broken("entries/64x256/1.5", {}), r"batch size '1.5'"),
+        (broken(T, 5), r"field 'entries.64x256.1' is no object"),
+        (broken(f"{T}/n", ...), r"field 'entries.64x256.1': field 'n' is missing"),
+        (broken(f"{T}/median_ns", -100), r"field 'entries.64x256.1.median_ns' is -100"),
+        (broken(f"{T}/median_ns", 0), r"median_ns' is 0"),
+        (broken(f"{T}/median_ns", 100.5), r"median_ns' is 100.5"),
+        (broken(f"{T}/median_ns", "100"), r"median_ns' is '100'"),
+        (broken(f"{T}/median_ns", None), r"median_ns' is None"),
+        (broken(f"{T}/median_ns", float("nan")), r"value NaN is no number"),
+        (broken(f"{T}/median_ns", float("inf")), r"value Infinity is no number"),
+        (broken(f"{T}/median_ns", 10**16), r"median_ns' is 10{16}, not an integer from 1 to"),
+        (broken(f"{T}/median_ns", 98), r"p10 99, median 98, p90 103 not in order"),
+        (broken(f"{T}/n", 0), r"n' is 0"),
+        (b'{"schema": 1, "schema": 1}', r"field 'schema' appears twice"),
+        (b"", r"corrupt or truncated JSON"),
+        (b"\xff\xfe", r"corrupt or truncated JSON"),
+        (b"[" * 100_000, r"corrupt or truncated JSON"),
+        (b"[]", r"the file is no object"),
+        (b"1" * 5000, r"the file is no object|corrupt or truncated JSON"),
+    ],
+)
+def test_an_invalid_file_is_refused_naming_file_field_and_remedy(tmp_path, data, message):
+    path = tmp_path / "costs.json"
+    path.write_bytes(data)
+    with pytest.raises(CostCacheError, match=message) as caught:
+        CostCache.load(path)
+    assert str(path) in str(caught.value) and "dmuon-profile" in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    with pytest.raises(CostCacheError, match=r"nothing.json: no such file; write it with dmuon-profile --out"):
+        CostCache.load(tmp_path / "nothing.json")
+    with pytest.raises(CostCacheError, match="cannot be read"):
+        CostCache.load(tmp_path)
+
+
+def test_saving_merges_and_the_newer_entry_wins(tmp_path):
+    path = tmp_path / "deep" / "costs.json"
+    CACHE.save(path)
+    newer = CostCache(KEY, {(64, 256): {2: Timing(140, 140, 140, 1), 4: Timing(200, 200, 200, 1)}})
+    newer.save(path)
+    merged = CostCache.load(path)
+    assert merged == CACHE.merge(newer)
+    assert {k: t.median_ns for k, t in merged.entries[64, 256].items()} == {1: 100, 2: 140, 4: 200}
+    assert (512, 512) in merged.entries
+    assert sorted(p.name for p in path.parent.iterdir()) == [".costs.json.lock", "costs.json"]
+
+
+@pytest.mark.pitfall("P50")
+def test_saving_over_anything_else_is_refused_and_leaves_it(tmp_path):
+    path = tmp_path / "costs.json"
+    for content in (b"precious", replace(CACHE, key=replace(KEY, device="Device Y")).to_json().encode()):
+        path.write_bytes(content)
+        with pytest.raises(CostCacheError, match=r"costs.json"):
+            CACHE.save(path)
+        assert path.read_bytes() == content
+
+
+@pytest.mark.pitfall("P49", "P50")
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "costs.json"
+    CACHE.save(path)
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        CostCache(KEY, {(8, 8): {1: Timing(1, 1, 1, 1)}}).save(path)
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".costs.json.lock", "costs.json"]
+
+
+def write_many(path: str, writer: int, rounds: int) -> None:
+    for i in range(rounds):
+        ns = writer * 1000 + i + 1
+        CostCache(KEY, {(writer + 1, 64 + i): {1: Timing(ns, ns, ns, 1)}}).save(path)
+
+
+@pytest.mark.pitfall("P50")
+def test_concurrent_writers_lose_nothing_and_readers_never_see_half_a_file(tmp_path):
+    path, writers, rounds = tmp_path / "costs.json", 3, 12
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=write_many, args=(str(path), w, rounds)) for w in range(writers)]
+    for process in processes:
+        process.start()
+    reads = 0
+    while any(process.is_alive() for process in processes):
+        if path.exists():
+            CostCache.load(path)
+            reads += 1
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert reads > 0
+    assert set(CostCache.load(path).entries) == {(w + 1, 64 + i) for w in range(writers) for i in range(rounds)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "exact"),
+        ({"driver": "560"}, "compatible"),
+        ({"torch": "2.14", "cuda": "13.0"}, "compatible"),
+        ({"device": "Device Y"}, "no"),
+        ({"sm_count": 114}, "no"),
+        ({"dtype": "bfloat16"}, "no"),
+        ({"kernels": "other"}, "no"),
+        ({"steps": 6}, "no"),
+        ({"coefficients": "you", "driver": "560"}, "no"),
+    ],
+)
+@pytest.mark.pitfall("P50")
+def test_matching(changes, expected):
+    other = replace(KEY, **changes)
+    assert CACHE.matches(other) == expected
+    same_folder = user_cache_path(other).name.rpartition("-")[0] == user_cache_path(KEY).name.rpartition("-")[0]
+    assert same_folder == (expected != "no")
+    assert (user_cache_path(other) == user_cache_path(KEY)) == (expected == "exact")
+
+
+def test_the_users_files_of_a_key_are_those_of_other_versions_and_last_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache_files(KEY) == []
+    others = [replace(KEY, torch=f"2.{i}") for i in range(3)]
+    for key in (KEY, *others, replace(KEY, device="Device Y")):
+        CostCache(key, {}).save(user_cache_path(key))
+    assert user_cache_files(KEY) == [*sorted(map(user_cache_path, others)), user_cache_path(KEY)]
+
+
+def test_table_holds_medians_of_the_asked_shapes():
+    table = CACHE.table([(64, 256)])
+    assert table.costs == {(64, 256): {1: 100, 2: 150}}
+    assert table.estimated == ()
+    with pytest.raises(CostCacheError, match=r"no timing for one 8x8 matrix; run dmuon-profile --shapes 8x8"):
+        CACHE.table([(8, 8)])
+
+
+def test_the_user_cache_follows_the_xdg_convention(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache_directory() == tmp_path / "dmuon"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert user_cache_directory() == tmp_path / "home" / ".cache" / "dmuon"
+
+
+def test_discard_invalid_removes_only_what_is_invalid(tmp_path):
+    path = tmp_path / "costs.json"
+    discard_invalid(path)
+    CACHE.save(path)
+    discard_invalid(path)
+    assert CostCache.load(path) == CACHE
+    path.write_text("{")
+    discard_invalid(path)
+    assert not path.exists()
+
+
+def test_shipped_profiles_are_valid():
+    for name, data in shipped_profiles():
+        assert CostCache.parse(data, name).entries
+
+
+def test_the_file_is_plain_json_with_the_documented_fields(tmp_path):
+    CACHE.save(tmp_path / "c.json")
+    document = json.loads((tmp_path / "c.json").read_text())
+    assert document["schema"] == 2 and document["key"] == asdict(KEY)
+    assert document["entries"]["64x256"]["1"] == {
+        "median_ns": 100,
+        "p10_ns": 99,
+        "p90_ns": 103,
+        "n": 9,
+        "variant": "gram r2 torch by4",
+    }

@@ -1,0 +1,356 @@
+"""Where the planner's costs come from: cache, shipped profile, measurement divided among ranks, estimate."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dmuon.planning import cost_lookup as costs
+from dmuon.planning.cost_cache import CostCache, CostCacheError, Timing, user_cache_path
+from dmuon.planning.cost_lookup import find_costs
+from dmuon.planning.device_key import NsOptions, device_key
+from dmuon.solver import CostTable
+
+CPU = torch.device("cpu")
+COUNTS = {(16, 16): 6, (16, 48): 3, (24, 24): 1}
+
+
+def timing(ns: int) -> Timing:
+    return Timing(ns, ns, ns, 5)
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    """An empty user cache, no shipped profile, and a process that has measured nothing."""
+    monkeypatch.setattr(costs, "shipped_profiles", lambda: iter(()))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(costs, "_measured", {})
+    monkeypatch.setattr(costs, "_too_large", {})
+
+
+@pytest.fixture
+def measurements(monkeypatch):
+    """Every (shape, k) that is measured; timings are 1000 ns a matrix."""
+    seen = []
+
+    def fake(work, *, device, options, budget_s, progress=None, too_large=None):
+        seen.extend((shape, k) for shape, sizes in work.items() for k in sizes)
+        return {shape: {k: timing(1000 * k * shape[0]) for k in sizes} for shape, sizes in work.items()}
+
+    monkeypatch.setattr(costs, "measure", fake)
+    return seen
+
+
+def forget(monkeypatch):
+    """As a new process would start."""
+    monkeypatch.setattr(costs, "_measured", {})
+    monkeypatch.setattr(costs, "_too_large", {})
+
+
+def key():
+    return device_key(CPU, NsOptions())
+
+
+def alone(counts=COUNTS, **options):
+    found = find_costs(counts, world=1, rank=0, device=CPU, **options)
+    return found.table, found.source
+
+
+def together(world, counts=COUNTS, each=None, **options):
+    """``find_costs`` on ``world`` ranks, as threads; each rank's result or exception."""
+    barrier, items, results = threading.Barrier(world, timeout=30), [None] * world, [None] * world
+
+    def run(rank):
+        def share(item):
+            items[rank] = item
+            barrier.wait()
+            answer = list(items)
+            barrier.wait()
+            return answer
+
+        try:
+            found = find_costs(counts, world=world, rank=rank, device=CPU, share=share, **options)
+            results[rank] = found.table, found.source
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_a_first_call_measures_for_real_and_caches():
+    table, source = alone(budget_s=5.0)
+    assert set(table.costs) == set(COUNTS) and table.estimated == ()
+    assert source.endswith(f"{key().device}, kept in user cache {user_cache_path(key())}") and source.startswith(
+        "6 measured now on "
+    )
+    assert alone()[1] == f"user cache {user_cache_path(key())}"
+    assert CostCache.load(user_cache_path(key())).table(COUNTS) == table
+
+
+def test_batch_sizes_are_powers_of_two_up_to_what_one_owner_can_get(measurements):
+    alone()
+    assert sorted(measurements) == [
+        ((16, 16), 1),
+        ((16, 16), 2),
+        ((16, 16), 4),
+        ((16, 48), 1),
+        ((16, 48), 2),
+        ((24, 24), 1),
+    ]
+    measurements.clear()
+    find_costs({(32, 32): 12}, world=6, rank=0, device=CPU)
+    assert sorted(measurements) == [((32, 32), 1), ((32, 32), 2), ((32, 32), 4)]
+    measurements.clear()
+    find_costs({(20, 20): 24, (64, 64): 4}, world=4, rank=0, device=CPU)
+    assert sorted(measurements) == [
+        *[((20, 20), k) for k in (1, 2, 4, 8, 16)],  # beside owners of a large matrix, one may get all the small ones
+        *[((64, 64), k) for k in (1, 2)],
+    ]
+
+
+def test_nothing_is_measured_twice(measurements, monkeypatch):
+    first = alone()
+    measurements.clear()
+    again = alone()  # same process
+    forget(monkeypatch)
+    warm = alone()  # same cache
+    assert measurements == []
+    assert first[0] == again[0] == warm[0]
+    alone({**COUNTS, (32, 32): 1})
+    assert measurements == [((32, 32), 1)]
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning_and_still_nothing_is_measured_twice(
+    measurements, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="cannot be written"):
+        first = alone()
+    measurements.clear()
+    again = alone()
+    assert again[0] == first[0] and again[1] == f"measured earlier by this process on {key().device}"
+    assert measurements == []
+
+
+def test_flops_measure_and_read_nothing(measurements, tmp_path):
+    table, source = alone(costs="flops")
+    assert table == CostTable.from_flops(COUNTS) and set(table.estimated) == set(COUNTS)
+    assert "FLOPs" in source
+    assert measurements == [] and not (tmp_path / "cache").exists()
+
+
+def test_what_the_budget_does_not_reach_is_scaled_from_its_neighbour_and_flagged(monkeypatch):
+    monkeypatch.setattr(
+        costs, "measure", lambda work, **_: {(16, 16): {1: timing(1000)}, (64, 64): {1: timing(64_000)}}
+    )
+    table, _ = alone({(16, 16): 1, (32, 32): 1, (48, 48): 1, (64, 64): 1})
+    assert table.estimated == ((32, 32), (48, 48))
+    assert table.costs[32, 32] == {1: 8000}  # 2³ times the nearer in FLOPs
+    assert table.costs[48, 48] == {1: 27_000}  # (3/4)³ of the nearer
+    assert table.sources[16, 16] == "measured"
+
+
+def test_with_no_budget_everything_is_estimated_and_nothing_is_written(tmp_path):
+    table, source = alone(budget_s=0.0)
+    assert table == CostTable.from_flops(COUNTS) and source == "estimated from FLOPs"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_the_budget_did_not_reach_is_tried_by_the_next_call(monkeypatch):
+    asked = []
+
+    def little_by_little(work, **_):
+        items = sorted((k, shape) for shape, sizes in work.items() for k in sizes)
+        asked.append(len(items))
+        return {shape: {k: timing(100 * k)} for k, shape in items[:2]}
+
+    monkeypatch.setattr(costs, "measure", little_by_little)
+    for left in (6, 4, 2):
+        alone()
+        assert asked[-1] == left
+    alone()
+    assert asked == [6, 4, 2]
+
+
+def test_what_ran_out_of_memory_is_not_tried_again_on_any_rank(monkeypatch):
+    asked = []
+
+    def small_memory(work, *, too_large, **_):
+        asked.extend((shape, k) for shape, sizes in work.items() for k in sizes)
+        for shape, sizes in work.items():
+            if shape == (16, 16) and max(sizes) > 1:
+                too_large(shape, max(2, min(sizes)))
+        return {shape: {1: timing(100)} for shape, sizes in work.items() if 1 in sizes}
+
+    monkeypatch.setattr(costs, "measure", small_memory)
+    together(2, {(16, 16): 8, (24, 24): 2})
+    assert {k for shape, k in asked if shape == (16, 16)} == {1, 2, 4, 8}
+    asked.clear()
+    together(2, {(16, 16): 8, (24, 24): 2})
+    assert asked == [((24, 24), 2)], "only what the budget may not have reached"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_rank_0_says_that_it_measures_and_nobody_else(monkeypatch, caplog, capsys, terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    caplog.set_level("INFO", logger="dmuon.planning.cost_lookup")
+    together(2, budget_s=30.0)  # no more than needed is taken
+    lines = [record.message for record in caplog.records]
+    shown = capsys.readouterr().err
+    if terminal:
+        assert "timing on" in shown and lines == []
+    else:
+        assert shown == "" and lines == [
+            f"timing 6 batches of the Muon update on {key().device}, 30 s per rank at most"
+        ]
+    caplog.clear()
+    together(2)
+    assert capsys.readouterr().err == "" and caplog.records == []
+
+
+def test_measurements_that_contradict_the_users_cache_are_used_and_not_kept(measurements):
+    CostCache(key(), {(512, 512): {1: timing(10**12)}}).save(user_cache_path(key()))
+    before = user_cache_path(key()).read_bytes()
+    with pytest.warns(UserWarning, match=r"cannot be written \(.*is absurd.*measure anew with dmuon-profile"):
+        table, _ = alone({(2048, 2048): 1})
+    assert table.costs[2048, 2048][1] == 2_048_000
+    assert user_cache_path(key()).read_bytes() == before
+
+
+@pytest.mark.pitfall("P50")
+@pytest.mark.parametrize("content", ["", "{", '{"schema": 9}', "NaN"])
+def test_a_corrupt_user_cache_is_named_and_measured_anew(measurements, content):
+    alone()
+    path = user_cache_path(key())
+    path.write_text(content)
+    costs._measured.clear()
+    costs._too_large.clear()
+    measurements.clear()
+    with pytest.warns(UserWarning, match=f"{path.name}.*measuring anew"):
+        alone()
+    assert len(measurements) == 6
+    assert set(CostCache.load(path).entries) == set(COUNTS)
+
+
+@pytest.mark.pitfall("P50")
+def test_another_devices_costs_are_not_used(measurements):
+    alien = replace(key(), device="Another device")
+    CostCache(alien, {shape: {1: timing(1), 2: timing(1), 4: timing(1)} for shape in COUNTS}).save(
+        user_cache_path(alien)
+    )
+    assert alone()[0].costs[16, 16][1] == 16_000
+    assert len(measurements) == 6
+
+
+@pytest.mark.pitfall("P50")
+def test_another_torchs_costs_are_used_with_a_warning(measurements):
+    older = replace(key(), torch="2.11.0")
+    CostCache(older, {shape: {1: timing(7), 2: timing(9), 4: timing(11)} for shape in COUNTS}).save(
+        user_cache_path(older)
+    )
+    with pytest.warns(UserWarning, match=r"other versions \(torch 2.11.0 → .*run dmuon-profile"):
+        table, _ = alone()
+    assert table.costs[16, 16][1] == 7 and measurements == []
+
+
+def test_a_shipped_profile_is_used_after_the_users_cache(measurements, monkeypatch):
+    shipped = CostCache(key(), {shape: {1: timing(7), 2: timing(9), 4: timing(11)} for shape in COUNTS})
+    monkeypatch.setattr(costs, "shipped_profiles", lambda: iter([("shipped.json", shipped.to_json().encode())]))
+    table, source = alone()
+    assert table.costs[24, 24][1] == 7 and source == "shipped profile shipped.json" and measurements == []
+    CostCache(key(), {(24, 24): {1: timing(5)}}).save(user_cache_path(key()))
+    table, source = alone()
+    assert table.costs[24, 24][1] == 5 and table.costs[16, 16][1] == 7
+    assert source == f"user cache {user_cache_path(key())}, shipped profile shipped.json"
+
+
+def test_an_explicit_path_is_used_as_it_is(measurements, tmp_path):
+    path = tmp_path / "mine.json"
+    CostCache(key(), {(16, 16): {1: timing(10)}, (24, 24): {1: timing(30)}}).save(path)
+    table, source = alone({(16, 16): 5, (24, 24): 1}, costs=path)
+    assert table.costs == {(16, 16): {1: 10}, (24, 24): {1: 30}} and str(path) in source
+    with pytest.warns(UserWarning, match=r"no timing for 16x48, estimated.*dmuon-profile --shapes 16x48"):
+        table, _ = alone(costs=path)
+    assert table.estimated == ((16, 48),)
+    assert measurements == []
+
+
+@pytest.mark.pitfall("P50")
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_unusable_path_is_the_same_error_on_every_rank(measurements, tmp_path, world):
+    alien = tmp_path / "alien.json"
+    CostCache(replace(key(), device="Another device"), {(16, 16): {1: timing(10)}}).save(alien)
+    (tmp_path / "bad.json").write_text("{")
+    for name, message in (
+        ("alien.json", "key field 'device' is 'Another device'"),
+        ("bad.json", "corrupt or truncated"),
+        ("none.json", "no such file"),
+    ):
+        errors = together(world, costs=str(tmp_path / name))
+        assert all(isinstance(e, CostCacheError) and name in str(e) and message in str(e) for e in errors)
+        assert len(set(map(str, errors))) == 1
+    assert measurements == []
+
+
+def test_ranks_divide_the_work_and_agree(measurements):
+    counts = {(16 + 8 * i, 64): 8 for i in range(5)}
+    results = together(3, counts)
+    assert len({str(r) for r in results if isinstance(r, Exception)}) == 0
+    assert all(r[0] == results[0][0] for r in results)
+    assert len(measurements) == len(set(measurements)) == 20  # k = 1, 2, 4, 8 of each shape, once
+    assert set(CostCache.load(user_cache_path(key())).entries) == set(counts)
+    measurements.clear()
+    assert together(3, counts)[0][0] == results[0][0]
+    assert measurements == []
+
+
+def test_ranks_on_another_device_do_not_measure(measurements, monkeypatch):
+    local = threading.local()
+    real = costs.device_key
+
+    def differing(device, options):
+        index = getattr(local, "index", None)
+        if index is None:
+            with lock:
+                local.index = index = next(numbers)
+        return replace(real(device, options), device=f"Device {min(index, 1)}")
+
+    lock, numbers = threading.Lock(), iter(range(9))
+    monkeypatch.setattr(costs, "device_key", differing)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = together(2)
+    assert all(r[0] == results[0][0] for r in results)
+    assert any("has another device than rank 0" in str(w.message) for w in caught)
+
+
+def test_a_failing_measurement_is_the_same_error_on_every_rank(monkeypatch):
+    def fail(work, **_):
+        raise RuntimeError("illegal instruction")
+
+    monkeypatch.setattr(costs, "measure", fail)
+    errors = together(2)
+    assert len(set(map(str, errors))) == 1
+    assert all(isinstance(e, RuntimeError) for e in errors)
+    assert "rank 0: measuring" in str(errors[0]) and "costs='flops'" in str(errors[0])
+
+
+@pytest.mark.pitfall("P10")
+def test_options_have_their_own_costs(measurements):
+    alone()
+    measurements.clear()
+    alone(options=NsOptions(steps=3))
+    assert len(measurements) == 6
+    with pytest.raises(ValueError, match="coefficients="):
+        alone(options=NsOptions("nonsense"))

@@ -1,0 +1,592 @@
+"""Plans are files: saved whole, read with every fault named, applied to the model that they were made for only."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from harness.pool import RankPool
+from harness.toy import LR, assert_equal_weights, batch, build, full_state, is_matrix, loss_of, reference_weights, shard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import dmuon
+from dmuon import OwnerPlan
+from dmuon.cli.plan import main as plan_command
+from dmuon.planning import agreed_plan as plan_module
+from dmuon.planning.cost_lookup import FoundCosts
+from dmuon.platform import files
+from dmuon.solver import CostTable, Matrix, SolveOptions
+
+# Batches of several matrices pay here, and the FLOPs that the planner would go by otherwise say that they do not.
+BATCHED = CostTable({(13, 13): {1: 60, 2: 70, 4: 80}, (13, 29): {1: 100, 2: 110}})
+GREEDY = SolveOptions(method="greedy")
+OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "ns_coefficients": "classic"}
+
+
+def toy_plan(world: int, model: nn.Module | None = None, table: CostTable = BATCHED) -> OwnerPlan:
+    """A plan for ``Toy``, made without a process group."""
+    named = (build() if model is None else model).named_parameters()
+    matrices = [Matrix(n, *p.shape, ".".join(n.split(".")[:2])) for n, p in named if is_matrix(n)]
+    return OwnerPlan.from_solution(dmuon.solver.plan(matrices, world, table, GREEDY), FoundCosts(table, "a table"))
+
+
+def run(model: nn.Module, optimizer: dmuon.Muon, rank: int, world: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, *shard(batch(step), rank, world)).backward()
+        optimizer.step()
+
+
+def train(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
+    run(model, dmuon.Muon(model, **OPTIONS), rank, world, range(3))
+    return full_state(model)
+
+
+def rotated(plan: OwnerPlan) -> OwnerPlan:
+    """The same plan with every matrix one rank further."""
+    old = plan.solution
+    owners = {name: (owner + 1) % plan.world for name, owner in old.owners.items()}
+    return replace(plan, solution=replace(old, owners=owners, loads_ns=old.loads_ns[-1:] + old.loads_ns[:-1]))
+
+
+# -- files --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    counts=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=5),
+    world=st.integers(1, 6),
+    block=st.text(max_size=3),
+    cost_source=st.text(max_size=8),
+    times=st.lists(st.integers(1, 99), min_size=3, max_size=3).map(sorted),
+)
+def test_a_plan_survives_its_file(
+    tmp_path: Path, counts: list[tuple[int, int, int]], world: int, block: str, cost_source: str, times: list[int]
+) -> None:
+    shapes = [(m, n) for m, n, count in counts for _ in range(count)]
+    matrices = [Matrix(f"m{i}", m, n, f"{block}{i % 3}", 1 + i) for i, (m, n) in enumerate(shapes)]
+    table = CostTable({m.shape: dict(zip((1, 2, 4), times, strict=True)) for m in matrices})
+    measured = {m.shape: {1: "standard torch by1", 2: "gram r2 torch by9"} for m in matrices[::2]}
+    costs = FoundCosts(table, cost_source, measured)
+    plan = OwnerPlan.from_solution(dmuon.solver.plan(matrices, world, table, GREEDY), costs)
+    assert plan.chunks == {m.shape: table.chunk(m.shape) for m in matrices}
+    expected = {s: {k: v for k, v in of.items() if k <= plan.chunks[s]} for s, of in measured.items()}
+    assert plan.variants == expected, "of the batches that run"
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    again = OwnerPlan.load(str(path))
+    assert replace(again, origin=plan.origin) == plan and again.digest == plan.digest
+    assert again.origin == f"loaded from {path}"
+    text = path.read_bytes()
+    again.save(path)
+    assert path.read_bytes() == text
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    toy_plan(2).save(path)
+    return path
+
+
+def set_field(name: str, value: object) -> Callable[[dict[str, Any]], None]:
+    return lambda document: document.__setitem__(name, value)
+
+
+def drop_field(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda document: document.__delitem__(name)
+
+
+def set_owner(document: dict[str, Any]) -> None:
+    moved = rotated(OwnerPlan.from_json(document, "a file")).solution.to_json()
+    document["solution"] = {**moved, "digest": document["solution"]["digest"]}
+
+
+def set_chunk(document: dict[str, Any]) -> None:
+    document["chunks"]["13x13"] += 1
+
+
+def set_reason(document: dict[str, Any]) -> None:
+    document["solution"]["reason"] += "!"
+
+
+@pytest.mark.pitfall("P21", "P50")
+@pytest.mark.parametrize(
+    ("tamper", "says"),
+    [
+        (set_owner, r"field 'solution': .*digest"),
+        (set_chunk, "the content was changed: its SHA-256 is"),
+        (set_reason, "the content was changed"),
+        (set_field("cost_source", "elsewhere"), "the content was changed"),
+        (set_field("sha256", "0" * 64), f"the content was changed: .* not '{'0' * 64}'"),
+        (set_field("cost_source", 3), "field 'cost_source' is 3, not a string"),
+        (set_field("schema", 99), "field 'schema' is 99, this version of dmuon reads 2"),
+        (set_field("schema", True), "field 'schema' is True"),
+        (set_field("chunks", []), "field 'chunks' is no object"),
+        (set_field("chunks", {"13x13": 1}), "field 'chunks': shape 13x29 is missing"),
+        (set_field("chunks", {"13x13": 1, "13x29": 1, "2x2": 1}), "field 'chunks': shape 2x2 has no matrices"),
+        (set_field("chunks", {"13x13": 0, "13x29": 1}), "field 'chunks.13x13' is 0, not an integer of at least 1"),
+        (set_field("chunks", {"13x13": True, "13x29": 1}), "field 'chunks.13x13' is True"),
+        (set_field("chunks", {"13x13": 1, "13x29": 2.0}), r"field 'chunks.13x29' is 2\.0"),
+        (set_field("chunks", {"13 x 13": 1}), "field 'chunks': shape '13 x 13' is not like '1024x4096'"),
+        (set_field("variants", {"13x13": {"1": "fast"}}), r"field 'variants\.13x13\.1': 'fast' is no Newton–Schulz v"),
+        (set_field("variants", {"13x13": {"1": 3}}), r"field 'variants\.13x13\.1': "),
+        (
+            set_field("variants", {"13x13": {"1": "gram r3,2 torch by1"}}),
+            r"field 'variants\.13x13\.1': restarts \(3, 2\)",
+        ),
+        (set_field("variants", {"13x13": "fast"}), r"field 'variants\.13x13' is no object of batch sizes"),
+        (set_field("variants", {"13x13": {"0": "x"}}), r"field 'variants\.13x13': batch size '0' is no positive"),
+        (
+            set_field("variants", {"2x2": {"1": "standard torch by1"}}),
+            r"field 'variants\.2x2': the plan has no matrices",
+        ),
+        (set_field("variants", {"13x13": {"1": "gram r2 torch by3"}}), "the content was changed"),
+        (set_field("variants", None), "field 'variants' is no object"),
+        (set_field("solution", None), "field 'solution': "),
+        (set_field("solution", {}), "field 'solution': "),
+        (set_field("more", 1), "field 'more' is unknown"),
+        (drop_field("schema"), "field 'schema' is None"),
+        *(
+            (drop_field(name), f"field '{name}' is missing")
+            for name in ("solution", "chunks", "variants", "cost_source", "sha256")
+        ),
+    ],
+)
+def test_a_tampered_file_is_refused_by_file_and_field(
+    saved: Path, tamper: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    document = json.loads(saved.read_text())
+    tamper(document)
+    saved.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=rf"(?s)plan file .*plan\.json: {says}.*; plan again"):
+        OwnerPlan.load(saved)
+
+
+@pytest.mark.pitfall("P50")
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no such file"),
+        (b"", "corrupt or truncated JSON"),
+        (b"\xff\xfe\x00", "corrupt or truncated JSON"),
+        (b"[]", "holds no JSON object"),
+        (b'{"schema": 1, "schema": 1}', "field 'schema' appears twice"),
+        (b'{"schema": NaN}', "value NaN is no number"),
+        (b'{"schema": ' + 100_000 * b"[", "corrupt or truncated JSON"),
+    ],
+)
+def test_what_is_no_plan_is_refused_by_file(tmp_path: Path, content: bytes | None, says: str) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"plan file .*plan\.json: {says}.*; .*plan again"):
+        OwnerPlan.load(path)
+
+
+@pytest.mark.pitfall("P49", "P50")
+def test_a_folder_and_a_pipe_are_no_plan(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ValueError, match=f"plan file {path}: not a file"):
+            OwnerPlan.load(path)
+
+
+@pytest.mark.pitfall("P50")
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_file_is_refused_or_means_the_same(tmp_path: Path, data: st.DataObject) -> None:
+    """One byte replaced, or the end missing: only what JSON does not see may pass."""
+    path = tmp_path / "plan.json"
+    plan = toy_plan(2)
+    plan.save(path)
+    content = bytearray(path.read_bytes())
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content) - 2))]
+        whole = False
+    else:
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+        whole = True
+    path.write_bytes(content)
+    try:
+        found = OwnerPlan.load(path)
+    except ValueError as error:
+        assert str(error).startswith(f"plan file {path}: ") and "plan again" in str(error)
+    else:
+        assert whole and found.to_json() == plan.to_json()
+
+
+def test_chunks_of_a_plan_object_are_checked_too() -> None:
+    with pytest.raises(ValueError, match=r"field 'chunks\.13x13' is -1, not an integer"):
+        replace(toy_plan(2), chunks={(13, 13): -1, (13, 29): 1})
+
+
+@pytest.mark.pitfall("P49")
+def test_a_save_that_fails_leaves_what_was_there(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = saved.read_bytes()
+
+    def full_disk(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os, name, full_disk)
+            with pytest.raises(OSError, match=r"plan file .*plan\.json: cannot be written \(No space left.*check the"):
+                toy_plan(3).save(saved)
+        assert saved.read_bytes() == before and os.listdir(saved.parent) == ["plan.json"]
+    with pytest.raises(OSError, match=r"plan file .*nowhere/plan\.json: cannot be written .*check the folder"):
+        toy_plan(3).save(saved.parent / "nowhere" / "plan.json")
+
+
+@pytest.mark.pitfall("P50")
+def test_concurrent_saves_leave_a_whole_file(saved: Path) -> None:
+    plans = [toy_plan(2), rotated(toy_plan(2)), toy_plan(3)]
+    known = {plan.digest for plan in plans}
+    done = threading.Event()
+    faults: list[Exception] = []
+
+    def write(plan: OwnerPlan) -> None:
+        try:
+            for _ in range(40):
+                plan.save(saved)
+        except Exception as error:
+            faults.append(error)
+
+    def read() -> None:
+        try:
+            while not done.is_set():
+                assert OwnerPlan.load(saved).digest in known
+        except Exception as error:
+            faults.append(error)
+
+    writers, reader = [threading.Thread(target=write, args=(plan,)) for plan in plans], threading.Thread(target=read)
+    for thread in (*writers, reader):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    reader.join()
+    assert not faults and OwnerPlan.load(saved).digest in known
+    assert os.listdir(saved.parent) == ["plan.json"], "no temporary file is left"
+
+
+# -- reuse --------------------------------------------------------------------------------------------------------
+
+
+def planned_then_reused(rank: int, world: int, path: str) -> dict[str, Any]:
+    """A run that writes its plan, one that reads the file, one that takes the object, and one that plans otherwise."""
+    mesh = init_device_mesh("cpu", (world,))
+    model = build(seed=rank)
+    first = dmuon.dedicate_params(model, mesh, costs=BATCHED, solve=GREEDY)
+    if rank == 0:
+        first.save(path)
+    dist.barrier()
+    found = {"wrote": (first.owners, first.chunks, train(model, rank, world))}
+
+    def not_again(*_: Any, **__: Any) -> None:
+        raise AssertionError("a run with a plan measured or solved")
+
+    elsewhere = path if rank == 0 else "/nonexistent/plan.json"  # only rank 0 reads
+    original = plan_module.find_costs, plan_module.solve_plan
+    plan_module.find_costs = plan_module.solve_plan = not_again  # type: ignore[assignment]
+    try:
+        for name, source in (("file", elsewhere), ("object", first)):
+            model = build(seed=rank)
+            plan = dmuon.dedicate_params(model, mesh, plan=source)
+            assert plan.digest == first.digest and plan.cost_source == first.cost_source == "given"
+            assert plan.matrices == first.matrices, "in the order of the model"
+            assert plan.origin == (f"loaded from {path}" if name == "file" else "given")
+            found[name] = plan.owners, plan.chunks, train(model, rank, world)
+    finally:
+        plan_module.find_costs, plan_module.solve_plan = original
+    other = dmuon.dedicate_params(build(), mesh, costs="flops")
+    found["planned otherwise"] = other.owners, other.chunks, {}
+    return found
+
+
+@pytest.mark.pitfall("P21")
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_run_with_a_saved_plan_repeats_the_run_that_saved_it_bit_by_bit(
+    ranks: RankPool, tmp_path: Path, world: int
+) -> None:
+    for found in ranks(world, planned_then_reused, str(tmp_path / "plan.json")):
+        owners, chunks, weights = found.pop("wrote")
+        other = found.pop("planned otherwise")
+        assert max(chunks.values()) > 1 and other[1] != chunks, "planning anew would have been seen"
+        assert_equal_weights(weights, reference_weights(3))
+        for name, (again, sizes, repeated) in found.items():
+            assert (again, sizes) == (owners, chunks), name
+            assert all(torch.equal(repeated[n], t) for n, t in weights.items()), f"{name}: other bits"
+
+
+def interrupted_and_resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after four steps: straight, and stopped after two, loaded from the checkpoint with the saved plan."""
+    mesh = init_device_mesh("cpu", (world,))
+    model = build(seed=rank)
+    dmuon.dedicate_params(model, mesh, costs=BATCHED, solve=GREEDY).save(f"{folder}/plan{rank}.json")
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    run(model, optimizer, rank, world, range(2))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/checkpoint")
+    run(model, optimizer, rank, world, range(2, 4))
+    again = build(seed=10 + rank)
+    dmuon.dedicate_params(again, mesh, plan=f"{folder}/plan0.json")
+    resumed = dmuon.Muon(again, **OPTIONS)
+    weights, state = get_state_dict(again, resumed)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/checkpoint")
+    set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state)
+    run(again, resumed, rank, world, range(2, 4))
+    return full_state(model), full_state(again)
+
+
+@pytest.mark.pitfall("P23")
+def test_a_resumed_run_with_its_plan_goes_on_bit_by_bit(ranks: RankPool, tmp_path: Path) -> None:
+    for straight, resumed in ranks(3, interrupted_and_resumed, str(tmp_path)):
+        assert_equal_weights(straight, reference_weights(4))
+        assert all(torch.equal(resumed[name], weight) for name, weight in straight.items())
+    texts = {path.read_bytes() for path in tmp_path.glob("plan*.json")}
+    assert len(texts) == 1, "every rank writes the same file"
+
+
+def run_as_planned(rank: int, world: int, path: str) -> tuple[dict[tuple[int, int], str], str, list[str]]:
+    """How Newton–Schulz ran on this rank, what is told of it, and warnings."""
+    model = build(seed=rank)
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), plan=path)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(model, optimizer, rank, world, range(1))
+    return optimizer.last_step.variants, dmuon.explain(model, optimizer), [str(w.message) for w in caught]
+
+
+@pytest.mark.pitfall("P47")
+def test_newton_schulz_runs_as_the_plan_says_and_explain_tells(ranks: RankPool, tmp_path: Path) -> None:
+    variants = {
+        (13, 13): {1: "standard split by1", 2: "gram r1,3 split by2"},
+        (13, 29): {1: "gram r2 triton 128x64w8s4g8 by4"},
+    }
+    plan = replace(toy_plan(2), variants=variants)
+    assert plan.digest != toy_plan(2).digest
+    plan.save(tmp_path / "plan.json")
+    both = {}
+    for ran, text, said in ranks(2, run_as_planned, str(tmp_path / "plan.json")):
+        both.update(ran)
+        assert all(f"{small}x{large}: {variant}" in text for (small, large), variant in ran.items())
+        assert "13x13 by 4 (gram r1,3 split by2)" in text, text
+        if (13, 29) in ran:
+            assert any("13x29 as 'gram r2 triton 128x64w8s4g8 by4', which this device cannot" in w for w in said)
+    assert both[13, 13] == "gram r1,3 split by2", "the plan's, which the rule would not choose"
+    assert both[13, 29] == "gram r3 torch by173", "the rule's, as there is no GPU"
+
+
+def odd_plan_applied(rank: int, world: int, path: str) -> tuple[str, str, tuple[int, ...]]:
+    model = build(seed=rank)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64)
+    plan = dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), plan=path, mp_policy=policy)
+    owners = [entry.owner for entry in model._dmuon_dedication.runtime.entries()]
+    assert plan.owners == rotated(toy_plan(world)).owners
+    assert all(m.nbytes == 8 * m.rows * m.cols for m in (*plan.matrices, *plan.solution.matrices)), "of this run"
+    return plan.digest, dmuon.explain(model), tuple(owners.count(r) for r in range(world))
+
+
+@pytest.mark.pitfall("P21")
+def test_owners_and_batches_are_the_files_and_bytes_this_runs(ranks: RankPool, tmp_path: Path) -> None:
+    """A plan that the planner would not make, written elsewhere for fp32 communication, applied to an fp64 run."""
+    plan = rotated(toy_plan(2))
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    for digest, text, held in ranks(2, odd_plan_applied, str(path)):
+        assert digest == plan.digest
+        assert held == plan.solution.rank_matrices
+        for part in (
+            f"plan: loaded from {path}, digest with batches {plan.digest}",
+            "costs: a table",
+            "batches: 13x13 by 4; 13x29 by 2",
+            f"{plan.solution.makespan_ns / 1e6:.3f} ms",
+            f"gap {plan.solution.gap:.2%}",
+        ):
+            assert part in text, f"{part!r} is not in {text}"
+
+
+# -- refused ------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, world: int, options: dict[str, Any], alter: str = "") -> None:
+    """``dedicate_params`` must raise; then the model is untouched, and the ranks are still in step."""
+    model = build()
+    if alter == "more blocks":
+        model = build(layers=4)
+    elif alter == "fewer blocks":
+        model = build(layers=2)
+    elif alter == "transposed":
+        model.blocks[1].up = nn.Linear(29, 13)
+    elif alter == "other blocks":
+        options = {**options, "blocks": lambda fqn, module: fqn == "blocks.0" or fqn == "blocks.1.mix"}
+        options["select"] = lambda fqn, module, param: fqn in ("blocks.0.mix.weight", "blocks.1.mix.weight")
+    mesh = init_device_mesh("cpu", (world,))
+    before = {n: (p, p.detach().clone()) for n, p in model.named_parameters()}
+    try:
+        dmuon.dedicate_params(model, mesh, **options)
+    except Exception:
+        after = dict(model.named_parameters())
+        assert all(after[n] is p and torch.equal(p, value) for n, (p, value) in before.items()), "data moved"
+        assert not dmuon.owned_parameters(model)
+        dmuon.dedicate_params(build(), mesh, costs="flops")
+        raise
+
+
+LOADED = r"the owner plan \(loaded from .*plan\.json\)"
+
+
+@pytest.mark.pitfall("P21")
+@pytest.mark.parametrize(
+    ("planned_world", "alter", "says"),
+    [
+        (3, "", rf"{LOADED} is for 3 ranks, this mesh has 2; plan again: leave plan= out"),
+        (2, "more blocks", rf"{LOADED} has no owner for parameter 'blocks\.3\.\w+\.weight'.*; plan again: leave plan="),
+        (2, "fewer blocks", rf"{LOADED} holds 'blocks\.2\.\w+\.weight', which is no parameter that .*; plan again"),
+        (2, "transposed", r"'blocks\.1\.up\.weight' with shape \(29, 13\), here it is \(13, 29\); plan again"),
+    ],
+)
+def test_the_plan_of_something_else_is_refused_on_every_rank(
+    ranks: RankPool, tmp_path: Path, planned_world: int, alter: str, says: str
+) -> None:
+    path = tmp_path / "plan.json"
+    toy_plan(planned_world).save(path)
+    ranks(2, refused, {"plan": str(path)}, alter, expect=ValueError, match=says, timeout=30)
+
+
+@pytest.mark.pitfall("P21")
+def test_the_plan_of_other_blocks_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    matrices = [Matrix(f"blocks.{i}.mix.weight", 13, 13, f"blocks.{i}") for i in range(2)]
+    OwnerPlan.from_solution(dmuon.solver.plan(matrices, 2, BATCHED), FoundCosts(BATCHED, "a table")).save(path)
+    says = r"'blocks\.1\.mix\.weight' with block 'blocks\.1', here it is 'blocks\.1\.mix'; plan again"
+    ranks(2, refused, {"plan": str(path)}, "other blocks", expect=ValueError, match=says, timeout=30)
+
+
+@pytest.mark.pitfall("P21", "P49", "P50")
+@pytest.mark.parametrize("tamper", [set_owner, set_chunk])
+def test_a_tampered_file_is_refused_on_every_rank(
+    ranks: RankPool, saved: Path, tamper: Callable[[dict[str, Any]], None]
+) -> None:
+    document = json.loads(saved.read_text())
+    tamper(document)
+    saved.write_text(json.dumps(document))
+    says = r"plan file .*plan\.json: .*(digest|SHA-256)"
+    ranks(2, refused, {"plan": str(saved)}, expect=ValueError, match=says, timeout=30)
+
+
+@pytest.mark.pitfall("P49")
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"plan": "nowhere.json"}, ValueError, "plan file nowhere.json: no such file; check the path, or plan again"),
+        ({"plan": 3}, TypeError, r"plan must be None, a dmuon\.OwnerPlan or the path of one, got int"),
+        ({"plan": "p", "costs": "flops"}, ValueError, "costs= says how to plan, and plan= is a plan .*; leave one"),
+        ({"plan": "p", "solve": GREEDY}, ValueError, "solve= says how to plan, and plan= is a plan .*; leave one"),
+    ],
+)
+def test_a_wrong_plan_option_is_refused_on_every_rank(
+    ranks: RankPool, options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    ranks(2, refused, options, expect=error, match=says, timeout=30)
+
+
+def given_on_rank_1(rank: int, world: int, options: dict[str, Any]) -> None:
+    refused(rank, world, options if rank == 1 else {"plan": toy_plan(2)})
+
+
+@pytest.mark.pitfall("P21", "P49")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"plan": rotated(toy_plan(2))},
+            r"a plan with digest \w{64} on rank 1 and a plan with digest \w{64} on",
+        ),
+        (
+            {"plan": toy_plan(2, table=CostTable.from_flops(BATCHED.costs))},
+            "a plan with digest .* on rank 1 and a plan",
+        ),
+        ({"plan": replace(toy_plan(2), chunks={(13, 13): 1, (13, 29): 1})}, "a plan with digest .* on rank 1 and a"),
+        ({"plan": "plan.json"}, "a path on rank 1 and a plan with digest"),
+        ({}, "None on rank 1 and a plan with digest"),
+    ],
+    ids=["owners", "costs", "batches", "path", "none"],
+)
+def test_plans_that_differ_between_ranks_are_refused_on_every_rank(
+    ranks: RankPool, options: dict[str, Any], says: str
+) -> None:
+    ranks(2, given_on_rank_1, options, expect=ValueError, match=f"option plan is {says}.*every rank", timeout=30)
+
+
+# -- from dmuon-plan ------------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+class Part(nn.Module):
+    """Linear layers by name, as rows and columns."""
+
+    def __init__(self, **sides: tuple[int, int]) -> None:
+        super().__init__()
+        for name, (rows, cols) in sides.items():
+            self.add_module(name, nn.Linear(cols, rows, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class LlamaLayer(nn.Module):
+    """The projections of a Llama layer, under the names that its checkpoints use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = Part(q_proj=(16, 16), k_proj=(8, 16), v_proj=(8, 16), o_proj=(16, 16))
+        self.mlp = Part(gate_proj=(24, 16), up_proj=(24, 16), down_proj=(16, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.self_attn(x))
+
+
+def llama() -> nn.Module:
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList(LlamaLayer() for _ in range(3))
+    return model
+
+
+def dedicate_llama(rank: int, world: int, path: str) -> tuple[dict[str, int], dict[str, int]]:
+    mesh = init_device_mesh("cpu", (world,))
+    plan = dmuon.dedicate_params(llama(), mesh, plan=path)
+    return plan.owners, OwnerPlan.load(path).owners
+
+
+def test_a_plan_that_the_command_wrote_for_a_config_fits_the_model_of_that_config(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    config, path = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text(json.dumps(LLAMA))
+    assert plan_command([str(config), "--world", "2", "--json", str(path)]) == 0
+    for applied, written in ranks(2, dedicate_llama, str(path)):
+        assert applied == written and set(applied.values()) == {0, 1}

@@ -1,0 +1,277 @@
+"""The profiler times the real update, in order, within its budget, and leaves no trace."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dmuon.kernels import Variant
+from dmuon.kernels.arithmetic import SplitArithmetic
+from dmuon.planning import profiler
+from dmuon.planning.cost_cache import CostCacheError, Timing
+from dmuon.planning.device_key import NsOptions, device_key, options_of
+from dmuon.planning.profiler import measure, timing_bar, useful_batch_sizes
+
+CPU = torch.device("cpu")
+
+
+def test_timings_are_isotonic_and_complete():
+    work = {(16, 32): (1, 2, 4, 8), (32, 64): (1, 2)}
+    timings = measure(work, device=CPU, budget_s=5)
+    assert {shape: tuple(batches) for shape, batches in timings.items()} == work
+    for batches in timings.values():
+        medians = [t.median_ns for t in batches.values()]
+        assert medians == sorted(medians)
+        assert all(1 <= t.p10_ns <= t.median_ns <= t.p90_ns and t.n >= 1 for t in batches.values())
+
+
+def test_larger_matrices_cost_more():
+    timings = measure({(32, 32): (1,), (192, 384): (1,)}, device=CPU, budget_s=5)
+    assert timings[192, 384][1].median_ns > 3 * timings[32, 32][1].median_ns
+
+
+def test_every_shape_gets_its_first_batch_before_any_gets_its_second():
+    seen = []
+    work = {(32, 32): (4, 1, 2), (8, 8): (2, 1), (16, 64): (1,)}
+    measure(work, device=CPU, budget_s=5, progress=lambda shape, k: seen.append((shape, k)))
+    assert seen == [((8, 8), 1), ((16, 64), 1), ((32, 32), 1), ((8, 8), 2), ((32, 32), 2), ((32, 32), 4)]
+
+
+def test_the_budget_is_kept_and_what_does_not_fit_is_left_out():
+    seen = []
+    started = time.process_time()  # what neighbours on the machine take does not count
+    work = {(16, 16): (1,), (8192, 32768): (1,)}
+    timings = measure(work, device=CPU, budget_s=2.0, progress=lambda shape, k: seen.append(shape))
+    assert time.process_time() - started < 5
+    assert set(timings) == {(16, 16)}
+    assert seen == [(16, 16), (8192, 32768)]
+    assert measure(work, device=CPU, budget_s=0.0) == {}
+    assert measure({}, device=CPU) == {}
+
+
+def test_threads_and_random_state_are_left_alone():
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    during = []
+    measure({(8, 8): (1,)}, device=CPU, budget_s=1, progress=lambda *_: during.append(torch.get_num_threads()))
+    assert during == [1]
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_threads_are_restored_when_measuring_fails(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(profiler, "muon_update_", fail)
+    threads = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match="no"):
+        measure({(8, 8): (1,)}, device=CPU, budget_s=1)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_batch_that_does_not_fit_in_memory_is_left_out(monkeypatch):
+    real = profiler.muon_update_
+
+    def small_memory(params, *rest, **options):
+        if len(params) > 2:
+            raise torch.OutOfMemoryError("full")
+        real(params, *rest, **options)
+
+    monkeypatch.setattr(profiler, "muon_update_", small_memory)
+    seen, full = [], []
+    timings = measure(
+        {(8, 8): (1, 2, 4, 8)},
+        device=CPU,
+        budget_s=2,
+        progress=lambda shape, k: seen.append(k),
+        too_large=lambda shape, k: full.append((shape, k)),
+    )
+    assert set(timings[8, 8]) == {1, 2}
+    assert full == [((8, 8), 4)], "8 is not even tried"
+    assert seen == [1, 2, 4, 8]
+
+
+@pytest.mark.pitfall("P10")
+def test_what_is_timed_is_the_update_with_these_options(monkeypatch):
+    calls = []
+    real = profiler.muon_update_
+
+    def record(params, grads, momentum, **options):
+        calls.append((len(params), momentum.shape, options["coefficients"], options["steps"], options["dtype"]))
+        real(params, grads, momentum, **options)
+
+    monkeypatch.setattr(profiler, "muon_update_", record)
+    measure({(8, 16): (2,)}, device=CPU, options=NsOptions("you", 3, torch.bfloat16), budget_s=1)
+    assert set(calls) == {
+        (1, (1, 256, 256), "you", 3, torch.bfloat16),
+        (2, (2, 8, 16), "you", 3, torch.bfloat16),
+    }
+
+
+def test_a_noisy_round_is_measured_again_and_a_calm_one_counts():
+    ticks = iter([100, *[100, 200] * 4, 100, *[101] * 8, 102, *[1] * 99])
+    timing = profiler._time_batch(lambda: None, lambda f: next(ticks), 1e12)
+    assert timing == Timing(101, 101, 101, 9)
+
+
+def test_the_first_run_which_may_compile_is_never_the_cost():
+    ticks = iter([10**9, 100, 120])
+    timing = profiler._time_batch(lambda: None, lambda f: next(ticks), 0.0)
+    assert timing == Timing(100, 100, 100, 1), "one run counts even where the share is spent"
+
+
+def rivals(monkeypatch, times, wrong=(), options=NsOptions()):  # noqa: B008
+    """Lets ``times`` (by back end and form) decide what is fastest; forms in ``wrong`` compute nonsense."""
+    clocked = []
+
+    def update(self, options, variant=None):
+        return lambda: clocked.append(variant)
+
+    def clock(function):
+        function()
+        return times.get((clocked[-1].backend, clocked[-1].method), 1000)
+
+    real = profiler.orthogonalize
+
+    def orthogonalize(x, *, variant=None, **options):
+        result = real(x, variant=variant, **options)
+        return result * 0.85 if variant is not None and variant.method in wrong else result
+
+    monkeypatch.setattr(profiler._Batch, "update", update)
+    monkeypatch.setattr(profiler, "orthogonalize", orthogonalize)
+    return lambda: profiler._fastest(profiler._Batch((24, 32), 2, CPU), options, clock, 1e12, 0.0)[0], clocked
+
+
+def test_the_fastest_variant_is_found_and_small_gains_are_noise(monkeypatch):
+    find, tried = rivals(monkeypatch, {("split", "gram"): 500, ("split", "standard"): 970})
+    assert (find().backend, find().method) == ("split", "gram")
+    assert {(v.backend, v.method) for v in tried} == {(b, m) for b in ("torch", "split") for m in ("gram", "standard")}
+    find, _ = rivals(monkeypatch, {("split", "gram"): 970})
+    assert (find().backend, find().method) == ("torch", "standard"), "the rule's"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_variant_that_computes_something_else_is_not_chosen_however_fast(monkeypatch, dtype):
+    find, _ = rivals(monkeypatch, {("torch", "gram"): 10}, wrong=("gram",), options=NsOptions(dtype=dtype))
+    with pytest.warns(UserWarning, match=r"variant gram r2 torch by85 differs from the standard form by .*; not used"):
+        assert find().method == "standard"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_variants_that_compute_the_same_agree(dtype):
+    batch = profiler._Batch((48, 80), 2, CPU)
+    for method, restarts in (("gram", (2,)), ("standard", ())):
+        if method == "gram" and dtype == torch.bfloat16:
+            continue
+        for backend in ("torch", "split"):
+            assert profiler._agrees(batch, NsOptions(dtype=dtype), Variant(method, restarts, backend, 1))
+
+
+def test_a_variant_whose_singular_values_grow_on_nearly_singular_matrices_does_not_agree(monkeypatch):
+    """Reading a whole ``V`` as its transpose shows nowhere else."""
+    real = SplitArithmetic.symmetric
+    monkeypatch.setattr(SplitArithmetic, "symmetric", lambda self, a, b, c=None, **rest: real(self, a, b.mT, c, **rest))
+    batch = profiler._Batch((128, 192), 2, CPU)
+    with pytest.warns(UserWarning, match=r"gives singular values up to 1\.[23]\d, the standard form 1\.1\d; not used"):
+        assert not profiler._agrees(batch, NsOptions(dtype=torch.float16), Variant("gram", (2,), "split", 1))
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no"), torch.OutOfMemoryError("full")])
+def test_a_rival_that_fails_is_left_out(monkeypatch, failure):
+    real = profiler.muon_update_
+
+    def update(*arguments, variant=None, **options):
+        if variant is not None and variant.method == "gram":
+            raise failure
+        real(*arguments, variant=variant, **options)
+
+    monkeypatch.setattr(profiler, "muon_update_", update)
+    full = []
+    with pytest.warns(UserWarning, match="variant gram r2 torch by85 failed"):
+        timings = measure({(24, 32): (1,)}, device=CPU, budget_s=3, too_large=lambda *seen: full.append(seen))
+    assert Variant.parse(timings[24, 32][1].variant).method == "standard" and full == []
+
+
+def test_without_time_to_try_rivals_the_rule_counts():
+    tried = []
+    batch = profiler._Batch((24, 32), 2, CPU)
+    found, any_tried = profiler._fastest(batch, NsOptions(), lambda f: tried.append(f) or 1, 0.0, 1.0)
+    assert tried == [] and not any_tried and str(found) == "standard torch by85"
+    assert profiler._time_best((24, 32), 2, CPU, NsOptions(), lambda f: 7, 0.0, 1.0).variant == ""
+
+
+def test_the_timed_variant_is_named():
+    timings = measure({(24, 96): (1, 2)}, device=CPU, budget_s=3)
+    for timing in timings[24, 96].values():
+        assert str(Variant.parse(timing.variant)) == timing.variant
+
+
+@pytest.mark.pitfall("P10")
+def test_each_option_is_part_of_the_key():
+    keys = [
+        device_key(CPU, options)
+        for options in (
+            NsOptions(),
+            NsOptions(steps=4),
+            NsOptions("classic"),
+            NsOptions((3.0, -4.0, 2.0)),
+            NsOptions(dtype=torch.float16),
+        )
+    ]
+    assert len(set(keys)) == len(keys)
+    key = keys[0]
+    assert key == device_key(CPU, NsOptions(dtype=torch.float32))
+    assert key.sm_count == 0 and key.device and key.torch == torch.__version__ and key.dtype == "float32"
+    assert len(key.kernels) == 16
+
+
+@pytest.mark.parametrize(
+    "options", [NsOptions(), NsOptions("you", 4, torch.bfloat16), NsOptions((3.0, -4.0, 2.0), 3, torch.float16)]
+)
+def test_a_key_names_the_run_that_it_is_of(options):
+    key = device_key(CPU, options)
+    again = options_of(key, "x")
+    assert device_key(CPU, again) == key
+    assert again.dtype == (options.dtype or torch.float32)
+
+
+@pytest.mark.pitfall("P50")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float99"}, "cost cache x: field 'key.dtype' is 'float99'.*dmuon-profile"),
+        ({"dtype": "nn"}, "field 'key.dtype' is 'nn'"),
+        ({"coefficients": "unheard of"}, "cost cache x: field 'key.coefficients' or 'key.steps'.*unheard of"),
+        ({"coefficients": "(1, 2"}, "field 'key.coefficients'"),
+        ({"coefficients": "(__import__('os'),)"}, "field 'key.coefficients'"),
+        ({"coefficients": "you", "steps": 9}, "'key.steps'.*9"),
+    ],
+)
+def test_a_key_of_no_run_is_refused_by_field(changes, message):
+    with pytest.raises(CostCacheError, match=message):
+        options_of(replace(device_key(CPU, NsOptions()), **changes), "x")
+
+
+def test_the_bar_counts_batches_on_a_terminal_only(monkeypatch, capsys):
+    work = {(8, 8): (1, 2, 2), (8, 16): (1,)}
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        with timing_bar(work, "Device X") as progress:
+            for shape, k in (((8, 8), 1), ((8, 16), 1), ((8, 8), 2)):
+                progress(shape, k)
+        shown = capsys.readouterr().err
+        assert ("timing on Device X" in shown and "0/3" in shown) == terminal
+        assert terminal or shown == ""
+
+
+def test_batch_sizes_are_powers_of_two_that_the_device_runs_at_once():
+    assert useful_batch_sizes((64, 64), 100, CPU) == (1, 2, 4, 8, 16)
+    assert useful_batch_sizes((64, 64), 3, CPU) == (1, 2)
+    assert useful_batch_sizes((512, 2048), 100, CPU) == (1,)
+    cuda = torch.device("cuda")
+    assert useful_batch_sizes((512, 2048), 100, cuda) == (1, 2, 4, 8, 16, 32, 64)
+    assert useful_batch_sizes((8192, 28672), 100, cuda) == (1,)

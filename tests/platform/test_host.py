@@ -1,0 +1,64 @@
+"""Ranks of one host that would take the CPUs from each other are told so once."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+from harness.pool import RankPool
+from harness.toy import build
+from torch.distributed.device_mesh import init_device_mesh
+
+import dmuon
+from dmuon.platform.host import HostShare, warn_if_oversubscribed
+
+
+def place(threads: int, cpus: range, host: str = "a") -> HostShare:
+    return HostShare(host, threads, frozenset(cpus))
+
+
+@pytest.mark.parametrize(
+    ("places", "warned"),
+    [
+        ([place(1, range(2))] * 2, []),
+        ([place(2, range(2))] * 2, [0]),
+        ([place(2, range(2)), place(2, range(2, 4))], []),  # pinned apart
+        ([place(8, range(8)), place(8, range(8), "b")], []),  # one rank a host
+        ([place(1, range(1)), *[place(3, range(4), "b")] * 2], [1]),
+        ([place(9, range(1))], []),  # alone: the user's own business
+    ],
+)
+def test_the_first_rank_of_a_crowded_host_warns(places: list[HostShare], warned: list[int]) -> None:
+    for rank in range(len(places)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_if_oversubscribed(places, rank)
+        assert bool(caught) == (rank in warned), rank
+
+
+def test_the_warning_counts_and_names_the_remedy() -> None:
+    with pytest.warns(UserWarning, match=r"2 ranks on host a compute with 8 threads on 6 CPUs.*OMP_NUM_THREADS=3"):
+        warn_if_oversubscribed([place(4, range(6))] * 2, 0)
+
+
+def test_here_is_this_process() -> None:
+    here = HostShare.here()
+    assert here.threads == torch.get_num_threads() and len(here.cpus) <= (os.cpu_count() or 1)
+
+
+def dedicated_with_threads(rank: int, world: int, threads: int) -> list[str]:
+    torch.set_num_threads(threads)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dmuon.dedicate_params(build(), init_device_mesh("cpu", (world,)), costs="flops")
+    return [str(w.message) for w in caught if "threads" in str(w.message)]
+
+
+def test_dedicate_params_warns_on_one_rank(ranks: RankPool) -> None:
+    crowded = len(os.sched_getaffinity(0))
+    said = ranks(2, dedicated_with_threads, crowded)
+    assert len(said[0]) == 1 and f"{2 * crowded} threads on {crowded} CPUs" in said[0][0] and said[1] == []
+    if crowded >= 2:
+        assert ranks(2, dedicated_with_threads, 1) == [[], []]

@@ -1,0 +1,128 @@
+"""All-to-alls, their bytes and the memory of what is in flight equal the formula, on every layout."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from harness.pool import RankPool
+from harness.topologies import tensor_parallel
+from harness.toy import WIDTH, Block, Toy, batch, loss_of, shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from dmuon.exchanged.config import DistributedConfig
+from dmuon.report.accounting import expected_exchange
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from ledger import Ledger
+
+SLACK_BYTES = 2048  # votes, norms, and numbers of AdamW: none of them grows with the matrices
+TENSOR = {"tp": 2, "fsdp-tp": 2}
+WORLDS = {"fsdp-2": 2, "fsdp-4": 4, "hsdp": 4, "tp": 2, "fsdp-tp": 4}
+
+
+def lay(name: str, model: torch.nn.Module) -> tuple[int, int]:
+    """Shards as the layout ``name`` says; this rank's position in data parallelism, and how many there are."""
+    world, tensor = WORLDS[name], TENSOR.get(name, 1)
+    shape = (2, 2) if name == "hsdp" else (world // tensor, tensor)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard") if name == "hsdp" else ("shard", "tp"))
+    if tensor > 1:
+        tensor_parallel(model, mesh["tp"])
+    if world > tensor:
+        data = mesh if name == "hsdp" else mesh["shard"]
+        for block in model.blocks:
+            fully_shard(block, mesh=data)
+        fully_shard(model, mesh=data)
+    return torch.distributed.get_rank() // tensor, world // tensor
+
+
+def count_step(
+    _rank: int, _world: int, name: str, together: bool, prefetch: int, chunk_bytes: int
+) -> tuple[dict[str, int], dict[str, int], int, int]:
+    """What was counted, what the formula says, rounds, and bytes of the largest matrix."""
+    torch.manual_seed(0)
+    model = Toy(layers=4, block=lambda: Block(WIDTH, 509))
+    part = lay(name, model)
+    config = dmuon.create_dtensor_config(together, prefetch, costs="flops", chunk_bytes=chunk_bytes)
+    optimizer = dmuon.Muon(model, distributed_config=config)
+    in_flight = []
+    for step in range(4):  # the least: a thread of gloo may keep what has arrived for a moment
+        loss_of(model, *shard(batch(step, rows=12), *part)).backward()
+        with Ledger() as ledger:
+            optimizer.step()
+        optimizer.zero_grad()
+        in_flight.append(ledger.in_flight)
+    found = {
+        "calls": ledger.calls["alltoall_base_"],
+        "received": ledger.received["alltoall_base_"],
+        "sent": ledger.sent["alltoall_base_"],
+        "in_flight": min(in_flight),
+    }
+    rounds = sum(round_.exchanged for round_ in optimizer._rounds)
+    return found, asdict(expected_exchange(optimizer)), rounds, 4 * 13 * 509
+
+
+@pytest.mark.parametrize(
+    ("name", "together", "prefetch", "chunk_bytes"),
+    [
+        ("fsdp-2", True, 0, 2**28),
+        ("fsdp-2", True, 1, 2**14),
+        ("fsdp-2", False, 3, 2**14),
+        ("fsdp-4", True, 2, 2**16),
+        ("fsdp-4", False, 0, 2**14),
+        ("hsdp", True, 1, 2**28),
+        ("hsdp", True, 2, 2**14),
+        ("tp", True, 0, 2**28),
+        ("tp", True, 1, 2**14),
+        ("fsdp-tp", True, 1, 2**16),
+        ("fsdp-tp", False, 2, 2**28),
+    ],
+)
+def test_exchanges_equal_the_formula(
+    ranks: RankPool, name: str, together: bool, prefetch: int, chunk_bytes: int
+) -> None:
+    for rank, (found, budget, _, _) in enumerate(
+        ranks(WORLDS[name], count_step, name, together, prefetch, chunk_bytes)
+    ):
+        expected = {
+            "calls": budget["calls"],
+            "received": budget["received_before"] + budget["received_after"],
+            "sent": budget["sent_before"] + budget["sent_after"],
+        }
+        assert expected == {key: found[key] for key in expected}, f"rank {rank}: counted {found}, formula {budget}"
+        least = budget["in_flight"]
+        assert least <= found["in_flight"] <= least + SLACK_BYTES, f"rank {rank}: counted {found}, formula {budget}"
+
+
+def test_memory_in_flight_grows_with_prefetching_and_not_with_the_number_of_rounds(ranks: RankPool) -> None:
+    counted = {p: ranks(2, count_step, "fsdp-2", False, p, 2**14) for p in (0, 1, 3)}
+    for rank in range(2):
+        largest = {p: found[rank][0]["in_flight"] for p, found in counted.items()}
+        rounds, matrix = counted[0][rank][2:]
+        assert rounds == 12
+        assert largest[0] < largest[1] < largest[3], largest
+        # A round of one matrix keeps at most it, its update, and a copy of what of them is sent.
+        for prefetch, nbytes in largest.items():
+            assert nbytes <= (2 + 3 * (prefetch + bool(prefetch))) * matrix + SLACK_BYTES, largest
+
+
+def refuse(_rank: int, _world: int) -> None:
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    weight.grad = torch.ones_like(weight)
+    config = DistributedConfig(
+        assign_fn=lambda params, state: dict.fromkeys(range(len(params)), 0),
+        gather_fn=lambda update, dst_rank, state: update if state["rank"] == dst_rank else None,
+        redistribute_fn=lambda update, src_rank, state: update if update is not None else torch.zeros(6, 4),
+        state={},
+        prefetch_count=0,
+    )
+    expected_exchange(dmuon.Muon([weight], distributed_config=config))
+
+
+def test_what_a_users_functions_send_is_not_known(ranks: RankPool) -> None:
+    ranks(2, refuse, expect=TypeError, match="a user's own")

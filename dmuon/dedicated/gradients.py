@@ -21,7 +21,7 @@ from dmuon.platform.streams import HostCopy
 
 __all__ = ["Gradients", "Landed"]
 
-Landed = Callable[[list[OwnedMatrix]], None]
+Landed = Callable[[Sequence[Tensor]], None]
 
 _DIGEST_MAX = 2**31 - 1
 
@@ -31,7 +31,7 @@ class Gradients:
 
     Attributes:
         averager: of parameters that nobody shards; None until a forward has shown which these are.
-        listeners: called with the entries owned here whose gradients have just arrived, as long as they live.
+        listeners: called with the parameters owned here whose gradients have just arrived, as long as they live.
     """
 
     def __init__(self, comm: Comm, entries: Sequence[OwnedMatrix]) -> None:
@@ -58,7 +58,7 @@ class Gradients:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
         if self.listeners and reduction.whole:
-            here = [e for e in reduction.group.entries if e.owner == self._comm.rank and reduction.used[id(e)]]
+            here = [e.rest for e in reduction.group.entries if e.owner == self._comm.rank and reduction.used[id(e)]]
             self.listeners = [listener for listener in self.listeners if listener() is not None]
             for listener in self.listeners:
                 landed = listener()

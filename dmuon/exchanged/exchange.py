@@ -20,8 +20,9 @@ from dmuon.exchanged.functions import ShardFunctions
 from dmuon.exchanged.user_functions import UserFunctions
 from dmuon.exchanged.user_round import user_rounds
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.batches import Batch
-from dmuon.step.rounds import Round, exchanged_rounds
+from dmuon.step.batches import Batch, SharedBatch
+from dmuon.step.residency import Residency
+from dmuon.step.rounds import Round, exchanged_rounds, longest_first
 from dmuon.step.task import Task
 
 __all__ = ["Exchange", "Exchanged", "exchange_for"]
@@ -76,7 +77,7 @@ class Exchanged:
     owner: int
 
 
-class Exchange:
+class Exchange(Residency):
     """The assignment of an optimizer's matrices to ranks. Made anew when parameters or layouts change.
 
     Attributes:
@@ -155,6 +156,7 @@ class Exchange:
             self._user = UserFunctions(config)
             # What generated placements say that this rank has alone needs no functions.
             self.numbers = {id(p): i for i, p in enumerate(params) if placing is None or id(p) in shared}
+        self.params = [p for p in params if id(p) in self.assigned or id(p) in self.numbers]
         for functions in _all_functions(config):
             functions.taken_by(optimizer)
 
@@ -194,8 +196,21 @@ class Exchange:
     def prefetch(self) -> int:
         return self.config.prefetch_count
 
-    def rounds(self, index: int, batches: Sequence[Batch]) -> list[Round]:
-        """What group ``index`` exchanges."""
+    def tasks(self) -> list[Task]:
+        tasks = []
+        for position, param in enumerate(self._params):
+            tasks += self.assigned.get(id(param), [])
+            if id(param) in self.numbers:
+                local = local_tensor(param)
+                count = len(local) if local.ndim == 3 else 1
+                shape = local.shape[-2], local.shape[-1]
+                tasks.append(Task(param, position, shape, max(1, count), {}, slice(0, count)))
+        return tasks
+
+    def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
+        return [round_ for index, of_group in enumerate(batches) for round_ in self._rounds(index, of_group)]
+
+    def _rounds(self, index: int, batches: Sequence[Batch]) -> list[Round]:
         together = self.config.async_gpu_parallelism
         if self._user is not None:
             found: list[Round] = []
@@ -204,8 +219,9 @@ class Exchange:
                 ids = {id(p) for p in members}
                 found += user_rounds(
                     index,
-                    [batch for batch in batches if batch.number is not None and id(batch.params[0]) in ids],
+                    [batch for batch in batches if id(batch.params[0]) in ids],
                     self._user,
+                    self.numbers,
                     self.owners,
                     self.names,
                     here=self._here,
@@ -214,15 +230,21 @@ class Exchange:
                 )
             return found
         assert self.functions is not None
-        return [
-            *exchanged_rounds(
-                index,
-                [batch for batch in batches if batch.runtime is None],
-                small_numel=self.functions.small_numel,
-                nbytes=self.functions.chunk_bytes,
-                together=together,
-            )
-        ]
+        rounds = exchanged_rounds(
+            index,
+            [batch for batch in batches if isinstance(batch, SharedBatch)],
+            small_numel=self.functions.small_numel,
+            nbytes=self.functions.chunk_bytes,
+            together=together,
+            order=longest_first,
+        )
+        for round_ in rounds:  # the first vote compares it
+            if round_.exchanged:
+                round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self.prefetch}")
+        return [*rounds]
+
+    def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
+        return [(domain.group, {id(p) for p in members}) for domain, members in self.domains]
 
     def table(self) -> list[Exchanged]:
         """What is exchanged, in the order of the parameters."""
@@ -245,7 +267,7 @@ class Exchange:
         plans = {} if self.functions is None else self.functions.plans
         return [f"ranks {' '.join(map(str, ranks))}: {plan.report()}" for ranks, plan in plans.items()]
 
-    def vote(self, changed: bool) -> set[int] | None:
+    def before_step(self, changed: bool) -> set[int] | None:
         """Ids of the parameters of which any rank has a gradient; None if layouts changed.
 
         Collective over the domains. It needs nothing that a device has yet to compute.
@@ -275,7 +297,7 @@ class Exchange:
         if fault is not None:
             raise fault
         self._outdated = changed
-        return None if changed else present
+        return None if changed else present | {id(p) for p in self.params if p.grad is not None}
 
     def _check_vote(self, domain: Domain, changed: bool, digest: int, found: Sequence[int]) -> None:
         ranks = " ".join(map(str, domain.ranks))

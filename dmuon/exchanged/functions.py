@@ -25,7 +25,7 @@ from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import Matrix, SolveOptions
-from dmuon.step.task import Task
+from dmuon.step.task import Shared, Task, unplanned_batch_size
 
 __all__ = ["ShardFunctions"]
 
@@ -94,7 +94,6 @@ class ShardFunctions:
             plan = self._plan(domain, matrices, pools)
             self.plans[ranks] = plan
             planned |= {name: ranks[owner] for name, owner in plan.owners.items()}
-            domain.chunks, domain.variants = plan.chunks, plan.variants
         self._experts = {}
         for index, (name, placed) in enumerate(zip(self.labels, self._placed, strict=True)):
             owners[index] = planned.get(name, here)
@@ -154,13 +153,24 @@ class ShardFunctions:
                 continue
             domain = self._domains[placed.ranks]
             if len(placed.layout.shape) == 3:
-                found[id(param)] = self._of_stack(placed, domain, owner, self.labels[i])
+                found[id(param)] = self._of_stack(param, i, placed, domain, owner)
                 continue
             _require_holder(placed, owner, self._names[i])
             everyone = tuple(range(domain.world))
             parcel = Parcel(1, placed.layout, everyone, domain.ranks.index(owner))
-            found[id(param)] = [Task(domain, parcel, nbytes=self.chunk_bytes)]
+            found[id(param)] = [self._task(param, i, Shared(domain, parcel), slice(0, 1))]
         return found
+
+    def _task(self, param: Tensor, position: int, shared: Shared, span: slice, first: int = 0) -> Task:
+        m, n = shared.parcel.layout.shape
+        sides = min(m, n), max(m, n)
+        plan = self.plans.get(shared.domain.ranks)
+        planned = unplanned_batch_size((m, n)) if plan is None else plan.chunks.get(sides, unplanned_batch_size((m, n)))
+        at_once = max(m * n, shared.parcel.packed_numel // shared.parcel.count)  # with copies, what is sent back
+        nbytes = at_once * torch.promote_types(param.dtype, torch.float32).itemsize
+        size = max(1, min(planned, self.chunk_bytes // nbytes))
+        variants = {} if plan is None else plan.variants.get(sides, {})
+        return Task(param, position, (m, n), size, variants, span, first, shared)
 
     def require_free(self, optimizer: object) -> None:
         """Refuse a second optimizer, which would overwrite what the first one goes by.
@@ -348,10 +358,11 @@ class ShardFunctions:
             ns_per_byte=per_byte,
         )
 
-    def _of_stack(self, placed: ParameterLayout, domain: Domain, owner: int, name: str) -> list[Task]:
+    def _of_stack(self, param: Tensor, index: int, placed: ParameterLayout, domain: Domain, owner: int) -> list[Task]:
         """Matrices of a stack, in ranges that one rank orthogonalizes."""
         found = []
         offset = 0
+        name = self.labels[index]
         here = placed.ranks.index(dist.get_rank())
         as_planned = self._experts.get((name, 0)) == owner  # not where a user gave the stack to another rank
         for cell in cells(placed.layout):
@@ -359,7 +370,9 @@ class ShardFunctions:
             for first, last, position in self._ranges(placed, cell, owner, name, as_planned):
                 parcel = Parcel(last - first, cell.layout, cell.holders, position)
                 if len(cell.holders) > 1 or held:  # nobody else needs to know of what one rank has alone
-                    found.append(Task(domain, parcel, first, last, offset + first - cell.start, self.chunk_bytes))
+                    start = offset + first - cell.start
+                    span = slice(start, start + last - first) if held else slice(0, 0)
+                    found.append(self._task(param, index, Shared(domain, parcel), span, first))
             offset += cell.stop - cell.start if held else 0
         return found
 

@@ -16,7 +16,8 @@ from dmuon.exchanged.user_functions import Result, UserFunctions, check_gathered
 from dmuon.kernels import update_scale
 from dmuon.platform.timing import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.batches import Batch, like_param
+from dmuon.step.batches import Batch
+from dmuon.step.parts import like_param
 from dmuon.step.update import Done, apply, folded, orthogonalize_whole
 
 __all__ = ["UserRound", "user_rounds"]
@@ -29,12 +30,14 @@ class UserRound:
     """
 
     exchanged = True
+    lane = 0  # one for all domains: the functions of every rank are called for all parameters in one order
 
     def __init__(
         self,
         index: int,
         batches: Sequence[Batch],
         functions: UserFunctions,
+        numbers: Mapping[int, int],
         owners: Sequence[int],
         names: Sequence[str],
         here: int,
@@ -49,23 +52,24 @@ class UserRound:
         self.index = index
         self.batches = list(batches)
         self._functions = functions
+        self._numbers = numbers
         self._owners = owners
         self._names = names
         self._here = here
         self._domain = domain
-        self._unproven = {_number(batch) for batch in batches}
+        self._unproven = {self._number(batch) for batch in batches}
         self._gathered: dict[int, Result] = {}  # by number of the parameter
         self._parts: dict[int, Result] = {}
 
     def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
         self._gathered, self._parts = {}, {}  # a step before may have failed
         for batch in self.batches:
-            number, param = _number(batch), batch.params[0]
+            number, param = self._number(batch), batch.params[0]
             if id(param) not in present:
                 continue
             with timer.phase("momentum"):
                 update = folded(group, batch, [True])
-                update = like_param(param, update if batch.span is not None else update[0])
+                update = like_param(param, update if batch.is_stack else update[0])
             with timer.phase("exchange"), self._named("gather_fn", number):
                 self._gathered[number] = self._functions.gather(number, update, self._owners[number])
 
@@ -74,7 +78,7 @@ class UserRound:
         wholes = self._wholes(timer)
         updates: dict[int, Tensor | None] = {}
         for batch in self.batches:
-            number = _number(batch)
+            number = self._number(batch)
             if number not in wholes:
                 continue
             whole = wholes.pop(number)
@@ -94,7 +98,7 @@ class UserRound:
         wholes: dict[int, Tensor | None] = {}
         fault: RuntimeError | None = None
         for batch in self.batches:
-            number, param = _number(batch), batch.params[0]
+            number, param = self._number(batch), batch.params[0]
             if number not in self._gathered:
                 continue
             with timer.phase("exchange"):
@@ -119,7 +123,7 @@ class UserRound:
         fault: RuntimeError | None = None
         with timer.phase("exchange"):
             for batch in self.batches:
-                number = _number(batch)
+                number = self._number(batch)
                 if number not in self._parts:
                     continue
                 with self._named("redistribute_fn", number):
@@ -133,10 +137,13 @@ class UserRound:
         self._unproven -= self._parts.keys()
         self._parts = {}
         for batch in self.batches:
-            if _number(batch) in parts:
-                part = parts.pop(_number(batch))
-                update = part if batch.span is not None else part[None]
+            if self._number(batch) in parts:
+                part = parts.pop(self._number(batch))
+                update = part if batch.is_stack else part[None]
                 apply(group, batch, batch.params, update.to(batch.momentum.dtype), timer, scale=1.0)
+
+    def _number(self, batch: Batch) -> int:
+        return self._numbers[id(batch.params[0])]
 
     def _named(self, function: str, number: int) -> AbstractContextManager[None]:
         """Communication that fails inside says where, as dmuon's own does."""
@@ -162,19 +169,15 @@ def _orthogonalized(group: Mapping[str, Any], batch: Batch, whole: Tensor, timer
     known = replace(batch, shape=(m, n))
     ready = orthogonalize_whole(group, known, stack.to(batch.momentum.dtype), timer)
     update = ready.update.to(batch.momentum.dtype) * update_scale(group["adjust_lr_fn"], (m, n))
-    labels = [(batch.params[0], i if batch.span is not None else None) for i in range(len(stack))]
+    labels = [(batch.params[0], i if batch.is_stack else None) for i in range(len(stack))]
     return update if whole.ndim == 3 else update[0], replace(ready.done, matrices=labels)
-
-
-def _number(batch: Batch) -> int:
-    assert batch.number is not None
-    return batch.number
 
 
 def user_rounds(
     index: int,
     batches: Sequence[Batch],
     functions: UserFunctions,
+    numbers: Mapping[int, int],
     owners: Sequence[int],
     names: Sequence[str],
     *,
@@ -186,10 +189,10 @@ def user_rounds(
     rounds: list[list[Batch]] = []
     taken: dict[int, int] = {}
     for batch in batches:
-        owner = owners[_number(batch)]
+        owner = owners[numbers[id(batch.params[0])]]
         place = taken.get(owner, 0) if together else len(rounds)
         taken[owner] = place + 1
         if place == len(rounds):
             rounds.append([])
         rounds[place].append(batch)
-    return [UserRound(index, some, functions, owners, names, here, domain) for some in rounds]
+    return [UserRound(index, some, functions, numbers, owners, names, here, domain) for some in rounds]

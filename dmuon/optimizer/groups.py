@@ -21,8 +21,8 @@ from dmuon.model.routing import Select, route_parameters
 from dmuon.platform.torch_private import flattened_by_fsdp1, replicate_group, unwrapped_for_ddp
 
 __all__ = [
-    "ADAMW_OPTIONS", "MUON_OPTIONS", "check_group", "groups_from", "inside_ddp", "names_of", "param_groups",
-    "replicated_by_ddp",
+    "ADAMW_OPTIONS", "MUON_OPTIONS", "check_group", "groups_from", "inside_ddp", "names_in", "names_of",
+    "param_groups", "replicated_by_ddp",
 ]  # fmt: skip
 
 MUON_OPTIONS = (
@@ -124,6 +124,20 @@ def names_of(params: object) -> dict[int, str]:
     if not isinstance(params, nn.Module):
         return {}
     return {id(p): canonical_fqn(name) for name, p in inside_ddp(params).named_parameters()}
+
+
+def names_in(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> dict[int, str]:
+    """A name for each parameter of ``groups``, by ``id``.
+
+    Args:
+        names: what :func:`names_of` knows.
+    """
+    named: dict[int, str] = {}
+    for g, group in enumerate(groups):
+        for i, param in enumerate(group["params"]):
+            known = param.fqn if isinstance(param, OwnedTensor) else names.get(id(param))
+            named[id(param)] = known or f"parameter {i} of group {g}"
+    return named
 
 
 def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.platform.streams import SideStream
 from dmuon.platform.timing import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
+from dmuon.step.rounds import AloneRound
 from dmuon.step.update import Orthogonalized, kept, orthogonalize
 
 __all__ = ["EarlyUpdates"]
@@ -48,22 +48,24 @@ class EarlyUpdates:
     dropped. Edits through ``tensor.data`` of a local tensor escape version counters.
 
     Args:
-        batches: ``(index of the group, batch)`` of everything that this rank has whole.
+        rounds: of all batches that this rank has whole; they take their updates from here.
         group_at: the options of a group.
         shown: what the optimizer's state shows of the momentum, by ``id`` of the parameter.
     """
 
     def __init__(
         self,
-        batches: Sequence[tuple[int, Batch]],
+        rounds: Sequence[AloneRound],
         group_at: Callable[[int], Mapping[str, Any]],
         shown: Mapping[int, Tensor],
         device: torch.device,
     ) -> None:
         self._group_at = group_at
         self._shown = shown
-        self._index = {id(batch): index for index, batch in batches}
-        self._batch_of = {id(p): batch for _, batch in batches for p in batch.params}
+        self._index = {id(round_.batches[0]): round_.index for round_ in rounds}
+        self._batch_of = {id(p): round_.batches[0] for round_ in rounds for p in round_.batches[0].params}
+        for round_ in rounds:
+            round_.early = self.take
         self._landed: dict[int, set[int]] = {}
         self._ready: dict[int, _Early] = {}
         self._side = SideStream(device)
@@ -71,15 +73,15 @@ class EarlyUpdates:
         self._last = PhaseTimer(device)  # of what came before the last step
         self.taken = 0  # batches of the last step
 
-    def landed(self, entries: Sequence[OwnedMatrix]) -> None:
-        """Gradients of these have just been reduced."""
-        for entry in entries:
-            batch = self._batch_of.get(id(entry.rest))
+    def landed(self, params: Sequence[Tensor]) -> None:
+        """Gradients of ``params`` have just been reduced."""
+        for param in params:
+            batch = self._batch_of.get(id(param))
             if batch is None:
                 continue
-            here = self._landed.setdefault(id(batch), set())
-            here.add(id(entry.rest))
-            if len(here) == len(batch.params):
+            landed = self._landed.setdefault(id(batch), set())
+            landed.add(id(param))
+            if len(landed) == len(batch.params):
                 del self._landed[id(batch)]
                 self._start(batch)
 

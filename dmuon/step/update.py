@@ -166,13 +166,8 @@ def _grad(param: Tensor) -> Tensor:
 
 def _planned_variant(batch: Batch, k: int) -> str:
     """How the plan says that ``k`` matrices of ``batch`` run, or nothing."""
-    planned = batch.runtime or batch.domain
-    if planned is None:
-        return ""
-    small, large = sorted(batch.shape)
-    variants: Mapping[int, str] = planned.variants.get((small, large), {})
-    smaller = [size for size in variants if size <= k]
-    return variants[max(smaller)] if smaller else ""
+    smaller = [size for size in batch.variants if size <= k]
+    return batch.variants[max(smaller)] if smaller else ""
 
 
 @lru_cache(maxsize=4096)

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from dmuon.comm.monitor import CollectiveError, first_line
+from dmuon.comm.process_groups import ranks_of, this_rank
+from dmuon.layout.ranks import GlobalRank
 
 __all__ = ["agree", "require_same"]
 
@@ -32,12 +34,12 @@ def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any 
     if isinstance(error, Exception):
         said = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
     statuses: list[Any] = [None] * dist.get_world_size(group)
-    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks_of(group)
     try:
         dist.all_gather_object(statuses, (said, payload), group=group)
     except RuntimeError as fault:
         raise CollectiveError(
-            f"rank {dist.get_rank()}: the exchange of what ranks {ranks} were given failed: "
+            f"rank {this_rank()}: the exchange of what ranks {list(ranks)} were given failed: "
             f"{first_line(fault)}. A rank was killed, raised elsewhere, or is late: see the logs of "
             f"the others{f'. This rank would have reported: {said}' if said is not None else ''}"
         ) from fault
@@ -54,7 +56,7 @@ _Here = TypeVar("_Here")
 
 def require_same(
     group: dist.ProcessGroup,
-    ranks: Sequence[int],
+    ranks: Sequence[GlobalRank],
     error: Exception | None,
     description: list[tuple[str, str]],
     here: _Here | None,

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from dmuon.comm.monitor import Monitor
 from dmuon.comm.options import CommOptions
-from dmuon.comm.process_groups import make_group
+from dmuon.comm.process_groups import make_group, this_rank
+from dmuon.layout.ranks import GlobalRank, Position, position_in
 from dmuon.platform.streams import Aside
 from dmuon.platform.torch_private import default_group_is_bound, default_store
 
@@ -22,16 +23,16 @@ class Domain:
     """Ranks that hold matrices together.
 
     Attributes:
-        ranks: global, ascending.
-        rank: position of this process.
+        ranks: ascending.
+        position: of this rank.
         group: of dmuon's own.
         chunks: ``(small side, large side)`` to matrices per batch, as planned.
         lane: of the monitor's journal; None where it is that of more ranks than these.
         variants: ``(small side, large side)`` to batch size to how Newton–Schulz runs, as planned.
     """
 
-    ranks: tuple[int, ...]
-    rank: int
+    ranks: tuple[GlobalRank, ...]
+    position: Position
     device: torch.device
     group: dist.ProcessGroup
     monitor: Monitor
@@ -55,7 +56,7 @@ class Domain:
         return found
 
 
-def make_domain(ranks: Sequence[int], device: torch.device, options: CommOptions | None = None) -> Domain:
+def make_domain(ranks: Sequence[GlobalRank], device: torch.device, options: CommOptions | None = None) -> Domain:
     """Connect ``ranks``. Collective over them, and over no others.
 
     Raises:
@@ -69,8 +70,8 @@ def make_domain(ranks: Sequence[int], device: torch.device, options: CommOptions
             "makes creating groups collective over all ranks; leave device_id out of init_process_group"
         )
     group = make_group(device.type, [members], "exchange", options)
-    rank = dist.get_rank()
+    rank = this_rank()
     monitor = Monitor(
         members, rank, default_store(), group.group_name, device=device, asynchronous=options.asynchronous
     )
-    return Domain(members, members.index(rank), device, group, monitor)
+    return Domain(members, position_in(members, rank), device, group, monitor)

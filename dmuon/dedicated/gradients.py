@@ -58,7 +58,7 @@ class Gradients:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
         if self.listeners and reduction.whole:
-            here = [e for e in reduction.group.entries if e.owner == self._comm.rank and reduction.used[id(e)]]
+            here = [e for e in reduction.group.entries if e.owner == self._comm.position and reduction.used[id(e)]]
             self.listeners = [listener for listener in self.listeners if listener() is not None]
             for listener in self.listeners:
                 landed = listener()

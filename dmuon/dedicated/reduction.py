@@ -142,7 +142,7 @@ class GradReduction:
         first = self.group.layout.parts[self._comm.at.s][self._comm.at.r][0]
         for entry, (start, end) in zip(self.group.entries, self.group.layout.slots, strict=True):
             master = entry.master
-            if entry.owner == self._comm.rank:
+            if entry.owner == self._comm.position:
                 local = self._mine[start - first : end - first].view(master.shape).to(master.dtype)
             else:
                 local = master.new_empty(master.shape)

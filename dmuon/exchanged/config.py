@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from dmuon.layout.ranks import GlobalRank
+
 __all__ = ["DistributedConfig", "Waitable", "owners_from"]
 
 
@@ -95,14 +97,14 @@ class DistributedConfig:
             raise ValueError(f"prefetch_count must be at least 0, got {self.prefetch_count}")
 
 
-def owners_from(assigned: object, count: int, world: int) -> tuple[int, ...]:
-    """Owner (global rank) of each of ``count`` parameters, from what ``assign_fn`` returned.
+def owners_from(assigned: object, count: int, world: int) -> tuple[GlobalRank, ...]:
+    """The owner of each of ``count`` parameters, from what ``assign_fn`` returned.
 
     Raises:
         TypeError: neither ``{index: rank}`` nor ``{rank: [index, …]}``.
         ValueError: an index that is missing, unknown or assigned twice, or a rank outside ``range(world)``.
     """
-    owners: dict[int, int] = {}
+    owners: dict[int, GlobalRank] = {}
     for index, rank in _pairs(assigned):
         if not 0 <= index < count:
             raise ValueError(f"assign_fn assigned parameter {index} to rank {rank}, but there are {count} parameters")
@@ -115,7 +117,7 @@ def owners_from(assigned: object, count: int, world: int) -> tuple[int, ...]:
                 f"assign_fn assigned parameter {index} twice, to rank {owners[index]} and rank {rank}: "
                 "each parameter has one owner"
             )
-        owners[index] = rank
+        owners[index] = GlobalRank(rank)
     missing = [index for index in range(count) if index not in owners]
     if missing:
         raise ValueError(

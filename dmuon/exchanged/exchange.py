@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import require_same
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError
+from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.exchanged.config import DistributedConfig, owners_from
 from dmuon.exchanged.default import default_config, functions_of
 from dmuon.exchanged.functions import ShardFunctions
 from dmuon.exchanged.user_functions import UserFunctions
 from dmuon.exchanged.user_round import user_rounds
+from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.rounds import Round, exchanged_rounds
@@ -67,13 +69,13 @@ def _assigning(config: DistributedConfig) -> ShardFunctions | None:
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """One parameter, as people want to see it; ``owner`` is a global rank."""
+    """One parameter, as people want to see it."""
 
     name: str
     shape: str
     lies_as: str
     ranks: str
-    owner: int
+    owner: GlobalRank
 
 
 class Exchange:
@@ -111,7 +113,7 @@ class Exchange:
         self._device = local_tensor(params[0]).device if params else device
         self._outdated = False
         state = config.state
-        state["rank"] = self._here = dist.get_rank() if dist.is_initialized() else 0
+        state["rank"] = self._here = this_rank()
         state["param_names"] = self.names
         world = dist.get_world_size() if dist.is_initialized() else 1
         placing = _assigning(config) if self.functions is None else self.functions
@@ -158,7 +160,7 @@ class Exchange:
         for functions in _all_functions(config):
             functions.taken_by(optimizer)
 
-    def _asked(self, params: Sequence[Tensor], world: int) -> tuple[tuple[int, ...], Exception | None]:
+    def _asked(self, params: Sequence[Tensor], world: int) -> tuple[tuple[GlobalRank, ...], Exception | None]:
         try:
             assigned = self.config.assign_fn(list(params), self.config.state)
             self.config.state["assignments"] = assigned
@@ -168,14 +170,14 @@ class Exchange:
         except Exception as fault:  # whatever a user's function raises: the other ranks wait for this one
             if self.functions is not None and _assigning(self.config) is self.functions:
                 raise  # all ranks agreed on it
-            return (0,) * len(params), fault
+            return (GlobalRank(0),) * len(params), fault
 
     def _users_domain(self) -> Domain | None:
         """The ranks of a user's functions; None if they are others, and this one has no parameters."""
         group = self.config.state.get("process_group") or dist.group.WORLD
         if not self._params and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
             return None
-        return make_domain(dist.get_process_group_ranks(group), self._device)
+        return make_domain(ranks_of(group), self._device)
 
     def serves(self, params: Sequence[Tensor]) -> bool:
         """Whether these are the parameters that it was made for, lying as they did. If so, the ranks agree on it.

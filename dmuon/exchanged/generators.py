@@ -12,6 +12,7 @@ from dmuon.comm.group_grid import grid_of_groups
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.functions import ShardFunctions
 from dmuon.layout.rank_grid import RankGrid, ShardDims, grid_of_mesh
+from dmuon.layout.ranks import GlobalRank
 from dmuon.planning.agreed_plan import Costs, check_options
 from dmuon.solver import SolveOptions
 
@@ -216,7 +217,7 @@ def layout_config(
     chunk_bytes: int,
     small_numel: int,
     *,
-    copies: Mapping[int, Sequence[int]] | None = None,
+    copies: Mapping[int, Sequence[GlobalRank]] | None = None,
 ) -> DistributedConfig:
     """The configuration of one :class:`ShardFunctions`, after a check of the options."""
     check_options(costs, solve, None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from dmuon.comm.agreement import Verdict, Vote
 from dmuon.comm.monitor import Monitor
 from dmuon.comm.options import CommOptions
 from dmuon.comm.process_groups import make_group, this_rank
@@ -45,15 +46,21 @@ class Domain:
     def world(self) -> int:
         return len(self.ranks)
 
-    def largest(self, values: Sequence[int]) -> list[int]:
-        """Elementwise maximum over the ranks, of numbers that no rank's device has to compute first. Collective."""
+    def vote(self, vote: Vote) -> Verdict:
+        """What all ranks say, which no rank's device has to compute first. Collective.
+
+        Raises:
+            CollectiveError: on all ranks, if they issued different collectives before.
+        """
         if self._aside is None:
             self._aside = Aside(self.device)
         with self._aside.beside_nothing(), self.monitor.watch("vote before step()"):
-            votes = torch.tensor(values, dtype=torch.int64, device=self.device)
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
-            found: list[int] = votes.tolist()
-        return found
+            numbers = vote.encode().to(self.device)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+            verdict = Vote.decode(numbers.tolist())
+        if not verdict.same_collectives:
+            self.monitor.disagree()
+        return verdict
 
 
 def make_domain(ranks: Sequence[GlobalRank], device: torch.device, options: CommOptions | None = None) -> Domain:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import require_same
+from dmuon.comm.agreement import Verdict, Vote, require_same
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError
 from dmuon.comm.process_groups import ranks_of, this_rank
@@ -264,34 +264,31 @@ class Exchange:
         present: set[int] = set()
         fault: Exception | None = None
         for domain, members in self.domains:  # all of them whatever happens: their ranks wait for this one
-            digest = domain.monitor.digest
-            faulty = 0 if fault is None else self._here + 1
-            mine = [changed, -changed, digest, -digest, faulty, *(p.grad is not None for p in members)]
+            flags = [p.grad is not None for p in members]
+            vote = Vote(flags, domain.monitor.digest, changed, None if fault is None else self._here)
             try:
-                found = domain.largest([int(value) for value in mine])
-                self._check_vote(domain, changed, digest, found)
+                verdict = domain.vote(vote)
+                self._check_vote(domain, changed, verdict)
             except Exception as error:
                 fault = fault or error
                 continue
-            present |= {id(p) for p, there in zip(members, found[5:], strict=True) if there}
+            present |= {id(p) for p, voted in zip(members, verdict.flags, strict=True) if voted}
         if fault is not None:
             raise fault
         self._outdated = changed
         return None if changed else present
 
-    def _check_vote(self, domain: Domain, changed: bool, digest: int, found: Sequence[int]) -> None:
+    def _check_vote(self, domain: Domain, changed: bool, verdict: Verdict) -> None:
         ranks = " ".join(map(str, domain.ranks))
-        if (found[2], found[3]) != (digest, -digest):
-            domain.monitor.disagree()
-        if (found[0], found[1]) != (changed, -changed):
-            here = "this rank" if changed else "another rank, and not on this one"
+        if not verdict.same_change:
+            where = "this rank" if changed else "another rank, and not on this one"
             raise RuntimeError(
-                f"rank {self._here}: parameters of the optimizer or their layouts have changed on {here}, of ranks "
+                f"rank {self._here}: parameters of the optimizer or their layouts have changed on {where}, of ranks "
                 f"{ranks}; change them on all of them before the same step"
             )
-        if found[4] not in (0, self._here + 1):
+        if verdict.fault not in (None, self._here):
             raise RuntimeError(
-                f"rank {self._here}: rank {found[4] - 1}, one of ranks {ranks}, found a fault among other ranks that "
+                f"rank {self._here}: rank {verdict.fault}, one of ranks {ranks}, found a fault among other ranks that "
                 "hold parameters with it, and takes no step; its message says which"
             )
 

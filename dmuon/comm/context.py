@@ -15,7 +15,7 @@ from dmuon.comm.options import CommOptions
 from dmuon.comm.process_groups import make_group
 from dmuon.comm.transport import Line
 from dmuon.layout.topology import Coordinate, Topology
-from dmuon.platform.streams import CommStreams, mesh_device
+from dmuon.platform.streams import Stream, mesh_device
 from dmuon.platform.torch_private import backend_of, default_store
 
 __all__ = ["Comm", "make_comm", "tensor_domain"]
@@ -33,6 +33,9 @@ class Comm:
         ranks: global ranks of this tensor-parallel rank's mesh, ascending.
         rank: this process's position among them.
         at: its coordinate.
+        fill_stream: whole weights are gathered along the row, while the block before them computes.
+        publish_stream: updated weights are sent along the column, while the optimizer updates the next ones.
+        reduce_stream: gradients are reduced and averaged, while backward computes the next ones.
         row: the ranks over which weights are sharded; None if they are not.
         column: those that hold the same shard in every replica; None with one replica.
         group: over ``ranks``: averages of what nobody shards, and whatever blocks.
@@ -50,7 +53,9 @@ class Comm:
     rank: int
     at: Coordinate
     device: torch.device
-    streams: CommStreams
+    fill_stream: Stream
+    publish_stream: Stream
+    reduce_stream: Stream
     options: CommOptions
     monitor: Monitor
     row: Line | None
@@ -109,7 +114,9 @@ def make_comm(
         rank=ranks.index(rank),
         at=at,
         device=device,
-        streams=CommStreams(device),
+        fill_stream=Stream(device),
+        publish_stream=Stream(device),
+        reduce_stream=Stream(device),
         options=options,
         monitor=Monitor(
             topology.ranks, rank, default_store(), control.group_name, device=device, asynchronous=options.asynchronous

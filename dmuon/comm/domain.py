@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dmuon.comm.monitor import Monitor
 from dmuon.comm.options import CommOptions
 from dmuon.comm.process_groups import make_group
-from dmuon.platform.streams import Aside
+from dmuon.platform.streams import Stream
 from dmuon.platform.torch_private import default_group_is_bound, default_store
 
 __all__ = ["Domain", "make_domain"]
@@ -38,7 +38,7 @@ class Domain:
     chunks: Mapping[tuple[int, int], int] = field(default_factory=dict)
     variants: Mapping[tuple[int, int], Mapping[int, str]] = field(default_factory=dict)
     lane: str | None = "exchange"
-    _aside: Aside | None = None
+    _vote_stream: Stream | None = None
 
     @property
     def world(self) -> int:
@@ -46,9 +46,9 @@ class Domain:
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """Elementwise maximum over the ranks, of numbers that no rank's device has to compute first. Collective."""
-        if self._aside is None:
-            self._aside = Aside(self.device)
-        with self._aside.beside_nothing(), self.monitor.watch("vote before step()"):
+        if self._vote_stream is None:
+            self._vote_stream = Stream(self.device, priority=-1)
+        with self._vote_stream.alone(), self.monitor.watch("vote before step()"):
             votes = torch.tensor(values, dtype=torch.int64, device=self.device)
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
             found: list[int] = votes.tolist()

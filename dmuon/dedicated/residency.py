@@ -34,7 +34,7 @@ def owned_tasks(runtime: Runtime) -> list[Task]:
     """What this rank orthogonalizes of one dedicated model, or has tensor-parallel parts of, in forward order."""
     tasks = []
     for position, matrix in enumerate(runtime.entries()):
-        if matrix.owner != runtime.comm.rank:
+        if matrix.owner != runtime.comm.position:
             continue
         m, n = matrix.shape
         sides = min(m, n), max(m, n)

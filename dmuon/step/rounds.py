@@ -119,7 +119,7 @@ class ExchangedRound:
             return
         with timer.phase("momentum"):
             parts = [
-                folded(group, batch, present_params) if self.domain.rank in batch.parcel.pieces else None
+                folded(group, batch, present_params) if self.domain.position in batch.parcel.pieces else None
                 for batch, present_params in zip(self.batches, self._present, strict=True)
             ]
         with timer.phase("exchange"):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.process_groups import this_rank
-from dmuon.comm.redistribution import start_gather, start_scatter
+from dmuon.comm.redistribution import start_redistribution
 from dmuon.layout.parameters import ParameterLayout, place, place_dtensor, place_replicated
 from dmuon.layout.parcels import Parcel
 from dmuon.layout.rank_grid import RankGrid, ShardDims
@@ -123,9 +123,9 @@ class ShardFunctions:
         if placed is None:
             return local
         domain, parcel = self._one(placed, dst_rank, local)
-        part = local[None] if local.numel() else None
-        found = start_gather([part], [parcel], domain, local.new_empty(0), "one matrix").wait()
-        return found[0][0] if 0 in found else None
+        like, what = local.new_empty(0), "gather of one matrix"
+        whole = start_redistribution([parcel.to_owner], {0: local[None]}, domain, like, what).wait()
+        return whole[0][0] if whole else None
 
     def redistribute(self, update: Tensor | None, src_rank: GlobalRank, state: dict[str, Any]) -> Tensor:
         """This rank's part of what ``src_rank`` has whole. Collective over the ranks that hold the parameter.
@@ -139,8 +139,9 @@ class ShardFunctions:
             return update
         domain, parcel = self._one(placed, src_rank, local)
         whole = {0: update[None]} if update is not None and domain.position == parcel.owner else {}
-        part = start_scatter(whole, [parcel], domain, local.new_empty(0), "one matrix").wait()[0]
-        return local.new_empty(local.shape) if part is None else part[0].to(local.dtype)
+        like, what = local.new_empty(0), "scatter of one matrix"
+        part = start_redistribution([parcel.from_owner], whole, domain, like, what).wait()
+        return part[0][0].to(local.dtype) if part else local.new_empty(local.shape)
 
     # -- for Muon ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.comm.transport import Line
 from dmuon.layout.ranks import GlobalRank, Position, position_in
 from dmuon.layout.topology import Coordinate, Topology
-from dmuon.platform.streams import CommStreams, mesh_device
+from dmuon.platform.streams import Stream, mesh_device
 from dmuon.platform.torch_private import backend_of, default_store
 
 __all__ = ["Comm", "make_comm", "tensor_domain"]
@@ -34,6 +34,9 @@ class Comm:
         ranks: of this tensor-parallel rank's mesh, ascending.
         position: of this rank among them.
         at: its coordinate.
+        fill_stream: whole weights are gathered along the row, while the block before them computes.
+        publish_stream: updated weights are sent along the column, while the optimizer updates the next ones.
+        reduce_stream: gradients are reduced and averaged, while backward computes the next ones.
         row: the ranks over which weights are sharded; None if they are not.
         column: those that hold the same shard in every replica; None with one replica.
         group: over ``ranks``: averages of what nobody shards, and whatever blocks.
@@ -51,7 +54,9 @@ class Comm:
     position: Position
     at: Coordinate
     device: torch.device
-    streams: CommStreams
+    fill_stream: Stream
+    publish_stream: Stream
+    reduce_stream: Stream
     options: CommOptions
     monitor: Monitor
     row: Line | None
@@ -110,7 +115,9 @@ def make_comm(
         position=position_in(ranks, rank),
         at=at,
         device=device,
-        streams=CommStreams(device),
+        fill_stream=Stream(device),
+        publish_stream=Stream(device),
+        reduce_stream=Stream(device),
         options=options,
         monitor=Monitor(
             topology.ranks, rank, default_store(), control.group_name, device=device, asynchronous=options.asynchronous

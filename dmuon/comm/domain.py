@@ -13,7 +13,7 @@ from dmuon.comm.monitor import Monitor
 from dmuon.comm.options import CommOptions
 from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.layout.ranks import GlobalRank, Position, position_in
-from dmuon.platform.streams import Aside
+from dmuon.platform.streams import Stream
 from dmuon.platform.torch_private import default_group_is_bound, default_store
 
 __all__ = ["Domain", "make_domain"]
@@ -40,7 +40,7 @@ class Domain:
     chunks: Mapping[tuple[int, int], int] = field(default_factory=dict)
     variants: Mapping[tuple[int, int], Mapping[int, str]] = field(default_factory=dict)
     lane: str | None = "exchange"
-    _aside: Aside | None = None
+    _vote_stream: Stream | None = None
 
     @property
     def world(self) -> int:
@@ -52,9 +52,9 @@ class Domain:
         Raises:
             CollectiveError: on all ranks, if they issued different collectives before.
         """
-        if self._aside is None:
-            self._aside = Aside(self.device)
-        with self._aside.beside_nothing(), self.monitor.watch("vote before step()"):
+        if self._vote_stream is None:
+            self._vote_stream = Stream(self.device, priority=-1)
+        with self._vote_stream.alone(), self.monitor.watch("vote before step()"):
             numbers = vote.encode().to(self.device)
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
             verdict = Vote.decode(numbers.tolist())

@@ -180,7 +180,7 @@ class OwnedBuffer:
             self._outgoing = self._buffer.new_empty(end - start)
         elif self.state is BufferState.FREED:
             self._buffer.untyped_storage().resize_(self._nbytes)
-        with record_function(f"dmuon::publish {self.name}"), torch.no_grad(), comm.streams.publish():
+        with record_function(f"dmuon::publish {self.name}"), torch.no_grad(), comm.publish_stream.beside():
             if self._outgoing is None:
                 self._write_masters(self._buffer, 0)
                 region, parts = self._column_region, self._column_parts
@@ -210,7 +210,7 @@ class OwnedBuffer:
         if self.state is BufferState.FREED:
             self._buffer.untyped_storage().resize_(self._nbytes)
         # With one rank nothing travels, so nobody would wait for another stream.
-        beside = comm.streams.fill() if comm.world > 1 else nullcontext()
+        beside = comm.fill_stream.beside() if comm.world > 1 else nullcontext()
         with record_function(f"dmuon::fill {self.name}"), torch.no_grad(), beside:
             if comm.row is not None or comm.column is None:
                 self._settle_publication()

@@ -38,6 +38,7 @@ from dmuon.model.routing import Route, Select, route_parameters
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
+from dmuon.platform.options import check_flag
 from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import backend_of, local_tensor, require_supported_torch
 from dmuon.solver import Matrix, SolveOptions
@@ -123,8 +124,7 @@ def dedicate_params(
     try:
         check_options(costs, solve, plan)
         policy = checked_policy(mp_policy)
-        if not isinstance(reshard_after_forward, bool):
-            raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
+        check_flag("reshard_after_forward", reshard_after_forward)
         if not (comm is None or isinstance(comm, CommOptions)):
             raise TypeError(f"comm must be a dmuon.CommOptions, got {type(comm).__name__}")
         choose_transport(options.transport, [1], backend_of(group, mesh_device(mesh.device_type)))

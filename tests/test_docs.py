@@ -138,8 +138,13 @@ def test_commands_exist() -> None:
                 wrong.append((place, f"{command}: {script} is no file"))
             else:
                 source = (ROOT / script).read_text()
-                wrong += [(place, f"{script} has no {o}") for o in options if f'"{o}"' not in source]
+                wrong += [(place, f"{script} has no {o}") for o in options if not takes(source, o)]
     assert not wrong
+
+
+def takes(source: str, option: str) -> bool:
+    """Whether a program defines an option: in words, or as a field of its settings."""
+    return f'"{option}"' in source or re.search(rf"^    {option[2:]}: ", source, re.MULTILINE) is not None
 
 
 def programs(words: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -169,9 +174,12 @@ def test_paths_exist() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub and the site make them."""
+    """Of the headings, as GitHub and the site make them, and of the names that the reference documents."""
     titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.replace("`", "")).strip().lower().replace(" ", "-") for title in titles}
+    names = set(re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE))
+    return names | {
+        re.sub(r"[^\w\- ]", "", title.replace("`", "")).strip().lower().replace(" ", "-") for title in titles
+    }
 
 
 def test_links_lead_somewhere() -> None:

@@ -14,6 +14,7 @@ from dmuon.comm.agreement import agree
 from dmuon.comm.domain import Domain
 from dmuon.exchanged.user_functions import Result, UserFunctions, check_gathered, check_part
 from dmuon.kernels import update_scale
+from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.timing import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
@@ -26,6 +27,8 @@ __all__ = ["UserRound", "user_rounds"]
 class UserRound:
     """At most one parameter of each owner: all are gathered, each owner orthogonalizes, all are redistributed.
 
+    A batch is one parameter, and its position the number of that.
+
     Where the ranks check what the functions gave for a parameter for the first time, a fault of one ends all of them.
     """
 
@@ -37,34 +40,32 @@ class UserRound:
         index: int,
         batches: Sequence[Batch],
         functions: UserFunctions,
-        numbers: Mapping[int, int],
-        owners: Sequence[int],
+        owners: Sequence[GlobalRank],
         names: Sequence[str],
-        here: int,
+        rank: GlobalRank,
         domain: Domain | None,
     ) -> None:
         """``owners`` and ``names`` are those of all parameters, by number.
 
         Args:
-            here: this process's global rank.
+            rank: this one.
             domain: the ranks that take part; None for a single process.
         """
         self.index = index
         self.batches = list(batches)
         self._functions = functions
-        self._numbers = numbers
         self._owners = owners
         self._names = names
-        self._here = here
+        self._rank = rank
         self._domain = domain
-        self._unproven = {self._number(batch) for batch in batches}
+        self._unproven = {batch.position for batch in batches}
         self._gathered: dict[int, Result] = {}  # by number of the parameter
         self._parts: dict[int, Result] = {}
 
     def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
         self._gathered, self._parts = {}, {}  # a step before may have failed
         for batch in self.batches:
-            number, param = self._number(batch), batch.params[0]
+            number, param = batch.position, batch.params[0]
             if id(param) not in present:
                 continue
             with timer.phase("momentum"):
@@ -78,7 +79,7 @@ class UserRound:
         wholes = self._wholes(timer)
         updates: dict[int, Tensor | None] = {}
         for batch in self.batches:
-            number = self._number(batch)
+            number = batch.position
             if number not in wholes:
                 continue
             whole = wholes.pop(number)
@@ -98,7 +99,7 @@ class UserRound:
         wholes: dict[int, Tensor | None] = {}
         fault: RuntimeError | None = None
         for batch in self.batches:
-            number, param = self._number(batch), batch.params[0]
+            number, param = batch.position, batch.params[0]
             if number not in self._gathered:
                 continue
             with timer.phase("exchange"):
@@ -109,7 +110,7 @@ class UserRound:
                         whole,
                         name=self._names[number],
                         owner=self._owners[number],
-                        here=self._here,
+                        rank=self._rank,
                         local_shape=tuple(local_tensor(param).shape),
                         global_shape=tuple(param.shape) if isinstance(param, DTensor) else None,
                     )
@@ -123,27 +124,24 @@ class UserRound:
         fault: RuntimeError | None = None
         with timer.phase("exchange"):
             for batch in self.batches:
-                number = self._number(batch)
+                number = batch.position
                 if number not in self._parts:
                     continue
                 with self._named("redistribute_fn", number):
                     part = self._parts[number].wait()
                 shape = tuple(local_tensor(batch.params[0]).shape)
                 try:
-                    parts[number] = check_part(part, name=self._names[number], here=self._here, local_shape=shape)
+                    parts[number] = check_part(part, name=self._names[number], rank=self._rank, local_shape=shape)
                 except RuntimeError as error:
                     fault = fault or error
         self._raise(fault, self._parts)
         self._unproven -= self._parts.keys()
         self._parts = {}
         for batch in self.batches:
-            if self._number(batch) in parts:
-                part = parts.pop(self._number(batch))
+            if batch.position in parts:
+                part = parts.pop(batch.position)
                 update = part if batch.is_stack else part[None]
                 apply(group, batch, batch.params, update.to(batch.momentum.dtype), timer, scale=1.0)
-
-    def _number(self, batch: Batch) -> int:
-        return self._numbers[id(batch.params[0])]
 
     def _named(self, function: str, number: int) -> AbstractContextManager[None]:
         """Communication that fails inside says where, as dmuon's own does."""
@@ -163,11 +161,10 @@ class UserRound:
 
 
 def _orthogonalized(group: Mapping[str, Any], batch: Batch, whole: Tensor, timer: PhaseTimer) -> tuple[Tensor, Done]:
-    """Scaled here, where the shape of the whole matrix is known."""
+    """The update, scaled by the shape of the whole matrix, which other ranks do not know."""
     stack = whole if whole.ndim == 3 else whole[None]
     m, n = stack.shape[1:]
-    known = replace(batch, shape=(m, n))
-    ready = orthogonalize_whole(group, known, stack.to(batch.momentum.dtype), timer)
+    ready = orthogonalize_whole(group, replace(batch, shape=(m, n)), stack.to(batch.momentum.dtype), timer)
     update = ready.update.to(batch.momentum.dtype) * update_scale(group["adjust_lr_fn"], (m, n))
     labels = [(batch.params[0], i if batch.is_stack else None) for i in range(len(stack))]
     return update if whole.ndim == 3 else update[0], replace(ready.done, matrices=labels)
@@ -177,11 +174,10 @@ def user_rounds(
     index: int,
     batches: Sequence[Batch],
     functions: UserFunctions,
-    numbers: Mapping[int, int],
-    owners: Sequence[int],
+    owners: Sequence[GlobalRank],
     names: Sequence[str],
     *,
-    here: int,
+    rank: GlobalRank,
     domain: Domain | None,
     together: bool,
 ) -> list[UserRound]:
@@ -189,10 +185,10 @@ def user_rounds(
     rounds: list[list[Batch]] = []
     taken: dict[int, int] = {}
     for batch in batches:
-        owner = owners[numbers[id(batch.params[0])]]
-        place = taken.get(owner, 0) if together else len(rounds)
-        taken[owner] = place + 1
-        if place == len(rounds):
+        owner = owners[batch.position]
+        number = taken.get(owner, 0) if together else len(rounds)
+        taken[owner] = number + 1
+        if number == len(rounds):
             rounds.append([])
-        rounds[place].append(batch)
-    return [UserRound(index, some, functions, numbers, owners, names, here, domain) for some in rounds]
+        rounds[number].append(batch)
+    return [UserRound(index, some, functions, owners, names, rank, domain) for some in rounds]

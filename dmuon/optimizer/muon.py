@@ -88,8 +88,9 @@ class Muon(torch.optim.Optimizer):
             memory.
         distributed_config: who orthogonalizes matrices that dmuon does not own, and how they get there. ``None``: for
             DTensors :func:`dmuon.create_dtensor_config`, for what a ``DistributedDataParallel`` module replicates its
-            process group; other tensors are whole on this rank. Given, each optimizer has its own, and all ranks of its
-            groups build the optimizer, those without such matrices too.
+            process group; other tensors are whole on this rank. If given, all ranks of its groups build the optimizer,
+            those without such matrices too. Several optimizers may have one configuration; each plans for itself, on
+            process groups of its own.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -213,7 +214,7 @@ class Muon(torch.optim.Optimizer):
         last, self._exchange, self._residencies = self._exchange, None, []
         others = [p for p in muon if not isinstance(p, OwnedTensor)]
         names = [self._names[id(p)] for p in others]
-        self._exchange = exchange_for(self, self._config, self._copies, others, names, self._device, last)
+        self._exchange = exchange_for(self._config, self._copies, others, names, self._device, last)
         if self._exchange is None:
             self._prefetch = 1
             return [*dedicated_residencies(muon), Alone(others)]

@@ -144,7 +144,7 @@ class Muon(torch.optim.Optimizer):
         self._config = distributed_config
         self._overlap = overlap_backward
         self._names: dict[int, str] = {}  # by id of the parameter
-        self._laid_out: list[list[int]] = []  # per group, ids of the parameters that all of the following is for
+        self._laid_out: list[list[int]] = []  # per group, ids of the parameters for which the rest was made
         self._residencies: list[Residency] = []
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
@@ -174,8 +174,8 @@ class Muon(torch.optim.Optimizer):
         defaults = self._muon_defaults if param_group["use_muon"] else self._adamw_defaults
         for name, value in defaults.items():
             param_group.setdefault(name, value)
-        given = param_group["params"]
-        param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         check_group(param_group)
         super().add_param_group(param_group)
         if self._built:
@@ -274,7 +274,7 @@ class Muon(torch.optim.Optimizer):
         return set().union(*(ids for ids in present if ids is not None))
 
     def _align_gradients(self) -> None:
-        """Lay gradients as their parameters lie: autograd leaves some of DTensors unreduced, or cut otherwise."""
+        """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise."""
         for group in self.param_groups:
             for param in group["params"]:
                 grad = param.grad
@@ -282,12 +282,12 @@ class Muon(torch.optim.Optimizer):
                     param.grad = grad.redistribute(placements=param.placements)
 
     def _update(self, present: set[int]) -> None:
-        """Every batch in forward order; what it completes leaves at once."""
+        """Run all rounds. What a round completes is published at once."""
         coming = [p for r in self._rounds for batch in r.batches for p in batch.params if id(p) in present]
         with self._timer.phase("publish"):
             for residency in self._residencies:
                 residency.begin_update(coming)
-        # Once a group: on an accelerator the number of a tensor waits for it.
+        # Once for each group: reading a tensor's number waits for the accelerator.
         options = [{**g, "lr": float(g["lr"])} if g["use_muon"] else g for g in self.param_groups]
         for round_, done in drive(
             self._rounds, lambda i: options[i], present, self._prefetch, self._timer, self._update_others

@@ -1,4 +1,4 @@
-"""AdamW for whatever Muon does not take, on the storage that this rank holds."""
+"""AdamW for whatever Muon does not take, on this rank's parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step updates together, and the order in which gathers, Newton–Schulz and scatters overlap."""
+"""Rounds of a step: batches that are gathered, orthogonalized and scattered together."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class ExchangedRound:
                 apply(group, batch, batch.params[start:end], update[batch.rows(start, end)], timer)
 
     def __str__(self) -> str:
-        """What all ranks of the domain must agree on before anything travels."""
+        """What all ranks of the domain must agree on before data travels."""
         parcels = [(parcel.count, parcel.layout.shape, parcel.owner) for parcel in self.parcels]
         return f"{self._what} as (count, shape, owner) {parcels}"
 
@@ -171,7 +171,7 @@ class ExchangedRound:
 
 
 def _of_present(done: Done, batch: Batch, present: Sequence[bool]) -> list[Done]:
-    """What to report: matrices without a gradient were carried along, and are not updated."""
+    """``done`` without the matrices that no rank has a gradient of: these travelled along, and are not updated."""
     if all(present):
         return [done]
     parts = []
@@ -202,7 +202,7 @@ def exchanged_rounds(
     lanes: dict[tuple[int, torch.dtype], dict[int, list[SharedBatch]]] = {}
     rounds = []
     for batch in batches:
-        if len(batch.parcel.holders) == 1:  # other ranks know nothing of it: it can have no part in what they share
+        if len(batch.parcel.holders) == 1:  # unknown to the other ranks, so it cannot be in a round with theirs
             rounds.append(ExchangedRound(index, [batch], f"matrices of one rank in group {index}"))
         else:
             key = (id(batch.domain), batch.momentum.dtype)

@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import agree
 from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime
 from dmuon.model.names import canonical_fqn
-from dmuon.platform.torch_private import even_shape
 
 __all__ = ["describe", "hook_state_dicts"]
 
@@ -39,7 +37,6 @@ def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
     for module, entries in held.values():
         module.register_state_dict_post_hook(partial(_after_state_dict, runtime, entries))
         module.register_load_state_dict_pre_hook(partial(loading.convert, entries))
-    runtime.write_even = partial(_write_even, runtime)
 
 
 def describe(value: Any, shape: torch.Size) -> str | None:
@@ -51,39 +48,17 @@ def describe(value: Any, shape: torch.Size) -> str | None:
 
 def _resting(module: nn.Module, entries: _Held) -> _Held:
     """The entries that ``module`` holds in their resting form; whole weights (``summon_full_params``) need no help."""
-    return {name: entry for name, entry in entries.items() if module._parameters[name] is entry.rest}
+    return {name: entry for name, entry in entries.items() if entry.is_rest(module._parameters[name])}
 
 
 def _after_state_dict(
     runtime: Runtime, entries: _Held, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
     runtime.at_rest("state_dict()", summoned=True)
-    runtime.gradients.verify()  # of weights that come of unlike collectives nothing is saved
+    runtime.gradients.verify()  # do not save weights if the ranks issued different collectives
     with torch.no_grad():
         for name, entry in _resting(module, entries).items():
             state_dict[prefix + name] = owned_to_even(entry.master, entry, runtime.comm)
-
-
-def _write_even(runtime: Runtime, param: OwnedTensor, shard: Tensor) -> None:
-    """Make the even shards of all ranks the value of ``param``. Collective."""
-    entry = next(entry for entry in runtime.entries() if entry.fqn == param.fqn)
-    comm, mesh, placements = runtime.comm, param.device_mesh, param.placements
-    fault: Exception | str | None = None
-    try:
-        runtime.at_rest("a write to to_local()")
-    except RuntimeError as error:
-        fault = error
-    wanted = even_shape(entry.shape, mesh, placements)
-    if shard.shape != wanted:
-        fault = f"{entry.fqn}: an even shard has shape {tuple(wanted)} here, not {tuple(shard.shape)}"
-    agree(comm.control, fault)
-    with torch.no_grad():
-        local = shard.to(device=comm.device, dtype=entry.master.dtype)
-        even = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=entry.shape, stride=(entry.shape[1], 1)
-        )
-        entry.master.copy_(even_to_owned(even, entry, comm, entry.master.dtype))
-    runtime.weights_changed()
 
 
 _ABSENT, _UNFIT = "absent", "unfit"

@@ -88,11 +88,11 @@ class ExchangeBudget:
 def expected_memory(runtime: Runtime) -> Memory:
     """Bytes that dmuon holds on this rank for the matrices of ``runtime``."""
     comm = runtime.comm
-    sizes = [_buffer_nbytes(group) for group in runtime.groups]
-    kept = sum(size for group, size in zip(runtime.groups, sizes, strict=True) if group.keep)
+    sizes = [_buffer_nbytes(buffer) for buffer in runtime.buffers]
+    kept = sum(size for group, size in zip(runtime.buffers, sizes, strict=True) if group.keep)
     ahead = [] if runtime.fills_wait else sizes[: comm.options.prefetch]
     standins = outgoing = 0
-    for group in runtime.groups:
+    for group in runtime.buffers:
         if comm.column is not None and not group.keep:
             parts = group.layout.parts[comm.at.s]
             sizes_here = [(end - start) * _itemsize(group) for start, end in parts]
@@ -119,7 +119,7 @@ def expected_traffic(
         calls[purpose] += times * (sum(size > 0 for size in sizes) if transport == "broadcast" else 1)
         nbytes[purpose] += times * sum(sizes) * itemsize
 
-    for group in runtime.groups:
+    for group in runtime.buffers:
         segments = [end - start for start, end in group.layout.segments]
         parts = [end - start for start, end in group.layout.parts[comm.at.s]]
         if comm.row is not None:

@@ -30,7 +30,7 @@ class Gathering:
 
     def wait(self) -> dict[int, Tensor]:
         """By position among the parcels, ``(count, m, n)`` of those that this rank owns."""
-        here = self._domain.rank
+        here = self._domain.position
         arrived = None if self._flight is None else self._flight.wait()
         whole: dict[int, Tensor] = {}
         for i, parcel in enumerate(self._parcels):
@@ -61,7 +61,7 @@ class Scattering:
 
     def wait(self) -> list[Tensor | None]:
         """This rank's part ``(count, …)`` of each parcel, None where it holds nothing."""
-        here = self._domain.rank
+        here = self._domain.position
         arrived = None if self._flight is None else self._flight.wait()
         parts: list[Tensor | None] = []
         for i, parcel in enumerate(self._parcels):
@@ -88,7 +88,7 @@ def start_gather(
     """
     if not gathers(parcels):
         return Gathering(parts, parcels, domain, None)
-    here = domain.rank
+    here = domain.position
     outgoing: list[list[Tensor]] = [[] for _ in domain.ranks]
     incoming = [0] * domain.world
     for part, parcel in zip(parts, parcels, strict=True):
@@ -114,7 +114,7 @@ def start_scatter(
     """
     if not scatters(parcels):
         return Scattering(whole, parcels, domain, None)
-    here = domain.rank
+    here = domain.position
     outgoing: list[list[Tensor]] = [[] for _ in domain.ranks]
     incoming = [0] * domain.world
     for i, parcel in enumerate(parcels):

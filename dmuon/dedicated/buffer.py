@@ -98,7 +98,7 @@ class OwnedBuffer:
             for weight, slot in zip(weights, slots, strict=True)
         ]
         spans = zip(self.entries, self.layout.slots, strict=True)
-        self._masters = [(entry, span) for entry, span in spans if entry.owner == comm.rank]  # and where they go
+        self._masters = [(entry, span) for entry, span in spans if entry.owner == comm.position]  # and where they go
         self._buffer.untyped_storage().resize_(0)
         first, last = weights[0].block, weights[-1].block
         self.name = first if first == last else f"{first} to {last}"

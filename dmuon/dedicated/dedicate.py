@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.context import Comm, make_comm
 from dmuon.comm.options import CommOptions
-from dmuon.comm.process_groups import make_group
+from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication
@@ -39,6 +39,7 @@ from dmuon.dedicated.refusals import (
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.buffer import choose_transport
+from dmuon.layout.ranks import GlobalRank, Position, position_in
 from dmuon.layout.topology import Topology
 from dmuon.model.blocks import BlockPredicate
 from dmuon.model.names import canonical_fqn
@@ -46,13 +47,14 @@ from dmuon.model.routing import Route, Select, route_parameters
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
+from dmuon.platform.options import check_flag
 from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import backend_of, local_tensor, require_supported_torch
 from dmuon.solver import Matrix, SolveOptions
 
 __all__ = ["dedicate_params", "fully_shard", "owned_parameters"]
 
-_Seat = tuple[HostShare, list[int]]
+_Seat = tuple[HostShare, list[GlobalRank]]
 
 
 def dedicate_params(
@@ -115,8 +117,7 @@ def dedicate_params(
     def inspect() -> _Inspected:
         check_options(costs, solve, plan)
         policy = checked_policy(mp_policy)
-        if not isinstance(reshard_after_forward, bool):
-            raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
+        check_flag("reshard_after_forward", reshard_after_forward)
         if not (comm is None or isinstance(comm, CommOptions)):
             raise TypeError(f"comm must be a dmuon.CommOptions, got {type(comm).__name__}")
         choose_transport(options.transport, [1], backend_of(group, mesh_device(mesh.device_type)))
@@ -207,7 +208,7 @@ def _inspect(
     routes = route_parameters(model, select, blocks)
     check_parameters(model, routes, topology.ranks)
     tensor_mesh = tensor_mesh_of(routes)
-    ranks = [dist.get_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
+    ranks = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
     return _Inspected(routes, policy, tensor_mesh, _describe(model, routes, common), (HostShare.here(), ranks))
 
 
@@ -251,7 +252,7 @@ def _connect(
         seats = require_same(context.control, topology.ranks, None, inspected.description, inspected.seat)
     shares = [share for share, _ in seats]
     if mesh.device_type == "cpu":
-        warn_if_oversubscribed(shares, topology.ranks.index(dist.get_rank()))
+        warn_if_oversubscribed(shares, topology.ranks.index(this_rank()))
     return context, [share.host for share in shares]
 
 
@@ -323,7 +324,7 @@ def _nbytes(weights: Sequence[Weight], dtype: torch.dtype) -> int:
     return sum(local_tensor(w.param).numel() for w in weights) * dtype.itemsize
 
 
-def _weight(route: Route, planned: int, comm: Comm) -> Weight:
+def _weight(route: Route, planned: Position, comm: Comm) -> Weight:
     """The matrix of ``route``, owned by the data-parallel rank that keeps this tensor-parallel rank's part of it.
 
     Args:
@@ -331,8 +332,8 @@ def _weight(route: Route, planned: int, comm: Comm) -> Weight:
     """
     assert route.block is not None
     at = comm.topology.coordinates[planned]
-    owner = comm.ranks.index(comm.topology.rank_at(at.r, at.s, comm.at.t))
+    owner = position_in(comm.ranks, comm.topology.rank_at(at.r, at.s, comm.at.t))
     sharding = None
     if isinstance(route.param, DTensor):
-        sharding = TensorSharding(route.param.device_mesh, route.param.placements[0], at.t)
+        sharding = TensorSharding(route.param.device_mesh, route.param.placements[0], Position(at.t))
     return Weight(route.fqn, route.param, route.sites, owner, route.block, sharding)

@@ -32,6 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from dmuon.comm.context import Comm
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
 from dmuon.layout.parcels import Parcel
+from dmuon.layout.ranks import Position, positions
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate
 from dmuon.platform.torch_private import local_tensor
@@ -48,12 +49,12 @@ class TensorSharding:
     Attributes:
         mesh: 1-D.
         placement: ``Shard(0)``, ``Shard(1)`` or ``Replicate()``.
-        owner: the tensor-parallel rank that orthogonalizes the matrix.
+        owner: position in ``mesh`` of the rank that orthogonalizes the matrix.
     """
 
     mesh: DeviceMesh
     placement: Placement
-    owner: int
+    owner: Position
 
     def wrap(self, part: Tensor, shape: torch.Size) -> DTensor:
         """Make the DTensor of global ``shape`` whose local part is ``part``, sharing its storage."""
@@ -75,7 +76,7 @@ class Weight:
     fqn: str
     param: nn.Parameter
     sites: Sites
-    owner: int
+    owner: Position
     block: str
     tensor: TensorSharding | None = None
 
@@ -100,7 +101,7 @@ class OwnedMatrix:
 
     fqn: str
     shape: torch.Size
-    owner: int
+    owner: Position
     at: Coordinate
     sites: Sites
     rest: OwnedTensor
@@ -128,7 +129,12 @@ class OwnedMatrix:
         if self.tensor is None:
             return None
         size = self.tensor.mesh.size()
-        return Parcel(1, layout_of(self.shape, [size], [self.tensor.placement]), tuple(range(size)), self.tensor.owner)
+        return Parcel(
+            1,
+            layout_of(self.shape, [size], [self.tensor.placement]),
+            positions(size),
+            self.tensor.owner,
+        )
 
     def place(self, param: Tensor) -> None:
         """Register ``param``, a parameter, wherever the modules hold this matrix."""
@@ -188,7 +194,7 @@ class OwnedMatrix:
         """Add ``local``, shaped as the master, to the gradient of the resting form."""
         if self.rest.grad is not None and self.rest.grad is not self.sentinel_grad:
             local_tensor(self.rest.grad).add_(local)
-        elif self.owner == comm.rank:
+        elif self.owner == comm.position:
             self.rest.grad = self.as_grad(local)
         else:
             if self.empty_grad is None:
@@ -241,7 +247,7 @@ def resting(param: nn.Parameter) -> nn.Parameter:
     return rest
 
 
-def _initial_master(local: Tensor, owner: int, comm: Comm) -> Tensor:
+def _initial_master(local: Tensor, owner: Position, comm: Comm) -> Tensor:
     """The first rank's initial value of ``local``, fp32 or wider, whole on ``owner`` and empty elsewhere."""
     dtype = torch.promote_types(local.dtype, torch.float32)
     with torch.no_grad():
@@ -249,6 +255,6 @@ def _initial_master(local: Tensor, owner: int, comm: Comm) -> Tensor:
         if comm.world > 1:
             with comm.monitor.watch("broadcast of initial weights"):
                 dist.broadcast(value, src=comm.ranks[0], group=comm.group)
-        if owner == comm.rank:
+        if owner == comm.position:
             return value.to(dtype)
         return torch.empty((0, local.shape[1]), dtype=dtype, device=comm.device)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dmuon.layout.ranks import Position
 from dmuon.platform.torch_private import even_shape, local_tensor, owned_spec
 
 __all__ = ["EvenShard", "Keeper", "OwnedTensor", "owned_tensor"]
@@ -78,7 +79,7 @@ class OwnedTensor(DTensor):
     """
 
     fqn: str
-    owner: int
+    owner: Position
     keeper: Keeper | None
 
     @classmethod
@@ -211,7 +212,7 @@ def owned_tensor(
     shape: torch.Size,
     *,
     fqn: str,
-    owner: int,
+    owner: Position,
     placements: Sequence[Placement] | None = None,
     keeper: Keeper | None = None,
 ) -> OwnedTensor:

@@ -147,7 +147,7 @@ class GradReduction:
         first = self.buffer.layout.parts[self._comm.at.s][self._comm.at.r][0]
         for entry, (start, end) in zip(self.buffer.entries, self.buffer.layout.slots, strict=True):
             master = entry.master
-            if entry.owner == self._comm.rank:
+            if entry.owner == self._comm.position:
                 local = self._result[start - first : end - first].view(master.shape).to(master.dtype)
             else:
                 local = master.new_empty(master.shape)

@@ -9,6 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from dmuon.layout.ranks import GlobalRank
+from dmuon.platform.options import check_flag, check_integer
+
 __all__ = ["DistributedConfig", "Waitable", "owners_from"]
 
 
@@ -87,22 +90,18 @@ class DistributedConfig:
                 raise TypeError(f"{name} must be a function, got {getattr(self, name)!r}")
         if not isinstance(self.state, dict):
             raise TypeError(f"state must be a dict, got {self.state!r}")
-        if not isinstance(self.async_gpu_parallelism, bool):
-            raise TypeError(f"async_gpu_parallelism must be True or False, got {self.async_gpu_parallelism!r}")
-        if isinstance(self.prefetch_count, bool) or not isinstance(self.prefetch_count, int):
-            raise TypeError(f"prefetch_count must be an integer, got {self.prefetch_count!r}")
-        if self.prefetch_count < 0:
-            raise ValueError(f"prefetch_count must be at least 0, got {self.prefetch_count}")
+        check_flag("async_gpu_parallelism", self.async_gpu_parallelism)
+        check_integer("prefetch_count", self.prefetch_count, 0)
 
 
-def owners_from(assigned: object, count: int, world: int) -> tuple[int, ...]:
-    """Owner (global rank) of each of ``count`` parameters, from what ``assign_fn`` returned.
+def owners_from(assigned: object, count: int, world: int) -> tuple[GlobalRank, ...]:
+    """The owner of each of ``count`` parameters, from what ``assign_fn`` returned.
 
     Raises:
         TypeError: neither ``{index: rank}`` nor ``{rank: [index, …]}``.
         ValueError: an index that is missing, unknown or assigned twice, or a rank outside ``range(world)``.
     """
-    owners: dict[int, int] = {}
+    owners: dict[int, GlobalRank] = {}
     for index, rank in _pairs(assigned):
         if not 0 <= index < count:
             raise ValueError(f"assign_fn assigned parameter {index} to rank {rank}, but there are {count} parameters")
@@ -115,7 +114,7 @@ def owners_from(assigned: object, count: int, world: int) -> tuple[int, ...]:
                 f"assign_fn assigned parameter {index} twice, to rank {owners[index]} and rank {rank}: "
                 "each parameter has one owner"
             )
-        owners[index] = rank
+        owners[index] = GlobalRank(rank)
     missing = [index for index in range(count) if index not in owners]
     if missing:
         raise ValueError(

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dmuon.comm.process_groups import ranks_of
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.functions import ShardFunctions
 from dmuon.exchanged.generators import create_dtensor_config, layout_config
@@ -26,7 +27,7 @@ def default_config(
     """
     if not any(id(p) in copies or isinstance(p, DTensor) for p in params):
         return None
-    held = {key: dist.get_process_group_ranks(group) for key, group in copies.items()}
+    held = {key: ranks_of(group) for key, group in copies.items()}
     known = None if last is None else functions_of(last)
     if known is not None and known.copied() == held:
         return last

@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import require_same
+from dmuon.comm.agreement import Verdict, Vote, require_same
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError
+from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.exchanged.config import DistributedConfig, owners_from
 from dmuon.exchanged.default import default_config, functions_of
 from dmuon.exchanged.functions import ShardFunctions
 from dmuon.exchanged.user_functions import UserFunctions
 from dmuon.exchanged.user_round import user_rounds
+from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.rounds import Round, exchanged_rounds
@@ -67,13 +69,13 @@ def _assigning(config: DistributedConfig) -> ShardFunctions | None:
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """One parameter, as people want to see it; ``owner`` is a global rank."""
+    """One parameter, as people want to see it."""
 
     name: str
     shape: str
     lies_as: str
     ranks: str
-    owner: int
+    owner: GlobalRank
 
 
 class Exchange:
@@ -111,7 +113,7 @@ class Exchange:
         self._device = local_tensor(params[0]).device if params else device
         self._outdated = False
         state = config.state
-        state["rank"] = self._here = dist.get_rank() if dist.is_initialized() else 0
+        state["rank"] = self._here = this_rank()
         state["param_names"] = self.names
         world = dist.get_world_size() if dist.is_initialized() else 1
         placing = _assigning(config) if self.functions is None else self.functions
@@ -158,7 +160,7 @@ class Exchange:
         for functions in _all_functions(config):
             functions.taken_by(optimizer)
 
-    def _asked(self, params: Sequence[Tensor], world: int) -> tuple[tuple[int, ...], Exception | None]:
+    def _asked(self, params: Sequence[Tensor], world: int) -> tuple[tuple[GlobalRank, ...], Exception | None]:
         try:
             assigned = self.config.assign_fn(list(params), self.config.state)
             self.config.state["assignments"] = assigned
@@ -168,14 +170,14 @@ class Exchange:
         except Exception as fault:  # whatever a user's function raises: the other ranks wait for this one
             if self.functions is not None and _assigning(self.config) is self.functions:
                 raise  # all ranks agreed on it
-            return (0,) * len(params), fault
+            return (GlobalRank(0),) * len(params), fault
 
     def _users_domain(self) -> Domain | None:
         """The ranks of a user's functions; None if they are others, and this one has no parameters."""
         group = self.config.state.get("process_group") or dist.group.WORLD
         if not self._params and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
             return None
-        return make_domain(dist.get_process_group_ranks(group), self._device)
+        return make_domain(ranks_of(group), self._device)
 
     def serves(self, params: Sequence[Tensor]) -> bool:
         """Whether these are the parameters that it was made for, lying as they did. If so, the ranks agree on it.
@@ -262,34 +264,31 @@ class Exchange:
         present: set[int] = set()
         fault: Exception | None = None
         for domain, members in self.domains:  # all of them whatever happens: their ranks wait for this one
-            digest = domain.monitor.digest
-            faulty = 0 if fault is None else self._here + 1
-            mine = [changed, -changed, digest, -digest, faulty, *(p.grad is not None for p in members)]
+            flags = [p.grad is not None for p in members]
+            vote = Vote(flags, domain.monitor.digest, changed, None if fault is None else self._here)
             try:
-                found = domain.largest([int(value) for value in mine])
-                self._check_vote(domain, changed, digest, found)
+                verdict = domain.vote(vote)
+                self._check_vote(domain, changed, verdict)
             except Exception as error:
                 fault = fault or error
                 continue
-            present |= {id(p) for p, there in zip(members, found[5:], strict=True) if there}
+            present |= {id(p) for p, voted in zip(members, verdict.flags, strict=True) if voted}
         if fault is not None:
             raise fault
         self._outdated = changed
         return None if changed else present
 
-    def _check_vote(self, domain: Domain, changed: bool, digest: int, found: Sequence[int]) -> None:
+    def _check_vote(self, domain: Domain, changed: bool, verdict: Verdict) -> None:
         ranks = " ".join(map(str, domain.ranks))
-        if (found[2], found[3]) != (digest, -digest):
-            domain.monitor.disagree()
-        if (found[0], found[1]) != (changed, -changed):
-            here = "this rank" if changed else "another rank, and not on this one"
+        if not verdict.same_change:
+            where = "this rank" if changed else "another rank, and not on this one"
             raise RuntimeError(
-                f"rank {self._here}: parameters of the optimizer or their layouts have changed on {here}, of ranks "
+                f"rank {self._here}: parameters of the optimizer or their layouts have changed on {where}, of ranks "
                 f"{ranks}; change them on all of them before the same step"
             )
-        if found[4] not in (0, self._here + 1):
+        if verdict.fault not in (None, self._here):
             raise RuntimeError(
-                f"rank {self._here}: rank {found[4] - 1}, one of ranks {ranks}, found a fault among other ranks that "
+                f"rank {self._here}: rank {verdict.fault}, one of ranks {ranks}, found a fault among other ranks that "
                 "hold parameters with it, and takes no step; its message says which"
             )
 

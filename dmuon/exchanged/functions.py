@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.domain import Domain, make_domain
+from dmuon.comm.process_groups import this_rank
 from dmuon.comm.redistribution import start_gather, start_scatter
 from dmuon.layout.parameters import ParameterLayout, place, place_dtensor, place_replicated
 from dmuon.layout.parcels import Parcel
 from dmuon.layout.rank_grid import RankGrid, ShardDims
+from dmuon.layout.ranks import GlobalRank, Position, position_in, positions
 from dmuon.layout.shards import Cell, cells
 from dmuon.planning.agreed_plan import Costs, make_plan
 from dmuon.planning.link_cost import link_ns_per_byte
@@ -49,7 +51,7 @@ class ShardFunctions:
         *,
         grid: RankGrid | None = None,
         shard_dims: ShardDims | Callable[[Tensor], ShardDims] | None = None,
-        copies: Mapping[int, Sequence[int]] | None = None,
+        copies: Mapping[int, Sequence[GlobalRank]] | None = None,
         costs: Costs = None,
         solve: SolveOptions | None = None,
         chunk_bytes: int,
@@ -64,18 +66,18 @@ class ShardFunctions:
         self.chunk_bytes = chunk_bytes
         self.small_numel = small_numel
         self.plans: dict[tuple[int, ...], OwnerPlan] = {}
-        self._domains: dict[tuple[int, ...], Domain] = {}  # that parameters span
+        self._domains: dict[tuple[GlobalRank, ...], Domain] = {}  # that parameters span
         self._whole: Domain | None = None  # of the grid
         self._optimizer: weakref.ref[object] | None = None
         self.labels: list[str] = []
         self._names: list[str] = []  # on this rank
         self._params: list[Tensor] = []
         self._placed: list[ParameterLayout | None] = []
-        self._experts: dict[tuple[str, int], int] = {}  # name of a stack, expert: planned owner
+        self._experts: dict[tuple[str, int], GlobalRank] = {}  # name of a stack, expert: planned owner
 
     # -- the three functions -----------------------------------------------------------------------------------------
 
-    def assign(self, params: Sequence[Tensor], state: dict[str, Any]) -> dict[int, int]:
+    def assign(self, params: Sequence[Tensor], state: dict[str, Any]) -> dict[int, GlobalRank]:
         """HostShare the parameters, and plan who owns them. Collective over the ranks that hold them together.
 
         Returns:
@@ -83,9 +85,9 @@ class ShardFunctions:
         """
         names = _names(params, state)
         self.place(params, names)
-        here = dist.get_rank() if dist.is_initialized() else 0
+        here = this_rank()
         owners = {}
-        planned: dict[str, int] = {}
+        planned: dict[str, GlobalRank] = {}
         self.plans = {}
         for ranks, domain in self._domains.items():
             matrices, pools = self._matrices(ranks)
@@ -106,7 +108,7 @@ class ShardFunctions:
                 owners[index] = self._experts[name, 0]
         return owners
 
-    def gather(self, update: Tensor, dst_rank: int, state: dict[str, Any]) -> Tensor | None:
+    def gather(self, update: Tensor, dst_rank: GlobalRank, state: dict[str, Any]) -> Tensor | None:
         """The whole of a parameter's tensor on ``dst_rank``, None elsewhere. Collective over the ranks that hold it.
 
         Args:
@@ -125,7 +127,7 @@ class ShardFunctions:
         found = start_gather([part], [parcel], domain, local.new_empty(0), "one matrix").wait()
         return found[0][0] if 0 in found else None
 
-    def redistribute(self, update: Tensor | None, src_rank: int, state: dict[str, Any]) -> Tensor:
+    def redistribute(self, update: Tensor | None, src_rank: GlobalRank, state: dict[str, Any]) -> Tensor:
         """This rank's part of what ``src_rank`` has whole. Collective over the ranks that hold the parameter.
 
         Args:
@@ -136,13 +138,13 @@ class ShardFunctions:
             assert update is not None
             return update
         domain, parcel = self._one(placed, src_rank, local)
-        whole = {0: update[None]} if update is not None and domain.rank == parcel.owner else {}
+        whole = {0: update[None]} if update is not None and domain.position == parcel.owner else {}
         part = start_scatter(whole, [parcel], domain, local.new_empty(0), "one matrix").wait()[0]
         return local.new_empty(local.shape) if part is None else part[0].to(local.dtype)
 
     # -- for Muon ----------------------------------------------------------------------------------------------------
 
-    def assigned(self, params: Sequence[Tensor], owners: Sequence[int]) -> dict[int, list[Task]]:
+    def assigned(self, params: Sequence[Tensor], owners: Sequence[GlobalRank]) -> dict[int, list[Task]]:
         """By ``id``, who orthogonalizes each parameter that several ranks hold, and where its pieces lie.
 
         Raises:
@@ -157,8 +159,7 @@ class ShardFunctions:
                 found[id(param)] = self._of_stack(placed, domain, owner, self.labels[i])
                 continue
             _require_holder(placed, owner, self._names[i])
-            everyone = tuple(range(domain.world))
-            parcel = Parcel(1, placed.layout, everyone, domain.ranks.index(owner))
+            parcel = Parcel(1, placed.layout, positions(domain.world), position_in(domain.ranks, owner))
             found[id(param)] = [Task(domain, parcel, nbytes=self.chunk_bytes)]
         return found
 
@@ -181,7 +182,7 @@ class ShardFunctions:
     def taken_by(self, optimizer: object) -> None:
         self._optimizer = weakref.ref(optimizer)
 
-    def copied(self) -> Mapping[int, Sequence[int]]:
+    def copied(self) -> Mapping[int, Sequence[GlobalRank]]:
         """By ``id``, the parameters that several ranks have whole, and which."""
         return self._copies
 
@@ -335,7 +336,7 @@ class ShardFunctions:
     def _plan(self, domain: Domain, matrices: list[Matrix], pools: list[frozenset[str]] | None) -> OwnerPlan:
         places: list[HostShare] = agree(domain.group, None, HostShare.here())
         if domain.device.type == "cpu":
-            warn_if_oversubscribed(places, domain.rank)
+            warn_if_oversubscribed(places, domain.position)
         per_byte = _NOMINAL_NS_PER_BYTE if self._costs == "flops" else link_ns_per_byte(domain)
         return make_plan(
             matrices,
@@ -348,7 +349,7 @@ class ShardFunctions:
             ns_per_byte=per_byte,
         )
 
-    def _of_stack(self, placed: ParameterLayout, domain: Domain, owner: int, name: str) -> list[Task]:
+    def _of_stack(self, placed: ParameterLayout, domain: Domain, owner: GlobalRank, name: str) -> list[Task]:
         """Matrices of a stack, in ranges that one rank orthogonalizes."""
         found = []
         offset = 0
@@ -364,13 +365,13 @@ class ShardFunctions:
         return found
 
     def _ranges(
-        self, placed: ParameterLayout, cell: Cell, owner: int, name: str, as_planned: bool
-    ) -> list[tuple[int, int, int]]:
+        self, placed: ParameterLayout, cell: Cell, owner: GlobalRank, name: str, as_planned: bool
+    ) -> list[tuple[int, int, Position]]:
         """``(start, stop, position of the owner)``: as many matrices each as planned, but neighbours."""
         counts = dict.fromkeys(cell.holders, 0)
         for expert in range(cell.start, cell.stop):
             planned = self._experts.get((name, expert), owner) if as_planned else owner
-            position = placed.ranks.index(planned) if planned in placed.ranks else cell.holders[0]
+            position = position_in(placed.ranks, planned) if planned in placed.ranks else cell.holders[0]
             counts[position if position in counts else cell.holders[0]] += 1
         found = []
         start = cell.start
@@ -402,10 +403,10 @@ class ShardFunctions:
             raise RuntimeError("redistribute_fn was called before gather_fn, which learns where the tensor lies")
         return self._placed[index], local_tensor(self._params[index])
 
-    def _one(self, placed: ParameterLayout, owner: int, local: Tensor) -> tuple[Domain, Parcel]:
+    def _one(self, placed: ParameterLayout, owner: GlobalRank, local: Tensor) -> tuple[Domain, Parcel]:
         _require_holder(placed, owner, "update")
         domain = self._domains[placed.ranks]
-        return domain, Parcel(1, placed.layout, tuple(range(domain.world)), domain.ranks.index(owner))
+        return domain, Parcel(1, placed.layout, positions(domain.world), position_in(domain.ranks, owner))
 
 
 def _label(name: str, number: int, ranks: Sequence[int]) -> str:

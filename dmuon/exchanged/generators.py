@@ -12,7 +12,9 @@ from dmuon.comm.group_grid import grid_of_groups
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.functions import ShardFunctions
 from dmuon.layout.rank_grid import RankGrid, ShardDims, grid_of_mesh
+from dmuon.layout.ranks import GlobalRank
 from dmuon.planning.agreed_plan import Costs, check_options
+from dmuon.platform.options import check_integer
 from dmuon.solver import SolveOptions
 
 __all__ = [
@@ -216,18 +218,12 @@ def layout_config(
     chunk_bytes: int,
     small_numel: int,
     *,
-    copies: Mapping[int, Sequence[int]] | None = None,
+    copies: Mapping[int, Sequence[GlobalRank]] | None = None,
 ) -> DistributedConfig:
     """The configuration of one :class:`ShardFunctions`, after a check of the options."""
     check_options(costs, solve, None)
-    for name, value, least in (
-        ("chunk_bytes", chunk_bytes, 1),
-        ("small_param_numel_threshold", small_numel, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+    check_integer("chunk_bytes", chunk_bytes, 1)
+    check_integer("small_param_numel_threshold", small_numel, 0)
     functions = ShardFunctions(
         grid=grid,
         shard_dims=shard_dims,
@@ -259,9 +255,8 @@ def _check_stage(group: dist.ProcessGroup | None, stage: int | None, stages: int
         raise ValueError("pp_stage_id and pp_num_stages belong together; pass both or neither")
     if stage is None or stages is None:
         return
-    for name, value in (("pp_stage_id", stage), ("pp_num_stages", stages)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
+    check_integer("pp_stage_id", stage)
+    check_integer("pp_num_stages", stages)
     if not 0 <= stage < stages:
         raise ValueError(f"pp_stage_id must be from 0 to pp_num_stages - 1 = {stages - 1}, got {stage}")
     if group is not None and group.size() != stages:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from dmuon.layout.ranks import Position
 from dmuon.layout.shards import Piece, ShardLayout
 
 __all__ = ["Parcel", "gathers", "received_numel", "scatters"]
@@ -24,26 +25,26 @@ class Parcel:
 
     count: int
     layout: ShardLayout
-    holders: tuple[int, ...]
-    owner: int
+    holders: tuple[Position, ...]
+    owner: Position
 
     @property
     def numel(self) -> int:
         return self.count * math.prod(self.layout.shape)
 
     @cached_property
-    def pieces(self) -> dict[int, Piece]:
+    def pieces(self) -> dict[Position, Piece]:
         """What each holder has of each matrix, by position in the domain."""
         return dict(zip(self.holders, self.layout.pieces, strict=True))
 
     @cached_property
-    def senders(self) -> dict[int, Piece]:
+    def senders(self) -> dict[Position, Piece]:
         """Positions from which the owner gets its copy, itself included, and what each has, by first index."""
         ordered = self.layout.order(self.holders.index(self.owner))
         return {self.holders[i]: self.layout.pieces[i] for i in ordered}
 
     @cached_property
-    def receivers(self) -> dict[int, Piece]:
+    def receivers(self) -> dict[Position, Piece]:
         """Positions that want the update, the owner included, and which part each wants."""
         return {position: piece for position, piece in self.pieces.items() if piece.numel}
 
@@ -63,7 +64,7 @@ def scatters(parcels: Sequence[Parcel]) -> bool:
     return any(len(parcel.receivers) > 1 or parcel.owner not in parcel.receivers for parcel in parcels)
 
 
-def received_numel(parcels: Sequence[Parcel], position: int) -> tuple[int, int]:
+def received_numel(parcels: Sequence[Parcel], position: Position) -> tuple[int, int]:
     """Elements that the rank at ``position`` gets from others before, and after Newton-Schulz."""
     before = after = 0
     for parcel in parcels:

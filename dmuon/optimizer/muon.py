@@ -27,6 +27,7 @@ from dmuon.optimizer.momentum import (
     load_momentum,
     show_momentum,
 )
+from dmuon.platform.options import check_flag
 from dmuon.platform.timing import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import adamw_step, init_adamw_state
@@ -123,8 +124,7 @@ class Muon(torch.optim.Optimizer):
         overlap_backward: bool = False,
         distributed_config: DistributedConfig | None = None,
     ) -> None:
-        if not isinstance(overlap_backward, bool):
-            raise TypeError(f"overlap_backward must be True or False, got {overlap_backward!r}")
+        check_flag("overlap_backward", overlap_backward)
         if not (distributed_config is None or isinstance(distributed_config, DistributedConfig)):
             raise TypeError(
                 f"distributed_config must be a dmuon.DistributedConfig or None, got {type(distributed_config).__name__}"

@@ -13,6 +13,7 @@ from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import storage_dtype
 from dmuon.kernels.arithmetic import carrier_dtype
 from dmuon.layout.parcels import gathers, received_numel, scatters
+from dmuon.layout.ranks import Position
 from dmuon.optimizer.muon import Muon
 from dmuon.step.batches import make_batches
 from dmuon.step.pipeline import started_first
@@ -98,7 +99,9 @@ def expected_memory(runtime: Runtime) -> Memory:
             sizes_here = [(end - start) * _itemsize(group) for start, end in parts]
             outgoing += sizes_here[comm.at.r]
             standins += sum(sizes_here) - sizes_here[comm.at.r]
-    masters = sum(e.local_shape.numel() * e.master.element_size() for e in runtime.entries() if e.owner == comm.rank)
+    masters = sum(
+        e.local_shape.numel() * e.master.element_size() for e in runtime.entries() if e.owner == comm.position
+    )
     return Memory(masters, standins, outgoing, kept, 0 if kept else sum(ahead), max(sizes, default=0))
 
 
@@ -135,12 +138,11 @@ def expected_traffic(
 
 
 def _count_exchanges(runtime: Runtime, ns_dtype: torch.dtype | None, calls: Counter[str], nbytes: Counter[str]) -> None:
-    me = runtime.comm.at.t
     batches = make_batches([entry.rest for entry in runtime.entries()], planned_only=True)
     for round_ in exchanged_rounds(0, batches, small_numel=0, nbytes=0, together=True):
         momentum = round_.batches[0].momentum
         back = carrier_dtype(runtime.comm.device, storage_dtype(momentum.dtype, runtime.comm.device, ns_dtype))
-        before, after = received_numel(round_.parcels, me)
+        before, after = received_numel(round_.parcels, Position(runtime.comm.at.t))
         calls["exchange"] += int(gathers(round_.parcels)) + int(scatters(round_.parcels))
         nbytes["exchange"] += before * momentum.element_size() + after * back.itemsize
 
@@ -225,7 +227,7 @@ class _RoundBytes:
     @classmethod
     def of(cls, round_: ExchangedRound, back: int) -> _RoundBytes:
         """``back``: bytes of an element of an update."""
-        here, parcels = round_.domain.rank, round_.parcels
+        here, parcels = round_.domain.position, round_.parcels
         itemsize = round_.batches[0].momentum.element_size()
         received, returned = received_numel(parcels, here)
         parts = own_parts = sent = whole = updates = answered = 0

@@ -121,7 +121,7 @@ def make_batches(
                 offset = len(positions)
                 positions.update({id(entry.rest): offset + i for i, entry in enumerate(runtime.entries())})
             entry = runtime.entry_of(param)
-            if entry.owner == runtime.comm.rank:
+            if entry.owner == runtime.comm.position:
                 split = None
                 if entry.parcel is not None:
                     assert runtime.tensor_domain is not None
@@ -196,7 +196,7 @@ def _of_stack(param: Tensor, position: int, assigned: Sequence[Task] | None, pla
     for at in assigned:
         m, n = at.parcel.layout.shape
         size = _batch_size(param, at)
-        held = at.domain.rank in at.parcel.pieces
+        held = at.domain.position in at.parcel.pieces
         for start in range(at.start, at.stop, size):
             count = min(size, at.stop - start)
             offset = at.offset + start - at.start

@@ -150,7 +150,7 @@ class ExchangedRound:
 
     def _held(self, batch: Batch) -> bool:
         assert batch.parcel is not None
-        return self.domain.rank in batch.parcel.pieces
+        return self.domain.position in batch.parcel.pieces
 
     def _like(self) -> Tensor:
         momentum = self.batches[0].momentum

@@ -219,7 +219,7 @@ def count_step(_rank: int, _world: int, names: list[str], options: dict[str, Any
             laid.backward(step)
             with no_whole_tensors(), Count() as count:
                 optimizer.step()
-        rounds = [(r.parcels, r.domain.rank) for r in optimizer._rounds if r.exchanged]
+        rounds = [(r.parcels, r.domain.position) for r in optimizer._rounds if r.exchanged]
         exchange = optimizer._exchange
         held = zip(exchange._params, exchange.owners, strict=True)
         local = [(p.numel(), p._local_tensor.numel() if isinstance(p, DTensor) else p.numel(), o) for p, o in held]

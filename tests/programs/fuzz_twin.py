@@ -353,7 +353,7 @@ def _gradient(param: nn.Parameter) -> Tensor | None:
         runtime = runtime_of(param)
         assert runtime is not None
         entry = runtime.entry_of(param)
-        if entry.owner != runtime.comm.rank:
+        if entry.owner != runtime.comm.position:
             return None
         return _local(grad) if entry.tensor is None else entry.tensor.wrap(_local(grad), entry.shape).full_tensor()
     return grad.full_tensor() if isinstance(grad, DTensor) else grad

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.agreement import agree
 from dmuon.comm.context import Comm
-from dmuon.dedicated.matrix import OwnedMatrix
+from dmuon.dedicated.matrix import OwnedMatrix, matrix_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.platform.torch_private import even_shape, local_tensor
 
@@ -49,14 +49,7 @@ def owned_to_even(local: Tensor, entry: OwnedMatrix, comm: Comm) -> DTensor:
     placements: list[Placement] = [Shard(dim)]
     if entry.tensor is not None:
         placements.append(entry.tensor.placement)
-    return DTensor.from_local(
-        even,
-        _even_mesh(entry, comm),
-        placements,
-        run_check=False,
-        shape=entry.shape,
-        stride=(entry.shape[1], 1),
-    )
+    return matrix_of(even, _even_mesh(entry, comm), placements, entry.shape)
 
 
 def even_to_owned(value: Tensor, entry: OwnedMatrix, comm: Comm, dtype: torch.dtype) -> Tensor:
@@ -116,9 +109,7 @@ def write_even(
     agree(comm.control, mismatch if shard.shape != shape else fault)
     with torch.no_grad():
         local = shard.to(device=comm.device, dtype=entry.master.dtype)
-        even = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=entry.shape, stride=(entry.shape[1], 1)
-        )
+        even = matrix_of(local, mesh, placements, entry.shape)
         entry.master.copy_(even_to_owned(even, entry, comm, entry.master.dtype))
 
 

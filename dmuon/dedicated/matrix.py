@@ -19,6 +19,7 @@ them the modules hold (``Block``) and whether the slot has memory (``OwnedBuffer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["OwnedMatrix", "Sites", "TensorSharding", "Weight", "own", "resting", "whole_parameter"]
+__all__ = ["OwnedMatrix", "Sites", "TensorSharding", "Weight", "matrix_of", "own", "resting", "whole_parameter"]
 
 Sites = tuple[tuple[nn.Module, str], ...]
 
@@ -58,7 +59,7 @@ class TensorSharding:
 
     def wrap(self, part: Tensor, shape: torch.Size) -> DTensor:
         """Make the DTensor of global ``shape`` whose local part is ``part``, sharing its storage."""
-        return DTensor.from_local(part, self.mesh, [self.placement], run_check=False, shape=shape, stride=(shape[1], 1))
+        return matrix_of(part, self.mesh, [self.placement], shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,6 +233,11 @@ def own(weight: Weight, slot: Tensor, comm: Comm) -> OwnedMatrix:
     matrix = OwnedMatrix(weight.fqn, param.shape, weight.owner, at, weight.sites, rest, full, sharding)
     matrix.place(rest)
     return matrix
+
+
+def matrix_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """Make the DTensor of global ``shape`` ``(m, n)`` whose local part is ``local``, sharing its storage."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
 
 
 def whole_parameter(value: Tensor, rest: OwnedTensor) -> nn.Parameter:

@@ -48,7 +48,12 @@ class Piece:
 
     def covers(self, shape: Sequence[int]) -> bool:
         """Whether this is all of a tensor of ``shape``."""
-        return self.runs == tuple(_whole(length) for length in shape)
+        return self == Piece.whole(shape)
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Piece:
+        """All of a tensor of ``shape``."""
+        return cls(tuple(_whole(length) for length in shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,5 +237,6 @@ def _batch_size(param: Tensor, at: Task | None) -> int:
         return max(1, _PLAIN_BATCH_ELEMENTS // max(1, small * large))
     itemsize = torch.promote_types(param.dtype, torch.float32).itemsize
     planned = at.domain.chunks.get((small, large), _PLAIN_BATCH_ELEMENTS // (small * large))
-    held_at_once = max(small * large, at.parcel.packed_numel // at.parcel.count)  # with copies, what is sent back
+    packed = sum(at.parcel.from_owner.numel_out(at.parcel.owner).values())  # as many copies as there are elsewhere
+    held_at_once = max(small * large, packed // at.parcel.count)
     return max(1, min(planned, at.nbytes // (held_at_once * itemsize)))

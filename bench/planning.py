@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon
 from dmuon import OwnerPlan
-from dmuon.dedicated.buffer import Residence
+from dmuon.dedicated.buffer import BufferState
 from dmuon.dedicated.dedication import dedications
 from dmuon.model.config import read_model
 from dmuon.planning.cost_lookup import FoundCosts, find_costs
@@ -193,9 +193,9 @@ class Program:
         self.optimizer.step()
         spent = torch.tensor([time.perf_counter() - wall, time.thread_time() - cpu], dtype=torch.float64) * 1e3
         dist.all_reduce(spent, dist.ReduceOp.MAX)
-        for group in dedications(self.model)[0].runtime.buffers:
-            if group.state is not Residence.FREED:
-                group.free()  # what it started to publish must not run beside the next program
+        for buffer in dedications(self.model)[0].runtime.buffers:
+            if buffer.state is not BufferState.FREED:
+                buffer.free()  # what it started to publish must not run beside the next program
         return float(spent[0]), float(spent[1])
 
 

@@ -116,8 +116,8 @@ def memory_of_device(speed: Speed, device: torch.device, timeout: timedelta) -> 
     for _ in range(2):
         program.step(rows, True)
     runtime = dedications(program.model)[0].runtime
-    for group in runtime.buffers:
-        group.free()  # what the step has fetched for the next forward
+    for buffer in runtime.buffers:
+        buffer.free()  # what the step has fetched for the next forward
     del rows
     torch.cuda.synchronize(device)
     found = torch.cuda.memory_allocated(device) - before

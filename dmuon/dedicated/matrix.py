@@ -5,7 +5,7 @@ A weight has up to five tensors. Only the master is ever updated; the others are
 
 1. The *master*, fp32 or wider, on its owner: what the optimizer updates and checkpoints save.
 2. The *resting form*, ``OwnedMatrix.rest``: an ``OwnedTensor`` around the master, which has no rows on other ranks. It
-   is what optimizers and users hold, and what modules hold between forward and backward.
+   is what optimizers and users see, and what modules hold between forward and backward.
 3. The *slot*: the weight's part of an ``OwnedBuffer``, in the dtype of communication, which collectives fill on every
    rank. It has memory only while the buffer has.
 4. The *full* form, ``OwnedMatrix.full``: a parameter that views the slot. Modules hold it inside forward and backward,

@@ -2,12 +2,12 @@
 
 [Note: one order of collectives]
 A back end matches the collectives of a process group by their order alone, whatever they carry. If one rank skips one,
-or exchanges two, the others wait forever or take its data for something else. So which collectives are issued, and in
+or swaps two, the others wait forever or take its data for something else. So which collectives a group gets, and in
 which order, follows only from what is the same on all ranks: the order in which blocks ran forward, the options, and
-the generation. What differs between ranks must not decide: a rank without a gradient for a matrix reduces zeros and
-votes afterwards (``Gradients``), buckets of replicated gradients leave in the order in which they were made
-(``GradAverager``), and a publication waits for its turn in the order of forward even where it is ready (below).
-``Monitor`` names every collective before it starts and compares what ranks have issued with the next vote.
+the generation. What differs between ranks must not decide. A rank without a gradient for a matrix reduces zeros and
+votes afterwards (``Gradients``); buckets of replicated gradients leave in the order in which they were made
+(``GradAverager``); a publication waits for its turn in the order of forward even if it is ready (``_publish_ready``).
+``Monitor`` names every collective before it starts; with the next vote, ranks compare what they have issued.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Runtime:
         atexit.register(_settle_at_exit)
         _running.add(self)
         self._model = model
-        # Not of what dmuon owns: `Module.to` swaps tensor subclasses, which no weak reference may watch.
+        # Without what dmuon owns: `Module.to` swaps tensor subclasses, and fails if a weak reference watches one.
         self._replicated = {id(p): weakref.ref(p) for p in model.parameters() if not isinstance(p, OwnedTensor)}
         model.register_forward_pre_hook(self._root_pre_forward)
         self._by_rest = {id(entry.rest): entry for entry in self.entries()}
@@ -106,6 +106,7 @@ class Runtime:
             block.module.register_forward_hook(partial(self._post_forward, block), always_call=True)
 
     def entries(self) -> Iterator[OwnedMatrix]:
+        """All owned matrices, in the order of the buffers."""
         for buffer in self.buffers:
             yield from buffer.entries
 
@@ -162,20 +163,20 @@ class Runtime:
         self._outdated = {id(p) for p in params if id(p) in self._by_rest}
         self._publications = deque(_buffers(self.order.all()))
         self._fill_budget = self.comm.options.prefetch
-        self._publish_what_is_ready()
+        self._publish_ready()
 
     def updated(self, params: Iterable[Tensor]) -> None:
         """The masters of ``params`` have their new values."""
         self._outdated.difference_update(id(p) for p in params)
-        self._publish_what_is_ready()
+        self._publish_ready()
 
     def end_update(self) -> None:
         """All masters have their new values."""
         self._outdated.clear()
-        self._publish_what_is_ready()
+        self._publish_ready()
         self.comm.monitor.end_step()
 
-    def _publish_what_is_ready(self) -> None:
+    def _publish_ready(self) -> None:
         while self._publications and not any(id(e.rest) in self._outdated for e in self._publications[0].entries):
             buffer = self._publications.popleft()
             buffer.start_publication(self.generation)

@@ -20,14 +20,15 @@ __all__ = ["summon_full_params"]
 
 @contextmanager
 def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
-    """Within, modules hold whole owned weights, in the dtype of the masters, on every rank.
+    """Inside the context, modules hold whole owned weights, in the dtype of the masters, on every rank.
 
     Under tensor parallelism they hold this rank's parts, as DTensors. Costs the memory of all owned matrices on every
-    rank. Forward and backward are not available inside. Collective; with ``writeback`` edits must be the same on all
-    ranks, the owner's are kept. An exception inside drops them.
+    rank. Forward and backward are not available inside. Collective.
 
     Args:
         model: the model that was dedicated.
+        writeback: make the owners' edits the new weights. Edits must be the same on all ranks; an exception inside
+            drops them.
 
     Raises:
         ValueError: the model was not dedicated.

@@ -221,7 +221,7 @@ def count_step(_rank: int, _world: int, names: list[str], options: dict[str, Any
                 optimizer.step()
         rounds = [(r.parcels, r.domain.position) for r in optimizer._rounds if r.exchanged]
         exchange = optimizer._exchange
-        held = zip(exchange._params, exchange.owners, strict=True)
+        held = zip(exchange.params, exchange.owners, strict=True)
         local = [(p.numel(), p._local_tensor.numel() if isinstance(p, DTensor) else p.numel(), o) for p, o in held]
         found[name] = {
             "calls": count.calls,

@@ -252,7 +252,7 @@ class ShardFunctions:
     def _found_alone(self, param: Tensor, name: str) -> ParameterLayout | None:
         """Where a parameter lies by what it says of itself."""
         if isinstance(param, DTensor):
-            return place_dtensor(param, name)
+            return place_dtensor(param, name, this_rank())
         ranks = self._copies.get(id(param))
         return None if ranks is None else place_replicated(param, ranks)
 
@@ -272,7 +272,7 @@ class ShardFunctions:
         They agree once, and where plain parameters are cut, whose shapes go with that, once more.
         """
         if len(grid.ranks) == 1:
-            return place(self._params, self._names, grid, self._shard_dims, lambda item: [item])
+            return place(self._params, self._names, grid, this_rank(), self._shard_dims, lambda item: [item])
         whole = self._connected(grid, device)
         sharing = shared = False
 
@@ -286,7 +286,7 @@ class ShardFunctions:
         found: list[ParameterLayout | None] = []
         fault: Exception | None = None
         try:
-            found = place(self._params, self._names, grid, self._shard_dims, share)
+            found = place(self._params, self._names, grid, this_rank(), self._shard_dims, share)
         except Exception as error:  # whatever a user's shard_dims raises
             if sharing and not shared:
                 raise  # all ranks do

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.comm.group_grid import grid_of_groups
+from dmuon.comm.process_groups import this_rank
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.functions import ShardFunctions
 from dmuon.layout.rank_grid import RankGrid, ShardDims, grid_of_mesh
@@ -139,7 +140,7 @@ def create_devicemesh_config(
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a torch.distributed DeviceMesh, got {type(device_mesh).__name__}")
     config = layout_config(
-        grid_of_mesh(device_mesh, mesh_dim_names),
+        grid_of_mesh(device_mesh, mesh_dim_names, this_rank()),
         shard_dims,
         async_gpu_parallelism,
         prefetch_count,

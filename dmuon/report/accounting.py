@@ -10,8 +10,7 @@ import torch
 
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.runtime import Runtime
-from dmuon.kernels import storage_dtype
-from dmuon.kernels.arithmetic import carrier_dtype
+from dmuon.kernels import carrier_dtype, storage_dtype
 from dmuon.layout.parcels import travels
 from dmuon.optimizer.muon import Muon
 from dmuon.step.batches import make_batches

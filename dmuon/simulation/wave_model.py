@@ -15,10 +15,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dmuon.kernels import choose_variant, coefficient_sequence
-from dmuon.kernels.arithmetic import Arithmetic
-from dmuon.kernels.iteration import Iteration, iterate, make_iteration
-from dmuon.kernels.variant import HALF
+from dmuon.kernels import (
+    HALF,
+    Arithmetic,
+    Iteration,
+    choose_variant,
+    coefficient_sequence,
+    iterate,
+    make_iteration,
+)
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.profiler import useful_batch_sizes
 from dmuon.platform.options import is_integer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise, product
 from math import prod
 from typing import Any
@@ -91,10 +92,8 @@ def place_on_all(
 
     placed = {}
     for rank in grid.ranks:
-        try:
+        with suppress(Told):
             placed[rank] = place(params[rank], names(rank), grid, rank, shard_dims, tell)
-        except Told:
-            pass
     assert not (placed and told), "some ranks wait for others that told nothing"
     for rank in told:
         shares = iter([[told[other] for other in grid.ranks]])  # once

@@ -53,7 +53,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import dmuon
 from dmuon import create_dtensor_config, create_processgroup_config
 from dmuon.layout.parcels import travels
-from dmuon.step.pipeline import started_first
 
 STEPS = 20
 MAX_NORM = 0.5  # below the norm of every step
@@ -314,24 +313,6 @@ def test_the_schedule_changes_no_bit(ranks: RankPool, name: str, schedules: list
             assert calls == results[0][1]
             for fqn, tensor in results[0][0].items():
                 assert torch.equal(weights[fqn], tensor), f"{fqn} with {options}"
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
-def test_collectives_of_a_domain_start_in_one_order_whatever_lies_between(prefetch: int) -> None:
-    """Every rank starts the gathers and scatters of ``a`` in one order, with rounds of other domains or without."""
-
-    def order(domains: str, of: str) -> list[str]:
-        found, started = [], set()
-        place = {turn: i for i, turn in enumerate(turn for turn, d in enumerate(domains) if d == of)}
-        for turn, first in enumerate(started_first([ord(d) for d in domains], prefetch)):
-            assert turn in first
-            found += [f"gather {place[i]}" for i in first if i in place and i not in started]
-            started |= {*first}
-            found += [f"scatter {place[turn]}"] if turn in place else []
-        return found
-
-    for between in ("abaabbba", "baacab", "abbbbba", "cabcabcab", "aaabbb", "bbbaaa"):
-        assert order(between, "a") == order("a" * between.count("a"), "a"), between
 
 
 def several_domains(rank: int, _world: int, prefetch: int) -> tuple[dict[str, Tensor], int]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.context import Comm, make_comm
 from dmuon.comm.options import CommOptions
-from dmuon.comm.process_groups import make_group
+from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.dedicated.buffer import OwnedBuffer, Weight
 from dmuon.dedicated.matrix import TensorSharding
 from dmuon.dedicated.owned_tensor import OwnedTensor
@@ -31,6 +31,7 @@ from dmuon.dedicated.refusals import (
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.buffer import choose_transport
+from dmuon.layout.ranks import GlobalRank, Position, position_in
 from dmuon.model.blocks import BlockPredicate
 from dmuon.model.names import canonical_fqn
 from dmuon.model.routing import Route, Select, route_parameters
@@ -111,14 +112,14 @@ def dedicate_params(
     """
     require_supported_torch()
     topology = check_mesh(mesh)
-    rank = dist.get_rank()
+    rank = this_rank()
     options = comm if isinstance(comm, CommOptions) else CommOptions()
     group = make_group(mesh.device_type, [topology.ranks], "group", options)
     routes: list[Route] = []
     policy = MixedPrecisionPolicy()
     description: list[tuple[str, str]] = []
     tensor_mesh: DeviceMesh | None = None
-    here: tuple[HostShare, list[int]] | None = None
+    here: tuple[HostShare, list[GlobalRank]] | None = None
     error: Exception | None = None
     try:
         check_options(costs, solve, plan)
@@ -275,12 +276,12 @@ def _nbytes(weights: Sequence[Weight], dtype: torch.dtype) -> int:
     return sum(local_tensor(w.param).numel() for w in weights) * dtype.itemsize
 
 
-def _weight(route: Route, planned: int, comm: Comm) -> Weight:
+def _weight(route: Route, planned: Position, comm: Comm) -> Weight:
     """``planned`` is a position among all ranks of the topology; the owner keeps this rank's part of the matrix."""
     assert route.block is not None and route.block_module is not None
     at = comm.topology.coordinates[planned]
-    owner = comm.ranks.index(comm.topology.rank_at(at.r, at.s, comm.at.t))
+    owner = position_in(comm.ranks, comm.topology.rank_at(at.r, at.s, comm.at.t))
     sharding = None
     if isinstance(route.param, DTensor):
-        sharding = TensorSharding(route.param.device_mesh, route.param.placements[0], at.t)
+        sharding = TensorSharding(route.param.device_mesh, route.param.placements[0], Position(at.t))
     return Weight(route.fqn, route.param, route.sites, owner, (route.block, route.block_module), sharding)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon.kernels import Variant
+from dmuon.layout.ranks import Position
 from dmuon.planning.cost_lookup import FoundCosts
 from dmuon.planning.shapes import parse_shape
 from dmuon.platform.files import read_json, write_text
@@ -87,9 +88,9 @@ class OwnerPlan:
         return self.solution.world
 
     @property
-    def owners(self) -> dict[str, int]:
-        """Canonical parameter name to owning rank of the mesh."""
-        return dict(self.solution.owners)
+    def owners(self) -> dict[str, Position]:
+        """Canonical parameter name to the owner's position among the ranks that the plan is for."""
+        return {name: Position(owner) for name, owner in self.solution.owners.items()}
 
     @property
     def digest(self) -> str:

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup train test lint clean
+.PHONY: setup train test lint docs clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,10 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+docs: $(STAMP)
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build *.egg-info runs

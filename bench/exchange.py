@@ -65,8 +65,8 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.comm.domain import make_domain
-from dmuon.comm.redistribution import start_gather, start_scatter
-from dmuon.exchanged import functions as shard_functions
+from dmuon.comm.redistribution import start_redistribution
+from dmuon.exchanged import assignment
 from dmuon.planning.link_cost import link_ns_per_byte
 from dmuon.report.accounting import ExchangeBudget, expected_exchange
 from dmuon.step.rounds import ExchangedRound
@@ -202,7 +202,7 @@ def exchanged_rounds(program: Program) -> list[ExchangedRound]:
 def plan_with_one_link(world: int) -> float:
     """Measure the link once, so that all programs have the same owners; ns per byte."""
     measured = link_ns_per_byte(make_domain(range(world), torch.device("cpu")))
-    shard_functions.link_ns_per_byte = lambda _domain: measured
+    assignment.link_ns_per_byte = lambda _domain: measured
     return measured
 
 
@@ -311,15 +311,17 @@ class Replay:
         self._rounds = rounds
         # What fp32 Newton-Schulz makes of fp32 momentum has its dtype.
         self._parts = [
-            [torch.zeros_like(batch.momentum) if round_._held(batch) else None for batch in round_.batches]
+            {i: torch.zeros_like(batch.momentum) for i, batch in enumerate(round_.batches) if round_._held(batch)}
             for round_ in rounds
         ]
 
     def __call__(self) -> None:
         for round_, parts in zip(self._rounds, self._parts, strict=True):
             like = torch.empty(0, dtype=round_.batches[0].momentum.dtype)
-            whole = start_gather(parts, round_.parcels, round_.domain, like, "replay").wait()
-            start_scatter(whole, round_.parcels, round_.domain, like, "replay").wait()
+            whole = start_redistribution(
+                [p.to_owner for p in round_.parcels], parts, round_.domain, like, "replay"
+            ).wait()
+            start_redistribution([p.from_owner for p in round_.parcels], whole, round_.domain, like, "replay").wait()
 
 
 def measure(programs: list[Program], settings: Settings, rank: int) -> dict[str, dict[str, list[float]]]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 
-from dmuon.kernels.symmetric_triton import candidates
+from dmuon.kernels.symmetric_tiles import candidates
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
 from aot_symmetric import SHARED_MEMORY, compile_product

@@ -3,14 +3,21 @@
 Triton is imported where its kernels are first used.
 """
 
+from .arithmetic import Arithmetic, carrier_dtype
 from .coefficients import PRESETS, amplification, coefficient_sequence, is_safe, safe_restarts
+from .iteration import Iteration, iterate, make_iteration
 from .newton_schulz import iteration_flops, newton_schulz_flops, orthogonalize, run, storage_dtype
+from .normalization import normalize
+from .replay import drop_graphs
 from .symmetric import symmetric_product
 from .update import apply_update_, momentum_update, muon_update_, normalized_momentum, update_scale
-from .variant import Variant, adapted, alternatives, backend_fault, batch_size, choose_variant, variant_fault
+from .variant import HALF, Variant, adapted, alternatives, backend_fault, batch_size, choose_variant, variant_fault
 
 __all__ = [
+    "HALF",
     "PRESETS",
+    "Arithmetic",
+    "Iteration",
     "Variant",
     "adapted",
     "alternatives",
@@ -18,13 +25,18 @@ __all__ = [
     "apply_update_",
     "backend_fault",
     "batch_size",
+    "carrier_dtype",
     "choose_variant",
     "coefficient_sequence",
+    "drop_graphs",
     "is_safe",
+    "iterate",
     "iteration_flops",
+    "make_iteration",
     "momentum_update",
     "muon_update_",
     "newton_schulz_flops",
+    "normalize",
     "normalized_momentum",
     "orthogonalize",
     "run",

@@ -14,7 +14,7 @@ from .arithmetic import Arithmetic
 from .coefficients import Coefficients
 from .variant import Variant, whole_v
 
-__all__ = ["Workspace", "iterate", "make_iteration"]
+__all__ = ["Iteration", "Workspace", "iterate", "make_iteration"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -19,9 +20,17 @@ from .arithmetic import full_accumulation, make_arithmetic
 from .coefficients import Coefficients, coefficient_sequence
 from .iteration import Workspace, iterate, make_iteration
 from .normalization import check_eps, normalize
+from .replay import replayed
 from .variant import HALF, Backend, Method, Variant, adapted, choose_variant, relative_cost, variant_fault
 
-__all__ = []
+__all__ = [
+    "CoefficientsArg",
+    "iteration_flops",
+    "newton_schulz_flops",
+    "orthogonalize",
+    "run",
+    "storage_dtype",
+]
 
 CoefficientsArg: TypeAlias = "str | Sequence[float] | Sequence[Sequence[float]]"
 _STORAGE = (*HALF, torch.float32, torch.float64)
@@ -93,7 +102,7 @@ def orthogonalize(
             backend=backend,
         )
     else:
-        variant = usable(variant, shape, sequence, storage, x.device)
+        variant = _usable(variant, shape, sequence, storage, x.device)
     if x.numel() == 0:
         return torch.empty_like(x)
     normalized, _ = normalize(x.reshape(k, *shape), storage, eps)
@@ -113,9 +122,8 @@ def run(
     The result is in ``x``'s dtype. One that was replayed from a CUDA graph stays valid until the next replay.
     """
     if variant.replay:
-        from .replay import replayed
-
-        return replayed(x, variant, coefficients, storage)
+        eager = replace(variant, replay=False)
+        return replayed(lambda source: run(source, eager, coefficients, storage), x, (eager, coefficients, storage))
     arithmetic = make_arithmetic(variant, x.device, storage)
     iteration = make_iteration(variant, coefficients, storage)
     with full_accumulation() if x.device.type == "cuda" else nullcontext():
@@ -132,7 +140,7 @@ def run(
     return x
 
 
-def usable(
+def _usable(
     variant: Variant,
     shape: tuple[int, int],
     coefficients: Coefficients,

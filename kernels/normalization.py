@@ -34,7 +34,7 @@ def normalize(
     Zero stays exact zero. A norm is not finite where an entry is not. The cast is last: fp16 has no 1e-8. ``out`` may
     be ``x``.
     """
-    norms = frobenius_norms(x)
+    norms = _frobenius_norms(x)
     compute = torch.promote_types(x.dtype, torch.float32)
     if x.device.type == "cpu":  # numbers: a dozen small operations take as long as a small matrix
         factor = torch.tensor([_inverse(norm, eps, torch.finfo(compute)) for norm in norms.tolist()], dtype=compute)
@@ -66,7 +66,7 @@ def _inverse(norm: float, eps: float, limits: torch.finfo) -> float:
     return min(max(1 / norm, limits.smallest_normal * 2.0**-20), limits.max)
 
 
-def frobenius_norms(x: Tensor) -> Tensor:
+def _frobenius_norms(x: Tensor) -> Tensor:
     """Norms of the matrices ``(k, m, n)`` in fp64, ``(k,)``; nothing waits for a device.
 
     Rows are summed in ``x``'s dtype or fp32, and their norms in fp64. Squares of 1e±30 leave fp32's range: matrices

@@ -1,15 +1,15 @@
-"""Newton–Schulz of one shape and batch size as a CUDA graph: one launch instead of dozens, for small matrices."""
+"""A function of one tensor as a CUDA graph: one launch instead of dozens, for small matrices."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .coefficients import Coefficients
-from .variant import Variant
+__all__ = ["drop_graphs", "replayed"]
 
 _MOST_GRAPHS = 32  # each keeps its workspace; shapes of a model are fewer
 
@@ -21,22 +21,23 @@ class _Recording:
     result: Tensor
 
 
-_recordings: OrderedDict[tuple[object, ...], _Recording] = OrderedDict()
+_recordings: OrderedDict[Hashable, _Recording] = OrderedDict()  # the least recently replayed first
 
 
-def replayed(x: Tensor, variant: Variant, coefficients: Coefficients, storage: torch.dtype) -> Tensor:
-    """What ``run`` returns for ``x`` ``(k, m, n)``, by a graph that is captured on first use.
+def replayed(run_eager: Callable[[Tensor], Tensor], x: Tensor, key: Hashable) -> Tensor:
+    """``run_eager(x)``, by a graph that is captured on first use; ``x`` is not modified.
 
     The result is overwritten by the next replay of the same graph. While the caller captures a graph of its own, the
-    kernels are launched into that one.
-    """
-    from .newton_schulz import run
+    kernels are launched into that one, and ``x`` is ``run_eager``'s to overwrite.
 
-    eager = replace(variant, replay=False)
+    Args:
+        run_eager: launches kernels on the current stream of ``x``'s device, and waits for none of them.
+        key: what ``run_eager`` computes: equal keys on tensors of one shape, dtype and device share a graph.
+    """
     if torch.cuda.is_current_stream_capturing():
-        return run(x, eager, coefficients, storage)
-    key = (x.device, tuple(x.shape), x.dtype, eager, coefficients, storage)
-    recording = _recordings.pop(key, None) or _record(x, eager, coefficients, storage)
+        return run_eager(x)
+    key = (x.device, tuple(x.shape), x.dtype, key)
+    recording = _recordings.pop(key, None) or _record(run_eager, x)
     _recordings[key] = recording
     if len(_recordings) > _MOST_GRAPHS:
         _recordings.popitem(last=False)
@@ -45,24 +46,22 @@ def replayed(x: Tensor, variant: Variant, coefficients: Coefficients, storage: t
     return recording.result
 
 
-def forget() -> None:
+def drop_graphs() -> None:
     """Drop all graphs and the memory that they keep."""
     _recordings.clear()
 
 
-def _record(x: Tensor, variant: Variant, coefficients: Coefficients, storage: torch.dtype) -> _Recording:
-    from .newton_schulz import run
-
+def _record(run_eager: Callable[[Tensor], Tensor], x: Tensor) -> _Recording:
     with torch.cuda.device(x.device):
         current = torch.cuda.current_stream()
         stream = torch.cuda.Stream()  # of this device: torch's own for captures is of whichever came first
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             # Once outside capture: compiling and loading kernels cannot be captured.
-            run(x.clone(), variant, coefficients, storage)
+            run_eager(x.clone())
         current.wait_stream(stream)
         source = torch.empty_like(x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            result = run(source, variant, coefficients, storage)
+            result = run_eager(source)
     return _Recording(graph, source, result)

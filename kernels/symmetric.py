@@ -12,6 +12,8 @@ from .symmetric_cpu import split_product
 from .symmetric_triton import symmetric_product as tiled
 from .variant import Backend, backend_fault, require_backend
 
+__all__ = ["symmetric_product"]
+
 
 @torch.no_grad()
 def symmetric_product(
@@ -38,7 +40,7 @@ def symmetric_product(
             the first of these that runs here.
 
     Returns:
-        ``(m, m)`` or ``(k, m, m)``, ``out`` if given.
+        ``(m, m)`` or ``(k, m, m)``, or ``out``.
 
     Raises:
         TypeError: operands that are no floating-point tensors, or of different dtypes.
@@ -68,8 +70,8 @@ def symmetric_product(
 
 
 def _check(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None) -> None:
-    given = {name: t for name, t in (("a", a), ("b", b), ("c", c), ("out", out)) if t is not None}
-    for name, tensor in given.items():
+    operands = {name: t for name, t in (("a", a), ("b", b), ("c", c), ("out", out)) if t is not None}
+    for name, tensor in operands.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{name} must be a floating-point tensor, got {kind}; convert it first")
@@ -82,11 +84,11 @@ def _check(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None) -> None:
     rows, inner = a.shape[-2:]
     for name, shape in (("b", (inner, rows)), ("c", (rows, rows)), ("out", (rows, rows))):
         wanted = (*a.shape[:-2], *shape)
-        if name in given and given[name].shape != wanted:
-            raise ValueError(f"{name} must be {wanted} beside a {tuple(a.shape)}, got {tuple(given[name].shape)}")
+        if name in operands and operands[name].shape != wanted:
+            raise ValueError(f"{name} must be {wanted} beside a {tuple(a.shape)}, got {tuple(operands[name].shape)}")
     if out is not None:
         for name in ("a", "b"):
-            if _overlap(out, given[name]):
+            if _overlap(out, operands[name]):
                 raise ValueError(f"out shares memory with {name}, which is read while out is written; pass another out")
 
 

@@ -11,6 +11,8 @@ import itertools
 import torch
 from torch import Tensor
 
+__all__ = ["block_edges", "split_product", "worth_splitting"]
+
 # Measured by `python bench/newton_schulz.py --products`, one thread, fp32 and fp64 alike. Rows of a block: fewer waste
 # less work above the diagonal, more make a better GEMM; at strides that are powers of two, thin blocks lose it all.
 _LARGE = 1024
@@ -51,9 +53,9 @@ def split_product(
     Raises:
         ValueError: shapes that do not fit.
     """
-    given = {"a": a, "b": b} | ({} if c is None else {"c": c}) | ({} if out is None else {"out": out})
-    if any(x.ndim != 2 for x in given.values()) or a.mT.shape != b.shape or not _square((c, out), a.shape[0]):
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
+    operands = {"a": a, "b": b} | ({} if c is None else {"c": c}) | ({} if out is None else {"out": out})
+    if any(x.ndim != 2 for x in operands.values()) or a.mT.shape != b.shape or not _square((c, out), a.shape[0]):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
         raise ValueError(f"shapes {shapes} do not fit; pass a (m, p), b (p, m), c and out (m, m), one matrix each")
     m = a.shape[0]
     result = torch.empty((m, m), dtype=a.dtype, device=a.device) if out is None else out

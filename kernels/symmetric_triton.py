@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .symmetric_tiles import DESCRIPTOR_ALIGNMENT, TileConfig, candidates, default_config, pointer_config
+from .symmetric_tiles import DESCRIPTOR_ALIGNMENT, TileConfig, default_config, pointer_config
 
-__all__ = ["TileConfig", "candidates", "default_config", "symmetric_product", "unsupported"]
+__all__ = ["symmetric_product", "unsupported"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (*_HALF, torch.float32)
@@ -170,14 +170,14 @@ def _plan(
     _check_no_self_overlap(shape, d_strides)
 
     read = (a.strides, b.strides, c.strides if c is not None and reads_c else None)
-    given = [None if strides is None else _batched(strides, k) for strides in (*read, d_strides)]
+    steps_of_all = [None if strides is None else _batched(strides, k) for strides in (*read, d_strides)]
     itemsize = a.dtype.itemsize
     shapes = [(k, m, p), (k, p, m), (k, m, m), (k, m, m)]
-    extents = [0 if s is None else _extent(n, s) * itemsize for n, s in zip(shapes, given, strict=True)]
+    extents = [0 if s is None else _extent(n, s) * itemsize for n, s in zip(shapes, steps_of_all, strict=True)]
 
     # A symmetric matrix may be read or written as its transpose: B so that its inner dimension is contiguous,
     # which suits matrix instructions, C and D so that rows are.
-    a_steps, b_steps, c_steps, d_steps = given
+    a_steps, b_steps, c_steps, d_steps = steps_of_all
     assert a_steps is not None and b_steps is not None and d_steps is not None
     if b_symmetric and b_steps[1] != 1 and b_steps[2] == 1:
         b_steps = _transposed(b_steps)
@@ -230,15 +230,15 @@ def _plan(
 
 def _check(a: _Layout, b: _Layout, c: _Layout | None, out: _Layout | None, b_symmetric: bool) -> tuple[int, ...]:
     """Shape of the result; raises if the arguments do not fit together."""
-    given = [("b", b)] + [(name, x) for name, x in (("c", c), ("out", out)) if x is not None]
-    for name, x in given:
+    others = [("b", b)] + [(name, x) for name, x in (("c", c), ("out", out)) if x is not None]
+    for name, x in others:
         if x.dtype != a.dtype or x.device != a.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, a is {a.dtype} on {a.device}; they must agree")
     if len(a.shape) not in (2, 3):
         raise ValueError(f"a must be (m, p) or (k, m, p), got {a.shape}; flatten the batch dimensions")
     *batch, m, p = a.shape
     expected = {"b": (*batch, p, m), "c": (*batch, m, m), "out": (*batch, m, m)}
-    for name, x in given:
+    for name, x in others:
         if tuple(x.shape) != expected[name]:
             raise ValueError(f"{name} must be {expected[name]} for a of {tuple(a.shape)}, got {tuple(x.shape)}")
     if b_symmetric and m != p:

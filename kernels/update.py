@@ -18,6 +18,8 @@ from .newton_schulz import CoefficientsArg, run, storage_dtype
 from .normalization import check_eps, normalize
 from .variant import Variant, choose_variant
 
+__all__ = ["AdjustLr", "apply_update_", "momentum_update", "muon_update_", "normalized_momentum", "update_scale"]
+
 AdjustLr: TypeAlias = "Literal['original', 'match_rms_adamw', 'spectral'] | Callable[[Sequence[int]], float] | None"
 
 _MOMENTUM_DTYPES = (torch.float32, torch.float64)
@@ -117,30 +119,22 @@ def apply_update_(
     lr: float,
     weight_decay: float,
     scale: float,
-    copies: Sequence[Tensor] | None = None,  # k of (m, n)
 ) -> None:
     """``param ← (1 - lr · weight_decay) · param - lr · scale · update``, in place; in one pass on CUDA.
 
-    Args:
-        copies: receive the new values in their own dtype, for example what is communicated.
-
     Raises:
-        ValueError: a parameter or copy of another shape than its update.
+        ValueError: a parameter of another shape than its update.
     """
     weights = list(params)
-    _check_shapes("parameter", weights, update)
-    if copies is not None:
-        _check_shapes("copy", copies, update)
+    _check_shapes(weights, update)
     if not weights:
         return
     fused = _fused(update)
-    if fused is not None and fused.unsupported(weights, update, copies or ()) is None:
-        fused.apply_update(weights, update, lr=lr, weight_decay=weight_decay, scale=scale, copies=copies)
+    if fused is not None and fused.unsupported(weights, update) is None:
+        fused.apply_update(weights, update, lr=lr, weight_decay=weight_decay, scale=scale)
         return
     torch._foreach_mul_(weights, 1 - lr * weight_decay)
     torch._foreach_add_(weights, list(update.unbind(0)), alpha=-lr * scale)
-    if copies is not None:
-        torch._foreach_copy_(list(copies), weights)
 
 
 @torch.no_grad()
@@ -190,16 +184,15 @@ def _check_momentum(grads: Sequence[Tensor], momentum: Tensor) -> None:
             )
 
 
-def _check_shapes(name: str, tensors: Sequence[Tensor], update: Tensor) -> None:
-    plural = "copies" if name == "copy" else f"{name}s"
-    if update.ndim != 3 or len(tensors) != update.shape[0]:
+def _check_shapes(params: Sequence[Tensor], update: Tensor) -> None:
+    if update.ndim != 3 or len(params) != update.shape[0]:
         raise ValueError(
-            f"update must be ({len(tensors)}, m, n) for {len(tensors)} {plural}, got {tuple(update.shape)}"
+            f"update must be ({len(params)}, m, n) for {len(params)} parameters, got {tuple(update.shape)}"
         )
-    for index, tensor in enumerate(tensors):
-        if tensor.shape != update.shape[1:]:  # add_ would broadcast
+    for index, param in enumerate(params):
+        if param.shape != update.shape[1:]:  # add_ would broadcast
             raise ValueError(
-                f"{name} {index} is {tuple(tensor.shape)}, update {tuple(update.shape[1:])}; batch equal shapes"
+                f"parameter {index} is {tuple(param.shape)}, update {tuple(update.shape[1:])}; batch equal shapes"
             )
 
 

@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+__all__ = ["apply_update", "momentum_norms", "normalized_update", "unsupported"]
+
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 # Elements of one program; 16 per thread keep enough loads in flight. A multiple of 16, as hints assume.
@@ -34,35 +36,31 @@ _LAUNCH = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 # One compiled kernel for all values: Triton would specialize on integers that are 1 or multiples of 16, and on
 # addresses that are. Only ALIGNED says so here. Floats must arrive as such, or their type would differ too.
-_RUN_TIME = ("grads", "momentum", "partials", "norms", "out", "weights", "copies", "update", "numel", "tiles")
+_RUN_TIME = ("grads", "momentum", "partials", "norms", "out", "weights", "update", "numel", "tiles")
 _MINIMUM_CAPABILITY = (8, 0)
 
 
 def unsupported(
     matrices: Sequence[Tensor],  # k of (m, n)
     stacked: Tensor,  # (k, m, n)
-    copies: Sequence[Tensor] = (),  # none, or k of (m, n)
 ) -> str | None:
     """Why the fused passes cannot take these tensors, or None if they can.
 
     They take dense fp32, fp16 and bf16 tensors, contiguous, at any address, on one CUDA device of compute
-    capability 8.0 or later; ``matrices`` are of one dtype, and so are ``copies``. With Triton's interpreter
-    they take CPU tensors instead. The functions below raise a ValueError with this text.
+    capability 8.0 or later; ``matrices`` are of one dtype. With Triton's interpreter they take CPU tensors
+    instead. The functions below raise a ValueError with this text.
     """
     if stacked.ndim != 3 or len(matrices) != stacked.shape[0]:
         return f"the stacked tensor is {tuple(stacked.shape)}, not ({len(matrices)}, m, n)"
-    if copies and len(copies) != len(matrices):
-        return f"there are {len(copies)} copies for {len(matrices)} matrices"
     device = stacked.device
     needed = "cpu" if _interpreted() else "cuda"
     if device.type != needed:
         return f"the tensors are on {device}, not on {needed}"
     if device.type == "cuda" and _capability(device) < _MINIMUM_CAPABILITY:
         return f"{device} has compute capability {_capability(device)}, below {_MINIMUM_CAPABILITY}"
-    reason = _unfit("the stacked tensor", [stacked], stacked.shape, device)
-    for name, tensors in (("matrix", matrices), ("copy", copies)):
-        reason = reason or _unfit(name, tensors, stacked.shape[1:], device)
-    return reason
+    return _unfit("the stacked tensor", [stacked], stacked.shape, device) or _unfit(
+        "matrix", matrices, stacked.shape[1:], device
+    )
 
 
 def momentum_norms(
@@ -157,40 +155,34 @@ def apply_update(
     lr: float,
     weight_decay: float,
     scale: float,
-    copies: Sequence[Tensor] | None = None,  # k of (m, n), fp32, fp16 or bf16
 ) -> None:
-    """``param ← (1 - lr · weight_decay) · param - lr · scale · update``, in place, and ``copy ← param``.
+    """``param ← (1 - lr · weight_decay) · param - lr · scale · update``, in place.
 
     Computed in fp32 and rounded once to the parameters' dtype; the foreach path rounds half-precision
-    parameters twice. ``copies`` get the rounded parameters, cast to their own dtype.
+    parameters twice.
 
     Raises:
         ValueError: :func:`unsupported` tensors.
     """
-    targets = [] if copies is None else [*copies]
-    _check(unsupported(params, update, targets))
+    _check(unsupported(params, update))
     k, numel, tiles = _tiles(update)
-    if copies is not None and len(targets) != k:
-        raise ValueError(f"there are {len(targets)} copies for {k} parameters; pass one each, or None")
     if not k * tiles:
         return
-    table, aligned = _addresses([*params, *targets], [update])
+    table, aligned = _addresses([*params], [update])
     with torch.cuda.device_of(update):
         _apply_kernel[(k * tiles,)](
             table,
-            table[k:],
             update,
             float(1 - lr * weight_decay),
             float(-lr * scale),
             numel,
             tiles,
             PARAM=_DTYPES[params[0].dtype],
-            COPY=_DTYPES[targets[0].dtype] if targets else None,
             ALIGNED=aligned,
             BLOCK=_BLOCK,
             **_LAUNCH,
         )
-    increment_version([*params, *targets])
+    increment_version(params)
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)
@@ -244,14 +236,12 @@ def _normalize_kernel(
 @triton.jit(do_not_specialize=_RUN_TIME)
 def _apply_kernel(
     weights: tl.tensor,  # (k,) addresses
-    copies: tl.tensor,  # (k,) addresses, or none if COPY is None
     update: tl.tensor,  # (k, numel)
     decay: float,
     step: float,
     numel: tl.tensor,
     tiles: tl.tensor,
     PARAM: tl.constexpr,
-    COPY: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -261,9 +251,6 @@ def _apply_kernel(
     change = tl.load(_stacked_tile(update, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
     param = tl.fma(change.to(tl.float32), step, param * decay).to(PARAM)
     tl.store(param_tile, param, mask=mask)
-    if COPY is not None:
-        copy_tile = _tile_at(copies, matrix, start, COPY, ALIGNED, BLOCK)
-        tl.store(copy_tile, param.to(tl.float32).to(COPY), mask=mask)
 
 
 @triton.jit

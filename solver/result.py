@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .inputs import Matrix, Shape, is_int
-from .report import format_plan
 from .spread import block_bytes
 
 __all__ = ["Plan", "least_block_bytes"]
 
 _SCHEMA = 2
+_MOST_ROWS = 32  # of the report
+_BAR = 24  # characters of the bar of the slowest rank
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,28 @@ class Plan:
         return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
 
     def report(self) -> str:
-        """The plan as text for people."""
-        return format_plan(self)
+        """The plan as text for people: makespan, bound, gap, stage, and a row per rank.
+
+        Of many ranks, only the most and the least loaded have a row.
+        """
+        lines = [
+            f"{len(self.matrices)} matrices in {len(self.block_balance)} blocks over {self.world} ranks",
+            f"makespan  {_ms(self.makespan_ns)}",
+            f"bound     {_ms(self.bound_ns)}  (gap {self.gap:.2%})",
+            f"stage     {self.stage}: {self.reason}",
+            f"costs     {_sources(self)}",
+            f"blocks    {_blocks(self)}",
+            f"digest    {self.digest}",
+            "",
+            f"{'rank':>6} {'load':>12} {'of makespan':>12}  {'':<{_BAR}} {'matrices':>8} {'MiB':>10}",
+        ]
+        owned = zip(self.loads_ns, self.rank_matrices, self.rank_bytes, strict=True)
+        rows = [
+            f"{rank:>6} {_ms(load):>12} {load / self.makespan_ns:>12.1%}  "
+            f"{'#' * round(_BAR * load / self.makespan_ns):<{_BAR}} {count:>8} {nbytes / 2**20:>10.1f}"
+            for rank, (load, count, nbytes) in enumerate(owned)
+        ]
+        return "\n".join(lines + _shorten(rows, self.loads_ns))
 
     def to_json(self) -> dict[str, Any]:
         """Plain types that ``json.dumps`` takes and ``from_json`` reads."""
@@ -186,3 +207,33 @@ def least_block_bytes(matrices: Iterable[Matrix], pool_ranks: Mapping[str, int])
     for (block, pool), total in sums.items():
         least[block] = max(least[block], -(-total // max(1, pool_ranks[pool])))  # no ranks: refused elsewhere, by name
     return least
+
+
+def _shorten(rows: Sequence[str], loads: Sequence[int]) -> list[str]:
+    if len(rows) <= _MOST_ROWS:
+        return list(rows)
+    order = sorted(range(len(rows)), key=lambda rank: (-loads[rank], rank))
+    half = _MOST_ROWS // 2
+    middle = order[half:-half]
+    between = f"   … {len(middle)} more ranks, {_ms(loads[middle[0]])} to {_ms(loads[middle[-1]])} …"
+    return [rows[r] for r in order[:half]] + [between] + [rows[r] for r in order[-half:]]
+
+
+def _blocks(plan: Plan) -> str:
+    largest = sum(most for most, _ in plan.block_balance.values())
+    least = sum(least for _, least in plan.block_balance.values())
+    return (
+        f"largest owner {largest / len(plan.block_balance) / 2**20:.1f} MiB on average, "
+        f"{largest / least:.2f} times the least possible"
+    )
+
+
+def _sources(plan: Plan) -> str:
+    shapes = {m.shape for m in plan.matrices}
+    if not plan.estimated:
+        return "measured"
+    return f"estimated for {len(plan.estimated)} of {len(shapes)} shapes"
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.3f} ms"

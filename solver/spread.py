@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .inputs import ClassKey, Matrix
 
-__all__ = ["block_bytes", "spread_blocks", "spread_bound"]
+__all__ = ["block_bytes", "spread_blocks"]
 
 _Kind = tuple[int, ClassKey]  # (-bytes, class): the largest sort first
 _Ints = NDArray[np.int64]
@@ -57,12 +57,6 @@ def spread_blocks(
     for cell, names in table.names.items():
         owners.update(zip(names, np.repeat(ranks, counts[cell]).tolist(), strict=True))
     return {m.name: owners[m.name] for m in matrices}
-
-
-def spread_bound(matrices: Sequence[Matrix], quota: Mapping[ClassKey, Sequence[int]]) -> int:
-    """Bytes that the sum over blocks of the largest owner's bytes cannot go below with this quota."""
-    table = _tabulate(matrices, quota)
-    return _bound(table, _least(table))
 
 
 def block_bytes(matrices: Sequence[Matrix], owners: Mapping[str, int]) -> dict[str, dict[int, int]]:

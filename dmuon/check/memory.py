@@ -27,7 +27,7 @@ def placement(dedication: Dedication) -> list[Reading]:
     for entry in runtime.entries():
         at = comm.topology.coordinates[plan.owners[entry.fqn]]
         owner = comm.topology.rank_at(at.r, at.s, comm.at.t)
-        here = owner == comm.ranks[comm.rank]
+        here = owner == comm.ranks[comm.position]
         mine += here
         wrong += entry.master.shape != (entry.local_shape if here else (0, entry.local_shape[1]))
     left = sum(group.buffer_nbytes for group in runtime.groups if not group.keep)
@@ -68,7 +68,7 @@ def found_nbytes(dedication: Dedication, optimizer: dmuon.Muon) -> dict[str, int
 
 def _updates(entry: OwnedMatrix, dedication: Dedication) -> bool:
     comm = dedication.runtime.comm
-    return entry.owner == comm.rank and (entry.tensor is None or entry.tensor.owner == comm.at.t)
+    return entry.owner == comm.position and (entry.tensor is None or entry.tensor.owner == comm.at.t)
 
 
 def _storages(tensors: Iterable[Tensor]) -> int:

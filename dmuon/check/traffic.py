@@ -13,6 +13,7 @@ from torch import Tensor
 
 import dmuon
 from dmuon.check.report import Reading
+from dmuon.comm.agreement import Vote
 from dmuon.comm.context import Comm
 from dmuon.dedicated.runtime import Runtime
 from dmuon.platform.torch_private import TorchDispatchMode
@@ -97,7 +98,7 @@ def compare_exchange(traffic: Traffic, optimizer: dmuon.Muon) -> Reading:
     """The exchanges of one step, against the formula."""
     expected = expected_exchange(optimizer)
     domains = [] if optimizer._exchange is None else optimizer._exchange.domains
-    votes = [8 * (5 + len(members)) for _, members in domains]
+    votes = [Vote.nbytes(len(members)) for _, members in domains]
     found = [traffic.over(domain.group) for domain, _ in domains]
     amount = Amount(sum(a.operations for a in found), sum(a.nbytes for a in found))
     nbytes = expected.received_before + expected.received_after + sum(votes)

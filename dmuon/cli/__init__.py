@@ -1,1 +1,1 @@
-"""Console scripts: ``dmuon-profile`` and ``dmuon-plan``."""
+"""Console scripts: ``dmuon-check``, ``dmuon-plan`` and ``dmuon-profile``."""

@@ -4,13 +4,78 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dmuon.comm.monitor import CollectiveError, first_line
+from dmuon.comm.process_groups import ranks_of, this_rank
+from dmuon.layout.ranks import GlobalRank
 
-__all__ = ["agree", "require_same"]
+__all__ = ["Verdict", "Vote", "agree", "require_same"]
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What one rank says before a step goes on. An elementwise maximum of all votes tells each rank what all said.
+
+    A vote is small and needs no tensor that a device has yet to compute, so that ranks which are out of step find out
+    before gradients or weights of different parameters are mixed.
+
+    Attributes:
+        flags: by parameter, whether it has a gradient on this rank.
+        digest: 31 bits of the collectives that this rank has issued so far (:attr:`dmuon.comm.monitor.Monitor.digest`).
+        changed: this rank's parameters, or how they lie, have changed.
+        fault: this rank, if it found a fault among other ranks and takes no step.
+    """
+
+    flags: Sequence[bool]
+    digest: int
+    changed: bool = False
+    fault: GlobalRank | None = None
+
+    def encode(self) -> Tensor:
+        """What travels, on the host: int32 ``(5 + flags,)``. Of a number and its negative the maxima show the range."""
+        fault = -1 if self.fault is None else self.fault
+        return torch.tensor(
+            [fault, self.changed, -self.changed, self.digest, -self.digest, *self.flags], dtype=torch.int32
+        )
+
+    @staticmethod
+    def decode(maxima: Sequence[int]) -> Verdict:
+        """What all ranks said, from the elementwise maximum of their encoded votes."""
+        fault, any_changed, none_changed, greatest, least, *flags = maxima
+        return Verdict(
+            flags=tuple(map(bool, flags)),
+            same_collectives=greatest == -least,
+            same_change=any_changed == -none_changed,
+            fault=None if fault < 0 else GlobalRank(fault),
+        )
+
+    @staticmethod
+    def nbytes(flags: int) -> int:
+        """Bytes of an encoded vote on so many parameters."""
+        return 4 * (5 + flags)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks said in one vote.
+
+    Attributes:
+        flags: by parameter, whether any rank has a gradient of it.
+        same_collectives: all have issued the same collectives so far.
+        same_change: parameters have changed on all of them or on none.
+        fault: the last rank that found a fault elsewhere; None if none did.
+    """
+
+    flags: tuple[bool, ...]
+    same_collectives: bool
+    same_change: bool
+    fault: GlobalRank | None
 
 
 def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any = None) -> list[Any]:
@@ -32,12 +97,12 @@ def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any 
     if isinstance(error, Exception):
         said = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
     statuses: list[Any] = [None] * dist.get_world_size(group)
-    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks_of(group)
     try:
         dist.all_gather_object(statuses, (said, payload), group=group)
     except RuntimeError as fault:
         raise CollectiveError(
-            f"rank {dist.get_rank()}: the exchange of what ranks {ranks} were given failed: "
+            f"rank {this_rank()}: the exchange of what ranks {list(ranks)} were given failed: "
             f"{first_line(fault)}. A rank was killed, raised elsewhere, or is late: see the logs of "
             f"the others{f'. This rank would have reported: {said}' if said is not None else ''}"
         ) from fault
@@ -54,7 +119,7 @@ _Here = TypeVar("_Here")
 
 def require_same(
     group: dist.ProcessGroup,
-    ranks: Sequence[int],
+    ranks: Sequence[GlobalRank],
     error: Exception | None,
     description: list[tuple[str, str]],
     here: _Here | None,

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmuon.comm.domain import Domain
 from dmuon.comm.monitor import Monitor
 from dmuon.comm.options import CommOptions
-from dmuon.comm.process_groups import make_group
+from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.comm.transport import Line
+from dmuon.layout.ranks import GlobalRank, Position, position_in
 from dmuon.layout.topology import Coordinate, Topology
-from dmuon.platform.streams import CommStreams, mesh_device
+from dmuon.platform.streams import Stream, mesh_device
 from dmuon.platform.torch_private import backend_of, default_store
 
 __all__ = ["Comm", "make_comm", "tensor_domain"]
@@ -30,9 +31,12 @@ class Comm:
         tensor_mesh: with tensor parallelism, its dimension behind those of ``mesh``; otherwise ``mesh``.
         flat_mesh: the ranks of ``mesh`` as one dimension, ascending; what state dicts are laid out on.
         flat_tensor_mesh: with tensor parallelism, its dimension behind that; otherwise ``flat_mesh``.
-        ranks: global ranks of this tensor-parallel rank's mesh, ascending.
-        rank: this process's position among them.
+        ranks: of this tensor-parallel rank's mesh, ascending.
+        position: of this rank among them.
         at: its coordinate.
+        fill_stream: whole weights are gathered along the row, while the block before them computes.
+        publish_stream: updated weights are sent along the column, while the optimizer updates the next ones.
+        reduce_stream: gradients are reduced and averaged, while backward computes the next ones.
         row: the ranks over which weights are sharded; None if they are not.
         column: those that hold the same shard in every replica; None with one replica.
         group: over ``ranks``: averages of what nobody shards, and whatever blocks.
@@ -46,11 +50,13 @@ class Comm:
     flat_mesh: DeviceMesh
     flat_tensor_mesh: DeviceMesh
     topology: Topology
-    ranks: tuple[int, ...]
-    rank: int
+    ranks: tuple[GlobalRank, ...]
+    position: Position
     at: Coordinate
     device: torch.device
-    streams: CommStreams
+    fill_stream: Stream
+    publish_stream: Stream
+    reduce_stream: Stream
     options: CommOptions
     monitor: Monitor
     row: Line | None
@@ -70,7 +76,7 @@ class Comm:
         """Name of the back end that moves tensors of this device."""
         return backend_of(self.group, self.device)
 
-    def coordinate(self, owner: int) -> Coordinate:
+    def coordinate(self, owner: Position) -> Coordinate:
         """Of a position among the data-parallel ranks."""
         return self.topology.of(self.ranks[owner])
 
@@ -89,7 +95,7 @@ def make_comm(
         tensor_mesh: of tensor parallelism, 1-D.
     """
     device = mesh_device(mesh.device_type)
-    rank = dist.get_rank()
+    rank = this_rank()
     at = topology.of(rank)
     ranks = topology.data_parallel(at.t)
     control, tensor = group, None
@@ -106,10 +112,12 @@ def make_comm(
         flat_tensor_mesh=_with_dimension(flat, tensor_mesh, topology),
         topology=topology,
         ranks=ranks,
-        rank=ranks.index(rank),
+        position=position_in(ranks, rank),
         at=at,
         device=device,
-        streams=CommStreams(device),
+        fill_stream=Stream(device),
+        publish_stream=Stream(device),
+        reduce_stream=Stream(device),
         options=options,
         monitor=Monitor(
             topology.ranks, rank, default_store(), control.group_name, device=device, asynchronous=options.asynchronous
@@ -139,7 +147,7 @@ def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: 
 
 
 def _lane(
-    device_type: str, topology: Topology, along: Literal["r", "s"], rank: int, options: CommOptions
+    device_type: str, topology: Topology, along: Literal["r", "s"], rank: GlobalRank, options: CommOptions
 ) -> Line | None:
     partition = topology.partition(along)
     ranks = next(group for group in partition if rank in group)
@@ -148,7 +156,7 @@ def _lane(
     by_rank = [sorted(group) for group in partition]
     return Line(
         ranks,
-        ranks.index(rank),
+        position_in(ranks, rank),
         make_group(device_type, by_rank, f"weights_along_{along}", options, urgent=True),
         make_group(device_type, by_rank, f"gradients_along_{along}", options),
     )
@@ -159,4 +167,4 @@ def tensor_domain(comm: Comm) -> Domain | None:
     if comm.tensor is None:
         return None
     ranks = tuple(comm.topology.rank_at(comm.at.r, comm.at.s, t) for t in range(comm.topology.tensor))
-    return Domain(ranks, comm.at.t, comm.device, comm.tensor, comm.monitor, lane=None)
+    return Domain(ranks, Position(comm.at.t), comm.device, comm.tensor, comm.monitor, lane=None)

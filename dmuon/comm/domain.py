@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from dmuon.comm.agreement import Verdict, Vote
 from dmuon.comm.monitor import Monitor
 from dmuon.comm.options import CommOptions
-from dmuon.comm.process_groups import make_group
-from dmuon.platform.streams import Aside
+from dmuon.comm.process_groups import make_group, this_rank
+from dmuon.layout.ranks import GlobalRank, Position, position_in
+from dmuon.platform.streams import Stream
 from dmuon.platform.torch_private import default_group_is_bound, default_store
 
 __all__ = ["Domain", "make_domain"]
@@ -22,40 +24,46 @@ class Domain:
     """Ranks that hold matrices together.
 
     Attributes:
-        ranks: global, ascending.
-        rank: position of this process.
+        ranks: ascending.
+        position: of this rank.
         group: of dmuon's own.
         chunks: ``(small side, large side)`` to matrices per batch, as planned.
         lane: of the monitor's journal; None where it is that of more ranks than these.
         variants: ``(small side, large side)`` to batch size to how Newton–Schulz runs, as planned.
     """
 
-    ranks: tuple[int, ...]
-    rank: int
+    ranks: tuple[GlobalRank, ...]
+    position: Position
     device: torch.device
     group: dist.ProcessGroup
     monitor: Monitor
     chunks: Mapping[tuple[int, int], int] = field(default_factory=dict)
     variants: Mapping[tuple[int, int], Mapping[int, str]] = field(default_factory=dict)
     lane: str | None = "exchange"
-    _aside: Aside | None = None
+    _vote_stream: Stream | None = None
 
     @property
     def world(self) -> int:
         return len(self.ranks)
 
-    def largest(self, values: Sequence[int]) -> list[int]:
-        """Elementwise maximum over the ranks, of numbers that no rank's device has to compute first. Collective."""
-        if self._aside is None:
-            self._aside = Aside(self.device)
-        with self._aside.beside_nothing(), self.monitor.watch("vote before step()"):
-            votes = torch.tensor(values, dtype=torch.int64, device=self.device)
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
-            found: list[int] = votes.tolist()
-        return found
+    def vote(self, vote: Vote) -> Verdict:
+        """What all ranks say, which no rank's device has to compute first. Collective.
+
+        Raises:
+            CollectiveError: on all ranks, if they issued different collectives before.
+        """
+        if self._vote_stream is None:
+            self._vote_stream = Stream(self.device, priority=-1)
+        with self._vote_stream.alone(), self.monitor.watch("vote before step()"):
+            numbers = vote.encode().to(self.device)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+            verdict = Vote.decode(numbers.tolist())
+        if not verdict.same_collectives:
+            self.monitor.disagree()
+        return verdict
 
 
-def make_domain(ranks: Sequence[int], device: torch.device, options: CommOptions | None = None) -> Domain:
+def make_domain(ranks: Sequence[GlobalRank], device: torch.device, options: CommOptions | None = None) -> Domain:
     """Connect ``ranks``. Collective over them, and over no others.
 
     Raises:
@@ -69,8 +77,8 @@ def make_domain(ranks: Sequence[int], device: torch.device, options: CommOptions
             "makes creating groups collective over all ranks; leave device_id out of init_process_group"
         )
     group = make_group(device.type, [members], "exchange", options)
-    rank = dist.get_rank()
+    rank = this_rank()
     monitor = Monitor(
         members, rank, default_store(), group.group_name, device=device, asynchronous=options.asynchronous
     )
-    return Domain(members, members.index(rank), device, group, monitor)
+    return Domain(members, position_in(members, rank), device, group, monitor)

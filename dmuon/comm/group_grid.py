@@ -10,7 +10,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.layout.rank_grid import ROLES, RankGrid
+from dmuon.layout.ranks import GlobalRank
 
 __all__ = ["grid_of_groups"]
 
@@ -31,9 +33,9 @@ def grid_of_groups(groups: Mapping[str, dist.ProcessGroup | None]) -> RankGrid:
     """
     given = _checked(groups)
     along = {role: group for role, group in given.items() if role != "pp"}
-    lines = {role: tuple(dist.get_process_group_ranks(group)) for role, group in given.items()}
+    lines = {role: ranks_of(group) for role, group in given.items()}
     sizes = tuple(len(lines[role]) for role in along)
-    seen: list[tuple[int, str]] = _gathered((dist.get_rank(), _overlap(lines)), along.values())
+    seen: list[tuple[GlobalRank, str]] = _gathered((this_rank(), _overlap(lines)), along.values())
     grid = RankGrid(tuple(along), sizes, tuple(rank for rank, _ in seen))
     # A rank whose view all ranks in it share has seen all that the groups join. So either all of them share one view
     # or none finds that they do, and what one raises they all raise.
@@ -64,7 +66,7 @@ def _checked(groups: Mapping[str, dist.ProcessGroup | None]) -> dict[str, dist.P
             isinstance(member, dist.ProcessGroup) and dist.get_rank(member) < 0
         ):
             raise ValueError(
-                f"{role}_pg does not contain this rank, {dist.get_rank()}; give each rank the group that it is in"
+                f"{role}_pg does not contain this rank, {this_rank()}; give each rank the group that it is in"
             )
         if not isinstance(member, dist.ProcessGroup):
             raise TypeError(f"{role}_pg must be a torch.distributed ProcessGroup, got {type(member).__name__}")
@@ -72,19 +74,19 @@ def _checked(groups: Mapping[str, dist.ProcessGroup | None]) -> dict[str, dist.P
     return {role: group for role, group in found.items() if group is not None and group.size() > 1}
 
 
-def _overlap(lines: Mapping[str, tuple[int, ...]]) -> str:
+def _overlap(lines: Mapping[str, tuple[GlobalRank, ...]]) -> str:
     """What is wrong where two groups share another rank than this one; empty if nothing is."""
     for (role, line), (other, of_other) in combinations(lines.items(), 2):
         shared = sorted(set(line) & set(of_other))
         if len(shared) > 1:
             return (
-                f"{role}_pg holds ranks {list(line)} and {other}_pg ranks {list(of_other)} on rank {dist.get_rank()}: "
+                f"{role}_pg holds ranks {list(line)} and {other}_pg ranks {list(of_other)} on rank {this_rank()}: "
                 f"both hold {shared}"
             )
     return ""
 
 
-def _named(lines: Mapping[str, tuple[int, ...]]) -> str:
+def _named(lines: Mapping[str, tuple[GlobalRank, ...]]) -> str:
     return " and ".join(f"{role}_pg with ranks {list(line)}" for role, line in lines.items())
 
 

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dmuon.layout.ranks import GlobalRank
+
 __all__ = ["Lane", "Report", "first_beyond", "numbered"]
 
 _REMEMBERED = 512  # collectives per lane
@@ -22,7 +24,7 @@ class Report:
         journal: by lane, how many collectives were started, and the last ones.
     """
 
-    rank: int
+    rank: GlobalRank
     said: str
     place: int
     journal: dict[str, tuple[int, list[str]]]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from dmuon.comm.journal import Lane, Report, first_beyond, numbered
+from dmuon.layout.ranks import GlobalRank
 
 __all__ = ["CollectiveError", "Monitor", "Pending", "first_line", "run_all"]
 
@@ -92,15 +93,15 @@ class Monitor:
 
     def __init__(
         self,
-        ranks: Sequence[int],
-        rank: int,
+        ranks: Sequence[GlobalRank],
+        rank: GlobalRank,
         store: Store,
         name: str,
         *,
         device: torch.device,
         asynchronous: bool,
     ) -> None:
-        """``ranks`` are global, and ``name`` is the same on all of them and nowhere else."""
+        """``name`` is the same on all of them and nowhere else."""
         self._device = device
         self.step = 0
         self._ranks = tuple(ranks)
@@ -246,7 +247,7 @@ class Monitor:
         Returns:
             What they tell within a few seconds, and sentences about those that were not heard.
         """
-        reports: dict[int, Report] = {}
+        reports: dict[GlobalRank, Report] = {}
         trouble: list[str] = []
         deadline = time.monotonic() + _PATIENCE_SECONDS
 

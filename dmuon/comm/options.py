@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import get_args
 
 from dmuon.layout.buffer import Transport
+from dmuon.platform.options import check_choice, check_flag, check_integer
 
 __all__ = ["CommOptions"]
-
-_TRANSPORTS = ("auto", "broadcast", "single", "list")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,11 @@ class CommOptions:
     timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
-        if self.transport not in _TRANSPORTS:
-            raise ValueError(f"comm.transport must be one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
-        for name, least in (("prefetch", 0), ("outstanding_reductions", 1), ("merge_bytes", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"comm.{name} must be an integer, got {value!r}")
-            if value < least:
-                raise ValueError(f"comm.{name} must be at least {least}, got {value}")
-        if not isinstance(self.asynchronous, bool):
-            raise TypeError(f"comm.asynchronous must be True or False, got {self.asynchronous!r}")
+        check_choice("comm.transport", self.transport, get_args(Transport))
+        check_integer("comm.prefetch", self.prefetch, 0)
+        check_integer("comm.outstanding_reductions", self.outstanding_reductions, 1)
+        check_integer("comm.merge_bytes", self.merge_bytes, 0)
+        check_flag("comm.asynchronous", self.asynchronous)
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
             raise TypeError(f"comm.timeout must be a datetime.timedelta or None, got {self.timeout!r}")
         if self.timeout is not None and self.timeout <= timedelta(0):

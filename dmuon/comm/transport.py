@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuon.layout.buffer import Transport, part_offsets
+from dmuon.layout.ranks import GlobalRank, Position
 from dmuon.platform.torch_private import all_gather_single, reduce_scatter_single
 
 __all__ = ["Line", "gather", "reduce", "scratch"]
@@ -23,12 +24,12 @@ class Line:
     Weights and gradients have a group each, so that neither waits for the other.
 
     Attributes:
-        ranks: global ranks by position on the lane.
-        index: this rank's position.
+        ranks: by position on the line.
+        position: of this rank.
     """
 
-    ranks: tuple[int, ...]
-    index: int
+    ranks: tuple[GlobalRank, ...]
+    position: Position
     weights: dist.ProcessGroup
     gradients: dist.ProcessGroup
 
@@ -51,8 +52,8 @@ def scratch(
     return region, [region[a:b] for a, b in pairwise(offsets)]
 
 
-def gather(transport: Transport, region: Tensor, parts: Sequence[Tensor], lane: Line) -> list[dist.Work]:
-    """Start filling every part from the rank at its position on ``lane``; this rank's own part holds its content.
+def gather(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: Line) -> list[dist.Work]:
+    """Start filling every part from the rank at its position on ``line``; this rank's own part holds its content.
 
     Args:
         region: 1-D, all parts in order.
@@ -60,35 +61,35 @@ def gather(transport: Transport, region: Tensor, parts: Sequence[Tensor], lane: 
     """
     match transport:
         case "single":
-            return [_work(all_gather_single(region, parts[lane.index], group=lane.weights, async_op=True))]
+            return [_work(all_gather_single(region, parts[line.position], group=line.weights, async_op=True))]
         case "list":
-            return [_work(dist.all_gather(list(parts), parts[lane.index], group=lane.weights, async_op=True))]
+            return [_work(dist.all_gather(list(parts), parts[line.position], group=line.weights, async_op=True))]
         case _:
             return [
-                _work(dist.broadcast(part, src=lane.ranks[i], group=lane.weights, async_op=True))
+                _work(dist.broadcast(part, src=line.ranks[i], group=line.weights, async_op=True))
                 for i, part in enumerate(parts)
                 if part.numel()
             ]
 
 
-def reduce(transport: Transport, region: Tensor, parts: Sequence[Tensor], lane: Line) -> tuple[Tensor, list[dist.Work]]:
-    """Start averaging every part to the rank at its position on ``lane``; the other parts are garbage then.
+def reduce(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: Line) -> tuple[Tensor, list[dist.Work]]:
+    """Start averaging every part to the rank at its position on ``line``; the other parts are garbage then.
 
     Returns:
         Where this rank's own part arrives, and the works.
     """
     average = dist.ReduceOp.AVG
-    mine = parts[lane.index]
+    mine = parts[line.position]
     match transport:
         case "single":
             out = torch.empty_like(mine)
-            return out, [_work(reduce_scatter_single(out, region, op=average, group=lane.gradients, async_op=True))]
+            return out, [_work(reduce_scatter_single(out, region, op=average, group=line.gradients, async_op=True))]
         case "list":
             out = torch.empty_like(mine)
-            return out, [_work(dist.reduce_scatter(out, list(parts), op=average, group=lane.gradients, async_op=True))]
+            return out, [_work(dist.reduce_scatter(out, list(parts), op=average, group=line.gradients, async_op=True))]
         case _:
             return mine, [
-                _work(dist.reduce(part, lane.ranks[i], average, group=lane.gradients, async_op=True))
+                _work(dist.reduce(part, line.ranks[i], average, group=line.gradients, async_op=True))
                 for i, part in enumerate(parts)
                 if part.numel()
             ]

@@ -22,6 +22,7 @@ from dmuon.dedicated.block import Block
 from dmuon.dedicated.matrix import OwnedMatrix, Sites, TensorSharding
 from dmuon.dedicated.owned_tensor import owned_tensor
 from dmuon.layout.buffer import make_layout
+from dmuon.layout.ranks import Position
 from dmuon.layout.topology import Coordinate
 from dmuon.platform.torch_private import local_tensor
 
@@ -50,7 +51,7 @@ class Weight:
     fqn: str
     param: nn.Parameter
     sites: Sites
-    owner: int
+    owner: Position
     block: tuple[str, nn.Module]
     tensor: TensorSharding | None = None
 
@@ -110,7 +111,7 @@ class OwnedBuffer:
         for weight, local, at, span in zip(weights, locals_, where, self.layout.slots, strict=True):
             entry = self._make_entry(weight, local, at, self._buffer[span[0] : span[1]].view(local.shape))
             self.entries.append(entry)
-            if entry.owner == comm.rank:
+            if entry.owner == comm.position:
                 self._slots.append((entry, span))
             entry.place(entry.rest)
         self._buffer.untyped_storage().resize_(0)
@@ -179,7 +180,7 @@ class OwnedBuffer:
             self._outgoing = self._buffer.new_empty(end - start)
         elif self.state is BufferState.FREED:
             self._buffer.untyped_storage().resize_(self._nbytes)
-        with record_function(f"dmuon::publish {self.name}"), torch.no_grad(), comm.streams.publish():
+        with record_function(f"dmuon::publish {self.name}"), torch.no_grad(), comm.publish_stream.beside():
             if self._outgoing is None:
                 self._write_masters(self._buffer, 0)
                 region, parts = self._column_region, self._column_parts
@@ -209,7 +210,7 @@ class OwnedBuffer:
         if self.state is BufferState.FREED:
             self._buffer.untyped_storage().resize_(self._nbytes)
         # With one rank nothing travels, so nobody would wait for another stream.
-        beside = comm.streams.fill() if comm.world > 1 else nullcontext()
+        beside = comm.fill_stream.beside() if comm.world > 1 else nullcontext()
         with record_function(f"dmuon::fill {self.name}"), torch.no_grad(), beside:
             if comm.row is not None or comm.column is None:
                 self._settle_publication()
@@ -290,7 +291,7 @@ class OwnedBuffer:
             pending.wait()
 
 
-def _initial_master(local: Tensor, owner: int, comm: Comm) -> Tensor:
+def _initial_master(local: Tensor, owner: Position, comm: Comm) -> Tensor:
     """The first rank's initial value of ``local``, fp32 or wider, whole on ``owner`` and empty elsewhere."""
     dtype = torch.promote_types(local.dtype, torch.float32)
     with torch.no_grad():
@@ -298,6 +299,6 @@ def _initial_master(local: Tensor, owner: int, comm: Comm) -> Tensor:
         if comm.world > 1:
             with comm.monitor.watch("broadcast of initial weights"):
                 dist.broadcast(value, src=comm.ranks[0], group=comm.group)
-        if owner == comm.rank:
+        if owner == comm.position:
             return value.to(dtype)
         return torch.empty((0, local.shape[1]), dtype=dtype, device=comm.device)

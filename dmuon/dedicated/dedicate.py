@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.context import Comm, make_comm
 from dmuon.comm.options import CommOptions
-from dmuon.comm.process_groups import make_group
+from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.dedicated.buffer import OwnedBuffer, Weight
 from dmuon.dedicated.matrix import TensorSharding
 from dmuon.dedicated.owned_tensor import OwnedTensor
@@ -31,12 +31,14 @@ from dmuon.dedicated.refusals import (
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.buffer import choose_transport
+from dmuon.layout.ranks import GlobalRank, Position, position_in
 from dmuon.model.blocks import BlockPredicate
 from dmuon.model.names import canonical_fqn
 from dmuon.model.routing import Route, Select, route_parameters
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
+from dmuon.platform.options import check_flag
 from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import backend_of, local_tensor, require_supported_torch
 from dmuon.solver import Matrix, SolveOptions
@@ -110,20 +112,19 @@ def dedicate_params(
     """
     require_supported_torch()
     topology = check_mesh(mesh)
-    rank = dist.get_rank()
+    rank = this_rank()
     options = comm if isinstance(comm, CommOptions) else CommOptions()
     group = make_group(mesh.device_type, [topology.ranks], "group", options)
     routes: list[Route] = []
     policy = MixedPrecisionPolicy()
     description: list[tuple[str, str]] = []
     tensor_mesh: DeviceMesh | None = None
-    here: tuple[HostShare, list[int]] | None = None
+    here: tuple[HostShare, list[GlobalRank]] | None = None
     error: Exception | None = None
     try:
         check_options(costs, solve, plan)
         policy = checked_policy(mp_policy)
-        if not isinstance(reshard_after_forward, bool):
-            raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
+        check_flag("reshard_after_forward", reshard_after_forward)
         if not (comm is None or isinstance(comm, CommOptions)):
             raise TypeError(f"comm must be a dmuon.CommOptions, got {type(comm).__name__}")
         choose_transport(options.transport, [1], backend_of(group, mesh_device(mesh.device_type)))
@@ -275,12 +276,12 @@ def _nbytes(weights: Sequence[Weight], dtype: torch.dtype) -> int:
     return sum(local_tensor(w.param).numel() for w in weights) * dtype.itemsize
 
 
-def _weight(route: Route, planned: int, comm: Comm) -> Weight:
+def _weight(route: Route, planned: Position, comm: Comm) -> Weight:
     """``planned`` is a position among all ranks of the topology; the owner keeps this rank's part of the matrix."""
     assert route.block is not None and route.block_module is not None
     at = comm.topology.coordinates[planned]
-    owner = comm.ranks.index(comm.topology.rank_at(at.r, at.s, comm.at.t))
+    owner = position_in(comm.ranks, comm.topology.rank_at(at.r, at.s, comm.at.t))
     sharding = None
     if isinstance(route.param, DTensor):
-        sharding = TensorSharding(route.param.device_mesh, route.param.placements[0], at.t)
+        sharding = TensorSharding(route.param.device_mesh, route.param.placements[0], Position(at.t))
     return Weight(route.fqn, route.param, route.sites, owner, (route.block, route.block_module), sharding)

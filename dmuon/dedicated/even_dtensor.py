@@ -34,9 +34,9 @@ def owned_to_even(local: Tensor, entry: OwnedMatrix, comm: Comm) -> DTensor:
     dim, shape = _even_dim(entry), list(entry.local_shape)
     lengths = even_parts(shape[dim], comm.world)
     mine = list(shape)
-    mine[dim] = lengths[comm.rank]
+    mine[dim] = lengths[comm.position]
     even = local.new_empty(mine)
-    owned = entry.owner == comm.rank
+    owned = entry.owner == comm.position
     if comm.world == 1:
         even.copy_(local)
     else:
@@ -65,7 +65,7 @@ def even_to_owned(value: Tensor, entry: OwnedMatrix, comm: Comm, dtype: torch.dt
     Collective when ``value`` is a DTensor; its kind must be the same on all ranks. An owned tensor may have another
     owner.
     """
-    owned = entry.owner == comm.rank
+    owned = entry.owner == comm.position
     if not isinstance(value, DTensor):
         part = _tensor_part(value, entry, comm)
         return (part if owned else part[:0]).to(device=comm.device, dtype=dtype, copy=True)

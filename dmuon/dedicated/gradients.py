@@ -6,11 +6,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from dmuon.comm.agreement import Vote
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
 from dmuon.dedicated.buffer import OwnedBuffer
@@ -22,8 +22,6 @@ from dmuon.platform.streams import HostCopy
 __all__ = ["Gradients", "Landed"]
 
 Landed = Callable[[list[OwnedMatrix]], None]
-
-_DIGEST_MAX = 2**31 - 1
 
 
 class Gradients:
@@ -58,7 +56,7 @@ class Gradients:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
         if self.listeners and reduction.whole:
-            here = [e for e in reduction.group.entries if e.owner == self._comm.rank and reduction.used[id(e)]]
+            here = [e for e in reduction.group.entries if e.owner == self._comm.position and reduction.used[id(e)]]
             self.listeners = [listener for listener in self.listeners if listener() is not None]
             for listener in self.listeners:
                 landed = listener()
@@ -90,14 +88,14 @@ class Gradients:
         undecided, self._undecided = self._undecided, []
         replicated = self.averager.params if self.averager is not None else []
         missing = {id(param) for param, _ in averages}
-        flags = [int(id(e) in self._used) for e in self._entries]
-        flags += [int(p.grad is not None and id(p) not in missing) for p in replicated]
+        flags = [id(e) in self._used for e in self._entries]
+        flags += [p.grad is not None and id(p) not in missing for p in replicated]
         self._used.clear()
         if len(self._comm.topology.ranks) > 1:
             votes = self._vote(flags)
             if not undecided and not averages:
                 return  # nothing depends on the others' votes: do not wait for them on the host
-            flags = votes.tolist()[: len(flags)]
+            flags = [*Vote.decode(votes.tolist()).flags]
         keys = [id(e) for e in self._entries] + [id(p) for p in replicated]
         used = {key for key, flag in zip(keys, flags, strict=True) if flag}
         for entry, local in undecided:
@@ -109,14 +107,13 @@ class Gradients:
             if id(param) in used and self.averager is not None:
                 self.averager.set_grad(param, average)
 
-    def _vote(self, flags: list[int]) -> HostCopy:
-        """The maximum of every flag over all ranks, and whether they issued the same collectives so far.
+    def _vote(self, flags: list[bool]) -> HostCopy:
+        """Vote on the parameters that any rank used, and on whether all issued the same collectives so far.
 
         What travels to the host late is looked at in the next backward.
         """
         self.verify()
-        digest = self._comm.monitor.digest
-        votes = torch.tensor([*flags, digest, _DIGEST_MAX - digest], dtype=torch.int32)
+        votes = Vote(flags, self._comm.monitor.digest).encode()
         if self._comm.device.type != "cpu":
             votes = votes.pin_memory().to(self._comm.device, non_blocking=True)
         with self._comm.monitor.watch("vote on unused parameters"):
@@ -135,6 +132,5 @@ class Gradients:
             self._check(votes)
 
     def _check(self, votes: HostCopy) -> None:
-        greatest, least = votes.tolist()[-2:]
-        if greatest != _DIGEST_MAX - least:
+        if not Vote.decode(votes.tolist()).same_collectives:
             self._comm.monitor.disagree()

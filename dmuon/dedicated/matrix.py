@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from dmuon.comm.context import Comm
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
 from dmuon.layout.parcels import Parcel
+from dmuon.layout.ranks import Position, positions
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate
 from dmuon.platform.torch_private import local_tensor
@@ -30,12 +31,12 @@ class TensorSharding:
     Attributes:
         mesh: 1-D.
         placement: ``Shard(0)``, ``Shard(1)`` or ``Replicate()``.
-        owner: the tensor-parallel rank that orthogonalizes the matrix.
+        owner: position in ``mesh`` of the rank that orthogonalizes the matrix.
     """
 
     mesh: DeviceMesh
     placement: Placement
-    owner: int
+    owner: Position
 
     def wrap(self, part: Tensor, shape: torch.Size) -> DTensor:
         """The DTensor of global ``shape`` whose part here is ``part``; shares its storage."""
@@ -62,7 +63,7 @@ class OwnedMatrix:
 
     fqn: str
     shape: torch.Size
-    owner: int
+    owner: Position
     at: Coordinate
     sites: Sites
     rest: nn.Parameter
@@ -90,7 +91,12 @@ class OwnedMatrix:
         if self.tensor is None:
             return None
         size = self.tensor.mesh.size()
-        return Parcel(1, layout_of(self.shape, [size], [self.tensor.placement]), tuple(range(size)), self.tensor.owner)
+        return Parcel(
+            1,
+            layout_of(self.shape, [size], [self.tensor.placement]),
+            positions(size),
+            self.tensor.owner,
+        )
 
     def place(self, param: nn.Parameter) -> None:
         """Register ``param`` wherever the modules hold this entry."""
@@ -144,7 +150,7 @@ class OwnedMatrix:
         """Add ``local``, shaped as the master, to the gradient of the resting parameter."""
         if self.rest.grad is not None and self.rest.grad is not self.placeholder_grad:
             local_tensor(self.rest.grad).add_(local)
-        elif self.owner == comm.rank:
+        elif self.owner == comm.position:
             self.rest.grad = self.as_grad(local)
         else:
             if self.empty_grad is None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dmuon.dedicated.even_shard import EvenShard
+from dmuon.layout.ranks import Position
 from dmuon.platform.torch_private import local_tensor, owned_spec
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class OwnedTensor(DTensor):
     """
 
     fqn: str
-    owner: int
+    owner: Position
     runtime: Runtime | None
 
     @classmethod
@@ -163,7 +164,7 @@ def owned_tensor(
     shape: torch.Size,
     *,
     fqn: str,
-    owner: int,
+    owner: Position,
     placements: Sequence[Placement] | None = None,
     runtime: Runtime | None = None,
 ) -> OwnedTensor:

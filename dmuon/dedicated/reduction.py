@@ -36,16 +36,16 @@ class GradReduction:
         self.whole = along_column or group.comm.column is None
         self._stage_two = group.comm.column if along_column else None
         self._pending: Pending | None = None
-        self._held: list[Tensor] = []  # until the collectives have finished
+        self._in_flight: list[Tensor] = []  # until the collectives have finished
         layout = group.layout
         with record_function(f"dmuon::reduce {group.name}"), torch.no_grad():
             sizes = [end - start for start, end in layout.segments]
             region, parts = scratch(layout.row, sizes, group.reduce_dtype, group.comm.device)
             self.used = self._pack(parts)
-            self._held += [region, *parts]
+            self._in_flight += [region, *parts]
             self._mine = parts[group.comm.at.s]
             if group.comm.row is not None:
-                with group.comm.streams.reduce():
+                with group.comm.reduce_stream.beside():
                     self._mine = self._start(group.comm.row, "along the row", layout.row, region, parts)
             if group.comm.row is None or group.comm.device.type != "cpu":
                 self.advance()  # on the CPU this would wait: the next group or the end of backward advances it
@@ -91,17 +91,17 @@ class GradReduction:
         if lane is None:
             return
         layout, at = self.group.layout, self._comm.at
-        with torch.no_grad(), self._comm.streams.reduce():
+        with torch.no_grad(), self._comm.reduce_stream.beside():
             self._wait()
             first = layout.segments[at.s][0]
             for entry, (start, end) in self._in_my_segment():
                 if entry.partial is not None:
                     self._mine[start - first : end - first].view(entry.local_shape).add_(entry.partial)
-                    self._held.append(entry.partial)
+                    self._in_flight.append(entry.partial)
                     entry.partial = None
             segment = self._mine[: layout.parts[at.s][-1][1] - first]  # without its padding
             parts = [segment[start - first : end - first] for start, end in layout.parts[at.s]]
-            self._held.append(segment)
+            self._in_flight.append(segment)
             self._mine = self._start(lane, "along the column", layout.column, segment, parts)
 
     def _in_my_segment(self) -> list[tuple[OwnedMatrix, tuple[int, int]]]:
@@ -116,8 +116,8 @@ class GradReduction:
     def _wait_for_all(self) -> None:
         """Also for a first stage whose successor had nothing to send here: only its own stream has waited for that."""
         self._wait()
-        self._comm.streams.join_reductions()
-        self._held = []
+        self._comm.reduce_stream.join()
+        self._in_flight = []
 
     def discard(self) -> None:
         """Wait, and forget the result."""
@@ -142,7 +142,7 @@ class GradReduction:
         first = self.group.layout.parts[self._comm.at.s][self._comm.at.r][0]
         for entry, (start, end) in zip(self.group.entries, self.group.layout.slots, strict=True):
             master = entry.master
-            if entry.owner == self._comm.rank:
+            if entry.owner == self._comm.position:
                 local = self._mine[start - first : end - first].view(master.shape).to(master.dtype)
             else:
                 local = master.new_empty(master.shape)

@@ -43,7 +43,7 @@ class _Bucket:
                 flat.zero_()
             if present:
                 torch._foreach_copy_([slot for slot, _ in present], [grad for _, grad in present])
-        with comm.streams.reduce():
+        with comm.reduce_stream.beside():
             what = f"average of {len(self.params)} replicated gradients, {sum(p.numel() for p in self.params)} elements"
             self.pending = comm.monitor.start("average", what, lambda: _average(flat, comm))
         self.flat = flat

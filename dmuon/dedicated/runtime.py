@@ -126,7 +126,8 @@ class Runtime:
         are kept, otherwise as many as are prefetched.
         """
         self.comm.monitor.begin_step()
-        self.comm.streams.join()
+        self.comm.fill_stream.join()
+        self.comm.publish_stream.join()
         self.weights_changed()
         for block in self.blocks:  # graphs of forwards that never ran backward are void now
             block.forget_graph()

@@ -55,7 +55,7 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
     if writeback:
         with torch.no_grad():
             for comm, entry, param in edited:
-                if entry.owner == comm.rank:
+                if entry.owner == comm.position:
                     entry.master.copy_(local_tensor(param))
         for runtime in runtimes:
             runtime.weights_changed()
@@ -76,7 +76,7 @@ def _edited(entry: OwnedMatrix) -> nn.Parameter:
 
 def _whole(comm: Comm, entry: OwnedMatrix) -> nn.Parameter:
     with torch.no_grad():
-        if entry.owner == comm.rank:
+        if entry.owner == comm.position:
             whole = entry.master.clone()
         else:
             whole = torch.empty(entry.local_shape, dtype=entry.master.dtype, device=comm.device)

@@ -9,7 +9,18 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["DistributedConfig", "Waitable", "owners_from"]
+from dmuon.layout.ranks import GlobalRank
+from dmuon.platform.options import check_flag, check_integer
+
+__all__ = ["LAYOUTS", "OWN_ENTRIES", "DistributedConfig", "Waitable", "owners_from"]
+
+LAYOUTS = "dmuon.layouts"  # in ``state``: what generated functions know of an optimizer's parameters
+OWN_ENTRIES = (
+    "rank",
+    "param_names",
+    "assignments",
+    LAYOUTS,
+)  # of ``state``, which one optimizer sets once for all calls
 
 
 @runtime_checkable
@@ -63,7 +74,8 @@ class DistributedConfig:
             this process's global rank; ``"assignments"``, what ``assign_fn`` returned; ``"param_names"``, names by
             index; and ``"current_param_idx"``, the index of the parameter, before every call of ``gather_fn`` and
             ``redistribute_fn``. Read the last when called: by the time of ``wait()``, other parameters may have been
-            started. Set ``"process_group"`` if fewer ranks than all take part.
+            started. Set ``"process_group"`` if fewer ranks than all take part. Several optimizers may have one
+            configuration: before every call, these entries are those of the optimizer that calls.
         async_gpu_parallelism: owners orthogonalize at the same time. ``False`` finishes each parameter before the
             next one starts: for debugging.
         prefetch_count: parameters whose ``gather_fn`` is called ahead of the one that is being orthogonalized. Each
@@ -87,22 +99,18 @@ class DistributedConfig:
                 raise TypeError(f"{name} must be a function, got {getattr(self, name)!r}")
         if not isinstance(self.state, dict):
             raise TypeError(f"state must be a dict, got {self.state!r}")
-        if not isinstance(self.async_gpu_parallelism, bool):
-            raise TypeError(f"async_gpu_parallelism must be True or False, got {self.async_gpu_parallelism!r}")
-        if isinstance(self.prefetch_count, bool) or not isinstance(self.prefetch_count, int):
-            raise TypeError(f"prefetch_count must be an integer, got {self.prefetch_count!r}")
-        if self.prefetch_count < 0:
-            raise ValueError(f"prefetch_count must be at least 0, got {self.prefetch_count}")
+        check_flag("async_gpu_parallelism", self.async_gpu_parallelism)
+        check_integer("prefetch_count", self.prefetch_count, 0)
 
 
-def owners_from(assigned: object, count: int, world: int) -> tuple[int, ...]:
-    """Owner (global rank) of each of ``count`` parameters, from what ``assign_fn`` returned.
+def owners_from(assigned: object, count: int, world: int) -> tuple[GlobalRank, ...]:
+    """The owner of each of ``count`` parameters, from what ``assign_fn`` returned.
 
     Raises:
         TypeError: neither ``{index: rank}`` nor ``{rank: [index, …]}``.
         ValueError: an index that is missing, unknown or assigned twice, or a rank outside ``range(world)``.
     """
-    owners: dict[int, int] = {}
+    owners: dict[int, GlobalRank] = {}
     for index, rank in _pairs(assigned):
         if not 0 <= index < count:
             raise ValueError(f"assign_fn assigned parameter {index} to rank {rank}, but there are {count} parameters")
@@ -115,7 +123,7 @@ def owners_from(assigned: object, count: int, world: int) -> tuple[int, ...]:
                 f"assign_fn assigned parameter {index} twice, to rank {owners[index]} and rank {rank}: "
                 "each parameter has one owner"
             )
-        owners[index] = rank
+        owners[index] = GlobalRank(rank)
     missing = [index for index in range(count) if index not in owners]
     if missing:
         raise ValueError(
@@ -143,8 +151,8 @@ def _pairs(assigned: object) -> Iterator[tuple[int, int]]:
                     raise TypeError(f"{wanted}; got the index {index!r} for rank {rank}")
                 yield int(index), int(rank)
     else:
-        found = sorted({type(value).__name__ for value in assigned.values()})
-        raise TypeError(f"{wanted}; got values of type {', '.join(found)}")
+        types = sorted({type(value).__name__ for value in assigned.values()})
+        raise TypeError(f"{wanted}; got values of type {', '.join(types)}")
 
 
 def _is_integer(value: object) -> bool:

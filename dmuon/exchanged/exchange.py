@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,24 +12,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import require_same
+from dmuon.comm.agreement import Verdict, Vote, require_same
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError
-from dmuon.exchanged.config import DistributedConfig, owners_from
-from dmuon.exchanged.default import default_config, functions_of
-from dmuon.exchanged.functions import ShardFunctions
+from dmuon.comm.process_groups import ranks_of, this_rank
+from dmuon.exchanged.assignment import plan, planned_owners, tasks
+from dmuon.exchanged.config import LAYOUTS, DistributedConfig, owners_from
+from dmuon.exchanged.functions import AssignByLayout, GatherByLayout, RedistributeByLayout
+from dmuon.exchanged.generators import default_config
+from dmuon.exchanged.layouts import Layouts, lay_out
+from dmuon.exchanged.recipe import LayoutRecipe
 from dmuon.exchanged.user_functions import UserFunctions
 from dmuon.exchanged.user_round import user_rounds
+from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.rounds import Round, exchanged_rounds
 from dmuon.step.task import Task
 
-__all__ = ["Exchange", "Exchanged", "exchange_for"]
+__all__ = ["Exchange", "Exchanged", "LayoutExchange", "UserExchange", "exchange_for"]
 
 
 def exchange_for(
-    optimizer: object,
     given: DistributedConfig | None,
     copies: Mapping[int, dist.ProcessGroup],
     params: Sequence[Tensor],
@@ -36,53 +41,44 @@ def exchange_for(
     device: torch.device,
     last: Exchange | None,
 ) -> Exchange | None:
-    """How ``optimizer`` exchanges ``params``; None if no rank holds any of them with another. Collective.
+    """How an optimizer exchanges ``params``; None if every parameter is local to one rank. Collective.
 
     With a configuration that was given, ranks without parameters take part: others may wait for them.
 
     Args:
+        copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
         device: in case that there are no parameters.
-        last: how it did before; kept if it still serves.
+        last: the same optimizer's before, whose process groups, and plans that still fit, are used again.
     """
-    config = given or default_config(copies, params, None if last is None else last.config)
+    config = given or default_config(copies, params)
     if config is None or not (params or dist.is_initialized()):
         return None
-    if last is not None and last.config is config and last.serves(params):
-        return last
-    return Exchange(config, params, names, optimizer, device)
-
-
-def _all_functions(config: DistributedConfig) -> list[ShardFunctions]:
-    """The layouts that any of the three functions goes by."""
-    given = (config.assign_fn, config.gather_fn, config.redistribute_fn)
-    found = {id(f): f for f in (getattr(function, "__self__", None) for function in given)}
-    return [f for f in found.values() if isinstance(f, ShardFunctions)]
-
-
-def _assigning(config: DistributedConfig) -> ShardFunctions | None:
-    """The layouts that ``assign_fn`` goes by, if it was generated."""
-    known = getattr(config.assign_fn, "__self__", None)
-    return known if isinstance(known, ShardFunctions) else None
+    layouts = None if last is None else last.layouts
+    match config.gather_fn, config.redistribute_fn:
+        case GatherByLayout(recipe), RedistributeByLayout(other) if recipe is other:
+            return LayoutExchange(config, recipe, params, names, device, layouts)
+        case _:
+            return UserExchange(config, params, names, device, layouts)
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """One parameter, as people want to see it; ``owner`` is a global rank."""
+    """One parameter, as people want to see it."""
 
     name: str
     shape: str
     lies_as: str
     ranks: str
-    owner: int
+    owner: GlobalRank
 
 
-class Exchange:
+class Exchange(ABC):
     """The assignment of an optimizer's matrices to ranks. Made anew when parameters or layouts change.
 
     Attributes:
         config: as given or by default.
-        functions: None where a user's functions exchange.
-        owners: global rank by number of the parameter.
+        layouts: where the parameters lie; None where only a user's functions know.
+        owners: by number of the parameter.
         assigned: by ``id`` of the parameter, for batches; empty with a user's functions.
         numbers: by ``id``, of those that a user's functions exchange.
         domains: ranks that share parameters with this one, and which.
@@ -91,159 +87,100 @@ class Exchange:
     def __init__(
         self,
         config: DistributedConfig,
+        recipe: LayoutRecipe | None,
         params: Sequence[Tensor],
         names: Sequence[str],
-        optimizer: object,
         device: torch.device,
+        last: Layouts | None,
     ) -> None:
         """Collective over all ranks that hold one of ``params`` together, of a grid, or of a user's functions.
 
         Args:
+            recipe: by which the parameters are laid out; None leaves that to a user's functions.
             device: in case that there are no parameters.
+            last: layouts of the same optimizer before.
         """
-        for functions in _all_functions(config):
-            functions.require_free(optimizer)
         self.config = config
-        self.functions = functions_of(config)
+        self.layouts: Layouts | None = None
         self.names = list(names)
-        self._params = list(params)
-        self._laid = [_lies(p) for p in params]
-        self._device = local_tensor(params[0]).device if params else device
-        self._outdated = False
-        state = config.state
-        state["rank"] = self._here = dist.get_rank() if dist.is_initialized() else 0
-        state["param_names"] = self.names
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        placing = _assigning(config) if self.functions is None else self.functions
-        if self.functions is not None and (_assigning(config) is not self.functions or not params):
-            self.functions.place(params, self.names, device)  # the user says who owns what, and nothing else
-        owners, fault = self._asked(params, world) if params else ((), None)
-        self.domains: list[tuple[Domain, list[Tensor]]] = []
-        if placing is not None:
-            self.domains = [(domain, placing.members(domain)) for domain in placing.domains()]
-        elif dist.is_initialized() and world > 1 and (domain := self._users_domain()) is not None:
-            self.domains = [(domain, self._params)]
-            outside = [(n, rank) for n, rank in zip(names, owners, strict=True) if rank not in domain.ranks]
-            if outside and fault is None:
-                fault = ValueError(
-                    f"Invalid rank {outside[0][1]} for parameter {outside[0][0]!r}: state['process_group'] has ranks "
-                    f"{list(domain.ranks)}, one of which must own it"
-                )
-        labels = self.names if placing is None else placing.labels
-        described = [(f"owner of parameter {label!r}", str(rank)) for label, rank in zip(labels, owners, strict=True)]
-        shared = {id(p) for _, members in self.domains for p in members}
-        for domain, members in self.domains:
-            ids = {id(p) for p in members}
-            items = [item for p, item in zip(params, described, strict=False) if id(p) in ids]
-            try:
-                require_same(domain.group, domain.ranks, fault, items, None)
-            except Exception as found:  # those of the next ones must hear of it
-                fault = found
-        if fault is not None:
-            raise fault
-        if not params:
-            self.domains = []  # nobody has any
-        self.owners = owners
         self.assigned: dict[int, list[Task]] = {}
         self.numbers: dict[int, int] = {}
-        self._user: UserFunctions | None = None
+        self._params = list(params)
+        self._laid = [_lies(p) for p in params]
+        self._rank = this_rank()
         self._stepped = False
-        if self.functions is not None:
-            self.assigned = self.functions.assigned(params, owners)
-            assert shared == self.assigned.keys()
-        else:
-            self._user = UserFunctions(config)
-            # What generated placements say that this rank has alone needs no functions.
-            self.numbers = {id(p): i for i, p in enumerate(params) if placing is None or id(p) in shared}
-        for functions in _all_functions(config):
-            functions.taken_by(optimizer)
+        state = config.state
+        state |= {"rank": self._rank, "param_names": self.names, LAYOUTS: last}
+        if recipe is not None:
+            self.layouts = state[LAYOUTS] = lay_out(recipe, params, names, device=device, last=last)
+        fault: Exception | None = None
+        match config.assign_fn:
+            case AssignByLayout(own) if own is recipe and self.layouts is not None:
+                self.layouts = state[LAYOUTS] = plan(self.layouts, last)
+                state["assignments"] = planned_owners(self.layouts, self._rank)
+                self.owners = tuple(state["assignments"].values())
+            case _:
+                self.owners, fault = self._ask()
+        self.domains, fault = self._connect(device, fault)
+        self._require_same_owners(fault)
+        if not params:
+            self.domains = []  # no rank has any
 
-    def _asked(self, params: Sequence[Tensor], world: int) -> tuple[tuple[int, ...], Exception | None]:
+    def _ask(self) -> tuple[tuple[GlobalRank, ...], Exception | None]:
+        """What a user's ``assign_fn`` says, or what is wrong with it, of which the other ranks must hear."""
+        if not self._params:
+            return (), None
+        state = self.config.state
         try:
-            assigned = self.config.assign_fn(list(params), self.config.state)
-            self.config.state["assignments"] = assigned
-            return owners_from(assigned, len(params), world), None
+            state["assignments"] = self.config.assign_fn(list(self._params), state)
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            owners = owners_from(state["assignments"], len(self._params), world)
         except CollectiveError:
             raise
-        except Exception as fault:  # whatever a user's function raises: the other ranks wait for this one
-            if self.functions is not None and _assigning(self.config) is self.functions:
-                raise  # all ranks agreed on it
-            return (0,) * len(params), fault
+        except Exception as fault:  # whatever the function raises
+            return (GlobalRank(0),) * len(self._params), fault
+        planned: Layouts | None = state[LAYOUTS]  # by a generated function, if the user's one asked that
+        if self.layouts is not None and planned is not None and planned.alike(self.layouts):
+            self.layouts = planned
+        return owners, None
 
-    def _users_domain(self) -> Domain | None:
-        """The ranks of a user's functions; None if they are others, and this one has no parameters."""
-        group = self.config.state.get("process_group") or dist.group.WORLD
-        if not self._params and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
-            return None
-        return make_domain(dist.get_process_group_ranks(group), self._device)
+    def _connect(
+        self, device: torch.device, fault: Exception | None
+    ) -> tuple[list[tuple[Domain, list[Tensor]]], Exception | None]:
+        """The ranks that share parameters, and a fault of this one, of which they must hear."""
+        if self.layouts is None:
+            return [], fault
+        return [(domain, self.layouts.members(domain)) for domain in self.layouts.domains.values()], fault
 
-    def serves(self, params: Sequence[Tensor]) -> bool:
-        """Whether these are the parameters that it was made for, lying as they did. If so, the ranks agree on it.
-
-        Not where a user's functions take part, which may decide otherwise now.
-        """
-        if self._outdated or self.functions is None or _assigning(self.config) is not self.functions:
-            return False
-        if [id(p) for p in params] != [id(p) for p in self._params] or [_lies(p) for p in params] != self._laid:
-            return False
-        known = self.functions.domains()
-        self.functions.place(params, self.names, self._device)  # as a rank does that makes a new one
-        return self.functions.domains() == known
+    def _require_same_owners(self, fault: Exception | None) -> None:
+        labels = self.names if self.layouts is None else self.layouts.labels
+        owners = {
+            id(param): (f"owner of parameter {label!r}", str(owner))
+            for param, label, owner in zip(self._params, labels, self.owners, strict=True)
+        }
+        for domain, members in self.domains:
+            try:
+                require_same(domain.group, domain.ranks, fault, [owners[id(p)] for p in members], None)
+            except Exception as error:  # the ranks of the next domains must hear of it
+                fault = error
+        if fault is not None:
+            raise fault
 
     @property
     def prefetch(self) -> int:
         return self.config.prefetch_count
 
+    @abstractmethod
     def rounds(self, index: int, batches: Sequence[Batch]) -> list[Round]:
         """What group ``index`` exchanges."""
-        together = self.config.async_gpu_parallelism
-        if self._user is not None:
-            found: list[Round] = []
-            taking_part: Sequence[tuple[Domain | None, list[Tensor]]] = self.domains or [(None, self._params)]
-            for domain, members in taking_part:
-                ids = {id(p) for p in members}
-                found += user_rounds(
-                    index,
-                    [batch for batch in batches if batch.number is not None and id(batch.params[0]) in ids],
-                    self._user,
-                    self.owners,
-                    self.names,
-                    here=self._here,
-                    domain=domain,
-                    together=together,
-                )
-            return found
-        assert self.functions is not None
-        return [
-            *exchanged_rounds(
-                index,
-                [batch for batch in batches if batch.runtime is None],
-                small_numel=self.functions.small_numel,
-                nbytes=self.functions.chunk_bytes,
-                together=together,
-            )
-        ]
 
+    @abstractmethod
     def table(self) -> list[Exchanged]:
         """What is exchanged, in the order of the parameters."""
-        found = []
-        for param, name, owner in zip(self._params, self.names, self.owners, strict=True):
-            placed = None if self.functions is None else self.functions.where(param)
-            if self.functions is not None and placed is None:
-                continue
-            shape = tuple(param.shape) if placed is None else placed.layout.shape
-            if isinstance(param, DTensor):
-                lies_as = ", ".join(str(placement) for placement in param.placements)
-            else:
-                lies_as = "a user's functions say" if placed is None else "plain tensors"
-            ranks = "" if placed is None else " ".join(map(str, placed.ranks))
-            found.append(Exchanged(name, "x".join(map(str, shape)), lies_as, ranks, owner))
-        return found
 
+    @abstractmethod
     def report(self) -> list[str]:
         """The plans behind the owners."""
-        plans = {} if self.functions is None else self.functions.plans
-        return [f"ranks {' '.join(map(str, ranks))}: {plan.report()}" for ranks, plan in plans.items()]
 
     def vote(self, changed: bool) -> set[int] | None:
         """Ids of the parameters of which any rank has a gradient; None if layouts changed.
@@ -262,36 +199,159 @@ class Exchange:
         present: set[int] = set()
         fault: Exception | None = None
         for domain, members in self.domains:  # all of them whatever happens: their ranks wait for this one
-            digest = domain.monitor.digest
-            faulty = 0 if fault is None else self._here + 1
-            mine = [changed, -changed, digest, -digest, faulty, *(p.grad is not None for p in members)]
+            flags = [p.grad is not None for p in members]
+            vote = Vote(flags, domain.monitor.digest, changed, None if fault is None else self._rank)
             try:
-                found = domain.largest([int(value) for value in mine])
-                self._check_vote(domain, changed, digest, found)
+                verdict = domain.vote(vote)
+                self._check_vote(domain, changed, verdict)
             except Exception as error:
                 fault = fault or error
                 continue
-            present |= {id(p) for p, there in zip(members, found[5:], strict=True) if there}
+            present |= {id(p) for p, voted in zip(members, verdict.flags, strict=True) if voted}
         if fault is not None:
             raise fault
-        self._outdated = changed
         return None if changed else present
 
-    def _check_vote(self, domain: Domain, changed: bool, digest: int, found: Sequence[int]) -> None:
+    def _check_vote(self, domain: Domain, changed: bool, verdict: Verdict) -> None:
         ranks = " ".join(map(str, domain.ranks))
-        if (found[2], found[3]) != (digest, -digest):
-            domain.monitor.disagree()
-        if (found[0], found[1]) != (changed, -changed):
-            here = "this rank" if changed else "another rank, and not on this one"
+        if not verdict.same_change:
+            where = "this rank" if changed else "another rank, and not on this one"
             raise RuntimeError(
-                f"rank {self._here}: parameters of the optimizer or their layouts have changed on {here}, of ranks "
+                f"rank {self._rank}: parameters of the optimizer or their layouts have changed on {where}, of ranks "
                 f"{ranks}; change them on all of them before the same step"
             )
-        if found[4] not in (0, self._here + 1):
+        if verdict.fault not in (None, self._rank):
             raise RuntimeError(
-                f"rank {self._here}: rank {found[4] - 1}, one of ranks {ranks}, found a fault among other ranks that "
+                f"rank {self._rank}: rank {verdict.fault}, one of ranks {ranks}, found a fault among other ranks that "
                 "hold parameters with it, and takes no step; its message says which"
             )
+
+
+class LayoutExchange(Exchange):
+    """By generated functions: many matrices at once, by the layouts of the parameters."""
+
+    layouts: Layouts
+
+    def __init__(
+        self,
+        config: DistributedConfig,
+        recipe: LayoutRecipe,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        device: torch.device,
+        last: Layouts | None,
+    ) -> None:
+        """As :class:`Exchange`.
+
+        Raises:
+            ValueError: an owner that does not hold its parameter.
+        """
+        super().__init__(config, recipe, params, names, device, last)
+        self.assigned = tasks(self.layouts, self.owners, self._rank)
+
+    def rounds(self, index: int, batches: Sequence[Batch]) -> list[Round]:
+        options = self.layouts.recipe.options
+        return [
+            *exchanged_rounds(
+                index,
+                [batch for batch in batches if batch.runtime is None],
+                small_numel=options.small_param_numel_threshold,
+                nbytes=options.chunk_bytes,
+                together=self.config.async_gpu_parallelism,
+            )
+        ]
+
+    def table(self) -> list[Exchanged]:
+        return [
+            Exchanged(
+                name, _by_x(placed.layout.shape), _placements(param, "plain tensors"), " ".join(map(str, placed.ranks)),
+                owner,
+            )
+            for param, name, placed, owner in zip(
+                self._params, self.names, self.layouts.placed, self.owners, strict=True
+            )
+            if placed is not None
+        ]  # fmt: skip
+
+    def report(self) -> list[str]:
+        plans = self.layouts.plans.items()
+        return [f"ranks {' '.join(map(str, ranks))}: {plan.report()}" for ranks, plan in plans]
+
+
+class UserExchange(Exchange):
+    """By a user's ``gather_fn`` and ``redistribute_fn``, or one of them: one parameter of each owner at a time."""
+
+    def __init__(
+        self,
+        config: DistributedConfig,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        device: torch.device,
+        last: Layouts | None,
+    ) -> None:
+        """As :class:`Exchange`.
+
+        Raises:
+            TypeError: a function that cannot be called with a tensor, a rank and the state.
+        """
+        recipe = config.assign_fn.recipe if isinstance(config.assign_fn, AssignByLayout) else None
+        super().__init__(config, recipe, params, names, device, last)
+        self._user = UserFunctions(config)
+        # What generated layouts say that this rank has alone needs no functions.
+        shared = {id(p) for _, members in self.domains for p in members}
+        self.numbers = {id(p): i for i, p in enumerate(params) if self.layouts is None or id(p) in shared}
+
+    def _connect(
+        self, device: torch.device, fault: Exception | None
+    ) -> tuple[list[tuple[Domain, list[Tensor]]], Exception | None]:
+        if self.layouts is not None or not dist.is_initialized() or dist.get_world_size() == 1:
+            return super()._connect(device, fault)
+        group = self.config.state.get("process_group") or dist.group.WORLD
+        if not self._params and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
+            return [], fault  # other ranks take part, and this one has no parameters
+        device = local_tensor(self._params[0]).device if self._params else device
+        domain = make_domain(ranks_of(group), device)
+        stranger = next((i for i, owner in enumerate(self.owners) if owner not in domain.ranks), None)
+        if stranger is not None and fault is None:
+            fault = ValueError(
+                f"Invalid rank {self.owners[stranger]} for parameter {self.names[stranger]!r}: state['process_group'] "
+                f"has ranks {list(domain.ranks)}, one of which must own it"
+            )
+        return [(domain, self._params)], fault
+
+    def rounds(self, index: int, batches: Sequence[Batch]) -> list[Round]:
+        rounds: list[Round] = []
+        domains: Sequence[tuple[Domain | None, list[Tensor]]] = self.domains or [(None, self._params)]
+        for domain, members in domains:
+            ids = {id(p) for p in members}
+            rounds += user_rounds(
+                index,
+                [batch for batch in batches if batch.number is not None and id(batch.params[0]) in ids],
+                self._user,
+                self.owners,
+                self.names,
+                rank=self._rank,
+                domain=domain,
+                together=self.config.async_gpu_parallelism,
+            )
+        return rounds
+
+    def table(self) -> list[Exchanged]:
+        return [
+            Exchanged(name, _by_x(param.shape), _placements(param, "a user's functions say"), "", owner)
+            for param, name, owner in zip(self._params, self.names, self.owners, strict=True)
+        ]
+
+    def report(self) -> list[str]:
+        return []
+
+
+def _by_x(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _placements(param: Tensor, otherwise: str) -> str:
+    return ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else otherwise
 
 
 def _lies(param: Tensor) -> tuple[Any, ...]:

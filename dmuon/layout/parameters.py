@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dmuon.layout.rank_grid import COPIES, ROLES, RankGrid, ShardDims
+from dmuon.layout.ranks import GlobalRank
 from dmuon.layout.shards import ShardLayout, layout_from_shapes, layout_of
 from dmuon.platform.torch_private import local_tensor
 
@@ -22,11 +23,11 @@ class ParameterLayout:
     """Where a parameter's elements lie.
 
     Attributes:
-        ranks: global, ascending.
+        ranks: ascending.
         layout: pieces in the order of ``ranks``; its shape is the global one.
     """
 
-    ranks: tuple[int, ...]
+    ranks: tuple[GlobalRank, ...]
     layout: ShardLayout
 
 
@@ -66,7 +67,7 @@ def place_dtensor(param: DTensor, name: str) -> ParameterLayout:
     return _placed(mesh.mesh.flatten().tolist(), layout, about)
 
 
-def place_replicated(param: Tensor, ranks: Sequence[int]) -> ParameterLayout:
+def place_replicated(param: Tensor, ranks: Sequence[GlobalRank]) -> ParameterLayout:
     """Copies of ``param`` on each of ``ranks``.
 
     Raises:
@@ -76,7 +77,7 @@ def place_replicated(param: Tensor, ranks: Sequence[int]) -> ParameterLayout:
     return _placed(ranks, layout, f"a replicated parameter of shape {tuple(param.shape)} over ranks {list(ranks)}")
 
 
-def _placed(ranks: Sequence[int], layout: ShardLayout, about: str) -> ParameterLayout:
+def _placed(ranks: Sequence[GlobalRank], layout: ShardLayout, about: str) -> ParameterLayout:
     """``layout``, whose pieces lie on ``ranks`` in that order."""
     if len(set(ranks)) < len(ranks):
         twice = sorted({rank for rank in ranks if list(ranks).count(rank) > 1})
@@ -115,7 +116,7 @@ def place(
             found = _with_copies(place_dtensor(param, name), name, grid)
         else:
             dims = _dims(param, name, grid, (shard_dims(param) if callable(shard_dims) else shard_dims) or {})
-            found = place_replicated(param, grid.line(dist.get_rank(), dims))
+            found = place_replicated(param, grid.line(GlobalRank(dist.get_rank()), dims))
             if any(dim is not None for dim in dims.values()):
                 cut[i] = dims
         placed.append(found if len(found.ranks) > 1 else None)
@@ -134,7 +135,7 @@ def _with_copies(placed: ParameterLayout, name: str, grid: RankGrid) -> Paramete
             f"{about}, but the given process groups join ranks {sorted(grid.ranks)}; give the group of each "
             "parallelism that shards or copies it (tp_pg=…, fsdp_pg=…, dp_pg=…)"
         )
-    here = dist.get_rank()
+    here = GlobalRank(dist.get_rank())
     along = [
         dim
         for dim, role in enumerate(grid.roles)
@@ -203,11 +204,11 @@ def _place_shards(
     name: str, shapes: Sequence[tuple[int, ...]], grid: RankGrid, dims: Mapping[int, int | None]
 ) -> ParameterLayout:
     """Where the shards of a plain tensor lie, from the local shapes on all of ``grid.ranks``."""
-    here = dist.get_rank()
+    here = GlobalRank(dist.get_rank())
     shape_of = dict(zip(grid.ranks, shapes, strict=True))
     sizes = [grid.sizes[i] for i in dims]
     apart = [i for i in range(len(grid.sizes)) if i not in dims]
-    found: dict[int, ParameterLayout] = {}
+    found: dict[GlobalRank, ParameterLayout] = {}
     for first in grid.line(here, apart):  # those that are none of this rank's as well: all ranks find the same faults
         line = grid.line(first, dims)
         about = f"parameter {name!r} is a plain tensor over ranks {list(line)}"

@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from dmuon.layout.ranks import Position
 from dmuon.layout.shards import Piece, ShardLayout
 
-__all__ = ["Parcel", "gathers", "received_numel", "scatters"]
+__all__ = ["Parcel", "Route", "travels"]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way of ``count`` matrices that lie alike, from ranks that have parts of them to ranks that want parts.
+
+    Either one rank wants the matrices whole, or one rank has them whole.
+
+    Attributes:
+        layout: of one matrix, ``(m, n)``.
+        senders: by position in the domain, what each has of each matrix; a whole is gathered in this order.
+        receivers: by position in the domain, what each wants.
+    """
+
+    count: int
+    layout: ShardLayout
+    senders: Mapping[Position, Piece]
+    receivers: Mapping[Position, Piece]
+
+    def piece(self, sender: Position, receiver: Position) -> Piece:
+        """What goes from one rank to another, which may be itself."""
+        piece = self.senders[sender]
+        return self.receivers[receiver] if piece.covers(self.layout.shape) else piece
+
+    def numel_out(self, position: Position) -> dict[Position, int]:
+        """Elements that the rank at ``position`` sends to each other one."""
+        return {to: self._numel(position, to) for to in self.receivers if position in self.senders and to != position}
+
+    def numel_in(self, position: Position) -> dict[Position, int]:
+        """Elements that the rank at ``position`` gets from each other one."""
+        return {of: self._numel(of, position) for of in self.senders if position in self.receivers and of != position}
+
+    def _numel(self, sender: Position, receiver: Position) -> int:
+        return self.count * self.piece(sender, receiver).numel
+
+
+def travels(routes: Iterable[Route]) -> bool:
+    """Whether anything has to go from one rank to another."""
+    return any(len(route.senders.keys() | route.receivers.keys()) > 1 for route in routes)
 
 
 @dataclass(frozen=True)
@@ -24,51 +64,27 @@ class Parcel:
 
     count: int
     layout: ShardLayout
-    holders: tuple[int, ...]
-    owner: int
+    holders: tuple[Position, ...]
+    owner: Position
 
     @property
     def numel(self) -> int:
         return self.count * math.prod(self.layout.shape)
 
     @cached_property
-    def pieces(self) -> dict[int, Piece]:
+    def pieces(self) -> dict[Position, Piece]:
         """What each holder has of each matrix, by position in the domain."""
         return dict(zip(self.holders, self.layout.pieces, strict=True))
 
     @cached_property
-    def senders(self) -> dict[int, Piece]:
-        """Positions from which the owner gets its copy, itself included, and what each has, by first index."""
+    def to_owner(self) -> Route:
+        """Before Newton–Schulz: the owner gets its own copy, from those that share it, by first index."""
         ordered = self.layout.order(self.holders.index(self.owner))
-        return {self.holders[i]: self.layout.pieces[i] for i in ordered}
+        senders = {self.holders[i]: self.layout.pieces[i] for i in ordered}
+        return Route(self.count, self.layout, senders, {self.owner: Piece.whole(self.layout.shape)})
 
     @cached_property
-    def receivers(self) -> dict[int, Piece]:
-        """Positions that want the update, the owner included, and which part each wants."""
-        return {position: piece for position, piece in self.pieces.items() if piece.numel}
-
-    @cached_property
-    def packed_numel(self) -> int:
-        """Elements that the owner sends: as many copies as there are elsewhere."""
-        return self.count * sum(piece.numel for to, piece in self.receivers.items() if to != self.owner)
-
-
-def gathers(parcels: Sequence[Parcel]) -> bool:
-    """Whether anything has to travel before Newton-Schulz: not if every owner has all of what it owns."""
-    return any(len(parcel.senders) > 1 or parcel.owner not in parcel.senders for parcel in parcels)
-
-
-def scatters(parcels: Sequence[Parcel]) -> bool:
-    """Whether anything has to travel after Newton-Schulz."""
-    return any(len(parcel.receivers) > 1 or parcel.owner not in parcel.receivers for parcel in parcels)
-
-
-def received_numel(parcels: Sequence[Parcel], position: int) -> tuple[int, int]:
-    """Elements that the rank at ``position`` gets from others before, and after Newton-Schulz."""
-    before = after = 0
-    for parcel in parcels:
-        if position == parcel.owner:
-            before += parcel.count * sum(p.numel for sender, p in parcel.senders.items() if sender != position)
-        elif position in parcel.receivers:
-            after += parcel.count * parcel.receivers[position].numel
-    return before, after
+    def from_owner(self) -> Route:
+        """After Newton–Schulz: all that hold a part, of whatever copy, get the update of it."""
+        receivers = {position: piece for position, piece in self.pieces.items() if piece.numel}
+        return Route(self.count, self.layout, {self.owner: Piece.whole(self.layout.shape)}, receivers)

@@ -9,6 +9,8 @@ from itertools import product
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.layout.ranks import GlobalRank
+
 __all__ = ["COPIES", "ROLES", "RankGrid", "ShardDims", "grid_of_mesh"]
 
 ROLES = ("tp", "ep", "fsdp", "dp", "cp", "pp")  # what cuts a parameter first comes first
@@ -33,21 +35,21 @@ class RankGrid:
     Attributes:
         roles: of each dimension, in the order of ``ROLES``; a mesh may have several dimensions of one role.
         sizes: extents, all above 1.
-        ranks: global, in row-major order.
+        ranks: in row-major order.
     """
 
     roles: tuple[str, ...]
     sizes: tuple[int, ...]
-    ranks: tuple[int, ...]
+    ranks: tuple[GlobalRank, ...]
 
-    def line(self, rank: int, along: Iterable[int]) -> tuple[int, ...]:
+    def line(self, rank: GlobalRank, along: Iterable[int]) -> tuple[GlobalRank, ...]:
         """The ranks that differ from ``rank`` in the dimensions ``along`` only, in row-major order."""
         here = self._coordinate(rank)
         free = set(along)
         at = product(*(range(size) if i in free else (here[i],) for i, size in enumerate(self.sizes)))
         return tuple(self.ranks[self._position(coordinate)] for coordinate in at)
 
-    def _coordinate(self, rank: int) -> tuple[int, ...]:
+    def _coordinate(self, rank: GlobalRank) -> tuple[int, ...]:
         rest = self.ranks.index(rank)
         coordinate = []
         for size in reversed(self.sizes):

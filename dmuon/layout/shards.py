@@ -11,6 +11,8 @@ from math import prod
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from dmuon.layout.ranks import Position
+
 __all__ = ["Cell", "Piece", "Run", "ShardLayout", "cells", "layout_from_shapes", "layout_of"]
 
 Run = tuple[int, int]  # half-open [start, stop) of global indices
@@ -46,7 +48,12 @@ class Piece:
 
     def covers(self, shape: Sequence[int]) -> bool:
         """Whether this is all of a tensor of ``shape``."""
-        return self.runs == tuple(_whole(length) for length in shape)
+        return self == Piece.whole(shape)
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Piece:
+        """All of a tensor of ``shape``."""
+        return cls(tuple(_whole(length) for length in shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,7 @@ class Cell:
 
     start: int
     stop: int
-    holders: tuple[int, ...]
+    holders: tuple[Position, ...]
     layout: ShardLayout
 
 
@@ -147,11 +154,11 @@ def cells(layout: ShardLayout) -> list[Cell]:
     of_matrix = [Piece(piece.runs[1:]) for piece in layout.pieces]
     bounds = sorted({bound for piece in layout.pieces for run in piece.runs[0] for bound in run})
     index = {bound: i for i, bound in enumerate(bounds)}
-    holders: list[list[int]] = [[] for _ in bounds[1:]]
+    holders: list[list[Position]] = [[] for _ in bounds[1:]]
     for position, piece in enumerate(layout.pieces):
         for start, stop in piece.runs[0]:
             for i in range(index[start], index[stop]):
-                holders[i].append(position)
+                holders[i].append(Position(position))
     layouts: dict[tuple[tuple[Piece, ...], tuple[int, ...]], ShardLayout] = {}
     found: list[Cell] = []  # at each bound a run begins or ends, so that no two neighbours have equal holders
     for (start, stop), of_cell in zip(pairwise(bounds), map(tuple, holders), strict=True):

@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.layout.ranks import GlobalRank
+
 __all__ = ["Coordinate", "Topology", "topology_of"]
 
 _CONTEXT = ("cp", "context", "context_parallel")  # ranks of one sequence: they hold the same weights
@@ -34,40 +36,40 @@ class Topology:
     """Every rank that takes part, and its coordinate.
 
     Attributes:
-        ranks: global ranks in ascending order; a position in it is what plans call a rank.
+        ranks: in ascending order; plans number the ranks by their positions in it.
         coordinates: of each.
         replicas, shards, tensor: extents; weights are sharded over ``shards`` ranks, and ``replicas`` hold copies.
     """
 
-    ranks: tuple[int, ...]
+    ranks: tuple[GlobalRank, ...]
     coordinates: tuple[Coordinate, ...]
     replicas: int
     shards: int
     tensor: int = 1
 
-    def rank_at(self, r: int, s: int, t: int = 0) -> int:
-        """The global rank at a coordinate."""
+    def rank_at(self, r: int, s: int, t: int = 0) -> GlobalRank:
+        """The rank at a coordinate."""
         return self.ranks[self.coordinates.index(Coordinate(r, s, t))]
 
-    def of(self, rank: int) -> Coordinate:
-        """The coordinate of a global rank."""
+    def of(self, rank: GlobalRank) -> Coordinate:
+        """The coordinate of a rank."""
         return self.coordinates[self.ranks.index(rank)]
 
-    def partition(self, along: Literal["r", "s", "t", "rs"]) -> list[tuple[int, ...]]:
-        """All groups of global ranks that differ in the named coordinates only, each in their order."""
-        groups: dict[tuple[int, ...], list[tuple[Coordinate, int]]] = {}
+    def partition(self, along: Literal["r", "s", "t", "rs"]) -> list[tuple[GlobalRank, ...]]:
+        """All groups of ranks that differ in the named coordinates only, each in their order."""
+        groups: dict[tuple[int, ...], list[tuple[Coordinate, GlobalRank]]] = {}
         for rank, at in zip(self.ranks, self.coordinates, strict=True):
             rest = tuple(getattr(at, name) for name in ("r", "s", "t") if name not in along)
             groups.setdefault(rest, []).append((at, rank))
         return [tuple(rank for _, rank in sorted(group)) for group in groups.values()]
 
-    def data_parallel(self, t: int) -> tuple[int, ...]:
-        """Global ranks of tensor-parallel rank ``t``, ascending."""
+    def data_parallel(self, t: int) -> tuple[GlobalRank, ...]:
+        """The ranks of tensor-parallel rank ``t``, ascending."""
         return tuple(rank for rank, at in zip(self.ranks, self.coordinates, strict=True) if at.t == t)
 
-    def with_tensor_parallel(self, groups: Iterable[Sequence[int]]) -> Topology:
+    def with_tensor_parallel(self, groups: Iterable[Sequence[GlobalRank]]) -> Topology:
         """The same replicas and shards, each of whose ranks is the first of ``groups`` that holds it, in that order."""
-        where: dict[int, Coordinate] = {}
+        where: dict[GlobalRank, Coordinate] = {}
         size = 1
         for group in groups:
             known = [self.of(rank) for rank in group if rank in self.ranks]
@@ -91,7 +93,7 @@ def topology_of(mesh: DeviceMesh) -> Topology:
     dims = sorted(range(mesh.ndim), key=lambda i: roles[i] == "shard")  # replicas first, the rest in order
     replicas = prod(mesh.size(i) for i in range(mesh.ndim) if roles[i] == "replicate")
     grid: torch.Tensor = mesh.mesh.permute(dims).reshape(replicas, -1)
-    where = {int(rank): Coordinate(r, s) for r, row in enumerate(grid.tolist()) for s, rank in enumerate(row)}
+    where = {GlobalRank(rank): Coordinate(r, s) for r, row in enumerate(grid.tolist()) for s, rank in enumerate(row)}
     ranks = tuple(sorted(where))
     if any(list(line) != sorted(line) for line in [*grid.tolist(), *grid.T.tolist()]):
         raise ValueError(f"mesh holds ranks {mesh.mesh.tolist()}, which do not ascend along every dimension; sort them")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon.model.matrix_shape import MatrixShape
+from dmuon.platform.options import is_integer
 
 __all__ = ["config_path", "read_model"]
 
@@ -84,7 +85,7 @@ class _Config:
         value = self.data.get(name)
         if value is None and default is not None:
             return default
-        self.check(name, isinstance(value, int) and not isinstance(value, bool), "an integer", value)
+        self.check(name, is_integer(value), "an integer", value)
         assert isinstance(value, int)
         self.check(name, value >= least, f"at least {least}", value)
         return value

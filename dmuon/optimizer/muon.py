@@ -27,6 +27,7 @@ from dmuon.optimizer.momentum import (
     load_momentum,
     show_momentum,
 )
+from dmuon.platform.options import check_flag
 from dmuon.platform.timing import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import adamw_step, init_adamw_state
@@ -95,8 +96,9 @@ class Muon(torch.optim.Optimizer):
             memory.
         distributed_config: who orthogonalizes matrices that dmuon does not own, and how they get there. ``None``: for
             DTensors :func:`dmuon.create_dtensor_config`, for what a ``DistributedDataParallel`` module replicates its
-            process group; other tensors are whole on this rank. Given, each optimizer has its own, and all ranks of its
-            groups build the optimizer, those without such matrices too.
+            process group; other tensors are whole on this rank. If given, all ranks of its groups build the optimizer,
+            those without such matrices too. Several optimizers may have one configuration; each plans for itself, on
+            process groups of its own.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -123,8 +125,7 @@ class Muon(torch.optim.Optimizer):
         overlap_backward: bool = False,
         distributed_config: DistributedConfig | None = None,
     ) -> None:
-        if not isinstance(overlap_backward, bool):
-            raise TypeError(f"overlap_backward must be True or False, got {overlap_backward!r}")
+        check_flag("overlap_backward", overlap_backward)
         if not (distributed_config is None or isinstance(distributed_config, DistributedConfig)):
             raise TypeError(
                 f"distributed_config must be a dmuon.DistributedConfig or None, got {type(distributed_config).__name__}"
@@ -196,7 +197,7 @@ class Muon(torch.optim.Optimizer):
         shared = [p for p in muon if not isinstance(p, OwnedTensor)]
         names = [self._name_of(p) for p in shared]
         last, self._exchange = self._exchange, None
-        self._exchange = exchange_for(self, self._given_config, self._copies, shared, names, self._device, last)
+        self._exchange = exchange_for(self._given_config, self._copies, shared, names, self._device, last)
         kept = {id(p): self.state[p].get(MOMENTUM) for p in muon if p in self.state}
         self._batches, self._runtimes = [], []
         for group in self.param_groups:

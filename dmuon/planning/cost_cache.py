@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from dmuon.kernels import Variant
 from dmuon.platform.files import parse_json, write_bytes
+from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable
 
 __all__ = [
@@ -356,5 +357,5 @@ def _object(value: object, name: str, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _integer(value: object, name: str, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    if not is_integer(value, least, most):
         raise _Invalid(f"{name} is {value!r}, not an integer from {least} to {most}")

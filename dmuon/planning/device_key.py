@@ -13,9 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dmuon.kernels import (
-    coefficient_sequence,
-)
+from dmuon.kernels import coefficient_sequence
 from dmuon.planning.cost_cache import CacheKey, CostCacheError
 
 __all__ = ["NsOptions", "device_key", "options_of"]

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dmuon.kernels import Variant
+from dmuon.layout.ranks import Position
 from dmuon.planning.cost_lookup import FoundCosts
 from dmuon.platform.files import read_json, write_text
+from dmuon.platform.options import is_integer
 from dmuon.solver import Matrix, Plan, Shape
 
 __all__ = ["AGAIN", "SOLVED", "OwnerPlan", "PlanSource", "said"]
@@ -56,7 +58,7 @@ class OwnerPlan:
             side = "has no matrices" if (small, large) in self.chunks else "is missing"
             raise ValueError(f"field 'chunks': shape {small}x{large} {side}; {AGAIN}")
         for (small, large), size in self.chunks.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if not is_integer(size, 1):
                 raise ValueError(f"field 'chunks.{small}x{large}' is {size!r}, not an integer of at least 1; {AGAIN}")
         for (small, large), variants in self.variants.items():
             name = f"field 'variants.{small}x{large}'"
@@ -85,9 +87,9 @@ class OwnerPlan:
         return self.solution.world
 
     @property
-    def owners(self) -> dict[str, int]:
-        """Canonical parameter name to owning rank of the mesh."""
-        return dict(self.solution.owners)
+    def owners(self) -> dict[str, Position]:
+        """Canonical parameter name to the owner's position among the ranks that the plan is for."""
+        return {name: Position(owner) for name, owner in self.solution.owners.items()}
 
     @property
     def digest(self) -> str:
@@ -168,7 +170,7 @@ class OwnerPlan:
         if not isinstance(document, dict):
             raise ValueError(f"holds no JSON object; {AGAIN}")
         schema = document.get("schema")
-        if schema != _SCHEMA or isinstance(schema, bool):
+        if not is_integer(schema, _SCHEMA, _SCHEMA):
             raise ValueError(f"field 'schema' is {schema!r}, this version of dmuon reads {_SCHEMA}; {AGAIN}")
         odd = sorted(document.keys() ^ {*_FIELDS, _CHECKSUM})
         if odd:

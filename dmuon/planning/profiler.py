@@ -15,18 +15,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dmuon.kernels import (
+    HALF,
     Variant,
     alternatives,
     batch_size,
     choose_variant,
     coefficient_sequence,
+    drop_graphs,
     muon_update_,
     newton_schulz_flops,
     orthogonalize,
     storage_dtype,
 )
-from dmuon.kernels.replay import forget
-from dmuon.kernels.variant import HALF
 from dmuon.planning.cost_cache import Shape, Timing
 from dmuon.planning.device_key import NsOptions
 
@@ -341,7 +341,7 @@ def _clock(device: torch.device) -> Iterator[Clock]:
         try:
             yield accelerator_time
         finally:
-            forget()  # graphs that were tried keep memory
+            drop_graphs()  # graphs that were tried keep memory
 
 
 def _cpu_clock(cache: Tensor) -> Clock:

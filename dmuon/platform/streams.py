@@ -1,4 +1,17 @@
-"""Device specifics: streams and groups for communication, phase timing. CPU code paths pay nothing for them."""
+"""Streams beside the one that computes, and what else differs between devices. On the CPU all of it costs nothing.
+
+[Note: who keeps a tensor alive on which stream]
+The memory of a tensor belongs to the stream that was current when it was made. Once the last reference is gone, that
+stream's next allocation may take the memory, although another stream has yet to read it. So whatever a second stream
+reads or writes is protected in one of three ways:
+
+1. Somebody keeps a reference until the first stream has waited for the second: collectives that are under way keep
+   what they send and receive (``OwnedBuffer._outgoing``, ``GradReduction._in_flight``, ``GradAverager``'s buckets).
+2. Where nobody knows when the last reference goes, the reader says so in advance (``Stream.beside(reads)``): the user
+   may clear a gradient from which an update is being computed.
+3. The flat buffers of owned weights never lose their last reference; their storage is resized instead, and only by the
+   stream that computes, after it has waited for every collective on them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Aside", "CommStreams", "HostCopy", "SideStream", "group_options", "mesh_device"]
+__all__ = ["HostCopy", "Stream", "group_options", "mesh_device"]
 
 
 def mesh_device(device_type: str) -> torch.device:
@@ -31,97 +44,48 @@ def group_options(device_type: str, urgent: bool, timeout: timedelta | None) -> 
     return options
 
 
-class CommStreams:
-    """One stream each on which fills, publications and reductions start; on the CPU none exists."""
+class Stream:
+    """A stream beside the one that computes; on the CPU everything runs in turn.
 
-    def __init__(self, device: torch.device) -> None:
-        self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
+    Args:
+        priority: negative for work that runs before other work that waits, as torch says it.
+    """
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._device = device
-        self._fill = None if self._module is None else self._module.Stream(device)
-        self._publish = None if self._module is None else self._module.Stream(device)
-        self._reduce = None if self._module is None else self._module.Stream(device)
-
-    def join(self) -> None:
-        """Everything queued from here on runs after what fills and publications have queued so far."""
-        if self._module is not None:
-            for stream in (self._fill, self._publish):
-                self._module.current_stream(self._device).wait_stream(stream)
-
-    def join_reductions(self) -> None:
-        """Everything queued from here on runs after what reductions have queued so far."""
-        if self._module is not None:
-            self._module.current_stream(self._device).wait_stream(self._reduce)
-
-    @contextmanager
-    def fill(self) -> Iterator[None]:
-        """Collectives started inside run after everything queued so far, beside everything queued later."""
-        with self._beside(self._fill):
-            yield
-
-    @contextmanager
-    def publish(self) -> Iterator[None]:
-        """As :meth:`fill`, on the stream of publications."""
-        with self._beside(self._publish):
-            yield
-
-    @contextmanager
-    def reduce(self) -> Iterator[None]:
-        """As :meth:`fill`, on the stream of reductions."""
-        with self._beside(self._reduce):
-            yield
-
-    @contextmanager
-    def _beside(self, stream: torch.Stream | None) -> Iterator[None]:
-        if self._module is None or stream is None:
-            yield
-            return
-        stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(stream):
-            yield
-
-
-class SideStream:
-    """A stream for computation beside the current one; on the CPU everything runs in turn."""
-
-    def __init__(self, device: torch.device) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
-        self._device = device
-        self._stream = None if self._module is None else self._module.Stream(device)
+        self._stream = None if self._module is None else self._module.Stream(device, priority=priority)
 
     @contextmanager
-    def beside(self, read: Sequence[torch.Tensor]) -> Iterator[None]:
-        """What is queued inside runs after everything queued so far, and may read ``read`` even if they are freed."""
+    def beside(self, reads: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+        """What is queued inside runs after everything queued so far, and beside everything queued later.
+
+        Args:
+            reads: tensors that are read inside and may lose their last reference before that has happened.
+        """
         if self._module is None or self._stream is None:
             yield
             return
         self._stream.wait_stream(self._module.current_stream(self._device))
-        for tensor in read:
+        for tensor in reads:
             tensor.record_stream(self._stream)
         with self._module.stream(self._stream):
             yield
 
-    def join(self) -> None:
-        """Everything queued on the current stream from here on runs after what was queued inside."""
-        if self._module is not None:
-            self._module.current_stream(self._device).wait_stream(self._stream)
-
-
-class Aside:
-    """A stream that waits for nothing that computes; on the CPU there is none."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
-        self._stream = None if self._module is None else self._module.Stream(device, priority=-1)
-
     @contextmanager
-    def beside_nothing(self) -> Iterator[None]:
-        """What is queued inside needs no result of what was queued before, and ends before the host goes on."""
+    def alone(self) -> Iterator[None]:
+        """What is queued inside waits for nothing queued before, and has ended when the host goes on."""
         if self._module is None or self._stream is None:
             yield
             return
         with self._module.stream(self._stream):
             yield
             self._stream.synchronize()
+
+    def join(self) -> None:
+        """Everything queued from now on runs after what was queued on this stream so far."""
+        if self._module is not None:
+            self._module.current_stream(self._device).wait_stream(self._stream)
 
 
 class HostCopy:

@@ -10,9 +10,8 @@ import torch
 
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.runtime import Runtime
-from dmuon.kernels import storage_dtype
-from dmuon.kernels.arithmetic import carrier_dtype
-from dmuon.layout.parcels import gathers, received_numel, scatters
+from dmuon.kernels import carrier_dtype, storage_dtype
+from dmuon.layout.parcels import travels
 from dmuon.optimizer.muon import Muon
 from dmuon.step.batches import make_batches
 from dmuon.step.pipeline import started_first
@@ -98,7 +97,9 @@ def expected_memory(runtime: Runtime) -> Memory:
             sizes_here = [(end - start) * _itemsize(group) for start, end in parts]
             outgoing += sizes_here[comm.at.r]
             standins += sum(sizes_here) - sizes_here[comm.at.r]
-    masters = sum(e.local_shape.numel() * e.master.element_size() for e in runtime.entries() if e.owner == comm.rank)
+    masters = sum(
+        e.local_shape.numel() * e.master.element_size() for e in runtime.entries() if e.owner == comm.position
+    )
     return Memory(masters, standins, outgoing, kept, 0 if kept else sum(ahead), max(sizes, default=0))
 
 
@@ -135,14 +136,13 @@ def expected_traffic(
 
 
 def _count_exchanges(runtime: Runtime, ns_dtype: torch.dtype | None, calls: Counter[str], nbytes: Counter[str]) -> None:
-    me = runtime.comm.at.t
     batches = make_batches([entry.rest for entry in runtime.entries()], planned_only=True)
     for round_ in exchanged_rounds(0, batches, small_numel=0, nbytes=0, together=True):
         momentum = round_.batches[0].momentum
         back = carrier_dtype(runtime.comm.device, storage_dtype(momentum.dtype, runtime.comm.device, ns_dtype))
-        before, after = received_numel(round_.parcels, me)
-        calls["exchange"] += int(gathers(round_.parcels)) + int(scatters(round_.parcels))
-        nbytes["exchange"] += before * momentum.element_size() + after * back.itemsize
+        one = _RoundBytes.of(round_, back.itemsize)
+        calls["exchange"] += one.calls
+        nbytes["exchange"] += one.received + one.returned
 
 
 def expected_exchange(optimizer: Muon) -> ExchangeBudget:
@@ -225,23 +225,24 @@ class _RoundBytes:
     @classmethod
     def of(cls, round_: ExchangedRound, back: int) -> _RoundBytes:
         """``back``: bytes of an element of an update."""
-        here, parcels = round_.domain.rank, round_.parcels
-        itemsize = round_.batches[0].momentum.element_size()
-        received, returned = received_numel(parcels, here)
-        parts = own_parts = sent = whole = updates = answered = 0
-        for parcel in parcels:
-            piece, senders = parcel.pieces.get(here), parcel.senders
-            held = 0 if piece is None else parcel.count * piece.numel
-            parts += held
-            if parcel.owner != here:
-                sent += parcel.count * senders[here].numel if here in senders else 0
-                continue
-            own_parts += held
-            if not (here in senders and senders[here].covers(parcel.layout.shape)):
-                whole += parcel.numel
-            updates += parcel.numel
-            answered += parcel.packed_numel
-        calls = int(gathers(parcels)) + int(scatters(parcels))
+        position, itemsize = round_.domain.position, round_.batches[0].momentum.element_size()
+        parts = own_parts = sent = received = whole = updates = answered = returned = 0
+        for parcel in round_.parcels:
+            gather, scatter = parcel.to_owner, parcel.from_owner
+            piece = parcel.pieces.get(position)
+            part = 0 if piece is None else parcel.count * piece.numel
+            parts += part
+            sent += sum(gather.numel_out(position).values())
+            received += sum(gather.numel_in(position).values())
+            answered += sum(scatter.numel_out(position).values())
+            returned += sum(scatter.numel_in(position).values())
+            if parcel.owner == position:
+                own_parts += part
+                updates += parcel.numel
+                if position not in gather.senders or not gather.senders[position].covers(parcel.layout.shape):
+                    whole += parcel.numel
+        calls = int(travels(parcel.to_owner for parcel in round_.parcels))
+        calls += int(travels(parcel.from_owner for parcel in round_.parcels))
         return cls(
             calls,
             parts * itemsize,

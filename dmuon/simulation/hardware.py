@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from dmuon.platform.options import is_integer, is_number
+
 __all__ = ["HARDWARE", "Device", "Hardware", "Link", "hardware"]
 
 _COUNTS = ("sms", "memory", "gpus_per_node")
@@ -126,7 +128,7 @@ def hardware(name: str, /, **overrides: float) -> Hardware:
 
 def _check(label: str, value: object) -> None:
     count = label.endswith(_COUNTS)
-    if isinstance(value, bool) or not isinstance(value, int if count else (int, float)):
+    if not is_number(value) or (count and not is_integer(value)):
         raise ValueError(f"{label}={value!r} must be a {'positive whole number' if count else 'number'}; give one")
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{label}={value!r} must be finite and positive; give it in bytes, FLOP and seconds")

@@ -15,12 +15,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dmuon.kernels import choose_variant, coefficient_sequence
-from dmuon.kernels.arithmetic import Arithmetic
-from dmuon.kernels.iteration import Iteration, iterate, make_iteration
-from dmuon.kernels.variant import HALF
+from dmuon.kernels import (
+    HALF,
+    Arithmetic,
+    Iteration,
+    choose_variant,
+    coefficient_sequence,
+    iterate,
+    make_iteration,
+)
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.profiler import useful_batch_sizes
+from dmuon.platform.options import is_integer
 from dmuon.simulation.hardware import Device
 from dmuon.solver import CostTable, Shape
 
@@ -119,7 +125,7 @@ def wave_costs(
     CostTable({shape: {1: 1} for shape in limits})  # refuses a shape by name before it is computed with
     costs: dict[Shape, dict[int, int]] = {}
     for shape, limit in limits.items():
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        if not is_integer(limit, 1):
             raise ValueError(f"limits: shape {shape}: {limit!r} must be a positive integer; give the largest batch")
         sequence = coefficient_sequence(options.coefficients, options.steps)
         variant = choose_variant(shape, 1, sequence, dtype, torch.device("cuda"), backend="torch")

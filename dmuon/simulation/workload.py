@@ -11,6 +11,7 @@ from typing import Any
 
 from dmuon.model.config import config_path, read_model
 from dmuon.model.matrix_shape import MatrixShape
+from dmuon.platform.options import is_integer
 
 __all__ = ["Block", "Workload"]
 
@@ -162,7 +163,7 @@ class Workload:
 
 
 def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_integer(value, 1):
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
 
 
@@ -176,9 +177,9 @@ def _active_experts(path: Path, data: Mapping[str, Any], matrices: Iterable[Matr
         return 1.0
     name = next((name for name in _EXPERT_COUNTS if name in data), _EXPERT_COUNTS[0])
     experts, chosen = data.get(name), data.get("num_experts_per_tok")
-    if isinstance(experts, bool) or not isinstance(experts, int) or experts < 1:
+    if not is_integer(experts, 1):
         raise ValueError(f"{path}: field '{name}' is {experts!r}; set it to the number of routed experts")
-    if isinstance(chosen, bool) or not isinstance(chosen, int) or not 1 <= chosen <= experts:
+    if not is_integer(chosen, 1, experts):
         raise ValueError(f"{path}: field 'num_experts_per_tok' is {chosen!r}; set it to an integer from 1 to {experts}")
     return float(chosen / experts)
 
@@ -211,13 +212,13 @@ def _ends(path: Path, data: Mapping[str, Any], tokens: int, hidden: int) -> Bloc
     vocabulary = data.get("vocab_size")
     if vocabulary is None:
         return Block("ends", 0.0, 0.0, 0, 0)
-    if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or vocabulary < 1:
+    if not is_integer(vocabulary, 1):
         raise ValueError(f"{path}: field 'vocab_size' is {vocabulary!r}; set it to an integer of at least 1")
     tied = data.get("tie_word_embeddings", data["model_type"] == "gpt2")  # the defaults of Hugging Face
     if not isinstance(tied, bool):
         raise ValueError(f"{path}: field 'tie_word_embeddings' is {tied!r}; set it to true or false")
     positions = data.get("n_positions", 0) if data["model_type"] == "gpt2" else 0
-    if isinstance(positions, bool) or not isinstance(positions, int) or positions < 0:
+    if not is_integer(positions, 0):
         raise ValueError(f"{path}: field 'n_positions' is {positions!r}; set it to an integer of at least 0")
     table = vocabulary * hidden
     forward = 2.0 * tokens * table

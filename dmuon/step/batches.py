@@ -123,7 +123,7 @@ def make_batches(
                 offset = len(positions)
                 positions.update({id(entry.rest): offset + i for i, entry in enumerate(runtime.entries())})
             entry = runtime.entry_of(param)
-            if entry.owner == runtime.comm.rank:
+            if entry.owner == runtime.comm.position:
                 split = None
                 if entry.parcel is not None:
                     assert runtime.tensor_domain is not None
@@ -198,7 +198,7 @@ def _of_stack(param: Tensor, position: int, assigned: Sequence[Task] | None, pla
     for at in assigned:
         m, n = at.parcel.layout.shape
         size = _batch_size(param, at)
-        held = at.domain.rank in at.parcel.pieces
+        held = at.domain.position in at.parcel.pieces
         for start in range(at.start, at.stop, size):
             count = min(size, at.stop - start)
             offset = at.offset + start - at.start
@@ -239,5 +239,6 @@ def _batch_size(param: Tensor, at: Task | None) -> int:
         return max(1, _PLAIN_BATCH_ELEMENTS // max(1, small * large))
     itemsize = torch.promote_types(param.dtype, torch.float32).itemsize
     planned = at.domain.chunks.get((small, large), _PLAIN_BATCH_ELEMENTS // (small * large))
-    held_at_once = max(small * large, at.parcel.packed_numel // at.parcel.count)  # with copies, what is sent back
+    packed = sum(at.parcel.from_owner.numel_out(at.parcel.owner).values())  # as many copies as there are elsewhere
+    held_at_once = max(small * large, packed // at.parcel.count)
     return max(1, min(planned, at.nbytes // (held_at_once * itemsize)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.platform.streams import SideStream
+from dmuon.platform.streams import Stream
 from dmuon.platform.timing import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
@@ -66,7 +66,7 @@ class EarlyUpdates:
         self._batch_of = {id(p): batch for _, batch in batches for p in batch.params}
         self._landed: dict[int, set[int]] = {}
         self._ready: dict[int, _Early] = {}
-        self._side = SideStream(device)
+        self._side = Stream(device)
         self._timer = PhaseTimer(device)
         self._last = PhaseTimer(device)  # of what came before the last step
         self.taken = 0  # batches of the last step

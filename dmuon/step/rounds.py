@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dmuon.comm.redistribution import Gathering, Scattering, start_gather, start_scatter
+from dmuon.comm.redistribution import Redistribution, start_redistribution
 from dmuon.layout.parcels import Parcel
 from dmuon.platform.timing import PhaseTimer
 from dmuon.step.batches import Batch
@@ -98,8 +98,8 @@ class ExchangedRound:
         self.exchanged = any(len(parcel.holders) > 1 for parcel in self.parcels)
         self._what = what
         self._present: list[list[bool]] = []
-        self._gathering: Gathering | None = None
-        self._scattering: Scattering | None = None
+        self._gathering: Redistribution | None = None
+        self._scattering: Redistribution | None = None
 
     def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
         self._gathering = self._scattering = None  # a step before may have failed
@@ -107,12 +107,14 @@ class ExchangedRound:
         if not any(map(any, self._present)):
             return
         with timer.phase("momentum"):
-            parts = [
-                folded(group, batch, there) if self._held(batch) else None
-                for batch, there in zip(self.batches, self._present, strict=True)
-            ]
+            parts = {
+                i: folded(group, batch, present_params)
+                for i, (batch, present_params) in enumerate(zip(self.batches, self._present, strict=True))
+                if self._held(batch)
+            }
         with timer.phase("exchange"):
-            self._gathering = start_gather(parts, self.parcels, self.domain, self._like(), self._what)
+            routes = [parcel.to_owner for parcel in self.parcels]
+            self._gathering = start_redistribution(routes, parts, self.domain, self._like(), f"gather of {self._what}")
 
     def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
         if self._gathering is None:
@@ -129,7 +131,8 @@ class ExchangedRound:
         like = self._like()
         like = like.to(wire_dtype(group, like.dtype, like.device))
         with timer.phase("exchange"):
-            self._scattering = start_scatter(whole, self.parcels, self.domain, like, self._what)
+            routes = [parcel.from_owner for parcel in self.parcels]
+            self._scattering = start_redistribution(routes, whole, self.domain, like, f"scatter of {self._what}")
         return done
 
     def finish(self, group: Mapping[str, Any], timer: PhaseTimer) -> None:
@@ -138,10 +141,10 @@ class ExchangedRound:
         with timer.phase("exchange"):
             updates = self._scattering.wait()
         self._scattering = None
-        for batch, update, there in zip(self.batches, updates, self._present, strict=True):
-            if update is not None:
-                for start, end in batch.runs(there):
-                    apply(group, batch, batch.params[start:end], update[batch.rows(start, end)], timer)
+        for i, update in updates.items():
+            batch = self.batches[i]
+            for start, end in batch.runs(self._present[i]):
+                apply(group, batch, batch.params[start:end], update[batch.rows(start, end)], timer)
 
     def __str__(self) -> str:
         """What all ranks of the domain must agree on before anything travels."""
@@ -150,7 +153,7 @@ class ExchangedRound:
 
     def _held(self, batch: Batch) -> bool:
         assert batch.parcel is not None
-        return self.domain.rank in batch.parcel.pieces
+        return self.domain.position in batch.parcel.pieces
 
     def _like(self) -> Tensor:
         momentum = self.batches[0].momentum

@@ -15,17 +15,17 @@ from dmuon.kernels import (
     Variant,
     adapted,
     apply_update_,
+    carrier_dtype,
     choose_variant,
     coefficient_sequence,
     momentum_update,
+    normalize,
     normalized_momentum,
     run,
     storage_dtype,
     update_scale,
     variant_fault,
 )
-from dmuon.kernels.arithmetic import carrier_dtype
-from dmuon.kernels.normalization import normalize
 from dmuon.platform.timing import PhaseTimer
 from dmuon.step.batches import Batch
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dmuon import create_dtensor_config
 from dmuon.comm.domain import Domain, make_domain
-from dmuon.comm.redistribution import start_gather, start_scatter
+from dmuon.comm.redistribution import start_redistribution
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.parcels import Parcel
 from dmuon.layout.shards import Piece, ShardLayout, layout_of
@@ -159,8 +159,10 @@ def random_layout(source: random.Random, world: int, shape: tuple[int, int]) -> 
 
 def own_part(whole: Tensor, piece: Piece) -> Tensor | None:
     """``(count, …)`` of what ``piece`` has of each matrix; None where that is nothing."""
-    if not piece.numel:
-        return None
+    return part_of_each(whole, piece) if piece.numel else None
+
+
+def part_of_each(whole: Tensor, piece: Piece) -> Tensor:
     return torch.stack([part_of(matrix, piece) for matrix in whole])
 
 
@@ -178,16 +180,16 @@ def batches_travel(rank: int, world: int, first: int, count: int) -> int:
             wholes.append(torch.randn(parcels[-1].count, *layout.shape, generator=generator).to(dtype))
         parts = [own_part(whole, parcel.layout.pieces[rank]) for whole, parcel in zip(wholes, parcels, strict=True)]
         like = torch.empty(0, dtype=dtype)
-        collected = start_gather(parts, parcels, domain, like, "a test").wait()
+        sent = {i: part for i, part in enumerate(parts) if part is not None}
+        collected = start_redistribution([p.to_owner for p in parcels], sent, domain, like, "a test").wait()
         assert sorted(collected) == [i for i, parcel in enumerate(parcels) if parcel.owner == rank]
         for i, whole in collected.items():
             assert torch.equal(whole, wholes[i]), f"case {case}: {parcels[i]}"
         twice = {i: 2 * whole for i, whole in collected.items()}
-        back = start_scatter(twice, parcels, domain, like, "a test").wait()
-        for parcel, part, arrived in zip(parcels, parts, back, strict=True):
-            assert (part is None) == (arrived is None), f"case {case}: {parcel}"
-            if part is not None and arrived is not None:
-                assert torch.equal(arrived, 2 * part), f"case {case}: {parcel}"
+        back = start_redistribution([p.from_owner for p in parcels], twice, domain, like, "a test").wait()
+        assert back.keys() == sent.keys(), f"case {case}: {parcels}"
+        for i, arrived in back.items():
+            assert torch.equal(arrived, 2 * sent[i]), f"case {case}: {parcels[i]}"
     return count
 
 
@@ -205,7 +207,9 @@ def several_under_way(rank: int, world: int) -> None:
     parcels = [Parcel(2, layout, tuple(range(world)), i % world) for i in range(4)]
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         gatherings = [
-            start_gather([own_part(whole, layout.pieces[rank])], [parcel], domain, whole.new_empty(0), f"{i}")
+            start_redistribution(
+                [parcel.to_owner], {0: part_of_each(whole, layout.pieces[rank])}, domain, whole.new_empty(0), f"{i}"
+            )
             for i, (whole, parcel) in enumerate(zip(wholes, parcels, strict=True))
         ]
         for i in order:
@@ -225,7 +229,7 @@ def nothing_travels(rank: int, world: int) -> None:
     layout = layout_of((4, 3), (world,), [Replicate()])
     parcel = Parcel(1, layout, tuple(range(world)), 1)
     whole = numbered((1, 4, 3), torch.float32)
-    gathering = start_gather([whole], [parcel], domain, whole.new_empty(0), "copies")
+    gathering = start_redistribution([parcel.to_owner], {0: whole}, domain, whole.new_empty(0), "copies")
     assert not domain.monitor._lanes, "a collective was started"
     found = gathering.wait()
     assert found.keys() == ({0} if rank == 1 else set())

@@ -40,7 +40,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
 from dmuon import create_dtensor_config, create_processgroup_config
-from dmuon.layout.parcels import gathers, received_numel, scatters
+from dmuon.layout.parcels import travels
 from dmuon.step.pipeline import started_first
 
 STEPS = 20
@@ -219,16 +219,21 @@ def count_step(_rank: int, _world: int, names: list[str], options: dict[str, Any
             laid.backward(step)
             with no_whole_tensors(), Count() as count:
                 optimizer.step()
-        rounds = [(r.parcels, r.domain.rank) for r in optimizer._rounds if r.exchanged]
+        exchanged = [r for r in optimizer._rounds if r.exchanged]
+        rounds = [
+            ([getattr(parcel, way) for parcel in r.parcels], r.domain.position)
+            for r in exchanged
+            for way in ("to_owner", "from_owner")
+        ]
         exchange = optimizer._exchange
         held = zip(exchange._params, exchange.owners, strict=True)
         local = [(p.numel(), p._local_tensor.numel() if isinstance(p, DTensor) else p.numel(), o) for p, o in held]
         found[name] = {
             "calls": count.calls,
             "received": count.nbytes.get("alltoall_base_", 0),
-            "rounds": len(rounds),
-            "exchanges": sum(gathers(p) + scatters(p) for p, _ in rounds),
-            "by the rounds": 4 * sum(sum(received_numel(p, at)) for p, at in rounds),
+            "rounds": len(exchanged),
+            "exchanges": sum(travels(routes) for routes, _ in rounds),
+            "by the rounds": 4 * sum(sum(route.numel_in(at).values()) for routes, at in rounds for route in routes),
             "by the shards": 4 * sum(n - mine if o == dist.get_rank() else mine for n, mine, o in local),
         }
     return found

@@ -10,7 +10,8 @@ import torch
 from aot import Recorder, Resources, resources
 
 from dmuon.kernels import symmetric_triton as triton_symmetric
-from dmuon.kernels.symmetric_triton import TileConfig, symmetric_product
+from dmuon.kernels.symmetric_tiles import TileConfig
+from dmuon.kernels.symmetric_triton import symmetric_product
 from dmuon.kernels.symmetric_triton_kernel import symmetric_product_kernel
 
 # Shared memory that one block may take, in bytes, by compute capability.

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuon.kernels.symmetric_triton import TileConfig, symmetric_product
+from dmuon.kernels.symmetric_tiles import TileConfig
+from dmuon.kernels.symmetric_triton import symmetric_product
 from dmuon.kernels.symmetric_triton_kernel import lower_tile, triangular_root
 
 POINTERS = TileConfig(32, 16, 4, 2, group=2)

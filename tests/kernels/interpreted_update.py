@@ -55,7 +55,6 @@ class ApplyCase:
     k: int = 3
     param: torch.dtype = torch.float32
     update: torch.dtype = torch.float16
-    copy: torch.dtype | None = None
     lr: float = 0.02
     weight_decay: float = 0.1
     scale: float = 1.3
@@ -111,15 +110,12 @@ APPLY_CASES = {
     "bf16 update": ApplyCase(update=torch.bfloat16),
     "fp16 parameters": ApplyCase(param=torch.float16),
     "bf16 parameters": ApplyCase(param=torch.bfloat16),
-    "fp16 copies": ApplyCase(copy=torch.float16),
-    "bf16 copies": ApplyCase(copy=torch.bfloat16),
-    "fp16 copies of bf16 parameters": ApplyCase(param=torch.bfloat16, copy=torch.float16),
-    "ragged": ApplyCase(shape=(37, 61), copy=torch.float16),
-    "unaligned": ApplyCase(offset=1, copy=torch.float16),
-    "two tiles": ApplyCase(shape=(40, 60), copy=torch.float16),
+    "ragged": ApplyCase(shape=(37, 61)),
+    "unaligned": ApplyCase(offset=1),
+    "two tiles": ApplyCase(shape=(40, 60)),
     "whole tiles": ApplyCase(shape=(64, 64)),
     "one row": ApplyCase(shape=(1, 2049)),
-    "one element": ApplyCase(shape=(1, 1), k=1, copy=torch.float16),
+    "one element": ApplyCase(shape=(1, 1), k=1),
     "many of one element": ApplyCase(shape=(1, 1), k=9),
 }
 
@@ -239,12 +235,10 @@ def run_apply(case: ApplyCase) -> dict[str, object]:
         buffers = Buffers(case.offset)
         params = [torch.nn.Parameter(buffers.place(value)) for value in values]
         update = buffers.place(change)
-        blank = [torch.zeros(case.shape, dtype=case.copy) for _ in values] if case.copy is not None else []
-        copies = [buffers.place(tensor) for tensor in blank]
         version = params[0]._version
-        apply_update(params, update, **options, copies=copies if case.copy is not None else None)
-        runs.append([*params, *copies])
-    params, copies = runs[0][: case.k], runs[0][case.k :]
+        apply_update(params, update, **options)
+        runs.append(params)
+    params = runs[0]
 
     result = torch.stack(params).detach()
     decay, step = 1 - case.lr * case.weight_decay, case.lr * case.scale
@@ -252,15 +246,13 @@ def run_apply(case: ApplyCase) -> dict[str, object]:
     terms = decay * torch.stack(values).double().abs() + step * change.double().abs()
     torch_params = [value.clone() for value in values]
     apply_update_(torch_params, change, **options)
-    cast = [param.detach().to(case.copy) for param in params] if case.copy is not None else []
     return {
         "error": worst(result - exact, terms),
         "rounding": worst(result - exact, exact),
         "torch rounding": worst(torch.stack(torch_params) - exact, exact),
         "against torch": worst(result.double() - torch.stack(torch_params), terms),
         "unchanged": same(result, torch.stack(values)),
-        "copy error": max((worst(a.double() - b, b) for a, b in zip(copies, cast, strict=True)), default=0.0),
-        "margins intact": buffers.margins_intact([t.numel() for t in [*values, change, *copies]]),
+        "margins intact": buffers.margins_intact([t.numel() for t in [*values, change]]),
         "update intact": same(update, change),
         "repeats": all(same(first, second) for first, second in zip(*runs, strict=True)),
         "versions": [params[0]._version - version],
@@ -275,16 +267,16 @@ def run_empty() -> dict[str, object]:
         norms = momentum_norms(grads, momentum, beta=0.9, nesterov=True)
         out = torch.zeros(k, m, n, dtype=torch.float16)
         normalized_update(grads, momentum, norms, beta=0.9, nesterov=True, eps=0.0, out=out)
-        apply_update(grads, out, lr=0.1, weight_decay=0.1, scale=1.0, copies=[torch.zeros(m, n) for _ in range(k)])
+        apply_update(grads, out, lr=0.1, weight_decay=0.1, scale=1.0)
         results[name] = norms.tolist()
     return results
 
 
 def run_exact_bf16() -> list[float]:
-    """A bf16 parameter, and its bf16 copy, where no result needs rounding."""
-    param, copy = torch.ones(5, 3, dtype=torch.bfloat16), torch.zeros(5, 3, dtype=torch.bfloat16)
-    apply_update([param], torch.ones(1, 5, 3), lr=0.25, weight_decay=0.0, scale=1.0, copies=[copy])
-    return sorted({*param.flatten().tolist(), *copy.flatten().tolist()})
+    """A bf16 parameter where no result needs rounding."""
+    param = torch.ones(5, 3, dtype=torch.bfloat16)
+    apply_update([param], torch.ones(1, 5, 3), lr=0.25, weight_decay=0.0, scale=1.0)
+    return sorted(set(param.flatten().tolist()))
 
 
 @triton.jit
@@ -309,32 +301,28 @@ def run_unsupported() -> dict[str, list[object]]:
     """For unfit tensors, the reason, and whether the passes refuse them with it."""
     good = [torch.zeros(4, 6), torch.zeros(4, 6)]
     stacked = torch.zeros(2, 4, 6)
-    half = [matrix.half() for matrix in good]
     cases = {
-        "fit": (good, stacked, ()),
-        "fit copies": (good, stacked, half),
-        "strided matrix": ([good[0], torch.zeros(6, 4).T], stacked, ()),
-        "strided stack": (good, torch.zeros(2, 6, 4).mT, ()),
-        "mixed dtypes": ([good[0], half[0]], stacked, ()),
-        "fp64": ([matrix.double() for matrix in good], stacked, ()),
-        "fp64 stack": (good, stacked.double(), ()),
-        "too few": (good[:1], stacked, ()),
-        "another shape": ([good[0], torch.zeros(6, 4)], stacked, ()),
-        "two dimensions": (good, stacked[0], ()),
-        "another device": ([good[0], torch.zeros(4, 6, device="meta")], stacked, ()),
-        "wrong device": (good, stacked.to("meta"), ()),
-        "sparse": ([good[0], good[1].to_sparse()], stacked, ()),
-        "too few copies": (good, stacked, half[:1]),
-        "mixed copies": (good, stacked, [half[0], good[0]]),
+        "fit": (good, stacked),
+        "strided matrix": ([good[0], torch.zeros(6, 4).T], stacked),
+        "strided stack": (good, torch.zeros(2, 6, 4).mT),
+        "mixed dtypes": ([good[0], good[1].half()], stacked),
+        "fp64": ([matrix.double() for matrix in good], stacked),
+        "fp64 stack": (good, stacked.double()),
+        "too few": (good[:1], stacked),
+        "another shape": ([good[0], torch.zeros(6, 4)], stacked),
+        "two dimensions": (good, stacked[0]),
+        "another device": ([good[0], torch.zeros(4, 6, device="meta")], stacked),
+        "wrong device": (good, stacked.to("meta")),
+        "sparse": ([good[0], good[1].to_sparse()], stacked),
     }
     results: dict[str, list[object]] = {}
-    for name, (matrices, stack, copies) in cases.items():
+    for name, (matrices, stack) in cases.items():
         try:
-            apply_update(matrices, stack, lr=0.1, weight_decay=0.0, scale=1.0, copies=copies or None)
+            apply_update(matrices, stack, lr=0.1, weight_decay=0.0, scale=1.0)
             refused = None
         except ValueError as error:
             refused = str(error)
-        results[name] = [unsupported(matrices, stack, copies), refused]
+        results[name] = [unsupported(matrices, stack), refused]
     return results
 
 
@@ -351,7 +339,6 @@ def run_refused() -> dict[str, str]:
         "strided out": lambda: normalized_update(
             grads, momentum, norms, **options, eps=0.0, out=torch.zeros(1, 6, 4).mT
         ),
-        "no copies": lambda: apply_update(grads, momentum, lr=0.1, weight_decay=0.0, scale=1.0, copies=[]),
     }
     messages = {}
     for name, call in calls.items():

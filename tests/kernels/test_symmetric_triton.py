@@ -18,7 +18,8 @@ from aot_symmetric import INSTRUCTION, PROCESSORS, SHARED_MEMORY, compile_produc
 from interpreted_symmetric import cases
 
 from dmuon.kernels import symmetric_triton as triton_symmetric
-from dmuon.kernels.symmetric_triton import TileConfig, candidates, default_config, symmetric_product, unsupported
+from dmuon.kernels.symmetric_tiles import TileConfig, candidates, default_config
+from dmuon.kernels.symmetric_triton import symmetric_product, unsupported
 
 CASES = [name for name, _ in cases()]
 PLAIN = {"decoding_covers_the_lower_triangle", "roots_are_exact_at_every_edge", "refusals", "nothing_to_do"}

@@ -104,15 +104,9 @@ def test_apply_equals_fp64_and_the_torch_path(results, name):
     assert result["unchanged"] == (case.lr == 0)
 
 
-@pytest.mark.parametrize("name", [name for name, case in APPLY_CASES.items() if case.copy is not None])
-def test_copies_are_the_new_parameters(results, name):
-    truncation = 2.0**-7 if APPLY_CASES[name].copy == torch.bfloat16 else 0.0
-    assert results["apply"][name]["copy error"] <= truncation
-
-
 @pytest.mark.pitfall("P39", "P44", "P45")
 @pytest.mark.parametrize("name", APPLY_CASES)
-def test_nothing_but_parameters_and_copies_changes(results, name):
+def test_nothing_but_parameters_changes(results, name):
     result = results["apply"][name]
     assert result["update intact"]
     assert result["margins intact"]
@@ -139,7 +133,6 @@ def test_offsets_pass_32_bits(results):
     ("name", "reason"),
     [
         ("fit", None),
-        ("fit copies", None),
         ("strided matrix", "matrix 1 has strides (1, 4); it is not contiguous"),
         ("strided stack", "the stacked tensor has strides (24, 1, 4); it is not contiguous"),
         ("mixed dtypes", "matrix 1 is torch.float16, not torch.float32"),
@@ -151,8 +144,6 @@ def test_offsets_pass_32_bits(results):
         ("another device", "matrix 1 is on meta, not on cpu"),
         ("wrong device", "the tensors are on meta, not on cpu"),
         ("sparse", "matrix 1 is a Tensor of layout torch.sparse_coo, not a plain dense tensor"),
-        ("too few copies", "there are 1 copies for 2 matrices"),
-        ("mixed copies", "copy 1 is torch.float32, not torch.float16"),
     ],
 )
 def test_unfit_tensors_are_named_and_refused(results, name, reason):
@@ -169,7 +160,6 @@ def test_unfit_tensors_are_named_and_refused(results, name, reason):
         ("fp32 norms", "norms is torch.float32, not torch.float64"),
         ("two norms", "norms is (2,), not (1,)"),
         ("strided out", "out has strides (24, 1, 4)"),
-        ("no copies", "there are 0 copies for 1 parameters"),
     ],
 )
 def test_unfit_arguments_are_refused(results, name, message):
@@ -204,7 +194,6 @@ NORMALIZE = {
 }
 APPLY = {
     "weights": "*i64",
-    "copies": "*i64",
     "update": "*fp16",
     "decay": "fp32",
     "step": "fp32",
@@ -219,9 +208,8 @@ COMPILED = {
     "normalize, bf16": (KERNELS[1], NORMALIZE | {"out": "*bf16"}, {"NESTEROV": True, "GRAD": tl.bfloat16}, 6, 2),
     "normalize, no nesterov": (KERNELS[1], NORMALIZE, {"NESTEROV": False, "GRAD": tl.float32}, 4, 2),
     "normalize, 64-bit size": (KERNELS[1], NORMALIZE | {"numel": "i64"}, {"NESTEROV": True, "GRAD": tl.float32}, 8, 2),
-    "apply": (KERNELS[2], APPLY, {"PARAM": tl.float32, "COPY": None}, 6, 4),
-    "apply, bf16 copies": (KERNELS[2], APPLY, {"PARAM": tl.float32, "COPY": tl.bfloat16}, 6, 6),
-    "apply, bf16": (KERNELS[2], APPLY | {"update": "*bf16"}, {"PARAM": tl.bfloat16, "COPY": None}, 4, 2),
+    "apply": (KERNELS[2], APPLY, {"PARAM": tl.float32}, 6, 4),
+    "apply, bf16": (KERNELS[2], APPLY | {"update": "*bf16"}, {"PARAM": tl.bfloat16}, 4, 2),
 }
 
 
@@ -238,7 +226,7 @@ def test_aligned_kernels_move_16_bytes_at_a_time_and_do_not_spill(name, arch):
     assert ".ftz" not in compiled.ptx, "subnormals count"
 
 
-@pytest.mark.parametrize("name", ["momentum", "normalize, bf16", "apply, bf16 copies"])
+@pytest.mark.parametrize("name", ["momentum", "normalize, bf16", "apply, bf16"])
 def test_unaligned_kernels_compile_and_do_not_spill(name):
     kernel, types, values, _, _ = COMPILED[name]
     compiled = compiled_update(kernel, types, {**values, "ALIGNED": False}, 90)

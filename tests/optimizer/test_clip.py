@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -188,7 +188,6 @@ LAYOUTS = {
     "owned, 2-D": Layout(4, partial(on_owners_by_hand, (2, 2), Shard(0)), torch_is_exact=True),
     "owned x TP replicated": Layout(4, partial(on_owners_by_hand, (2, 1, 2), Replicate())),
 }
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 # Oracle: torch's functions on whole gradients, in fp64.
@@ -257,8 +256,7 @@ def near(value: float) -> Any:
 # Every layout, every order.
 
 
-def clip_every_order(rank: int, world: int, layout: str) -> list[float]:
-    params = LAYOUTS[layout].parameters(rank, world)
+def clip_every_order(params: dict[str, Tensor]) -> list[float]:
     wholes = all_whole(params)
     assert_equal_weights(wholes, {n: p.grad for n, p in single_process().items() if p.grad is not None})
     snapshot = Snapshot(params.values())
@@ -276,15 +274,9 @@ def clip_every_order(rank: int, world: int, layout: str) -> list[float]:
     return totals
 
 
-@pytest.mark.pitfall("P36", "P37", "P14")
-@each_layout
-def test_norms_and_clipped_gradients_equal_single_process(ranks: RankPool, layout: str) -> None:
-    results = ranks(LAYOUTS[layout].world, clip_every_order, layout)
-    assert all(totals == results[0] for totals in results), "the same number on all ranks"
-
-
-def norms_of_some(rank: int, world: int, layout: str) -> None:
-    params = LAYOUTS[layout].parameters(rank, world)
+def norms_of_some(params: dict[str, Tensor]) -> int:
+    """How many norms of how many gradients were compared."""
+    compared = 0
     for name in ("blocks.0.up.bias", "blocks.2.mix.weight", "norm.weight"):
         local(params[name].grad).zero_()  # type: ignore[arg-type]
     wholes = all_whole(params)
@@ -299,21 +291,18 @@ def norms_of_some(rank: int, world: int, layout: str) -> None:
         expected = true_norm([wholes[n] for n in names], order)
         found = dmuon.clip_grad_norm_([params[n] for n in names], math.inf, order)
         assert float(found) == near(expected), f"{case}, order {order}"
+        compared += 1
     for name in ("blocks.0.mix.weight", "blocks.0.up.bias", "embed.weight"):
         params[name].grad = None
         del wholes[name]
     for order in ORDERS:
         found = dmuon.clip_grad_norm_(params.values(), math.inf, order)
         assert float(found) == near(true_norm(wholes.values(), order)), f"without some, order {order}"
+        compared += 1
     for param in params.values():
         param.grad = None
     assert [float(dmuon.clip_grad_norm_(params.values(), 1.0, p)) for p in ORDERS] == [0.0] * len(ORDERS)
-
-
-@pytest.mark.pitfall("P36", "P38", "P48")
-@each_layout
-def test_norms_of_some_parameters_equal_single_process(ranks: RankPool, layout: str) -> None:
-    ranks(LAYOUTS[layout].world, norms_of_some, layout)
+    return compared
 
 
 def poison(grad: Tensor, holder: int, bad: float) -> None:
@@ -330,8 +319,9 @@ def poison(grad: Tensor, holder: int, bad: float) -> None:
         local(grad).view(-1)[0] = bad
 
 
-def clip_nonfinite(rank: int, world: int, layout: str) -> None:
-    params = LAYOUTS[layout].parameters(rank, world)
+def clip_nonfinite(params: dict[str, Tensor]) -> int:
+    """How many poisoned gradients were told of."""
+    world, compared = dist.get_world_size(), 0
     names = ("blocks.1.up.weight", "blocks.2.up.bias", "embed.weight")
     wholes, clean = all_whole(params), Snapshot(params.values())
     for name, holder, bad in itertools.product(names, (0, world - 1), (math.nan, -math.inf)):
@@ -347,17 +337,14 @@ def clip_nonfinite(rank: int, world: int, layout: str) -> None:
             assert float(dmuon.clip_grad_norm_(params.values(), 1.0, order)) == near(norm), case
             snapshot.assert_clipped(1.0, norm, case)
             snapshot.restore()
+            compared += 1
         clean.restore()
+    return compared
 
 
-@pytest.mark.pitfall("P36", "P38")
-@pytest.mark.parametrize("layout", ["dedicated, root replicated", "dedicated, FSDP2 x TP", "any placement"])
-def test_nonfinite_gradients_are_reported_on_every_rank(ranks: RankPool, layout: str) -> None:
-    ranks(LAYOUTS[layout].world, clip_nonfinite, layout)
-
-
-def clip_values(rank: int, world: int, layout: str) -> None:
-    params = LAYOUTS[layout].parameters(rank, world)
+def clip_values(params: dict[str, Tensor]) -> int:
+    """How many limits were held."""
+    compared = 0
     snapshot = Snapshot(params.values())
     for limit, foreach in itertools.product((1e-3, 0.0, math.inf), (None, True, False)):
         with operations() as ran:
@@ -365,20 +352,15 @@ def clip_values(rank: int, world: int, layout: str) -> None:
         assert not COLLECTIVES & set(ran)
         snapshot.assert_clamped(limit, f"clip_value {limit}, foreach {foreach}")
         snapshot.restore()
-
-
-@pytest.mark.pitfall("P36")
-@each_layout
-def test_clipped_values_equal_single_process(ranks: RankPool, layout: str) -> None:
-    ranks(LAYOUTS[layout].world, clip_values, layout)
+        compared += 1
+    return compared
 
 
 # torch's own functions.
 
 
-def torch_every_order(rank: int, world: int, layout: str) -> dict[str, bool]:
+def torch_every_order(params: dict[str, Tensor]) -> dict[str, bool]:
     """Whether torch's functions are exact, by case; elsewhere they raise."""
-    params = LAYOUTS[layout].parameters(rank, world)
     wholes, snapshot = all_whole(params), Snapshot(params.values())
     exact = {}
     for order, foreach in itertools.product(TORCH_ORDERS, (None, True, False)):
@@ -406,10 +388,100 @@ def torch_every_order(rank: int, world: int, layout: str) -> dict[str, bool]:
     return exact
 
 
+@contextmanager
+def operations() -> Iterator[list[str]]:
+    """The names of all operations that run inside."""
+    names: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        yield names
+
+
+def record_operations(params: dict[str, Tensor]) -> dict[tuple[float, bool | None], list[str]]:
+    """What runs, by order and ``foreach``."""
+    recorded = {}
+    for order, foreach in itertools.product((2.0, 0.0, math.inf, -math.inf), (None, True, False)):
+        with operations() as names:
+            dmuon.clip_grad_norm_(params.values(), 1.0, order, foreach=foreach)
+        recorded[order, foreach] = names
+    return recorded
+
+
+# What holds of which layouts. All that is claimed of a layout runs in one call: laying it out takes most of the time.
+CLAIMS: dict[Callable[[dict[str, Tensor]], Any], list[str]] = {
+    clip_every_order: [*LAYOUTS],
+    clip_values: [*LAYOUTS],
+    clip_nonfinite: ["dedicated, root replicated", "dedicated, FSDP2 x TP", "any placement"],
+    torch_every_order: [name for name in LAYOUTS if "dedicated" in name or "owned" in name],
+    record_operations: ["dedicated, fully_shard", "dedicated, root replicated", "HSDP"],
+    norms_of_some: [*LAYOUTS],
+}
+
+
+def run_claims(rank: int, world: int, layout: str) -> dict[str, Any]:
+    """What every claim about a layout returns on this rank; each one begins with the gradients of one backward."""
+    params = LAYOUTS[layout].parameters(rank, world)
+    grads, snapshot = {n: p.grad for n, p in params.items()}, Snapshot(params.values())
+    results = {}
+    for claim, layouts in CLAIMS.items():
+        if layout in layouts:
+            for name, param in params.items():
+                param.grad = grads[name]
+            snapshot.restore()
+            results[claim.__name__] = claim(params)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results_of(ranks: RankPool) -> Callable[[Callable[[dict[str, Tensor]], Any], str], list[Any]]:
+    """The results of a claim about a layout, by rank."""
+
+    @cache
+    def claimed(layout: str) -> list[dict[str, Any]]:
+        return ranks(LAYOUTS[layout].world, run_claims, layout)
+
+    return lambda claim, layout: [results[claim.__name__] for results in claimed(layout)]
+
+
+def each_layout(claim: Callable[[dict[str, Tensor]], Any]) -> Any:
+    return pytest.mark.parametrize("layout", CLAIMS[claim])
+
+
+@pytest.mark.pitfall("P36", "P37", "P14")
+@each_layout(clip_every_order)
+def test_norms_and_clipped_gradients_equal_single_process(results_of: Any, layout: str) -> None:
+    results = results_of(clip_every_order, layout)
+    assert len(results[0]) == 2 * len(ORDERS)
+    assert all(totals == results[0] for totals in results), "the same number on all ranks"
+
+
+@pytest.mark.pitfall("P36", "P38", "P48")
+@each_layout(norms_of_some)
+def test_norms_of_some_parameters_equal_single_process(results_of: Any, layout: str) -> None:
+    assert set(results_of(norms_of_some, layout)) == {6 * len(ORDERS)}
+
+
+@pytest.mark.pitfall("P36", "P38")
+@each_layout(clip_nonfinite)
+def test_nonfinite_gradients_are_reported_on_every_rank(results_of: Any, layout: str) -> None:
+    assert set(results_of(clip_nonfinite, layout)) == {3 * 2 * 2 * 5}
+
+
+@pytest.mark.pitfall("P36")
+@each_layout(clip_values)
+def test_clipped_values_equal_single_process(results_of: Any, layout: str) -> None:
+    assert set(results_of(clip_values, layout)) == {3 * 3}
+
+
 @pytest.mark.pitfall("P36", "P48")
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "dedicated" in name or "owned" in name])
-def test_torch_is_exact_or_raises(ranks: RankPool, layout: str) -> None:
-    results = ranks(LAYOUTS[layout].world, torch_every_order, layout)
+@each_layout(torch_every_order)
+def test_torch_is_exact_or_raises(results_of: Any, layout: str) -> None:
+    results = results_of(torch_every_order, layout)
     assert all(exact == results[0] for exact in results), "all ranks raise or none"
     if LAYOUTS[layout].torch_is_exact:
         refused = {case for case, exact in results[0].items() if not exact}
@@ -504,42 +576,16 @@ def test_stages_of_a_pipeline_count_together(ranks: RankPool, world: int, stages
     assert all(totals == results[0] for totals in results), "the same number on all ranks"
 
 
-# What runs, and in which dtype.
-
-
-@contextmanager
-def operations() -> Iterator[list[str]]:
-    """The names of all operations that run inside."""
-    names: list[str] = []
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Recorder():
-        yield names
-
-
-def recorded(rank: int, world: int, layout: str) -> dict[tuple[float, bool | None], list[str]]:
-    params = LAYOUTS[layout].parameters(rank, world)
-    found = {}
-    for order, foreach in itertools.product((2.0, 0.0, math.inf, -math.inf), (None, True, False)):
-        with operations() as names:
-            dmuon.clip_grad_norm_(params.values(), 1.0, order, foreach=foreach)
-        found[order, foreach] = names
-    return found
+# In which dtype, and what runs.
 
 
 @pytest.mark.pitfall("P10", "P48")
-@pytest.mark.parametrize(
-    ("layout", "collectives"), [("dedicated, fully_shard", 1), ("dedicated, root replicated", 1), ("HSDP", 1)]
-)
-def test_nothing_waits_and_foreach_is_obeyed(ranks: RankPool, layout: str, collectives: int) -> None:
-    for found in ranks(LAYOUTS[layout].world, recorded, layout):
-        for (_, foreach), names in found.items():
+@each_layout(record_operations)
+def test_nothing_waits_and_foreach_is_obeyed(results_of: Any, layout: str) -> None:
+    for recorded in results_of(record_operations, layout):
+        for (_, foreach), names in recorded.items():
             assert not {"_local_scalar_dense", "is_nonzero", "nonzero"} & set(names), "the host waits for the device"
-            assert names.count("allreduce_") == collectives
+            assert names.count("allreduce_") == 1
             assert any(name.startswith("_foreach") for name in names) == (foreach is not False)
 
 

@@ -351,7 +351,7 @@ def _gradient(param: nn.Parameter) -> Tensor | None:
     if isinstance(param, OwnedTensor):
         assert param.runtime is not None
         entry = param.runtime.entry_of(param)
-        if entry.owner != param.runtime.comm.rank:
+        if entry.owner != param.runtime.comm.position:
             return None
         return _local(grad) if entry.tensor is None else entry.tensor.wrap(_local(grad), entry.shape).full_tensor()
     return grad.full_tensor() if isinstance(grad, DTensor) else grad

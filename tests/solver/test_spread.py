@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from instances import SHAPES, linear_costs, make_matrices
 
 from dmuon.solver import CostTable, Matrix, SolveOptions, plan
-from dmuon.solver.spread import ClassKey, block_bytes, spread_blocks, spread_bound
+from dmuon.solver.spread import ClassKey, _bound, _least, _tabulate, block_bytes, spread_blocks
 
 Quota = dict[ClassKey, list[int]]
 
@@ -30,6 +30,12 @@ def quota_of(matrices: Sequence[Matrix], owners: Mapping[str, int], ranks: int) 
 def largest_shares(matrices: Sequence[Matrix], owners: Mapping[str, int]) -> int:
     """Sum over blocks of the largest owner's bytes."""
     return sum(max(row.values()) for row in block_bytes(matrices, owners).values())
+
+
+def spread_bound(matrices: Sequence[Matrix], quota: Quota) -> int:
+    """The bound on the sum of the largest shares that ends the search when it is reached."""
+    table = _tabulate(matrices, quota)
+    return _bound(table, _least(table))
 
 
 def decoder(layers: int, hidden: int, narrow: int, inner: int) -> list[Matrix]:

@@ -1,0 +1,127 @@
+"""`chunk_bytes` bounds what an owner gets at once, and a link that is measured to be slow counts in who owns what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness.pool import RankPool
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from dmuon.solver import CostTable
+from dmuon.step import update as update_module
+
+SIDE, COUNT = 16, 8
+MATRIX_BYTES = 4 * SIDE * SIDE
+# Eight at once cost as little as one: a plan that knows no other bound puts all matrices of an owner into one batch.
+FLAT_COSTS = CostTable({(SIDE, SIDE): {1: 1000, COUNT: 1001}})
+
+
+def matrices(rows: int = SIDE, cols: int = SIDE, count: int = COUNT) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(cols, rows, bias=False) for _ in range(count)))
+
+
+@contextmanager
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, original)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """Most bytes of whole matrices in one run of Newton–Schulz, most that one all-to-all brought, and how many ran."""
+
+    batch: int
+    arrival: int
+    matrices: int
+
+
+def largest(_rank: int, world: int, chunk_bytes: int, small_numel: int, costs: Any) -> Largest:
+    model = matrices()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    config = dmuon.create_dtensor_config(costs=costs, chunk_bytes=chunk_bytes, small_param_numel_threshold=small_numel)
+    optimizer = dmuon.Muon(model.parameters(), distributed_config=config)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    batches: list[int] = []
+    arrivals: list[int] = []
+    run, all_to_all = update_module.run, dist.all_to_all_single
+
+    def counted_run(x: Tensor, *args: Any) -> Tensor:
+        batches.append(x.numel() * 4)
+        return run(x, *args)
+
+    def counted_all_to_all(received: Tensor, *args: Any, **kwargs: Any) -> Any:
+        arrivals.append(received.nbytes)
+        return all_to_all(received, *args, **kwargs)
+
+    with replaced(update_module, "run", counted_run), replaced(dist, "all_to_all_single", counted_all_to_all):
+        optimizer.step()
+    return Largest(max(batches), max(arrivals), optimizer.last_step.ns_matrices)
+
+
+@pytest.fixture(scope="module")
+def measured(ranks: RankPool) -> Any:
+    @cache
+    def of(chunk_bytes: int, small_numel: int, flat: bool) -> list[Largest]:
+        return ranks(2, largest, chunk_bytes, small_numel, FLAT_COSTS if flat else "flops")
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "together"),
+    [(1, 1), (MATRIX_BYTES, 1), (2 * MATRIX_BYTES - 1, 1), (2 * MATRIX_BYTES, 2), (3 * MATRIX_BYTES, 3), (2**28, 4)],
+)
+def test_a_batch_holds_no_more_bytes_than_a_chunk(measured: Any, chunk_bytes: int, together: int) -> None:
+    for rank in measured(chunk_bytes, 0, True):
+        assert rank.matrices == COUNT // 2
+        assert rank.batch == together * MATRIX_BYTES
+        assert rank.arrival == together * MATRIX_BYTES // 2, "the other half of each lies on the owner"
+
+
+@pytest.mark.parametrize(("chunk_bytes", "together"), [(1, 1), (2 * MATRIX_BYTES, 2), (2**28, 4)])
+def test_small_matrices_share_rounds_up_to_a_chunk(measured: Any, chunk_bytes: int, together: int) -> None:
+    for rank in measured(chunk_bytes, SIDE * SIDE, False):
+        assert rank.batch == MATRIX_BYTES, "what is estimated from FLOPs is orthogonalized one by one"
+        assert rank.arrival == together * MATRIX_BYTES // 2
+
+
+def owners_beside_a_link(_rank: int, world: int, ns_per_byte: float | None) -> dict[int, int]:
+    """Owners of one wide matrix and three square ones, equally dear, if every byte takes so long; None: no time."""
+    model = nn.Sequential(*matrices(SIDE, 16 * SIDE, 1), *matrices(count=3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    config = dmuon.create_dtensor_config(costs=CostTable({(SIDE, side): {1: 100_000} for side in (SIDE, 16 * SIDE)}))
+
+    def link(received: Tensor, *_args: Any, **_kwargs: Any) -> None:
+        if ns_per_byte is not None:
+            time.sleep(1e-9 * ns_per_byte * received.nbytes)
+
+    with replaced(dist, "all_to_all_single", link):
+        dmuon.Muon(model.parameters(), distributed_config=config)
+    owners: dict[int, int] = config.state["assignments"]
+    return owners
+
+
+@pytest.mark.parametrize(("ns_per_byte", "beside_the_wide_one"), [(None, 1), (16.0, 0)])
+def test_what_a_measured_byte_costs_decides_who_owns_what(
+    ranks: RankPool, ns_per_byte: float | None, beside_the_wide_one: int
+) -> None:
+    for owners in ranks(2, owners_beside_a_link, ns_per_byte):
+        wide, *squares = (owners[i] for i in range(4))
+        assert squares.count(wide) == beside_the_wide_one, f"owners {owners}"

@@ -1,0 +1,247 @@
+"""The documentation holds what it says: its code runs, its commands, paths, links and quoted messages exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import dmuon
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+LANGUAGES = {"python", "sh", "text", "json"}
+FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for match in FENCE.finditer(text):
+        yield Block(page, text.count("\n", 0, match.start()) + 1, match[1], match[2])
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+PROGRAMS = [block for block in BLOCKS if block.text.startswith("# example.py")]
+FRAGMENTS = [block for block in BLOCKS if block.language == "python" and block not in PROGRAMS]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def module_at(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- code ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_block_of_code_says_its_language() -> None:
+    assert not [block.name for block in BLOCKS if block.language not in LANGUAGES]
+    assert len(PROGRAMS) == 1
+
+
+def test_the_whole_program_trains(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(PROGRAMS[0].text)
+    done = subprocess.run([*TORCHRUN, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if re.fullmatch(r"\d+ \d+\.\d+", line)]
+    assert len(losses) == 40 and sum(losses[-5:]) < sum(losses[:5]) - 5 * 0.5, losses
+    assert "blocks.3.down.weight" in done.stdout and "8 matrices" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    """By rank, what came of each fragment; all of them in one job, each after the set-up of ``example.py``."""
+    folder = tmp_path_factory.mktemp("fragments")
+    runnable = {block.name: block.text for block in FRAGMENTS if missing(block) is None}
+    job = {"program": PROGRAMS[0].text, "fragments": runnable}
+    (folder / "job.json").write_text(json.dumps(job))
+    program = str(ROOT / "tests" / "programs" / "fragments.py")
+    command = [*TORCHRUN, program, "job.json", "result"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"result.{rank}.json").read_text()) for rank in range(2)]
+
+
+def missing(block: Block) -> str | None:
+    """The package that a fragment names in a first line ``# needs NAME``, if it is not installed."""
+    needed = re.match(r"# needs (\w+)", block.text)
+    return needed[1] if needed is not None and importlib.util.find_spec(needed[1]) is None else None
+
+
+@pytest.mark.parametrize("block", FRAGMENTS, ids=lambda block: block.name)
+def test_fragments_run(block: Block, faults: list[dict[str, str | None]]) -> None:
+    package = missing(block)
+    if package is not None:
+        assert block.page.name not in ("README.md", "guide.md")
+        pytest.skip(f"{package} is not installed")
+    for rank, outcomes in enumerate(faults):
+        assert block.name in outcomes, f"rank {rank} did not come to it: {list(outcomes.values())[-1]}"
+        assert outcomes[block.name] is None, f"rank {rank}: {outcomes[block.name]}"
+
+
+# -- commands and paths --------------------------------------------------------------------------------------------
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Every command of a page, in blocks and in the text."""
+    for block in BLOCKS:
+        if block.language == "sh":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                yield block.name, line.split("#")[0].strip()
+    for page in PAGES:
+        for span in re.findall(r"`((?:make|python|torchrun|dmuon-\w+|pip) [^`]+)`", prose(page)):
+            yield str(page.relative_to(ROOT)), span
+
+
+def test_commands_exist() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    wrong = []
+    for place, command in commands():
+        words = command.split()
+        while words and ("=" in words[0] and words[0].partition("=")[0].isupper()):
+            words.pop(0)
+        if not words:
+            continue
+        if words[0] == "make":
+            wrong += [(place, command) for word in words[1:2] if word not in targets]
+        for script, options in programs(words):
+            if not (ROOT / script).is_file():
+                wrong.append((place, f"{command}: {script} is no file"))
+            else:
+                source = (ROOT / script).read_text()
+                wrong += [(place, f"{script} has no {o}") for o in options if not takes(source, o)]
+    assert not wrong
+
+
+def takes(source: str, option: str) -> bool:
+    """Whether a program defines an option: in words, or as a field of its settings."""
+    return f'"{option}"' in source or re.search(rf"^    {option[2:]}: ", source, re.MULTILINE) is not None
+
+
+def programs(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Files of the repository that a command runs, each with the options that it passes."""
+    for i, word in enumerate(words):
+        options = [w.split("=")[0] for w in words[i + 1 :] if w.startswith("--")]
+        if re.fullmatch(r"(bench|tests|docs)/\S+\.py", word):
+            yield word, options
+        elif re.fullmatch(r"dmuon-\w+", word):
+            yield f"dmuon/cli/{word.removeprefix('dmuon-')}.py", options
+        elif word == "-m" and words[i + 1].startswith("dmuon."):
+            yield words[i + 1].replace(".", "/") + ".py", options
+
+
+def test_paths_exist() -> None:
+    path = re.compile(r"`((?:dmuon|solver|kernels|profiles|tests|bench|docs|\.ci)/[\w./*-]*)`")
+    wrong = [
+        f"{page.relative_to(ROOT)}: {found}"
+        for page in PAGES
+        for found in path.findall(prose(page))
+        if not any(ROOT.glob(found.rstrip("/")))
+    ]
+    assert not wrong
+
+
+# -- links ---------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub and the site make them, and of the names that the reference documents."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    names = set(re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE))
+    return names | {
+        re.sub(r"[^\w\- ]", "", title.replace("`", "")).strip().lower().replace(" ", "-") for title in titles
+    }
+
+
+def test_links_lead_somewhere() -> None:
+    wrong = []
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+            if link.startswith(("https://", "http://")):
+                continue
+            target, _, anchor = link.partition("#")
+            file = (page.parent / target).resolve() if target else page
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                wrong.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not wrong
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 110
+
+
+# -- what pages say of the code ------------------------------------------------------------------------------------
+
+
+def test_the_tree_is_that_of_the_repository() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    assert page == module_at(DOCS / "tree.py").with_tree(page), "run python docs/tree.py"
+
+
+def test_public_names_are_in_the_reference() -> None:
+    text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    listed = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    modules = {"dmuon": dmuon, "dmuon.solver": dmuon.solver, "dmuon.kernels": dmuon.kernels}
+    names = {f"{module}.{name}" for module, found in modules.items() for name in found.__all__}
+    assert listed == names - {"dmuon.solver", "dmuon.kernels"}
+
+
+@pytest.mark.parametrize("program", ["plan", "profile", "check"])
+def test_options_of_programs_are_in_the_reference(program: str) -> None:
+    page = (DOCS / "reference" / "command-line.md").read_text()
+    section = page.split(f"## dmuon-{program}")[1].split("\n## ")[0]
+    source = (ROOT / "dmuon" / "cli" / f"{program}.py").read_text()
+    assert set(re.findall(r"`(--[\w-]+)", section)) == set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', source))
+
+
+def strings() -> Iterator[str]:
+    """Every string of the library; what is filled in is ``{}``."""
+    for folder in ("dmuon", "solver", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(str(v.value) if isinstance(v, ast.Constant) else "{}" for v in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    said = list(strings())
+    quoted = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(quoted) > 60
+    unsaid = []
+    for message in quoted:
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("…")), re.DOTALL)
+        if not any(pattern.search(text) for text in said):
+            unsaid.append(message)
+    assert not unsaid

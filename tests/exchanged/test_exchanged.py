@@ -595,7 +595,7 @@ def step_again(rank: int, world: int) -> list[Tensor]:
 def test_a_new_process_group_and_a_users_own_collectives(ranks: RankPool) -> None:
     twin = Twin([noise(i, 6 + i, 4) for i in range(3)])
     twin.step([noise(10 + i, 6 + i, 4) for i in range(3)])
-    for found in ranks(2, step_again):
+    for found in ranks(2, step_again, fresh=True):
         for i, weights in enumerate(found):
             assert_close(weights, twin.weights()[i % 3], i)
 

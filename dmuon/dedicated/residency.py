@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.runtime import Runtime
+from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch
 from dmuon.step.residency import Residency
@@ -25,8 +25,9 @@ def dedicated_residencies(params: Iterable[Tensor]) -> list[Dedicated]:
     """One for each dedicated model that owns some of ``params``, in the order in which they come."""
     members: dict[Runtime, list[Tensor]] = {}
     for param in params:
-        if isinstance(param, OwnedTensor) and param.runtime is not None:
-            members.setdefault(param.runtime, []).append(param)
+        runtime = runtime_of(param)
+        if runtime is not None:
+            members.setdefault(runtime, []).append(param)
     return [Dedicated(runtime, of_model) for runtime, of_model in members.items()]
 
 

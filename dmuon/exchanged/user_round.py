@@ -33,7 +33,7 @@ class UserRound:
     """
 
     exchanged = True
-    lane = 0  # one for all domains: the functions of every rank are called for all parameters in one order
+    queue = 0  # one for all domains: the functions of every rank are called for all parameters in one order
 
     def __init__(
         self,

@@ -219,8 +219,7 @@ class Muon(torch.optim.Optimizer):
             self._prefetch = 1
             return [*dedicated_residencies(muon), Alone(others)]
         self._prefetch = self._exchange.prefetch
-        exchanged = {id(p) for p in self._exchange.params}
-        return [*dedicated_residencies(muon), Alone([p for p in others if id(p) not in exchanged]), self._exchange]
+        return [*dedicated_residencies(muon), Alone(self._exchange.alone()), self._exchange]
 
     def _listen(self) -> EarlyUpdates | None:
         """Updates that start during backward; residencies hold them weakly."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dmuon.comm.process_groups import this_rank
 from dmuon.layout.parameters import place_dtensor
+from dmuon.layout.ranks import position_in
 from dmuon.platform.torch_private import local_tensor
 
 __all__ = ["like_param", "part_like"]
@@ -41,8 +42,8 @@ def part_like(param: Tensor, value: Tensor, name: str) -> Tensor:
     if value.shape == local.shape:
         return value
     assert isinstance(param, DTensor)  # this rank has all of anything else
-    placed = place_dtensor(param, name)
+    placed = place_dtensor(param, name, this_rank())
     part = value.new_empty(local.shape)
-    for block, of_whole in placed.layout.pieces[placed.ranks.index(dist.get_rank())].blocks():
+    for block, of_whole in placed.layout.pieces[position_in(placed.ranks, this_rank())].blocks():
         part[block] = value[of_whole]
     return part

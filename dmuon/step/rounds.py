@@ -23,12 +23,12 @@ class Round(Protocol):
     Attributes:
         index: of the batches' group of the optimizer.
         exchanged: ``start`` sends something, for which ``compute`` waits.
-        lane: exchanged rounds of each lane are counted on their own when the next ones start ahead.
+        queue: rounds of one domain, which are counted on their own when the next ones start ahead.
     """
 
     index: int
     exchanged: bool
-    lane: int
+    queue: int
 
     @property
     def batches(self) -> Sequence[Batch]:
@@ -60,7 +60,7 @@ class AloneRound:
     """
 
     exchanged = False
-    lane = 0
+    queue = 0
 
     def __init__(self, index: int, batch: Batch) -> None:
         self.index = index
@@ -104,7 +104,7 @@ class ExchangedRound:
         self.index = index
         self.batches = list(batches)
         self.domain = batches[0].domain
-        self.lane = id(self.domain)
+        self.queue = id(self.domain)
         self.parcels = [batch.parcel for batch in batches]
         self.exchanged = any(len(parcel.holders) > 1 for parcel in self.parcels)
         self._what = what

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree
+from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.dedicated.state_dict import describe
 from dmuon.layout.parameters import place_dtensor
+from dmuon.layout.ranks import position_in
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import init_adamw_state
 from dmuon.step.batches import Batch, like_param
@@ -123,9 +125,9 @@ def _part_here(param: Tensor, value: Tensor, name: str) -> Tensor:
     if value.shape == here.shape:
         return value
     assert isinstance(param, DTensor)  # of anything else all of it lies here
-    placed = place_dtensor(param, name)
+    placed = place_dtensor(param, name, this_rank())
     part = value.new_empty(here.shape)
-    for local, there in placed.layout.pieces[placed.ranks.index(dist.get_rank())].blocks():
+    for local, there in placed.layout.pieces[position_in(placed.ranks, this_rank())].blocks():
         part[local] = value[there]
     return part
 

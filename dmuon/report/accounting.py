@@ -14,7 +14,7 @@ from dmuon.kernels import carrier_dtype, storage_dtype
 from dmuon.layout.parcels import travels
 from dmuon.optimizer.muon import Muon
 from dmuon.step.batches import make_batches
-from dmuon.step.pipeline import started_first
+from dmuon.step.pipeline import prefetch_windows
 from dmuon.step.rounds import ExchangedRound, exchanged_rounds
 from dmuon.step.update import wire_dtype
 
@@ -177,10 +177,10 @@ def _most_in_flight(rounds: Sequence[_RoundBytes], domains: Sequence[int], prefe
     most = 0
     gathering: dict[int, int] = {}  # rounds under way
     begun: set[int] = set()
-    first = started_first(domains, prefetch)
+    windows = prefetch_windows(domains, prefetch)
     for i, one in enumerate(rounds):
         behind = rounds[i - 1].scattering if prefetch and i else 0
-        for j in first[i]:
+        for j in windows[i]:
             if j not in begun:
                 begun.add(j)
                 gathering[j] = rounds[j].gathering

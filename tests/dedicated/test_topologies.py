@@ -731,6 +731,6 @@ def run_again(rank: int, world: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.pitfall("P24")
 def test_new_meshes_after_the_process_groups_were_destroyed(ranks: RankPool) -> None:
-    for found in ranks(4, run_again):
+    for found in ranks(4, run_again, fresh=True):
         for weights in found:
             assert_equal_weights(weights, reference_weights(3))

@@ -189,7 +189,7 @@ def test_a_tampered_file_is_refused_by_file_and_field(
         (b"\xff\xfe\x00", "corrupt or truncated JSON"),
         (b"[]", "holds no JSON object"),
         (b'{"schema": 1, "schema": 1}', "field 'schema' appears twice"),
-        (b'{"schema": NaN}', "value NaN is no number"),
+        (b'{"schema": NaN}', "field 'schema' is nan, this version of dmuon reads"),
         (b'{"schema": ' + 100_000 * b"[", "corrupt or truncated JSON"),
     ],
 )

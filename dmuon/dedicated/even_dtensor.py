@@ -19,7 +19,7 @@ __all__ = ["even_parts", "even_to_owned", "owned_to_even", "write_even"]
 
 
 def even_parts(length: int, size: int) -> list[int]:
-    """Lengths of the parts of ``Shard``: ``ceil(length / size)`` each while they last."""
+    """Lengths of the parts into which torch's ``Shard`` cuts: ``ceil(length / size)`` each, the last ones less."""
     part = -(-length // size)
     return [max(0, min(part, length - i * part)) for i in range(size)]
 
@@ -50,7 +50,7 @@ def owned_to_even(local: Tensor, entry: OwnedMatrix, comm: Comm) -> DTensor:
 
 
 def even_to_owned(value: Tensor, entry: OwnedMatrix, comm: Comm, dtype: torch.dtype) -> Tensor:
-    """Make what the owner holds of ``entry``, elsewhere no rows, of a DTensor or a plain whole tensor.
+    """Cut from ``value``, a DTensor or a plain whole tensor, what the master of ``entry`` holds on this rank.
 
     Collective if ``value`` is a DTensor; its kind must be the same on all ranks. An ``OwnedTensor`` may have another
     owner than ``entry``.

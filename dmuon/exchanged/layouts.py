@@ -46,11 +46,6 @@ class Layouts:
     whole: Domain | None
     plans: Mapping[Ranks, OwnerPlan] = field(default_factory=dict)
 
-    def where(self, param: Tensor) -> ParameterLayout | None:
-        """Where ``param`` lies; None for one that this rank has alone."""
-        pairs = zip(self.params, self.placed, strict=True)
-        return next((placed for other, placed in pairs if other is param), None)
-
     def members(self, domain: Domain) -> list[Tensor]:
         """The parameters that the ranks of ``domain`` share."""
         pairs = zip(self.params, self.placed, strict=True)

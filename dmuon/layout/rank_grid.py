@@ -45,9 +45,8 @@ _DIMS = (
     MeshDim("dp", "as laid out", ("dp", "data")),
     MeshDim("cp", "copies", ("context", "cp")),  # ranks of one sequence
 )
-COPIES = frozenset(
-    dim.role for dim in _DIMS if dim.weights in ("copies", "as laid out")
-)  # of plain tensors, unless told
+# Roles along which plain tensors are copies unless shard_dims tells otherwise.
+COPIES = frozenset(dim.role for dim in _DIMS if dim.weights in ("copies", "as laid out"))
 ShardDims = Mapping[str, int | None]  # by role, the dimension that it cuts; None where it holds copies
 
 

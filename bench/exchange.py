@@ -66,6 +66,7 @@ from torch.distributed.fsdp import fully_shard
 import dmuon
 from dmuon.comm.domain import make_domain
 from dmuon.comm.redistribution import start_redistribution
+from dmuon.dedicated.dedication import dedications
 from dmuon.exchanged import assignment
 from dmuon.planning.link_cost import link_ns_per_byte
 from dmuon.report.accounting import ExchangeBudget, expected_exchange
@@ -454,7 +455,7 @@ def worker(rank: int, settings: Settings, rendezvous: str) -> None:
                 "cpu": platform.processor() or platform.machine(),
                 "torch": torch.__version__,
                 "date": time.strftime("%Y-%m-%d"),
-                "cost_source": dedicated.model._dmuon_dedication.plan.cost_source.replace(str(Path.home()), "~"),
+                "cost_source": dedications(dedicated.model)[0].plan.cost_source.replace(str(Path.home()), "~"),
                 "link": {"mb_per_s": link, "planned_ns_per_byte": per_byte},
                 "programs": rows,
                 "samples_ms": samples,

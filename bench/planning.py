@@ -35,7 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon
 from dmuon import OwnerPlan
-from dmuon.dedicated.buffer import Residence
+from dmuon.dedicated.buffer import BufferState
+from dmuon.dedicated.dedication import dedications
 from dmuon.model.config import read_model
 from dmuon.planning.cost_lookup import FoundCosts, find_costs
 from dmuon.solver import CostTable, Matrix, Plan, baseline
@@ -180,7 +181,7 @@ class Program:
         torch.manual_seed(0)
         model = Towers(matrices)
         dmuon.dedicate_params(model, mesh, plan=plan)
-        runtime = model._dmuon_dedication.runtime
+        runtime = dedications(model)[0].runtime
         for entry in runtime.entries():
             entry.set_grad(runtime.comm, torch.randn_like(entry.master))
         return cls(name, model, dmuon.Muon(model, lr=1e-4))
@@ -192,9 +193,9 @@ class Program:
         self.optimizer.step()
         spent = torch.tensor([time.perf_counter() - wall, time.thread_time() - cpu], dtype=torch.float64) * 1e3
         dist.all_reduce(spent, dist.ReduceOp.MAX)
-        for group in self.model._dmuon_dedication.runtime.groups:
-            if group.state is not Residence.FREED:
-                group.free()  # what it started to publish must not run beside the next program
+        for buffer in dedications(self.model)[0].runtime.buffers:
+            if buffer.state is not BufferState.FREED:
+                buffer.free()  # what it started to publish must not run beside the next program
         return float(spent[0]), float(spent[1])
 
 

@@ -41,6 +41,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 from dmuon.model.routing import route_parameters
 
 LR = 2e-3
@@ -283,7 +284,7 @@ def worker(rank: int, settings: Settings, rendezvous: str) -> None:
     initial = GPT(GPTConfig(settings.layers, settings.width, settings.heads, settings.context))
     names = [*PROGRAMS[settings.programs], "gather-then-compute", "fsdp2 + adamw"]
     programs = [build(name, initial, mesh, settings) for name in names]
-    plan = programs[0].model._dmuon_dedication.plan
+    plan = dedications(programs[0].model)[0].plan
     found = errors(programs, initial, settings, rank)
     samples = measure(programs, initial, settings, rank)
     if rank == 0:

@@ -20,6 +20,7 @@ from step import Program, Settings, adamw, build, data
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from dmuon.dedicated.dedication import dedications
 from dmuon.planning.cost_lookup import find_costs
 from dmuon.simulation.network import Collective, Ring, Topology
 from dmuon.simulation.programs import ProgramName, simulate
@@ -61,7 +62,7 @@ def validate(rank: int, settings: Settings, quantile: float) -> dict[str, Any]:
     torch.manual_seed(settings.seed)
     initial = GPT(GPTConfig(settings.layers, settings.width, settings.heads, settings.context))
     programs = [build(name, initial, mesh, settings) for name in PROGRAMS]
-    plan = programs[0].model._dmuon_dedication.plan
+    plan = dedications(programs[0].model)[0].plan
     samples, found = measure(programs, Probe(initial), settings, rank, quantile)
 
     def share(item: object) -> list[object]:

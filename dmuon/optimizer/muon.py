@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.runtime import Runtime
+from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
 from dmuon.model.routing import Select
@@ -213,8 +213,9 @@ class Muon(torch.optim.Optimizer):
 
     def _muon_batches(self, group: dict[str, Any], kept: Mapping[int, Tensor | None]) -> list[Batch]:
         for param in group["params"]:
-            if isinstance(param, OwnedTensor) and param.runtime is not None and param.runtime not in self._runtimes:
-                self._runtimes.append(param.runtime)
+            runtime = runtime_of(param)
+            if runtime is not None and runtime not in self._runtimes:
+                self._runtimes.append(runtime)
         exchange = self._exchange
         batches = make_batches(
             group["params"],

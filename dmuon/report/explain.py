@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from dmuon.dedicated.dedicate import Dedication, dedications
+from dmuon.dedicated.dedication import Dedication, dedications
 from dmuon.dedicated.runtime import Runtime
 from dmuon.model.routing import Route, route_parameters
 from dmuon.optimizer.groups import inside_ddp
@@ -83,11 +83,11 @@ def _runtime(runtime: Runtime) -> list[str]:
     """Dtypes, memory and traffic of the owned weights."""
     entries = list(runtime.entries())
     return [
-        f"owned weights: {len({g.name for g in runtime.groups})} blocks, "
+        f"owned weights: {len({b.name for b in runtime.buffers})} blocks, "
         f"forward in {_unique(e.full.dtype for e in entries)}, "
         f"masters in {_unique(e.master.dtype for e in entries)}, "
-        f"gradients reduced in {_unique(g.reduce_dtype for g in runtime.groups)}, "
-        f"{'kept' if runtime.groups[0].keep else 'freed'} after forward",
+        f"gradients reduced in {_unique(b.reduce_dtype for b in runtime.buffers)}, "
+        f"{'kept' if runtime.buffers[0].keep else 'freed'} after forward",
         *_budget(runtime),
     ]
 

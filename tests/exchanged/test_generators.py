@@ -476,7 +476,7 @@ def groups_made_anew(rank: int, world: int) -> None:
 
 @pytest.mark.pitfall("P24")
 def test_configs_outlive_their_process_groups(ranks: RankPool) -> None:
-    ranks(2, groups_made_anew)
+    ranks(2, groups_made_anew, fresh=True)
 
 
 def interleaved(rank: int, world: int) -> None:

@@ -356,7 +356,7 @@ def two_process_groups(rank: int, world: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.pitfall("P24")
 def test_a_new_mesh_after_destroying_the_process_group_works(ranks: RankPool) -> None:
-    for found in ranks(2, two_process_groups):
+    for found in ranks(2, two_process_groups, fresh=True):
         for weights in found:
             assert_equal_weights(weights, reference_weights(2))
 

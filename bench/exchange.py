@@ -75,7 +75,7 @@ from training.model import GPT, MLP, GPTConfig
 import dmuon
 from dmuon.comm.domain import make_domain
 from dmuon.comm.redistribution import start_redistribution
-from dmuon.exchanged import functions as shard_functions
+from dmuon.exchanged import assignment
 from dmuon.planning.link_cost import link_ns_per_byte
 from dmuon.report.accounting import ExchangeBudget, expected_exchange
 from dmuon.step.rounds import ExchangedRound
@@ -189,7 +189,7 @@ def exchanged_rounds(program: Program) -> list[ExchangedRound]:
 def plan_with_one_link(world: int) -> float:
     """Measure the link once, so that all programs have the same owners; ns per byte."""
     measured = link_ns_per_byte(make_domain(range(world), torch.device("cpu")))
-    shard_functions.link_ns_per_byte = lambda _domain: measured
+    assignment.link_ns_per_byte = lambda _domain: measured
     return measured
 
 

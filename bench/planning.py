@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import dmuon
 from dmuon import OwnerPlan
 from dmuon.dedicated.buffer import BufferState
-from dmuon.dedicated.dedicate import dedications
+from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.runtime import Runtime
 from dmuon.model.config import read_model
 from dmuon.planning.cost_lookup import FoundCosts, find_costs
@@ -192,9 +192,9 @@ class Program:
         wall, cpu = time.perf_counter(), time.thread_time()
         self.optimizer.step()
         wall, cpu = over_ranks([1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - cpu)])
-        for group in self.runtime.groups:
-            if group.state is not BufferState.FREED:
-                group.free()  # what it started to publish must not run beside the next program
+        for buffer in self.runtime.buffers:
+            if buffer.state is not BufferState.FREED:
+                buffer.free()  # what it started to publish must not run beside the next program
         return wall, cpu
 
 

@@ -14,6 +14,10 @@ from harness.pool import RankPool
 _cache = pytest.StashKey[str]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--renew", action="store_true", help="new process groups for every call on ranks")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_cache] = tempfile.mkdtemp(prefix="dmuon-test-cache-")
     os.environ["XDG_CACHE_HOME"] = config.stash[_cache]  # no test reads or writes the user's cache
@@ -25,8 +29,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    """`ranks(world, fn, *args)` runs `fn(rank, world, *args)` on every rank of a fresh gloo group."""
-    pool = RankPool()
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """`ranks(world, fn, *args)` runs `fn(rank, world, *args)` on every rank of a gloo group."""
+    pool = RankPool(renew=request.config.getoption("--renew"))
     yield pool
     pool.close()

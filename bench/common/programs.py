@@ -17,7 +17,7 @@ from training.model import GPT, GPTConfig
 
 import dmuon
 from common.gather_muon import GatherMuon
-from dmuon.dedicated.dedicate import dedications
+from dmuon.dedicated.dedication import dedications
 from dmuon.model.routing import route_parameters
 
 LR = 2e-3

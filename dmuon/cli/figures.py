@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from dmuon.kernels import newton_schulz_flops
-from dmuon.planning.cost_cache import CostCache, Entries, Shape
+from dmuon.planning.cost_cache import CostCache, Entries
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.files import write_bytes
-from dmuon.solver import Plan
+from dmuon.solver import Plan, Shape
 
 __all__ = ["cost_table", "draw_costs", "plot_plan"]
 

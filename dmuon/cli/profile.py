@@ -22,7 +22,6 @@ from dmuon.planning.cost_cache import (
     CacheKey,
     CostCache,
     Entries,
-    Shape,
     user_cache_directory,
     user_cache_files,
     user_cache_path,
@@ -30,6 +29,7 @@ from dmuon.planning.cost_cache import (
 from dmuon.planning.device_key import NsOptions, device_key, options_of
 from dmuon.planning.profiler import MAX_BATCH, measure, settled, timing_bar, useful_batch_sizes
 from dmuon.platform.files import write_bytes
+from dmuon.solver import Shape
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _DISAGREES, _BAD_INPUT = 1, 2

@@ -12,7 +12,15 @@ from torch import Tensor
 from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.options import check_flag, check_integer
 
-__all__ = ["DistributedConfig", "Waitable", "owners_from"]
+__all__ = ["LAYOUTS", "OWN_ENTRIES", "DistributedConfig", "Waitable", "owners_from"]
+
+LAYOUTS = "dmuon.layouts"  # in ``state``: what generated functions know of an optimizer's parameters
+OWN_ENTRIES = (
+    "rank",
+    "param_names",
+    "assignments",
+    LAYOUTS,
+)  # of ``state``, which one optimizer sets once for all calls
 
 
 @runtime_checkable
@@ -66,7 +74,8 @@ class DistributedConfig:
             this process's global rank; ``"assignments"``, what ``assign_fn`` returned; ``"param_names"``, names by
             index; and ``"current_param_idx"``, the index of the parameter, before every call of ``gather_fn`` and
             ``redistribute_fn``. Read the last when called: by the time of ``wait()``, other parameters may have been
-            started. Set ``"process_group"`` if fewer ranks than all take part.
+            started. Set ``"process_group"`` if fewer ranks than all take part. Several optimizers may have one
+            configuration: before every call, these entries are those of the optimizer that calls.
         async_gpu_parallelism: owners orthogonalize at the same time. ``False`` finishes each parameter before the
             next one starts: for debugging.
         prefetch_count: parameters whose ``gather_fn`` is called ahead of the one that is being orthogonalized. Each
@@ -142,8 +151,8 @@ def _pairs(assigned: object) -> Iterator[tuple[int, int]]:
                     raise TypeError(f"{wanted}; got the index {index!r} for rank {rank}")
                 yield int(index), int(rank)
     else:
-        found = sorted({type(value).__name__ for value in assigned.values()})
-        raise TypeError(f"{wanted}; got values of type {', '.join(found)}")
+        types = sorted({type(value).__name__ for value in assigned.values()})
+        raise TypeError(f"{wanted}; got values of type {', '.join(types)}")
 
 
 def _is_integer(value: object) -> bool:

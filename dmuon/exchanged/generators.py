@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dmuon.comm.group_grid import grid_of_groups
+from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.exchanged.config import DistributedConfig
-from dmuon.exchanged.functions import ShardFunctions
+from dmuon.exchanged.functions import AssignByLayout, GatherByLayout, RedistributeByLayout
+from dmuon.exchanged.recipe import CHUNK_BYTES, SMALL_PARAM_NUMEL, LayoutOptions, LayoutRecipe
 from dmuon.layout.rank_grid import RankGrid, ShardDims, grid_of_mesh
-from dmuon.layout.ranks import GlobalRank
-from dmuon.planning.agreed_plan import Costs, check_options
+from dmuon.planning.agreed_plan import Costs
 from dmuon.platform.options import check_integer
 from dmuon.solver import SolveOptions
 
@@ -22,14 +24,8 @@ __all__ = [
     "create_devicemesh_config",
     "create_dtensor_config",
     "create_processgroup_config",
-    "layout_config",
+    "default_config",
 ]
-
-_Groups = Mapping[str, dist.ProcessGroup | None]
-_Cuts = ShardDims | Callable[[Tensor], ShardDims] | None
-
-CHUNK_BYTES = 2**28
-SMALL_PARAM_NUMEL = 65536
 
 
 def create_dtensor_config(
@@ -61,9 +57,8 @@ def create_dtensor_config(
     Raises:
         TypeError, ValueError: an option of the wrong type or out of its range.
     """
-    return layout_config(
-        None, None, async_gpu_parallelism, prefetch_count, costs, solve, chunk_bytes, small_param_numel_threshold
-    )
+    options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold)
+    return _config(LayoutRecipe(options=options), async_gpu_parallelism, prefetch_count)
 
 
 def create_processgroup_config(
@@ -99,16 +94,9 @@ def create_processgroup_config(
         TypeError, ValueError: on all ranks of the groups, for groups that are not the lines of one grid; an option.
     """
     groups = {"fsdp": fsdp_pg, "tp": tp_pg, "dp": dp_pg, "ep": ep_pg, "cp": cp_pg, "pp": pp_pg}
-    config = layout_config(
-        _grid(groups),
-        shard_dims,
-        async_gpu_parallelism,
-        prefetch_count,
-        costs,
-        solve,
-        chunk_bytes,
-        small_param_numel_threshold,
-    )
+    grid = _grid(groups)  # before anything that one rank alone may refuse
+    options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold)
+    config = _config(LayoutRecipe(grid, shard_dims, options=options), async_gpu_parallelism, prefetch_count)
     config.state["process_groups"] = {role: group for role, group in groups.items() if group is not None}
     return config
 
@@ -138,16 +126,9 @@ def create_devicemesh_config(
     """
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a torch.distributed DeviceMesh, got {type(device_mesh).__name__}")
-    config = layout_config(
-        grid_of_mesh(device_mesh, mesh_dim_names),
-        shard_dims,
-        async_gpu_parallelism,
-        prefetch_count,
-        costs,
-        solve,
-        chunk_bytes,
-        small_param_numel_threshold,
-    )
+    options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold)
+    recipe = LayoutRecipe(grid_of_mesh(device_mesh, mesh_dim_names, this_rank()), shard_dims, options=options)
+    config = _config(recipe, async_gpu_parallelism, prefetch_count)
     config.state["device_mesh"] = device_mesh
     return config
 
@@ -190,60 +171,41 @@ def create_auto_config(
         "cp": cp_process_group, "pp": pp_process_group,
     }  # fmt: skip
     _check_stage(pp_process_group, pp_stage_id, pp_num_stages)
-    given = {"tp": tp_shard_dim, "fsdp": fsdp_shard_dim, "ep": ep_shard_dim}
-    dims = {role: dim for role, dim in given.items() if dim is not None}
-    config = layout_config(
-        _grid(groups),
-        dims,
-        async_gpu_parallelism,
-        prefetch_count,
-        costs,
-        solve,
-        chunk_bytes,
-        small_param_numel_threshold,
-    )
+    shard_dims = {"tp": tp_shard_dim, "fsdp": fsdp_shard_dim, "ep": ep_shard_dim}
+    dims = {role: dim for role, dim in shard_dims.items() if dim is not None}
+    grid = _grid(groups)  # before anything that one rank alone may refuse
+    options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold)
+    config = _config(LayoutRecipe(grid, dims, options=options), async_gpu_parallelism, prefetch_count)
     config.state["process_groups"] = {role: group for role, group in groups.items() if group is not None}
     if pp_stage_id is not None:
         config.state |= {"pp_stage_id": pp_stage_id, "pp_num_stages": pp_num_stages}
     return config
 
 
-def layout_config(
-    grid: RankGrid | None,
-    shard_dims: _Cuts,
-    async_gpu_parallelism: bool,
-    prefetch_count: int,
-    costs: Costs,
-    solve: SolveOptions | None,
-    chunk_bytes: int,
-    small_numel: int,
-    *,
-    copies: Mapping[int, Sequence[GlobalRank]] | None = None,
-) -> DistributedConfig:
-    """The configuration of one :class:`ShardFunctions`, after a check of the options."""
-    check_options(costs, solve, None)
-    check_integer("chunk_bytes", chunk_bytes, 1)
-    check_integer("small_param_numel_threshold", small_numel, 0)
-    functions = ShardFunctions(
-        grid=grid,
-        shard_dims=shard_dims,
-        copies=copies,
-        costs=costs,
-        solve=solve,
-        chunk_bytes=chunk_bytes,
-        small_numel=small_numel,
-    )
+def default_config(copies: Mapping[int, dist.ProcessGroup], params: Sequence[Tensor]) -> DistributedConfig | None:
+    """What ``distributed_config=None`` stands for; None where every rank has all of everything to itself.
+
+    Args:
+        copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
+    """
+    if not any(id(p) in copies or isinstance(p, DTensor) for p in params):
+        return None
+    ranks = {key: ranks_of(group) for key, group in copies.items()}
+    return _config(LayoutRecipe(copies=ranks, options=LayoutOptions()))
+
+
+def _config(recipe: LayoutRecipe, async_gpu_parallelism: bool = True, prefetch_count: int = 1) -> DistributedConfig:
     return DistributedConfig(
-        assign_fn=functions.assign,
-        gather_fn=functions.gather,
-        redistribute_fn=functions.redistribute,
-        state={},
-        async_gpu_parallelism=async_gpu_parallelism,
-        prefetch_count=prefetch_count,
+        AssignByLayout(recipe),
+        GatherByLayout(recipe),
+        RedistributeByLayout(recipe),
+        {},
+        async_gpu_parallelism,
+        prefetch_count,
     )
 
 
-def _grid(groups: _Groups) -> RankGrid | None:
+def _grid(groups: Mapping[str, dist.ProcessGroup | None]) -> RankGrid | None:
     """None without torch.distributed, where this process has all of everything."""
     if not dist.is_initialized() and all(group is None for group in groups.values()):
         return None

@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.exchanged.config import DistributedConfig, Waitable
+from dmuon.exchanged.config import OWN_ENTRIES, DistributedConfig, Waitable
+from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.torch_private import local_tensor
 
 __all__ = ["Result", "UserFunctions", "check_gathered", "check_part"]
@@ -76,14 +77,15 @@ def _tensor_and_work(function: str, pair: tuple[object, ...]) -> tuple[Tensor | 
         tensor, work = pair
         if (tensor is None or isinstance(tensor, Tensor)) and (work is None or isinstance(work, Waitable)):
             return tensor, work
-    found = ", ".join(type(item).__name__ for item in pair)
-    raise TypeError(f"{function} returned a tuple ({found}): a tuple must be (tensor or None, work or None)")
+    types = ", ".join(type(item).__name__ for item in pair)
+    raise TypeError(f"{function} returned a tuple ({types}): a tuple must be (tensor or None, work or None)")
 
 
 class UserFunctions:
     """Calls the ``gather_fn`` and ``redistribute_fn`` of ``config`` as :class:`DistributedConfig` documents.
 
-    ``config.state["rank"]`` must be set before the first call.
+    ``config.state["rank"]`` must be set by now. What dmuon has set is put back before every call: another optimizer
+    with this configuration sets the same entries.
 
     Raises:
         TypeError: a function that cannot be called with a tensor, a rank and the state.
@@ -91,12 +93,13 @@ class UserFunctions:
 
     def __init__(self, config: DistributedConfig) -> None:
         self._state = config.state
+        self._entries = {name: config.state[name] for name in OWN_ENTRIES if name in config.state}
         self._prefetch_count = config.prefetch_count
         self._gather = _documented_call("gather_fn", config.gather_fn, "dst_rank")
         self._redistribute = _documented_call("redistribute_fn", config.redistribute_fn, "src_rank")
         self._warned = False
 
-    def gather(self, index: int, update: Tensor, owner: int) -> Result:
+    def gather(self, index: int, update: Tensor, owner: GlobalRank) -> Result:
         """Start assembling parameter ``index`` on rank ``owner`` from every rank's part ``update``.
 
         Warns once where ``prefetch_count`` cannot hide anything.
@@ -104,7 +107,7 @@ class UserFunctions:
         Raises:
             TypeError: ``gather_fn`` returned something that it must not.
         """
-        self._state["current_param_idx"] = index
+        self._state |= {**self._entries, "current_param_idx": index}
         result = Result("gather_fn", self._gather(update, owner, self._state))
         ahead = self._prefetch_count > 0 and self._state["rank"] == owner
         if ahead and not result.asynchronous and not self._warned and result.wait() is not None:
@@ -116,13 +119,13 @@ class UserFunctions:
             )
         return result
 
-    def redistribute(self, index: int, whole: Tensor | None, owner: int) -> Result:
+    def redistribute(self, index: int, whole: Tensor | None, owner: GlobalRank) -> Result:
         """Start giving every rank its part of parameter ``index``; ``whole`` is None except on rank ``owner``.
 
         Raises:
             TypeError: ``redistribute_fn`` returned something that it must not.
         """
-        self._state["current_param_idx"] = index
+        self._state |= {**self._entries, "current_param_idx": index}
         return Result("redistribute_fn", self._redistribute(whole, owner, self._state))
 
 
@@ -139,7 +142,7 @@ def _documented_call(name: str, function: Callable[..., object], rank_name: str)
         signature = inspect.signature(function)
     except ValueError:  # built-in functions need not have one
         return function
-    names = [found for found in (rank_name, "rank") if found in signature.parameters]
+    names = [name for name in (rank_name, "rank") if name in signature.parameters]
     forms: list[tuple[str | None, str | None]] = []
     if names and "state" in signature.parameters:
         forms.append((names[0], "state"))  # whatever their order is
@@ -169,17 +172,17 @@ def _arguments(
     form: tuple[str | None, str | None], update: Tensor | None, rank: int, state: dict[str, Any]
 ) -> tuple[list[object], dict[str, object]]:
     """Arguments of a call that names the rank and the state as ``form`` does; None is by position."""
-    given: tuple[tuple[str | None, object], ...] = ((form[0], rank), (form[1], state))
-    positional: list[object] = [update, *(value for name, value in given if name is None)]
-    return positional, {name: value for name, value in given if name is not None}
+    arguments: tuple[tuple[str | None, object], ...] = ((form[0], rank), (form[1], state))
+    positional: list[object] = [update, *(value for name, value in arguments if name is None)]
+    return positional, {name: value for name, value in arguments if name is not None}
 
 
 def check_gathered(
     whole: object,
     *,
     name: str,
-    owner: int,
-    here: int,
+    owner: GlobalRank,
+    rank: GlobalRank,
     local_shape: Sequence[int],
     global_shape: Sequence[int] | None,
 ) -> Tensor | None:
@@ -191,31 +194,31 @@ def check_gathered(
     Raises:
         RuntimeError: on the owner, anything but a tensor of the whole matrix's shape.
     """
-    if here != owner:
+    if rank != owner:
         return None
     if not isinstance(whole, Tensor):
-        given = "None" if whole is None else f"a {type(whole).__name__}"
+        returned = "None" if whole is None else f"a {type(whole).__name__}"
         raise RuntimeError(
-            f"gather_fn returned {given} for parameter {name!r} on rank {here}, which owns it: return the whole matrix "
-            "on dst_rank"
+            f"gather_fn returned {returned} for parameter {name!r} on rank {rank}, which owns it: return the whole "
+            "matrix on dst_rank"
         )
     local = local_tensor(whole)
-    found, part = tuple(local.shape), tuple(local_shape)
+    shape, part = tuple(local.shape), tuple(local_shape)
     if global_shape is not None:
-        fits = found == tuple(global_shape)
+        fits = shape == tuple(global_shape)
         expected = f"the whole matrix is {tuple(global_shape)}"
     else:
-        fits = len(found) == len(part) and all(side >= least for side, least in zip(found, part, strict=True))
+        fits = len(shape) == len(part) and all(side >= least for side, least in zip(shape, part, strict=True))
         expected = f"this rank's part alone is {part}"
     if not fits:
         raise RuntimeError(
-            f"gather_fn returned a tensor of shape {found} for parameter {name!r} on rank {here}; {expected}: "
+            f"gather_fn returned a tensor of shape {shape} for parameter {name!r} on rank {rank}; {expected}: "
             "join the parts of all ranks along the dimensions that are sharded"
         )
     return local
 
 
-def check_part(part: object, *, name: str, here: int, local_shape: Sequence[int]) -> Tensor:
+def check_part(part: object, *, name: str, rank: GlobalRank, local_shape: Sequence[int]) -> Tensor:
     """This rank's part of parameter ``name`` as ``redistribute_fn`` gave it, a DTensor's local tensor.
 
     Raises:
@@ -223,12 +226,12 @@ def check_part(part: object, *, name: str, here: int, local_shape: Sequence[int]
     """
     expected = f"this rank's part is {tuple(local_shape)}: return it on every rank"
     if not isinstance(part, Tensor):
-        given = "None" if part is None else f"a {type(part).__name__}"
-        raise RuntimeError(f"redistribute_fn returned {given} for parameter {name!r} on rank {here}; {expected}")
+        returned = "None" if part is None else f"a {type(part).__name__}"
+        raise RuntimeError(f"redistribute_fn returned {returned} for parameter {name!r} on rank {rank}; {expected}")
     local = local_tensor(part)
     if tuple(local.shape) != tuple(local_shape):
         raise RuntimeError(
-            f"redistribute_fn returned a tensor of shape {tuple(local.shape)} for parameter {name!r} on rank {here}; "
+            f"redistribute_fn returned a tensor of shape {tuple(local.shape)} for parameter {name!r} on rank {rank}; "
             f"{expected}"
         )
     return local

@@ -14,6 +14,7 @@ from dmuon.comm.agreement import agree
 from dmuon.comm.domain import Domain
 from dmuon.exchanged.user_functions import Result, UserFunctions, check_gathered, check_part
 from dmuon.kernels import update_scale
+from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.timing import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, like_param
@@ -35,15 +36,15 @@ class UserRound:
         index: int,
         batches: Sequence[Batch],
         functions: UserFunctions,
-        owners: Sequence[int],
+        owners: Sequence[GlobalRank],
         names: Sequence[str],
-        here: int,
+        rank: GlobalRank,
         domain: Domain | None,
     ) -> None:
         """``owners`` and ``names`` are those of all parameters, by number.
 
         Args:
-            here: this process's global rank.
+            rank: this one.
             domain: the ranks that take part; None for a single process.
         """
         self.index = index
@@ -51,7 +52,7 @@ class UserRound:
         self._functions = functions
         self._owners = owners
         self._names = names
-        self._here = here
+        self._rank = rank
         self._domain = domain
         self._unproven = {_number(batch) for batch in batches}
         self._gathered: dict[int, Result] = {}  # by number of the parameter
@@ -105,7 +106,7 @@ class UserRound:
                         whole,
                         name=self._names[number],
                         owner=self._owners[number],
-                        here=self._here,
+                        rank=self._rank,
                         local_shape=tuple(local_tensor(param).shape),
                         global_shape=tuple(param.shape) if isinstance(param, DTensor) else None,
                     )
@@ -126,7 +127,7 @@ class UserRound:
                     part = self._parts[number].wait()
                 shape = tuple(local_tensor(batch.params[0]).shape)
                 try:
-                    parts[number] = check_part(part, name=self._names[number], here=self._here, local_shape=shape)
+                    parts[number] = check_part(part, name=self._names[number], rank=self._rank, local_shape=shape)
                 except RuntimeError as error:
                     fault = fault or error
         self._raise(fault, self._parts)
@@ -156,11 +157,10 @@ class UserRound:
 
 
 def _orthogonalized(group: Mapping[str, Any], batch: Batch, whole: Tensor, timer: PhaseTimer) -> tuple[Tensor, Done]:
-    """Scaled here, where the shape of the whole matrix is known."""
+    """The update, scaled by the shape of the whole matrix, which other ranks do not know."""
     stack = whole if whole.ndim == 3 else whole[None]
     m, n = stack.shape[1:]
-    known = replace(batch, shape=(m, n))
-    ready = orthogonalize_whole(group, known, stack.to(batch.momentum.dtype), timer)
+    ready = orthogonalize_whole(group, replace(batch, shape=(m, n)), stack.to(batch.momentum.dtype), timer)
     update = ready.update.to(batch.momentum.dtype) * update_scale(group["adjust_lr_fn"], (m, n))
     labels = [(batch.params[0], i if batch.span is not None else None) for i in range(len(stack))]
     return update if whole.ndim == 3 else update[0], replace(ready.done, matrices=labels)
@@ -175,10 +175,10 @@ def user_rounds(
     index: int,
     batches: Sequence[Batch],
     functions: UserFunctions,
-    owners: Sequence[int],
+    owners: Sequence[GlobalRank],
     names: Sequence[str],
     *,
-    here: int,
+    rank: GlobalRank,
     domain: Domain | None,
     together: bool,
 ) -> list[UserRound]:
@@ -187,9 +187,9 @@ def user_rounds(
     taken: dict[int, int] = {}
     for batch in batches:
         owner = owners[_number(batch)]
-        place = taken.get(owner, 0) if together else len(rounds)
-        taken[owner] = place + 1
-        if place == len(rounds):
+        number = taken.get(owner, 0) if together else len(rounds)
+        taken[owner] = number + 1
+        if number == len(rounds):
             rounds.append([])
-        rounds[place].append(batch)
-    return [UserRound(index, some, functions, owners, names, here, domain) for some in rounds]
+        rounds[number].append(batch)
+    return [UserRound(index, some, functions, owners, names, rank, domain) for some in rounds]

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.layout.ranks import GlobalRank
@@ -44,10 +43,10 @@ class RankGrid:
 
     def line(self, rank: GlobalRank, along: Iterable[int]) -> tuple[GlobalRank, ...]:
         """The ranks that differ from ``rank`` in the dimensions ``along`` only, in row-major order."""
-        here = self._coordinate(rank)
+        coordinate = self._coordinate(rank)
         free = set(along)
-        at = product(*(range(size) if i in free else (here[i],) for i, size in enumerate(self.sizes)))
-        return tuple(self.ranks[self._position(coordinate)] for coordinate in at)
+        line = product(*(range(size) if i in free else (coordinate[i],) for i, size in enumerate(self.sizes)))
+        return tuple(self.ranks[self._position(member)] for member in line)
 
     def _coordinate(self, rank: GlobalRank) -> tuple[int, ...]:
         rest = self.ranks.index(rank)
@@ -64,20 +63,20 @@ class RankGrid:
         return position
 
 
-def grid_of_mesh(mesh: DeviceMesh, names: Sequence[str]) -> RankGrid:
-    """The grid of a mesh of which every dimension has a name that tells its role.
+def grid_of_mesh(mesh: DeviceMesh, names: Sequence[str], rank: GlobalRank) -> RankGrid:
+    """The grid that ``rank`` is in, of a mesh of which every dimension has a name that tells its role.
 
     Raises:
-        ValueError: for a name that tells no role, another number of names than of dimensions, and a mesh without this
-            rank.
+        ValueError: for a name that tells no role, another number of names than of dimensions, and a mesh without
+            ``rank``.
     """
     if len(names) != mesh.ndim:
         raise ValueError(f"mesh has {mesh.ndim} dimensions and names {tuple(names)}; name each dimension once")
-    here = mesh.get_coordinate()
-    if here is None:
-        raise ValueError(f"mesh holds ranks {mesh.mesh.tolist()}, without this rank, {dist.get_rank()}")
+    coordinate: list[int] = (mesh.mesh == rank).nonzero().flatten().tolist()
+    if not coordinate:
+        raise ValueError(f"mesh holds ranks {mesh.mesh.tolist()}, without this rank, {rank}")
     roles = [_role_of(name) for name in names]
-    index: list[int | slice] = [at if role == "pp" else slice(None) for role, at in zip(roles, here, strict=True)]
+    index = [at if role == "pp" else slice(None) for role, at in zip(roles, coordinate, strict=True)]
     stage = mesh.mesh[tuple(index)]
     kept = [role for role in roles if role != "pp"]
     order = sorted(range(len(kept)), key=lambda dim: ROLES.index(kept[dim]))

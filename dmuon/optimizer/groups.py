@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from dmuon.dedicated.dedicate import dedications
+from dmuon.dedicated.dedication import dedication_of, dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import coefficient_sequence, update_scale
 from dmuon.model.names import canonical_fqn
@@ -52,7 +52,7 @@ def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[st
     if found:
         if select is not None:
             raise ValueError("select: dedicate_params has routed this model already; pass select to dedicate_params")
-        if "_dmuon_dedication" not in model.__dict__:
+        if dedication_of(model) is None:
             raise ValueError(
                 "dedicate_params was called on a part of this model only; call it on the whole model, or pass groups"
             )
@@ -146,7 +146,7 @@ def _ordered(params: set[Any] | frozenset[Any]) -> list[Tensor]:
     """A set has no order that all ranks share; owned parameters carry one."""
     if not all(isinstance(p, OwnedTensor) for p in params):
         raise TypeError("params is a set, whose order differs between ranks; pass a list, or owned_parameters(model)")
-    return sorted(params, key=lambda p: (p.runtime.name, p.fqn))  # several dedicated models may share names
+    return sorted(params, key=lambda p: (p.keeper.name, p.fqn))  # several dedicated models may share names
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -11,10 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree
+from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.runtime import runtime_of
 from dmuon.dedicated.state_dict import describe
 from dmuon.layout.parameters import place_dtensor
+from dmuon.layout.ranks import position_in
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import init_adamw_state
 from dmuon.step.batches import Batch, like_param
@@ -28,10 +31,11 @@ MOMENTUM = "momentum_buffer"
 
 
 def _momentum_view(param: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(param, OwnedTensor):
+    runtime = runtime_of(param)
+    if runtime is None:
         return like_param(param, local)
-    assert param.runtime is not None
-    return param.runtime.entry_of(param).like_rest(local, f"{param.fqn}.{MOMENTUM}")
+    entry = runtime.entry_of(param)
+    return entry.like_rest(local, f"{entry.fqn}.{MOMENTUM}")
 
 
 def _momentum_dtype(param: Tensor) -> torch.dtype:
@@ -111,8 +115,9 @@ def _part_here(param: Tensor, value: Tensor, name: str) -> Tensor:
             return local_tensor(value)
         if value.shape != param.shape:
             return value
-        assert param.runtime is not None
-        return even_to_owned(value, param.runtime.entry_of(param), param.runtime.comm, _momentum_dtype(param))
+        runtime = runtime_of(param)
+        assert runtime is not None
+        return even_to_owned(value, runtime.entry_of(param), runtime.comm, _momentum_dtype(param))
     if isinstance(value, DTensor):
         if _layout(value) == _layout(param):
             return local_tensor(value)
@@ -120,9 +125,9 @@ def _part_here(param: Tensor, value: Tensor, name: str) -> Tensor:
     if value.shape == here.shape:
         return value
     assert isinstance(param, DTensor)  # of anything else all of it lies here
-    placed = place_dtensor(param, name)
+    placed = place_dtensor(param, name, this_rank())
     part = value.new_empty(here.shape)
-    for local, there in placed.layout.pieces[placed.ranks.index(dist.get_rank())].blocks():
+    for local, there in placed.layout.pieces[position_in(placed.ranks, this_rank())].blocks():
         part[local] = value[there]
     return part
 
@@ -144,9 +149,8 @@ def even_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
         if values is None:
             continue
         momentum = values.get(MOMENTUM)
-        if isinstance(param, OwnedTensor):
-            assert param.runtime is not None
-            runtime = param.runtime
+        runtime = runtime_of(param)
+        if runtime is not None:
             momentum = owned_to_even(local_tensor(momentum), runtime.entry_of(param), runtime.comm)
         elif momentum is not None:
             momentum = momentum.clone()  # not a view that saves the whole stack

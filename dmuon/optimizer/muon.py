@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.runtime import Runtime
+from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
 from dmuon.model.routing import Select
@@ -96,8 +96,9 @@ class Muon(torch.optim.Optimizer):
             memory.
         distributed_config: who orthogonalizes matrices that dmuon does not own, and how they get there. ``None``: for
             DTensors :func:`dmuon.create_dtensor_config`, for what a ``DistributedDataParallel`` module replicates its
-            process group; other tensors are whole on this rank. Given, each optimizer has its own, and all ranks of its
-            groups build the optimizer, those without such matrices too.
+            process group; other tensors are whole on this rank. If given, all ranks of its groups build the optimizer,
+            those without such matrices too. Several optimizers may have one configuration; each plans for itself, on
+            process groups of its own.
 
     Raises:
         TypeError, ValueError: an option or parameter that cannot be used, with the remedy.
@@ -196,7 +197,7 @@ class Muon(torch.optim.Optimizer):
         shared = [p for p in muon if not isinstance(p, OwnedTensor)]
         names = [self._name_of(p) for p in shared]
         last, self._exchange = self._exchange, None
-        self._exchange = exchange_for(self, self._given_config, self._copies, shared, names, self._device, last)
+        self._exchange = exchange_for(self._given_config, self._copies, shared, names, self._device, last)
         kept = {id(p): self.state[p].get(MOMENTUM) for p in muon if p in self.state}
         self._batches, self._runtimes = [], []
         for group in self.param_groups:
@@ -212,8 +213,9 @@ class Muon(torch.optim.Optimizer):
 
     def _muon_batches(self, group: dict[str, Any], kept: Mapping[int, Tensor | None]) -> list[Batch]:
         for param in group["params"]:
-            if isinstance(param, OwnedTensor) and param.runtime is not None and param.runtime not in self._runtimes:
-                self._runtimes.append(param.runtime)
+            runtime = runtime_of(param)
+            if runtime is not None and runtime not in self._runtimes:
+                self._runtimes.append(runtime)
         exchange = self._exchange
         batches = make_batches(
             group["params"],

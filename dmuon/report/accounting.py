@@ -14,7 +14,7 @@ from dmuon.kernels import carrier_dtype, storage_dtype
 from dmuon.layout.parcels import travels
 from dmuon.optimizer.muon import Muon
 from dmuon.step.batches import make_batches
-from dmuon.step.pipeline import started_first
+from dmuon.step.pipeline import prefetch_windows
 from dmuon.step.rounds import ExchangedRound, exchanged_rounds
 from dmuon.step.update import wire_dtype
 
@@ -87,14 +87,14 @@ class ExchangeBudget:
 def expected_memory(runtime: Runtime) -> Memory:
     """Bytes that dmuon holds on this rank for the matrices of ``runtime``."""
     comm = runtime.comm
-    sizes = [_buffer_nbytes(group) for group in runtime.groups]
-    kept = sum(size for group, size in zip(runtime.groups, sizes, strict=True) if group.keep)
+    sizes = [_buffer_nbytes(buffer) for buffer in runtime.buffers]
+    kept = sum(size for buffer, size in zip(runtime.buffers, sizes, strict=True) if buffer.keep)
     ahead = [] if runtime.fills_wait else sizes[: comm.options.prefetch]
     standins = outgoing = 0
-    for group in runtime.groups:
-        if comm.column is not None and not group.keep:
-            parts = group.layout.parts[comm.at.s]
-            sizes_here = [(end - start) * _itemsize(group) for start, end in parts]
+    for buffer in runtime.buffers:
+        if comm.column is not None and not buffer.keep:
+            parts = buffer.layout.parts[comm.at.s]
+            sizes_here = [(end - start) * _itemsize(buffer) for start, end in parts]
             outgoing += sizes_here[comm.at.r]
             standins += sum(sizes_here) - sizes_here[comm.at.r]
     masters = sum(
@@ -120,16 +120,16 @@ def expected_traffic(
         calls[purpose] += times * (sum(size > 0 for size in sizes) if transport == "broadcast" else 1)
         nbytes[purpose] += times * sum(sizes) * itemsize
 
-    for group in runtime.groups:
-        segments = [end - start for start, end in group.layout.segments]
-        parts = [end - start for start, end in group.layout.parts[comm.at.s]]
+    for buffer in runtime.buffers:
+        segments = [end - start for start, end in buffer.layout.segments]
+        parts = [end - start for start, end in buffer.layout.parts[comm.at.s]]
         if comm.row is not None:
-            fills = 1 if group.keep else 2 * micro_batches
-            count("fill", fills, group.layout.row, segments, _itemsize(group))
-            count("reduce", reductions, group.layout.row, segments, group.reduce_dtype.itemsize)
+            fills = 1 if buffer.keep else 2 * micro_batches
+            count("fill", fills, buffer.layout.row, segments, _itemsize(buffer))
+            count("reduce", reductions, buffer.layout.row, segments, buffer.reduce_dtype.itemsize)
         if comm.column is not None:
-            count("publish", 1, group.layout.column, parts, _itemsize(group))
-            count("reduce", reductions, group.layout.column, parts, group.reduce_dtype.itemsize)
+            count("publish", 1, buffer.layout.column, parts, _itemsize(buffer))
+            count("reduce", reductions, buffer.layout.column, parts, buffer.reduce_dtype.itemsize)
     if comm.tensor is not None:
         _count_exchanges(runtime, ns_dtype, calls, nbytes)
     return Traffic(dict(calls), dict(nbytes))
@@ -177,10 +177,10 @@ def _most_in_flight(rounds: Sequence[_RoundBytes], domains: Sequence[int], prefe
     most = 0
     gathering: dict[int, int] = {}  # rounds under way
     begun: set[int] = set()
-    first = started_first(domains, prefetch)
+    windows = prefetch_windows(domains, prefetch)
     for i, one in enumerate(rounds):
         behind = rounds[i - 1].scattering if prefetch and i else 0
-        for j in first[i]:
+        for j in windows[i]:
             if j not in begun:
                 begun.add(j)
                 gathering[j] = rounds[j].gathering
@@ -256,9 +256,9 @@ class _RoundBytes:
         )
 
 
-def _itemsize(group: OwnedBuffer) -> int:
-    return group.entries[0].full.element_size()
+def _itemsize(buffer: OwnedBuffer) -> int:
+    return buffer.entries[0].full.element_size()
 
 
-def _buffer_nbytes(group: OwnedBuffer) -> int:
-    return group.layout.size * _itemsize(group)
+def _buffer_nbytes(buffer: OwnedBuffer) -> int:
+    return buffer.layout.size * _itemsize(buffer)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.nn as nn
 
-from dmuon.dedicated.dedicate import dedications
+from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.runtime import Runtime
 from dmuon.model.routing import Route, route_parameters
 from dmuon.optimizer.groups import inside_ddp
@@ -57,13 +57,13 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
             f"Muon: {len(plan.matrices)} matrices, {elements:,} elements; "
             f"AdamW: {len(rest)} parameters, {dedication.adamw_elements:,} elements",
         ]
-        kept = "kept after forward" if runtime.groups[0].keep else "freed after forward"
+        kept = "kept after forward" if runtime.buffers[0].keep else "freed after forward"
         entries = list(runtime.entries())
         lines += [
-            f"owned weights: {len({g.name for g in runtime.groups})} blocks, "
+            f"owned weights: {len({g.name for g in runtime.buffers})} blocks, "
             f"forward in {_unique(e.full.dtype for e in entries)}, "
             f"masters in {_unique(e.master.dtype for e in entries)}, "
-            f"gradients reduced in {_unique(g.reduce_dtype for g in runtime.groups)}, {kept}",
+            f"gradients reduced in {_unique(g.reduce_dtype for g in runtime.buffers)}, {kept}",
             *_budget(runtime),
             *_fsdp_line(model),
             "",

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.domain import Domain
-from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.runtime import Runtime
+from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.parcels import Parcel
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.task import Task
@@ -52,7 +51,7 @@ class Batch:
 
     @property
     def runtime(self) -> Runtime | None:
-        return getattr(self.params[0], "runtime", None)
+        return runtime_of(self.params[0])
 
     @property
     def count(self) -> int:
@@ -115,9 +114,8 @@ def make_batches(
     known: set[int] = set()
     batches: list[Batch] = []
     for index, param in enumerate(params):
-        if isinstance(param, OwnedTensor):
-            runtime = param.runtime
-            assert runtime is not None
+        runtime = runtime_of(param)
+        if runtime is not None:
             if id(runtime) not in known:
                 known.add(id(runtime))
                 offset = len(positions)
@@ -229,7 +227,7 @@ def _zeros(shape: Sequence[int], like: Tensor, planned_only: bool) -> Tensor:
 
 
 def _batch_size(param: Tensor, at: Task | None) -> int:
-    runtime = getattr(param, "runtime", None)
+    runtime = runtime_of(param)
     shape = local_tensor(param).shape if at is None else at.parcel.layout.shape
     small, large = min(shape), max(shape)
     if runtime is not None:

@@ -25,6 +25,7 @@ from harness.toy import LR, Reference, Toy, assert_equal_weights, batch, build, 
 
 import dmuon
 import dmuon.comm.monitor
+from dmuon.dedicated.dedication import dedications
 
 LAYOUTS.setdefault("1d-3", Layout((("shard", 3),), fsdp=False))
 LAYOUTS.setdefault("1d-3-fsdp", Layout((("shard", 3),)))
@@ -56,7 +57,7 @@ ACTS = {"killed": kill, "stopped": stop, "raising": throw}
 
 
 def at_fault_step(model: nn.Module, act: Callable[[], None]) -> Callable[..., None]:
-    monitor = model._dmuon_dedication.runtime.comm.monitor
+    monitor = dedications(model)[0].runtime.comm.monitor
 
     def hook(*_: Any) -> None:
         if monitor.step == FAULT_STEP:
@@ -67,7 +68,7 @@ def at_fault_step(model: nn.Module, act: Callable[[], None]) -> Callable[..., No
 
 def arm(model: nn.Module, where: str, act: Callable[[], None]) -> None:
     """Do ``act`` at one place of the step FAULT_STEP."""
-    hook, runtime = at_fault_step(model, act), model._dmuon_dedication.runtime
+    hook, runtime = at_fault_step(model, act), dedications(model)[0].runtime
     match where:
         case "forward":
             model.blocks[1].mix.register_forward_pre_hook(hook)
@@ -275,7 +276,7 @@ def failing_collective(rank: int, world: int, layout: str, kind: str, when: str)
     optimizer = dmuon.Muon(model, **OPTIONS)
     loss_of(model, *laid.part(batch(0))).backward()
     optimizer.step()
-    runtime = model._dmuon_dedication.runtime
+    runtime = dedications(model)[0].runtime
     monitor = runtime.comm.monitor
     start = monitor.start
 
@@ -309,7 +310,7 @@ def failing_collective(rank: int, world: int, layout: str, kind: str, when: str)
             action()
     optimizer.zero_grad()
     assert not runtime._backwards and not any(block.at_work for block in runtime.blocks)
-    assert all(group._fill is None and group._publication is None for group in runtime.groups if not group.keep)
+    assert all(b._fill is None and b._publication is None for b in runtime.buffers if not b.keep)
 
 
 @pytest.mark.pitfall("P26", "P49")
@@ -326,7 +327,7 @@ def out_of_memory(rank: int, world: int, layout: str, where: str) -> None:
     model = build()
     laid = lay(layout, model)
     optimizer = dmuon.Muon(model, **OPTIONS, weight_decay=0.1)
-    runtime = model._dmuon_dedication.runtime
+    runtime = dedications(model)[0].runtime
     monitor, gradients = runtime.comm.monitor, runtime.gradients
     start, finish = monitor.start, gradients.finish
     armed: list[str] = []

@@ -443,8 +443,8 @@ def test_a_prefetched_gather_is_not_waited_for() -> None:
     assert later.waits == 0
 
 
-def gathered(whole: object, here: int = 0, global_shape: tuple[int, ...] | None = (6, 5)) -> Tensor | None:
-    return check_gathered(whole, name="x", owner=0, here=here, local_shape=(3, 5), global_shape=global_shape)
+def gathered(whole: object, rank: int = 0, global_shape: tuple[int, ...] | None = (6, 5)) -> Tensor | None:
+    return check_gathered(whole, name="x", owner=0, rank=rank, local_shape=(3, 5), global_shape=global_shape)
 
 
 @pytest.mark.parametrize(
@@ -458,7 +458,7 @@ def test_a_whole_matrix_is_accepted(shape: tuple[int, ...], global_shape: tuple[
 
 @pytest.mark.parametrize("whole", [None, torch.ones(1), False, [torch.ones(6, 5)], torch.ones(6, 5)])
 def test_what_other_ranks_return_is_dropped(whole: object) -> None:
-    assert gathered(whole, here=1) is None
+    assert gathered(whole, rank=1) is None
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (5, 6), (6, 5, 1), (30,), (7, 5)])
@@ -487,8 +487,8 @@ def test_the_owner_must_get_a_tensor(shape: tuple[int, ...] | None) -> None:
 @pytest.mark.parametrize("shape", [(3, 5), (0, 5)])
 def test_a_part_of_the_local_shape_is_accepted(shape: tuple[int, ...]) -> None:
     part = torch.ones(shape)
-    assert check_part(part, name="x", here=1, local_shape=shape) is part
-    assert check_part(part, name="x", here=1, local_shape=part.shape) is part
+    assert check_part(part, name="x", rank=1, local_shape=shape) is part
+    assert check_part(part, name="x", rank=1, local_shape=part.shape) is part
 
 
 @pytest.mark.parametrize(
@@ -505,7 +505,7 @@ def test_a_part_of_the_local_shape_is_accepted(shape: tuple[int, ...]) -> None:
 def test_another_part_is_refused(part: object, given_: str) -> None:
     message = f"redistribute_fn returned {given_} for parameter 'x' on rank 1; this rank's part is (3, 5): "
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
-        check_part(part, name="x", here=1, local_shape=(3, 5))
+        check_part(part, name="x", rank=1, local_shape=(3, 5))
 
 
 def test_a_dtensor_counts_by_its_local_tensor() -> None:
@@ -514,9 +514,9 @@ def test_a_dtensor_counts_by_its_local_tensor() -> None:
     sharded = DTensor(half, owned_spec(mesh, [Shard(0)], whole.shape, whole.dtype), requires_grad=False)
     replicated = DTensor(whole, owned_spec(mesh, [Replicate()], whole.shape, whole.dtype), requires_grad=False)
 
-    assert check_part(sharded, name="x", here=0, local_shape=(3, 5)) is half
+    assert check_part(sharded, name="x", rank=0, local_shape=(3, 5)) is half
     with pytest.raises(RuntimeError, match=re.escape("returned a tensor of shape (6, 5)")):
-        check_part(replicated, name="x", here=0, local_shape=(3, 5))
+        check_part(replicated, name="x", rank=0, local_shape=(3, 5))
     assert gathered(replicated) is whole
     with pytest.raises(RuntimeError, match=re.escape("returned a tensor of shape (3, 5)")):
         gathered(sharded)

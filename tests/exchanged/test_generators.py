@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-import dmuon.exchanged.exchange
-import dmuon.exchanged.functions
+import dmuon.exchanged.generators
+import dmuon.exchanged.layouts
 from dmuon import (
     DistributedConfig,
     create_auto_config,
@@ -476,7 +476,7 @@ def groups_made_anew(rank: int, world: int) -> None:
 
 @pytest.mark.pitfall("P24")
 def test_configs_outlive_their_process_groups(ranks: RankPool) -> None:
-    ranks(2, groups_made_anew)
+    ranks(2, groups_made_anew, fresh=True)
 
 
 def interleaved(rank: int, world: int) -> None:
@@ -553,13 +553,13 @@ def connections(rank: int, world: int) -> None:
     groups: dict[str, Any] = {"ep_pg": mesh.get_group("ep"), "fsdp_pg": mesh.get_group("fsdp")}
     config = create_processgroup_config(**groups, shard_dims={"fsdp": 0}, costs="flops")
     made = []
-    make = dmuon.exchanged.functions.make_domain  # type: ignore[attr-defined]
-    dmuon.exchanged.functions.make_domain = lambda *args: made.append(args) or make(*args)  # type: ignore[attr-defined]
+    make = dmuon.exchanged.layouts.make_domain  # type: ignore[attr-defined]
+    dmuon.exchanged.layouts.make_domain = lambda *args: made.append(args) or make(*args)  # type: ignore[attr-defined]
     try:
         optimizer = dmuon.Muon([nn.Parameter(torch.ones(2, 4))], distributed_config=config)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 4))], "use_muon": True})
     finally:
-        dmuon.exchanged.functions.make_domain = make  # type: ignore[attr-defined]
+        dmuon.exchanged.layouts.make_domain = make  # type: ignore[attr-defined]
     first = 2 * (rank // 2)
     assert [tuple(sorted(ranks)) for ranks, *_ in made] == [(0, 1, 2, 3), (first, first + 1)]
     assert optimizer._exchange is not None
@@ -586,47 +586,138 @@ def test_ranks_without_matrices_take_steps(ranks: RankPool) -> None:
     ranks(2, without_matrices)
 
 
-# -- one configuration, one optimizer ---------------------------------------------------------------------------------
+# -- one configuration, several optimizers ----------------------------------------------------------------------------
+
+
+def of_dtensors(mesh: DeviceMesh) -> DistributedConfig:
+    return create_dtensor_config(costs="flops")
+
+
+def of_group(mesh: DeviceMesh) -> DistributedConfig:
+    return create_processgroup_config(fsdp_pg=mesh.get_group(), costs="flops")
+
+
+def of_own_assignment(mesh: DeviceMesh) -> DistributedConfig:
+    """The second optimizer has fewer parameters than the first one: an index of its own means another matrix."""
+    generated = of_group(mesh)
+
+    def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, int]:
+        planned: Any = generated.assign_fn(params, state)
+        return {i: 1 - owner for i, owner in planned.items()}
+
+    return replace(generated, assign_fn=assign)
+
+
+def of_own_gather(mesh: DeviceMesh) -> DistributedConfig:
+    """Calls a generated function for one parameter after the other; all of them lie differently in each optimizer."""
+    generated = of_group(mesh)
+
+    def gather(update: Tensor, dst_rank: int, state: dict[str, Any]) -> Any:
+        assert len(state["param_names"]) == len(state["assignments"])
+        assert state["assignments"][state["current_param_idx"]] == dst_rank
+        return generated.gather_fn(update, dst_rank, state)
+
+    return replace(generated, gather_fn=gather, prefetch_count=0)
+
+
+def of_own_functions(mesh: DeviceMesh) -> DistributedConfig:
+    """A user's configuration that calls generated functions inside of its own."""
+    generated = of_group(mesh)
+    return DistributedConfig(
+        lambda params, state: generated.assign_fn(params, state),
+        lambda update, rank, state: generated.gather_fn(update, rank, state),
+        lambda update, rank, state: generated.redistribute_fn(update, rank, state),
+        {},
+        prefetch_count=0,
+    )
+
+
+SHARED: list[Callable[[DeviceMesh], DistributedConfig]] = [
+    of_dtensors, of_group, of_own_assignment, of_own_gather, of_own_functions,
+]  # fmt: skip
+
+
+def optimizers_of_one_config(rank: int, world: int, make: Callable[[DeviceMesh], DistributedConfig]) -> None:
+    """Two optimizers step in turn, one of them twice as often, and one gets another group in between."""
+    mesh = init_device_mesh("cpu", (world,))
+    config = make(mesh)
+    shapes = [[(6, 4), (5, 7), (9, 3)], [(8, 5), (3, 3)]]
+    every = [
+        [
+            nn.Parameter(distribute_tensor(seeded(shape, i, k), mesh, [Shard(i % 2)], src_data_rank=None))
+            for i, shape in enumerate(of_optimizer)
+        ]
+        for k, of_optimizer in enumerate(shapes)
+    ]
+    optimizers = [dmuon.Muon([{"params": p[:-1], "use_muon": True}], **CALL, distributed_config=config) for p in every]
+    steps = [0, 0]
+    for k in (0, 1, 1, "group", 0, 1, 1):
+        if k == "group":
+            for optimizer, params in zip(optimizers, every, strict=True):
+                optimizer.add_param_group({"params": params[-1:], "use_muon": True})
+            continue
+        assert isinstance(k, int)
+        joined = len(optimizers[k].param_groups) - 1
+        for i, param in enumerate(every[k][: len(every[k]) - 1 + joined]):
+            assert isinstance(param, DTensor)
+            grad = seeded(shapes[k][i], i, k, steps[k])
+            param.grad = distribute_tensor(grad, mesh, param.placements, src_data_rank=None)
+        optimizers[k].step()
+        steps[k] += 1
+    assert steps == [2, 4]
+    for k, params in enumerate(every):
+        domains = [optimizer._exchange.domains for optimizer in optimizers if optimizer._exchange is not None]
+        assert not {id(domain) for domain, _ in domains[0]} & {id(domain) for domain, _ in domains[1]}
+        for i, param in enumerate(params[:-1]):
+            assert isinstance(param, DTensor)
+            expected = whole_weight(Cut(shapes[k][i]), i, k, steps[k])
+            torch.testing.assert_close(param.full_tensor(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", SHARED)
+def test_a_configuration_serves_several_optimizers(
+    ranks: RankPool, make: Callable[[DeviceMesh], DistributedConfig]
+) -> None:
+    ranks(2, optimizers_of_one_config, make)
 
 
 @pytest.mark.parametrize("make", [create_dtensor_config, create_processgroup_config, create_auto_config])
-def test_a_configuration_serves_one_living_optimizer(make: Callable[..., DistributedConfig]) -> None:
+def test_a_configuration_serves_several_optimizers_of_one_process(make: Callable[..., DistributedConfig]) -> None:
     config = make(costs="flops")
-    weight = nn.Parameter(torch.ones(3, 4))
-    first = dmuon.Muon([weight], distributed_config=config)
-    for again in (config, replace(config, assign_fn=lambda params, state: {0: 0})):
-        with pytest.raises(ValueError, match="distributed_config is in use by another optimizer"):
-            dmuon.Muon([weight], distributed_config=again)
-    first.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True})
-    del first
-    dmuon.Muon([weight], distributed_config=config)
+    for of_optimizer in (config, config, replace(config, assign_fn=lambda params, state: {0: 0})):
+        weight = nn.Parameter(seeded((3, 4), 0, 0))
+        optimizer = dmuon.Muon([weight], **CALL, distributed_config=of_optimizer)
+        weight.grad = seeded((3, 4), 0, 0, 0)
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), whole_weight(Cut((3, 4)), 0, 0, 1), rtol=1e-5, atol=1e-6)
 
 
 def default_layouts(rank: int, world: int) -> None:
-    """Groups that add nothing to exchange change nothing; others keep the process groups."""
-    make = dmuon.exchanged.default.create_dtensor_config
-    dmuon.exchanged.default.create_dtensor_config = partial(make, costs="flops")
+    """A new group keeps the process groups, and a plan that says who owns the very same matrices."""
+    options = dmuon.exchanged.generators.LayoutOptions
+    dmuon.exchanged.generators.LayoutOptions = partial(options, costs="flops")  # type: ignore[misc, assignment]
     try:
         mesh = init_device_mesh("cpu", (world,))
         params = [nn.Parameter(distribute_tensor(torch.ones(4, 3 + i), mesh, [Shard(0)])) for i in range(3)]
         optimizer = dmuon.Muon(params[:1])
-        found = [optimizer._exchange]
+        exchanges = [optimizer._exchange]
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "use_muon": False})
-        found.append(optimizer._exchange)
+        exchanges.append(optimizer._exchange)
         optimizer.add_param_group({"params": params[1:2], "use_muon": True})
-        found.append(optimizer._exchange)
+        exchanges.append(optimizer._exchange)
         optimizer.param_groups[0]["params"].append(params[2])
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer.step()
-        found.append(optimizer._exchange)
+        exchanges.append(optimizer._exchange)
     finally:
-        dmuon.exchanged.default.create_dtensor_config = make
-    assert found[0] is found[1] and len({*map(id, found)}) == 3
-    assert len({id(one.config) for one in found if one is not None}) == 1
-    assert len({id(domain) for one in found if one is not None for domain, _ in one.domains}) == 1
+        dmuon.exchanged.generators.LayoutOptions = options  # type: ignore[misc]
+    layouts = [one.layouts for one in exchanges if one is not None and one.layouts is not None]
+    plans = [one.plans[tuple(range(world))] for one in layouts]  # type: ignore[index]
+    assert plans[0] is plans[1] and len({*map(id, plans)}) == 3
+    assert len({id(domain) for one in exchanges if one is not None for domain, _ in one.domains}) == 1
     assert len(optimizer.exchanged()) == 3
 
 
-def test_the_default_configuration_is_kept(ranks: RankPool) -> None:
+def test_default_layouts_keep_process_groups_and_plans(ranks: RankPool) -> None:
     ranks(2, default_layouts)

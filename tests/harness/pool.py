@@ -1,39 +1,37 @@
-"""A pool of worker processes that runs a function on every rank of a fresh gloo process group."""
+"""A pool of worker processes that runs a function on every rank of a gloo process group.
+
+Calls that succeed leave the default group, the meshes over it and what DTensor derived from them to the next call over
+as many ranks. All other groups, and the store's keys, are a call's own.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import gc
-import io
 import itertools
 import multiprocessing
 import os
 import pickle
-import random
 import re
 import signal
 import sys
 import tempfile
-import threading
 import time
-import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
-import torch.distributed.tensor.debug
+
+from harness.worker import Call, dump, load, qualified_name, work
 
 MAX_WORLD = 4
 BOOT_SECONDS = 90.0  # starting a worker: one import of torch on a busy machine
 FAILURE_GRACE_SECONDS = 3.0  # after the first failure, for the other ranks to report theirs
 CLEANUP_SECONDS = 20.0
+COLLECTIVE_SECONDS = 30.0
 OUTPUT_TAIL_CHARACTERS = 6000
 DEATH = "WorkerDied"
 HANG = "WorkerHung"
@@ -61,7 +59,7 @@ class Outcome:
 
     def raised(self, kind: type[BaseException]) -> bool:
         """Whether the rank raised `kind` or a subclass of it."""
-        return _qualified_name(kind) in self.bases
+        return qualified_name(kind) in self.bases
 
 
 @dataclass(slots=True)
@@ -75,11 +73,16 @@ class RankPool:
     """Runs functions on 1 to ``most`` ranks in processes that stay alive from call to call.
 
     The pool is ended after a failure that may have left a worker in an unknown state, and built again by
-    the next call.
+    the next call. After an error that all ranks survived, the next call gets new groups.
+
+    Args:
+        renew: every call gets new groups.
     """
 
-    def __init__(self, most: int = MAX_WORLD) -> None:
+    def __init__(self, most: int = MAX_WORLD, renew: bool = False) -> None:
         self._most = most
+        self._renew = renew
+        self._generations: Counter[int] = Counter()
         self._directory = tempfile.TemporaryDirectory(prefix="dmuon-ranks-")
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
@@ -93,7 +96,8 @@ class RankPool:
         fn: Callable[..., Any],
         *args: Any,
         timeout: float = 60.0,
-        pg_timeout: float = 30.0,
+        pg_timeout: float = COLLECTIVE_SECONDS,
+        fresh: bool = False,
         expect: type[BaseException] | None = None,
         match: str = "",
     ) -> list[Any]:
@@ -102,19 +106,22 @@ class RankPool:
         With `expect`, every rank must raise that exception, with a message in which `match` (a regular
         expression) is found; the outcomes are returned.
 
+        With `fresh`, or another time limit of collectives, the call gets groups that no other call has used or will,
+        and no other groups exist meanwhile: what ends the default group, or counts groups, asks for it.
+
         Raises:
             RankFailure: a rank raised, died, did not end within `timeout` seconds, or (with `expect`)
                 did not raise as expected.
         """
         if expect is not None:
-            outcomes = self.outcomes(world, fn, *args, timeout=timeout, pg_timeout=pg_timeout)
+            outcomes = self.outcomes(world, fn, *args, timeout=timeout, pg_timeout=pg_timeout, fresh=fresh)
             wrong = [o for o in outcomes if not (o.raised(expect) and re.search(match, o.message))]
             if wrong:
                 pattern = f" matching {match!r}" if match else ""
                 title = f"ranks {[o.rank for o in wrong]} did not raise {expect.__name__}{pattern}"
                 raise RankFailure(_describe(title, outcomes))
             return list(outcomes)
-        outcomes, first = self._run(world, fn, args, timeout, pg_timeout, grace=FAILURE_GRACE_SECONDS)
+        outcomes, first = self._run(world, fn, args, timeout, pg_timeout, fresh, grace=FAILURE_GRACE_SECONDS)
         if first is not None:
             self.close()
             verb = {HANG: f"hung for {timeout:g} s", DEATH: "died"}.get(first.error or "", "raised")
@@ -129,14 +136,15 @@ class RankPool:
         fn: Callable[..., Any],
         *args: Any,
         timeout: float = 60.0,
-        pg_timeout: float = 30.0,
+        pg_timeout: float = COLLECTIVE_SECONDS,
+        fresh: bool = False,
     ) -> list[Outcome]:
         """Runs `fn(rank, world, *args)` on every rank and returns each rank's result or exception.
 
         Every rank is given all of `timeout` seconds; one that is still running then is ended and gets the
         error `WorkerHung`, one whose process ended gets `WorkerDied`.
         """
-        return self._run(world, fn, args, timeout, pg_timeout, grace=None)[0]
+        return self._run(world, fn, args, timeout, pg_timeout, fresh, grace=None)[0]
 
     def close(self) -> None:
         """Kills all workers; the next call starts new ones."""
@@ -160,25 +168,31 @@ class RankPool:
         args: tuple[Any, ...],
         timeout: float,
         pg_timeout: float,
+        fresh: bool,
         grace: float | None,
     ) -> tuple[list[Outcome], Outcome | None]:
         if not 1 <= world <= self._most:
             raise ValueError(f"world is {world}, this pool has 1 to {self._most} ranks")
-        call = _dump((fn, args))  # a function that cannot be pickled fails here, in the caller
+        program = dump((fn, args))  # a function that cannot be pickled fails here, in the caller
         try:
             self._grow(world)
             assert self._store is not None
-            prefix = f"call{next(self._calls)}"
+            alone = fresh or self._renew or pg_timeout != COLLECTIVE_SECONDS
+            number, generation = next(self._calls), self._generations[world]
+            header = Call(sys.path, world, number, generation, alone, self._store.port, pg_timeout)
             for worker in self._workers[:world]:
                 os.truncate(worker.log, 0)
-                header = (sys.path, world, prefix, self._store.port, pg_timeout)
                 worker.connection.send_bytes(pickle.dumps(header))
-                worker.connection.send_bytes(call)
+                worker.connection.send_bytes(program)
             outcomes, first = self._collect(world, timeout, grace)
             if any(outcome.error in (HANG, DEATH) for outcome in outcomes):
                 self.close()
             else:
-                self._release(world, fn)
+                intact = self._release(world, fn)
+                if alone or not intact:
+                    self._generations.update(range(1, self._most + 1))
+                elif not all(outcome.ok for outcome in outcomes):
+                    self._generations[world] += 1
         except BaseException:  # also the test's own time limit or Ctrl-C: workers are in an unknown state
             self.close()
             raise
@@ -194,9 +208,7 @@ class RankPool:
             ours, theirs = self._context.Pipe()
             log = Path(self._directory.name) / f"worker{next(self._logs)}.log"
             log.touch()
-            process = self._context.Process(
-                target=_work, args=(rank, theirs, str(log)), name=f"rank{rank}", daemon=True
-            )
+            process = self._context.Process(target=work, args=(rank, theirs, str(log)), name=f"rank{rank}", daemon=True)
             process.start()
             theirs.close()
             started.append(_Worker(process, ours, log))
@@ -240,7 +252,7 @@ class RankPool:
     def _receive(self, rank: int) -> Outcome:
         worker = self._workers[rank]
         try:
-            reply = _load(worker.connection.recv_bytes())
+            reply = load(worker.connection.recv_bytes())
         except (EOFError, OSError):  # the pipe closes when the process ends
             worker.process.join(5)
             message = f"process ended with exit code {worker.process.exitcode}"
@@ -249,22 +261,25 @@ class RankPool:
             reply["output"] = _tail(worker.log)
         return Outcome(rank, **reply)
 
-    def _release(self, world: int, fn: Callable[..., Any]) -> None:
-        """Lets the workers destroy their process group, now that no rank needs it."""
+    def _release(self, world: int, fn: Callable[..., Any]) -> bool:
+        """Lets the workers destroy the call's groups, now that no rank needs them; whether they kept their default."""
         for worker in self._workers[:world]:
             worker.connection.send_bytes(b"release")
         deadline = time.monotonic() + CLEANUP_SECONDS
+        all_intact = True
         for rank, worker in enumerate(self._workers[:world]):
+            problem: str | None
             try:
-                problem: Any = None
                 if worker.connection.poll(max(0.0, deadline - time.monotonic())):
-                    problem = pickle.loads(worker.connection.recv_bytes())
+                    problem, intact = pickle.loads(worker.connection.recv_bytes())
+                    all_intact = all_intact and intact
                 else:
                     problem = "hung:\n" + self._dump_stacks([rank])[rank]
             except EOFError:
                 problem = f"process died\n{_tail(worker.log)}"
             if problem is not None:
-                raise RankFailure(f"{fn.__qualname__}: rank {rank} failed to destroy its process group: {problem}")
+                raise RankFailure(f"{fn.__qualname__}: rank {rank} failed to destroy its process groups: {problem}")
+        return all_intact
 
     def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
         for rank in ranks:
@@ -292,110 +307,3 @@ def _describe(title: str, outcomes: list[Outcome]) -> str:
 def _tail(log: Path) -> str:
     text = log.read_text(errors="replace")
     return text if len(text) <= OUTPUT_TAIL_CHARACTERS else "[...]" + text[-OUTPUT_TAIL_CHARACTERS:]
-
-
-def _qualified_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _dump(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)  # plain bytes: no shared memory that could outlive or precede its sender
-    return buffer.getvalue()
-
-
-def _load(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)
-
-
-class _OneThreadGloo(c10d.ProcessGroupGloo):  # type: ignore[name-defined, misc]
-    """A gloo group with one worker thread, where torch starts two.
-
-    torch 2.13's worker threads assign the name of the work they completed to one string without a lock. Names of over
-    15 characters are on the heap, ALLGATHER_COALESCED among them, which is what DTensors gather with: two works that
-    complete at once then corrupt the heap, and the process dies of it sooner or later. With 16 threads a loop of such
-    gathers dies in seconds. dmuon's own collectives have shorter names.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [c10d.ProcessGroupGloo.create_default_device()]  # type: ignore[attr-defined]
-        options._timeout = timeout
-        options._threads = 1
-        super().__init__(store, rank, size, options)
-
-
-def _work(rank: int, connection: Connection, log: str) -> None:
-    """The worker process: one call after another until the pipe closes."""
-    c10d.ProcessGroupGloo = _OneThreadGloo  # type: ignore[attr-defined]
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    faulthandler.enable(file=descriptor)
-    faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills the pool
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # keeps the collection after each call cheap
-    environment = dict(os.environ)
-    directory = os.getcwd()
-    connection.send_bytes(b"ready")
-    while True:
-        try:
-            header = pickle.loads(connection.recv_bytes())
-            call = connection.recv_bytes()
-        except EOFError:
-            return
-        connection.send_bytes(_execute(rank, header, call))
-        if connection.recv_bytes() != b"release":
-            return
-        problem = None
-        try:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            # DTensor keeps what it derived from meshes that were equal but had other groups.
-            torch.distributed.tensor.debug._clear_sharding_prop_cache()
-        except Exception:
-            problem = traceback.format_exc()
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(directory)
-        gc.collect()
-        connection.send_bytes(pickle.dumps(problem))
-
-
-def _execute(rank: int, header: tuple[list[str], int, str, int, float], call: bytes) -> bytes:
-    """Runs one call in a fresh process group; returns the reply, whatever happens."""
-    path, world, prefix, port, pg_timeout = header
-    try:
-        sys.path[:] = path
-        torch.set_default_dtype(torch.float32)
-        torch.set_num_threads(1)
-        random.seed(0)
-        torch.manual_seed(0)
-        limit = timedelta(seconds=pg_timeout)
-        client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-        store = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-        fn, args = _load(call)
-        return _dump({"value": fn(rank, world, *args)})
-    except BaseException as error:
-        return _dump(
-            {
-                "error": type(error).__name__,
-                "message": str(error),
-                "traceback": traceback.format_exc(),
-                "bases": tuple(_qualified_name(base) for base in type(error).__mro__),
-            }
-        )
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

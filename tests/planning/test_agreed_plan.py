@@ -31,7 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
 from dmuon.planning import agreed_plan as plan_module
-from dmuon.planning import owner_plan as owner_plan_module
+from dmuon.planning import owner_plan
 from dmuon.platform import host as place_module
 from dmuon.solver import Plan, SolveOptions
 
@@ -260,7 +260,7 @@ class _AnotherModel:
 
 
 def tampered(rank: int, world: int, reader: type) -> None:
-    with replaced(owner_plan_module, "Plan", reader if rank == 1 else Plan):
+    with replaced(owner_plan, "Plan", reader if rank == 1 else Plan):
         dmuon.dedicate_params(build(), init_device_mesh("cpu", (world,)), costs="flops")
 
 
@@ -356,7 +356,7 @@ def two_process_groups(rank: int, world: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.pitfall("P24")
 def test_a_new_mesh_after_destroying_the_process_group_works(ranks: RankPool) -> None:
-    for found in ranks(2, two_process_groups):
+    for found in ranks(2, two_process_groups, fresh=True):
         for weights in found:
             assert_equal_weights(weights, reference_weights(2))
 

@@ -33,7 +33,7 @@ LAYOUTS.setdefault("1d-3-fsdp", Layout((("shard", 3),)))
 OPTIONS: dict[str, Any] = {"lr": LR, "ns_coefficients": "classic"}
 FAULT_STEP = 2
 TIMEOUT = 8.0  # of process groups
-PATIENCE = 2.0  # for what the other ranks report
+PATIENCE = 1.0  # for what the other ranks report
 SLACK = 12.0  # for a busy machine
 
 
@@ -188,7 +188,7 @@ UNLIKE = {"swapped blocks": (1, 0, 2), "skipped block": (0, 2)}
 
 def out_of_step(rank: int, world: int, layout: str, keep: bool, what: str, transport: str) -> None:
     """Rank 1 does something else at FAULT_STEP; nobody may take the step after it."""
-    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE + 2
+    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE + 3
     torch.manual_seed(0)
     model = Ordered()
     options = dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT), transport=transport)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ LAYOUTS.setdefault("1d-3-fsdp", Layout((("shard", 3),)))
 OPTIONS: dict[str, Any] = {"lr": LR, "ns_coefficients": "classic"}
 FAULT_STEP = 2
 TIMEOUT = 8.0  # of process groups
-PATIENCE = 2.0  # for what the other ranks report
+PATIENCE = 1.0  # for what the other ranks report
 SLACK = 12.0  # for a busy machine
 
 

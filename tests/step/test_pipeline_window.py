@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ class Recorded:
     def __init__(self, name: str, events: list[Event], domains: dict[str, object]) -> None:
         self.name = name
         self.exchanged = name[0] != ALONE
-        self.batches = [SimpleNamespace(domain=domains.setdefault(name[0], object()))]
+        self.queue = id(domains.setdefault(name[0], object()))
         self._events = events
 
     def start(self, *_: Any) -> None:

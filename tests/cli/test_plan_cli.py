@@ -112,12 +112,12 @@ def test_costs_of_a_cache_are_measured_and_need_a_device_for_a_prediction(
 
 def test_overrides_change_the_prediction(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def step(*args: object) -> float:
-        assert status(model, "--world", 16, *args) == 0
+        assert status(model, "--world", 16, "--method", "greedy", *args) == 0
         line = next(s for s in capsys.readouterr().out.splitlines() if s.startswith("dedicated  "))
         return float(line.split()[1])
 
     def share(*args: object) -> float:
-        assert status(model, "--world", 16, *args) == 0
+        assert status(model, "--world", 16, "--method", "greedy", *args) == 0
         line = next(s for s in capsys.readouterr().out.splitlines() if s.startswith("the largest owner keeps"))
         return float(line.split(", ")[1].split("%")[0])
 

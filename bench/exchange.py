@@ -286,7 +286,7 @@ class Replay:
         self._rounds = rounds
         # What fp32 Newton-Schulz makes of fp32 momentum has its dtype.
         self._parts = [
-            {i: torch.zeros_like(batch.momentum) for i, batch in enumerate(round_.batches) if round_._held(batch)}
+            {i: torch.zeros_like(batch.momentum) for i, batch in enumerate(round_.batches) if round_._has_part(batch)}
             for round_ in rounds
         ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from harness.fragments import run_fragments
+from harness.pool import RankPool
 
 import dmuon
 
@@ -78,17 +79,11 @@ def test_the_whole_program_trains(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
-    """By rank, what came of each fragment; all of them in one job, each after the set-up of ``example.py``."""
-    folder = tmp_path_factory.mktemp("fragments")
+def faults(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    """By rank, what came of each fragment."""
+    folder = str(tmp_path_factory.mktemp("fragments"))
     runnable = {block.name: block.text for block in FRAGMENTS if missing(block) is None}
-    job = {"program": PROGRAMS[0].text, "fragments": runnable}
-    (folder / "job.json").write_text(json.dumps(job))
-    program = str(ROOT / "tests" / "programs" / "fragments.py")
-    command = [*TORCHRUN, program, "job.json", "result"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"result.{rank}.json").read_text()) for rank in range(2)]
+    return ranks(2, run_fragments, PROGRAMS[0].text, runnable, folder)
 
 
 def missing(block: Block) -> str | None:

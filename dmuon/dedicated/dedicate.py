@@ -179,11 +179,11 @@ class _Inspected:
     seat: _Seat
 
     def dtype_of(self, route: Route) -> torch.dtype:
-        """In which a matrix travels and is computed with."""
+        """The dtype in which the matrix of ``route`` travels and is computed with."""
         return self.policy.param_dtype or route.param.dtype
 
     def matrices(self) -> list[Matrix]:
-        """What is to be planned."""
+        """The matrices that need owners, as the solver takes them."""
         return [
             Matrix(r.fqn, r.param.shape[0], r.param.shape[1], r.block, r.param.numel() * self.dtype_of(r).itemsize)
             for r in self.routes
@@ -215,7 +215,11 @@ def _inspect(
 def _agree(
     model: nn.Module, topology: Topology, group: dist.ProcessGroup, inspect: Callable[[], _Inspected]
 ) -> tuple[_Inspected, list[_Seat]]:
-    """Inspect, and raise on every rank what any of them raises; otherwise every data-parallel rank's seat."""
+    """Inspect, and fail on every rank if some rank fails or has another model.
+
+    Returns:
+        What this rank has inspected, and the seat of every data-parallel rank.
+    """
     try:
         try:
             inspected = inspect()
@@ -231,7 +235,7 @@ def _agree(
 
 
 def _agree_along_tensor(model: nn.Module, topology: Topology, fault: Exception | None) -> None:
-    """A fault among the data-parallel ranks of one tensor-parallel rank ends those of all others too."""
+    """Carry a fault to the other tensor-parallel ranks, which have agreed among their own data-parallel ones only."""
     group = tensor_group_of(model, topology.ranks)
     if group is not None:
         agree(group, fault)
@@ -245,7 +249,11 @@ def _connect(
     inspected: _Inspected,
     seats: list[_Seat],
 ) -> tuple[Comm, list[str]]:
-    """Make the process groups. Compares the ranks of all of tensor parallelism; returns also the host of each rank."""
+    """Make the process groups, and compare the models of all tensor-parallel ranks too.
+
+    Returns:
+        What blocks need to communicate, and the host of every rank.
+    """
     topology = topology.with_tensor_parallel([ranks for _, ranks in seats])
     context = make_comm(mesh, topology, group, options, inspected.tensor_mesh)
     if topology.tensor > 1:
@@ -257,7 +265,7 @@ def _connect(
 
 
 def _place(model: nn.Module, inspected: _Inspected, plan: OwnerPlan, comm: Comm, *, keep: bool) -> None:
-    """Give every rank the first one's values, every owner its masters, and the modules their hooks. Collective."""
+    """Make the first rank's values everyone's, give owners their masters and modules their hooks. Collective."""
     _share_initial_values(model, inspected.routes, comm)
     modules = {r.block: r.block_module for r in inspected.routes}
     blocks: list[Block] = []
@@ -277,7 +285,7 @@ def _place(model: nn.Module, inspected: _Inspected, plan: OwnerPlan, comm: Comm,
 
 
 def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, object]) -> list[tuple[str, str]]:
-    """What all ranks must have in common, by name, in the order of the collectives that depend on it."""
+    """By name, what must be the same on all ranks; parameters come in the order of their collectives."""
     items = [(f"option {name}", str(value)) for name, value in options.items()]
     for r in routes:
         route = f"Muon in block {r.block}" if r.muon else "AdamW"
@@ -288,7 +296,7 @@ def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, obje
 
 
 def _share_initial_values(model: nn.Module, routes: Sequence[Route], comm: Comm) -> None:
-    """The first rank's values of everything that dmuon does not own; owned matrices follow when they are placed."""
+    """Broadcast everything that dmuon does not own; owned matrices follow when they are placed."""
     if comm.world == 1:
         return
     tensors = [r.param for r in routes if not r.muon]

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.agreement import agree
 from dmuon.comm.context import Comm
-from dmuon.dedicated.matrix import OwnedMatrix, matrix_of
+from dmuon.dedicated.matrix import OwnedMatrix, matrix_of, tensor_placements
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.platform.torch_private import even_shape, local_tensor
 
@@ -19,7 +19,7 @@ __all__ = ["even_parts", "even_to_owned", "owned_to_even", "write_even"]
 
 
 def even_parts(length: int, size: int) -> list[int]:
-    """Lengths of the parts of ``Shard``: ``ceil(length / size)`` each while they last."""
+    """Lengths of the parts into which torch's ``Shard`` cuts: ``ceil(length / size)`` each, the last ones less."""
     part = -(-length // size)
     return [max(0, min(part, length - i * part)) for i in range(size)]
 
@@ -46,14 +46,11 @@ def owned_to_even(local: Tensor, entry: OwnedMatrix, comm: Comm) -> DTensor:
         sent = [piece.numel() for piece in pieces] if owned else [0] * comm.world
         with comm.monitor.watch(f"scatter of {entry.fqn!r} for a state dict"):
             dist.all_to_all_single(even.view(-1), outgoing, received, sent, group=comm.group)
-    placements: list[Placement] = [Shard(dim)]
-    if entry.tensor is not None:
-        placements.append(entry.tensor.placement)
-    return matrix_of(even, _even_mesh(entry, comm), placements, entry.shape)
+    return matrix_of(even, _even_mesh(entry, comm), [Shard(dim), *tensor_placements(entry.tensor)], entry.shape)
 
 
 def even_to_owned(value: Tensor, entry: OwnedMatrix, comm: Comm, dtype: torch.dtype) -> Tensor:
-    """Make what the owner holds of ``entry``, elsewhere no rows, of a DTensor or a plain whole tensor.
+    """Cut from ``value``, a DTensor or a plain whole tensor, what the master of ``entry`` holds on this rank.
 
     Collective if ``value`` is a DTensor; its kind must be the same on all ranks. An ``OwnedTensor`` may have another
     owner than ``entry``.
@@ -62,14 +59,12 @@ def even_to_owned(value: Tensor, entry: OwnedMatrix, comm: Comm, dtype: torch.dt
     if not isinstance(value, DTensor):
         part = _tensor_part(value, entry, comm)
         return (part if owned else part[:0]).to(device=comm.device, dtype=dtype, copy=True)
-    dim = _even_dim(entry)
-    mesh = _even_mesh(entry, comm)
+    dim, mesh = _even_dim(entry), _even_mesh(entry, comm)
     placements: list[Placement] = [Shard(dim)]
     if isinstance(value, OwnedTensor):
-        mesh, placements = comm.mesh, [Shard(0)] * comm.mesh.ndim
-        mesh = mesh if entry.tensor is None else comm.tensor_mesh
-    expected = [*placements, *([] if entry.tensor is None else [entry.tensor.placement])]
-    if value.device_mesh != mesh or list(value.placements) != expected:
+        mesh = comm.mesh if entry.tensor is None else comm.tensor_mesh
+        placements = [Shard(0)] * comm.mesh.ndim
+    if value.device_mesh != mesh or list(value.placements) != [*placements, *tensor_placements(entry.tensor)]:
         with comm.monitor.watch(f"gather of {entry.fqn!r} from a state dict"):
             whole = value.full_tensor()
         return even_to_owned(whole, entry, comm, dtype)

@@ -46,15 +46,10 @@ class ExecutionOrder(Generic[_Block]):
         """What ran before ``block`` in forward, and comes after it in backward."""
         return self._preceding.get(block)
 
-    def all(self) -> Iterator[_Block]:
-        """Every block that runs, first to last."""
-        return self._along(self._following, self._first)
-
-    def coming(self, block: _Block, *, backward: bool) -> Iterator[_Block]:
-        """``block`` and what comes after it in forward or backward, nearest first, each once."""
-        return self._along(self._preceding if backward else self._following, block)
-
-    def _along(self, links: dict[_Block, _Block], block: _Block | None) -> Iterator[_Block]:
+    def walk(self, block: _Block | None = None, *, backward: bool = False) -> Iterator[_Block]:
+        """``block`` (by default the first one) and what comes after it in forward or backward, each once."""
+        links = self._preceding if backward else self._following
+        block = self._first if block is None else block
         visited: set[_Block] = set()
         while block is not None and block not in visited:
             visited.add(block)

@@ -26,7 +26,7 @@ from dmuon.platform.streams import HostCopy
 
 __all__ = ["Gradients", "Landed"]
 
-Landed = Callable[[list[OwnedMatrix]], None]
+Landed = Callable[[Sequence[Tensor]], None]
 
 
 class Gradients:
@@ -34,7 +34,7 @@ class Gradients:
 
     Attributes:
         averager: of parameters that nobody shards; None until a forward has shown which these are.
-        listeners: called with the entries of this owner whose gradients have just arrived, as long as they live.
+        listeners: called with the parameters of this owner whose gradients have just arrived, as long as they live.
     """
 
     def __init__(self, comm: Comm, entries: Sequence[OwnedMatrix]) -> None:
@@ -61,7 +61,8 @@ class Gradients:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
         if self.listeners and reduction.whole:
-            owned = [e for e in reduction.buffer.entries if e.owner == self._comm.position and reduction.used[id(e)]]
+            entries = [e for e in reduction.buffer.entries if e.owner == self._comm.position and reduction.used[id(e)]]
+            owned = [entry.rest for entry in entries]
             self.listeners = [listener for listener in self.listeners if listener() is not None]
             for listener in self.listeners:
                 landed = listener()

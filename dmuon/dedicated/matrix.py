@@ -38,7 +38,10 @@ from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["OwnedMatrix", "Sites", "TensorSharding", "Weight", "matrix_of", "own", "resting", "whole_parameter"]
+__all__ = [
+    "OwnedMatrix", "Sites", "TensorSharding", "Weight", "matrix_of", "own", "resting", "tensor_placements",
+    "whole_parameter",
+]  # fmt: skip
 
 Sites = tuple[tuple[nn.Module, str], ...]
 
@@ -130,12 +133,8 @@ class OwnedMatrix:
         if self.tensor is None:
             return None
         size = self.tensor.mesh.size()
-        return Parcel(
-            1,
-            layout_of(self.shape, [size], [self.tensor.placement]),
-            positions(size),
-            self.tensor.owner,
-        )
+        layout = layout_of(self.shape, [size], [self.tensor.placement])
+        return Parcel(1, layout, positions(size), self.tensor.owner)
 
     def place(self, param: Tensor) -> None:
         """Register ``param``, a parameter, wherever the modules hold this matrix."""
@@ -211,18 +210,11 @@ def own(weight: Weight, slot: Tensor, comm: Comm) -> OwnedMatrix:
         slot: its part of a flat buffer, shaped as what one data-parallel rank computes with.
     """
     param, sharding = weight.param, weight.tensor
-    placements: list[Placement] = [Shard(0)] * comm.mesh.ndim
-    if sharding is not None:
-        placements.append(sharding.placement)
-    resting = owned_tensor(
-        _initial_master(local_tensor(param), weight.owner, comm),
-        comm.mesh if sharding is None else comm.tensor_mesh,
-        param.shape,
-        fqn=weight.fqn,
-        owner=weight.owner,
-        placements=placements,
-    )
-    rest = nn.Parameter(resting, requires_grad=param.requires_grad)
+    master = _initial_master(local_tensor(param), weight.owner, comm)
+    mesh = comm.mesh if sharding is None else comm.tensor_mesh
+    placements = [*[Shard(0)] * comm.mesh.ndim, *tensor_placements(sharding)]
+    wrapper = owned_tensor(master, mesh, param.shape, fqn=weight.fqn, owner=weight.owner, placements=placements)
+    rest = nn.Parameter(wrapper, requires_grad=param.requires_grad)
     assert isinstance(rest, OwnedTensor)
     # `.data` gives the view a version counter of its own: filling the buffer must not look to autograd like an edit of
     # the weights that it saved.
@@ -233,6 +225,11 @@ def own(weight: Weight, slot: Tensor, comm: Comm) -> OwnedMatrix:
     matrix = OwnedMatrix(weight.fqn, param.shape, weight.owner, at, weight.sites, rest, full, sharding)
     matrix.place(rest)
     return matrix
+
+
+def tensor_placements(sharding: TensorSharding | None) -> list[Placement]:
+    """What tensor parallelism adds behind the placements of data parallelism: one, or nothing."""
+    return [] if sharding is None else [sharding.placement]
 
 
 def matrix_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:

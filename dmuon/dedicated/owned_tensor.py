@@ -94,8 +94,7 @@ class OwnedTensor(DTensor):
         elif name not in _LOCAL:
             raise RuntimeError(
                 f"{func} is not available on {owned[0].fqn!r}: outside the forward and backward of its block, dmuon "
-                f"keeps it whole on rank {owned[0].owner} and empty on the others; "
-                f"{_REMEDIES.get(name, _REMEDY)}"
+                f"keeps it whole on rank {owned[0].owner} and empty on the others; {_REMEDIES.get(name, _REMEDY)}"
             )
         twins: dict[int, OwnedTensor] = {}
         plain = []
@@ -118,13 +117,14 @@ class OwnedTensor(DTensor):
         return _rewrap(out, twins, owned)
 
     def full_tensor(self, **_: Any) -> Tensor:
-        raise RuntimeError(
-            f"full_tensor() of {self.fqn!r} would return wrong data: it is whole on rank {self.owner}; {_REMEDY}"
-        )
+        raise self._wrong_data("full_tensor()")
 
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
-        raise RuntimeError(
-            f"redistribute() of {self.fqn!r} would return wrong data: it is whole on rank {self.owner}; {_REMEDY}"
+        raise self._wrong_data("redistribute()")
+
+    def _wrong_data(self, call: str) -> RuntimeError:
+        return RuntimeError(
+            f"{call} of {self.fqn!r} would return wrong data: it is whole on rank {self.owner}; {_REMEDY}"
         )
 
     def to_local(self, **_: Any) -> Tensor:
@@ -228,14 +228,9 @@ def owned_tensor(
 
 
 def _like(source: OwnedTensor, local: Tensor, keeper: Keeper | None = None) -> OwnedTensor:
+    mesh, placements = source.device_mesh, source.placements
     return owned_tensor(
-        local,
-        source.device_mesh,
-        source.shape,
-        fqn=source.fqn,
-        owner=source.owner,
-        placements=source.placements,
-        keeper=keeper,
+        local, mesh, source.shape, fqn=source.fqn, owner=source.owner, placements=placements, keeper=keeper
     )
 
 

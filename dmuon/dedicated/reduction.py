@@ -118,7 +118,7 @@ class GradReduction:
     def _wait_for_all(self) -> None:
         """Wait for both stages.
 
-        The second has nothing pending where this rank had nothing to send; the first is then joined by its stream.
+        A rank with nothing to send in the second has nothing pending then, and joins the first by its stream.
         """
         self._wait()
         self._comm.reduce_stream.join()

@@ -154,7 +154,7 @@ def check_parameters(model: nn.Module, routes: Sequence[Route], data_parallel: S
 
 
 def tensor_group_of(model: nn.Module, data_parallel: Sequence[int]) -> dist.ProcessGroup | None:
-    """The group over which tensor parallelism has split anything in ``model``, which nothing has checked yet."""
+    """The group over which tensor parallelism has split anything in ``model``, which need not be a module."""
     params = model.parameters() if isinstance(model, nn.Module) else ()
     meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
     return next((m.get_group() for m in meshes if m.ndim == 1 and not _crosses(m, data_parallel)), None)
@@ -195,7 +195,7 @@ def tensor_mesh_of(routes: Sequence[Route]) -> DeviceMesh | None:
 
 
 def _check_optimizers(owned: dict[int, str]) -> None:
-    """An optimizer built earlier would go on updating tensors that the model no longer uses."""
+    """Raise for an optimizer that was built earlier: it would update tensors that the model no longer uses."""
 
     def holder() -> tuple[str, str] | None:
         for candidate in gc.get_objects():

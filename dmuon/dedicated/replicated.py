@@ -166,14 +166,8 @@ class GradAverager:
         """Give ``param``, which got no gradient on this rank, the average of the others'."""
         grad = average.clone()
         if isinstance(param, DTensor):
-            grad = DTensor.from_local(
-                grad,
-                param.device_mesh,
-                param.placements,
-                run_check=False,
-                shape=param.shape,
-                stride=param.stride(),
-            )
+            mesh, placements, stride = param.device_mesh, param.placements, param.stride()
+            grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=param.shape, stride=stride)
         param.grad = grad
 
     def reset(self) -> None:

@@ -161,7 +161,7 @@ class Runtime:
         for block in self.blocks:  # graphs of forwards that never ran backward are void now
             block.forget_graph()
         self._outdated = {id(p) for p in params if id(p) in self._by_rest}
-        self._publications = deque(_buffers(self.order.all()))
+        self._publications = deque(_buffers(self.order.walk()))
         self._fill_budget = self.comm.options.prefetch
         self._publish_ready()
 
@@ -218,8 +218,8 @@ class Runtime:
 
     def _prefetch(self, block: Block, *, backward: bool) -> None:
         """Start filling the buffers that come next."""
-        coming = _buffers(self.order.coming(block, backward=backward))
-        for buffer in islice(coming, 1, 1 + self.comm.options.prefetch):  # the first is the block's own
+        buffers = _buffers(self.order.walk(block, backward=backward))
+        for buffer in islice(buffers, 1, 1 + self.comm.options.prefetch):  # the first is the block's own
             if backward and not self._awaits_backward(buffer):
                 return
             if not buffer.in_use:

@@ -47,7 +47,7 @@ def describe(value: Any, shape: torch.Size) -> str | None:
 
 
 def _resting(module: nn.Module, entries: _Entries) -> _Entries:
-    """The entries that ``module`` holds in their resting form. Whole weights (``summon_full_params``) are plain."""
+    """The entries that ``module`` holds in their resting form; torch saves whole ones (``summon_full_params``)."""
     return {name: entry for name, entry in entries.items() if entry.is_rest(module._parameters[name])}
 
 

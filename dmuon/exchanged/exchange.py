@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +26,9 @@ from dmuon.exchanged.user_functions import UserFunctions
 from dmuon.exchanged.user_round import user_rounds
 from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.batches import Batch
-from dmuon.step.rounds import Round, exchanged_rounds
+from dmuon.step.batches import Batch, SharedBatch
+from dmuon.step.residency import Residency
+from dmuon.step.rounds import Round, exchanged_rounds, longest_first
 from dmuon.step.task import Task
 
 __all__ = ["Exchange", "Exchanged", "LayoutExchange", "UserExchange", "exchange_for"]
@@ -153,16 +154,15 @@ class Exchanged:
 
 
 @dataclass(eq=False)
-class Exchange(ABC):
+class Exchange(Residency):
     """The assignment of an optimizer's matrices to ranks. Made anew when parameters or layouts change.
 
     Attributes:
         config: as given or by default.
+        params: all that dmuon does not own, also those that this rank has alone.
         owners: by number of the parameter.
         layouts: where the parameters lie; None where only a user's functions know.
         domains: ranks that share parameters with this one, and which.
-        assigned: by ``id`` of the parameter, for batches; empty with a user's functions.
-        numbers: by ``id``, of those that a user's functions exchange.
     """
 
     config: DistributedConfig
@@ -173,8 +173,6 @@ class Exchange(ABC):
     domains: list[tuple[Domain, list[Tensor]]]
 
     def __post_init__(self) -> None:
-        self.assigned: dict[int, list[Task]] = {}
-        self.numbers: dict[int, int] = {}
         self._laid = [_lies(p) for p in self.params]
         self._rank = this_rank()
         self._stepped = False
@@ -184,19 +182,18 @@ class Exchange(ABC):
         return self.config.prefetch_count
 
     @abstractmethod
-    def rounds(self, index: int, batches: Sequence[Batch]) -> list[Round]:
-        """What group ``index`` exchanges."""
+    def alone(self) -> list[Tensor]:
+        """The parameters that need no exchange."""
 
     @abstractmethod
     def table(self) -> list[Exchanged]:
         """What is exchanged, in the order of the parameters."""
 
-    @abstractmethod
-    def report(self) -> list[str]:
-        """The plans behind the owners."""
+    def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
+        return [(domain.group, {id(p) for p in members}) for domain, members in self.domains]
 
-    def vote(self, changed: bool) -> set[int] | None:
-        """Ids of the parameters of which any rank has a gradient; None if layouts changed.
+    def before_step(self, changed: bool) -> set[int] | None:
+        """A vote, as the ranks may have different gradients and see different changes.
 
         Collective over the domains. It needs nothing that a device has yet to compute.
 
@@ -209,7 +206,7 @@ class Exchange(ABC):
             for domain, _ in self.domains:
                 domain.monitor.end_step()
         self._stepped = True
-        present: set[int] = set()
+        present = {id(p) for p in self.params if p.grad is not None}
         fault: Exception | None = None
         for domain, members in self.domains:  # all of them whatever happens: their ranks wait for this one
             flags = [p.grad is not None for p in members]
@@ -252,19 +249,30 @@ class LayoutExchange(Exchange):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.assigned = tasks(self.layouts, self.owners, self._rank)
+        self._tasks = tasks(self.layouts, self.owners, self._rank)
 
-    def rounds(self, index: int, batches: Sequence[Batch]) -> list[Round]:
+    def alone(self) -> list[Tensor]:
+        return [param for param, placed in zip(self.params, self.layouts.placed, strict=True) if placed is None]
+
+    def tasks(self) -> list[Task]:
+        return self._tasks
+
+    def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
         options = self.layouts.recipe.options
-        return [
-            *exchanged_rounds(
+        rounds: list[Round] = []
+        for index, of_group in enumerate(batches):
+            for round_ in exchanged_rounds(
                 index,
-                [batch for batch in batches if batch.runtime is None],
+                [batch for batch in of_group if isinstance(batch, SharedBatch)],
                 small_numel=options.small_param_numel_threshold,
                 nbytes=options.chunk_bytes,
                 together=self.config.async_gpu_parallelism,
-            )
-        ]
+                order=longest_first,
+            ):
+                rounds.append(round_)
+                if round_.exchanged:  # the first vote compares it
+                    round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self.prefetch}")
+        return rounds
 
     def table(self) -> list[Exchanged]:
         columns = zip(self.params, self.names, self.layouts.placed, self.owners, strict=True)
@@ -292,31 +300,42 @@ class UserExchange(Exchange):
         self._functions = UserFunctions(self.config)
         # What generated layouts say that this rank has alone needs no functions.
         shared = {id(p) for _, members in self.domains for p in members}
-        self.numbers = {id(p): i for i, p in enumerate(self.params) if self.layouts is None or id(p) in shared}
+        self._exchanged = {i: p for i, p in enumerate(self.params) if self.layouts is None or id(p) in shared}
 
-    def rounds(self, index: int, batches: Sequence[Batch]) -> list[Round]:
-        rounds: list[Round] = []
+    def alone(self) -> list[Tensor]:
+        return [param for i, param in enumerate(self.params) if i not in self._exchanged]
+
+    def tasks(self) -> list[Task]:
+        """Each parameter on its own: only the functions know how large the whole is."""
+        tasks = []
+        for number, param in self._exchanged.items():
+            local = local_tensor(param)
+            count = len(local) if local.ndim == 3 else 1
+            shape = local.shape[-2], local.shape[-1]
+            tasks.append(Task(param, number, shape, max(1, count), {}, slice(0, count)))
+        return tasks
+
+    def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
         domains: Sequence[tuple[Domain | None, list[Tensor]]] = self.domains or [(None, self.params)]
-        for domain, members in domains:
-            ids = {id(p) for p in members}
-            rounds += user_rounds(
-                index,
-                [batch for batch in batches if batch.number is not None and id(batch.params[0]) in ids],
-                self._functions,
-                self.owners,
-                self.names,
-                rank=self._rank,
-                domain=domain,
-                together=self.config.async_gpu_parallelism,
-            )
+        rounds: list[Round] = []
+        for index, of_group in enumerate(batches):
+            for domain, members in domains:
+                ids = {id(p) for p in members}
+                rounds += user_rounds(
+                    index,
+                    [batch for batch in of_group if id(batch.params[0]) in ids],
+                    self._functions,
+                    self.owners,
+                    self.names,
+                    rank=self._rank,
+                    domain=domain,
+                    together=self.config.async_gpu_parallelism,
+                )
         return rounds
 
     def table(self) -> list[Exchanged]:
         columns = zip(self.params, self.names, self.owners, strict=True)
         return [_row(param, name, param.shape, "a user's functions say", (), owner) for param, name, owner in columns]
-
-    def report(self) -> list[str]:
-        return []
 
 
 def _row(

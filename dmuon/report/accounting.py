@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from dmuon.dedicated.buffer import OwnedBuffer
+from dmuon.dedicated.residency import Dedicated
 from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import carrier_dtype, storage_dtype
 from dmuon.layout.parcels import travels
 from dmuon.optimizer.muon import Muon
 from dmuon.step.batches import make_batches
 from dmuon.step.pipeline import prefetch_windows
-from dmuon.step.rounds import ExchangedRound, exchanged_rounds
+from dmuon.step.rounds import ExchangedRound
 from dmuon.step.update import wire_dtype
 
 __all__ = ["ExchangeBudget", "Memory", "Traffic", "expected_exchange", "expected_memory", "expected_traffic"]
@@ -136,8 +137,11 @@ def expected_traffic(
 
 
 def _count_exchanges(runtime: Runtime, ns_dtype: torch.dtype | None, calls: Counter[str], nbytes: Counter[str]) -> None:
-    batches = make_batches([entry.rest for entry in runtime.entries()], planned_only=True)
-    for round_ in exchanged_rounds(0, batches, small_numel=0, nbytes=0, together=True):
+    residency = Dedicated(runtime, [])
+    batches, _ = make_batches(residency.tasks(), torch.device("meta"))
+    for round_ in residency.rounds([batches]):
+        if not isinstance(round_, ExchangedRound):
+            continue
         momentum = round_.batches[0].momentum
         back = carrier_dtype(runtime.comm.device, storage_dtype(momentum.dtype, runtime.comm.device, ns_dtype))
         one = _RoundBytes.of(round_, back.itemsize)
@@ -151,7 +155,6 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
     Raises:
         TypeError: a user's own functions exchange matrices; what they send is not known.
     """
-    exchange = optimizer._exchange
     found: list[_RoundBytes] = []
     domains: list[int] = []
     for round_ in optimizer._rounds:
@@ -169,7 +172,7 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
         received_after=sum(one.returned for one in found),
         sent_before=sum(one.sent for one in found),
         sent_after=sum(one.answered for one in found),
-        in_flight=_most_in_flight(found, domains, 1 if exchange is None else exchange.prefetch),
+        in_flight=_most_in_flight(found, domains, optimizer._prefetch),
     )
 
 

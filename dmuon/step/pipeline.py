@@ -32,7 +32,7 @@ def drive(
         meanwhile: what else is to do, while the last scatter is on its way.
     """
     exchanged = [r for r in rounds if r.exchanged]
-    windows = prefetch_windows([id(r.batches[0].domain) for r in exchanged], prefetch)
+    windows = prefetch_windows([r.queue for r in exchanged], prefetch)
     started: set[int] = set()
     turn = 0  # of the next round to exchange
     leaving: deque[tuple[Round, list[Done]]] = deque()

@@ -81,9 +81,14 @@ def arm(model: nn.Module, where: str, act: Callable[[], None]) -> None:
             model.blocks[1].up.register_state_dict_pre_hook(hook)
 
 
+def be_impatient(model: nn.Module, seconds: float) -> None:
+    """Wait for what the other ranks report for as short as this file's limits on time assume."""
+    dedications(model)[0].runtime.comm.monitor.patience = seconds
+
+
 def prepared(layout: str, model: nn.Module, **options: Any) -> tuple[Laid, dmuon.Muon]:
-    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE
     laid = lay(layout, model, comm=dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT), **options))
+    be_impatient(model, PATIENCE)
     return laid, dmuon.Muon(model, **OPTIONS)
 
 
@@ -188,11 +193,11 @@ UNLIKE = {"swapped blocks": (1, 0, 2), "skipped block": (0, 2)}
 
 def out_of_step(rank: int, world: int, layout: str, keep: bool, what: str, transport: str) -> None:
     """Rank 1 does something else at FAULT_STEP; nobody may take the step after it."""
-    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE + 3
     torch.manual_seed(0)
     model = Ordered()
     options = dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT), transport=transport)  # type: ignore[arg-type]
     laid = lay(layout, model, keep=keep, comm=options)
+    be_impatient(model, PATIENCE + 3)
     optimizer = dmuon.Muon(model, **OPTIONS)
     for step in range(FAULT_STEP + 3):
         other = rank == 1 and step == FAULT_STEP
@@ -270,9 +275,9 @@ class Failing:
 
 def failing_collective(rank: int, world: int, layout: str, kind: str, when: str) -> None:
     """The second block's fill, publication or reduction fails on all ranks; what follows raises at once."""
-    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE
     model = build()
     laid = lay(layout, model)
+    be_impatient(model, PATIENCE)
     optimizer = dmuon.Muon(model, **OPTIONS)
     loss_of(model, *laid.part(batch(0))).backward()
     optimizer.step()
@@ -479,12 +484,14 @@ def test_a_restarted_run_goes_on_from_the_last_whole_checkpoint(
 # -- the journal --------------------------------------------------------------------------------------------------
 
 
-def monitors(*journals: list[tuple[str, str]]) -> list[dmuon.comm.monitor.Monitor]:
+def monitors(*journals: list[tuple[str, str]], patience: float = 5.0) -> list[dmuon.comm.monitor.Monitor]:
     """One per rank, with these lanes and collectives."""
     store = torch.distributed.HashStore()
     ranks = range(len(journals))
     made = [
-        dmuon.comm.monitor.Monitor(ranks, rank, store, "test", device=torch.device("cpu"), asynchronous=True)
+        dmuon.comm.monitor.Monitor(
+            ranks, rank, store, "test", device=torch.device("cpu"), asynchronous=True, patience=patience
+        )
         for rank in ranks
     ]
     for monitor, journal in zip(made, journals, strict=True):
@@ -545,9 +552,8 @@ def test_a_rank_that_is_behind_is_no_difference() -> None:
         )
 
 
-def test_silent_ranks_are_named_once_and_nothing_starts_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dmuon.comm.monitor, "_PATIENCE_SECONDS", 0.1)
-    monitor = monitors([], [], [])[1]
+def test_silent_ranks_are_named_once_and_nothing_starts_afterwards() -> None:
+    monitor = monitors([], [], [], patience=0.1)[1]
     with pytest.raises(
         dmuon.CollectiveError, match=r"^rank 1, step 0: fill x failed: gone\. Silent: rank 0, 2 \(killed"
     ):

@@ -185,8 +185,8 @@ MUTATIONS = (
     Mutation(
         "prefetch",
         "dmuon/dedicated",
-        "islice(coming, 1, 1 + self.comm.options.prefetch)",
-        "islice(coming, 1, 2)",
+        "islice(buffers, 1, 1 + self.comm.options.prefetch)",
+        "islice(buffers, 1, 2)",
         OPTIONS,
     ),
     Mutation(

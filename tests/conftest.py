@@ -28,6 +28,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_cache], ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
+
+
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """`ranks(world, fn, *args)` runs `fn(rank, world, *args)` on every rank of a gloo group."""

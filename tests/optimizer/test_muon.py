@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 
 import dmuon
-from dmuon.step import batches
+from dmuon.step import update
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
@@ -589,7 +589,7 @@ def test_a_step_inside_autocast_is_the_same_step() -> None:
 def test_runs_of_a_batch_do_not_share_the_buffer_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorded run leaves its result where the next one of that size will: the first must have been used by then."""
     buffers: dict[torch.Size, Tensor] = {}
-    run, variant = batches.run, batches._variant
+    run, variant = update.run, update._variant
 
     def replayed(x: Tensor, chosen: Any, *args: Any) -> Tensor:
         return buffers.setdefault(x.shape, torch.empty_like(x)).copy_(run(x, replace(chosen, replay=False), *args))
@@ -602,8 +602,8 @@ def test_runs_of_a_batch_do_not_share_the_buffer_of_a_replay(monkeypatch: pytest
         return params
 
     expected = step()
-    monkeypatch.setattr(batches, "run", replayed)
-    monkeypatch.setattr(batches, "_variant", lambda *args: replace(variant(*args), replay=True))
+    monkeypatch.setattr(update, "run", replayed)
+    monkeypatch.setattr(update, "_variant", lambda *args: replace(variant(*args), replay=True))
     found = step()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-7)

@@ -37,31 +37,40 @@ Both need root and Linux with ``unshare``, ``ip`` and ``tc``; where the machine 
 
 from __future__ import annotations
 
-import argparse
-import copy
-import json
 import os
-import platform
 import shutil
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import step
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from ledger import Ledger
-from model import GPT, MLP, GPTConfig
-from step import LR, Program, data, errors, whole_weights
+from common.ledger import Ledger
+from common.options import parse
+from common.programs import (
+    ADAMW,
+    DEDICATED,
+    GATHER,
+    LEAST,
+    LR,
+    Program,
+    Sizes,
+    build_stock,
+    data,
+    errors,
+    initial_model,
+    largest_difference,
+    sharded,
+    whole_weights,
+)
+from common.ranks import collect, in_turn, medians, over_ranks, run_ranks, timed
+from common.results import origin, without_home, write_json
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from training.model import GPT, MLP, GPTConfig
 
 import dmuon
 from dmuon.comm.domain import make_domain
@@ -72,37 +81,19 @@ from dmuon.report.accounting import ExchangeBudget, expected_exchange
 from dmuon.step.rounds import ExchangedRound
 
 CONFINED = "DMUON_BENCH_CONFINED"  # set inside of the network namespace
-GATHER, DEDICATED, ADAMW = "gather-then-compute", "dedicated", "fsdp2 + adamw"
 PROBE_BYTES = 2**23
 REPEATS = 3  # of counting: a thread of gloo may keep what has arrived for a moment
 MB = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    world: int = 2
-    layers: int = 4
-    width: int = 256
-    heads: int = 4
-    context: int = 256
-    batch: int = 4
-    rounds: int = 15
-    warmup: int = 3
-    check: int = 3
-    costs: str | None = None
-    seed: int = 0
+class Settings(Sizes):
     chunk_bytes: int = 2**28
     small: int = 65536
     sweep: str = "modes"
     rate: str | None = None
     delay: str | None = None
     json: str | None = None
-
-    @property
-    def of_step(self) -> step.Settings:
-        """What the programs of bench/step.py go by."""
-        common = {name: getattr(self, name) for name in step.Settings.__slots__ if hasattr(self, name)}
-        return step.Settings(**common | {"json": None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +156,9 @@ class Counted:
     peak: int
 
 
-def initial_model(settings: Settings) -> GPT:
+def swept_model(settings: Settings) -> GPT:
     """The GPT; to sweep over small matrices, one whose blocks have MLPs of 32, 64, 128, ... hidden units."""
-    torch.manual_seed(settings.seed)
-    model = GPT(GPTConfig(settings.layers, settings.width, settings.heads, settings.context))
+    model = initial_model(settings)
     if settings.sweep == "small":
         for i, block in enumerate(model.blocks):
             block.mlp = MLP(Wide(settings.layers, settings.width, settings.heads, settings.context, 32 << (i % 8)))
@@ -178,11 +168,8 @@ def initial_model(settings: Settings) -> GPT:
 def build(name: str, initial: GPT, mesh: DeviceMesh, settings: Settings) -> Program:
     mode = SWEEPS[settings.sweep].get(name)
     if mode is None:
-        return step.build(name, initial, mesh, settings.of_step)
-    model = copy.deepcopy(initial)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        return build_stock(name, initial, mesh, settings)
+    model = sharded(initial, mesh)
     config = dmuon.create_dtensor_config(
         mode.together,
         mode.prefetch,
@@ -210,8 +197,8 @@ def link_mb_per_s(world: int) -> float:
     """What an all-to-all brings every rank from the others, at best of three."""
     sent = torch.zeros(PROBE_BYTES)[: PROBE_BYTES // 4 // world * world]
     received = torch.empty_like(sent)
-    best = min(step.timed(lambda: dist.all_to_all_single(received, sent)) for _ in range(3))
-    return sent.nbytes * (world - 1) / world / best * 1e3 / MB
+    best = min(timed(lambda: dist.all_to_all_single(received, sent)) for _ in range(3))
+    return sent.nbytes * (world - 1) / world / best / MB
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
@@ -221,10 +208,8 @@ def count(program: Program, settings: Settings, rank: int) -> Counted:
     """What a step moves and allocates; of memory the least of some steps."""
     memory = []
     for i in range(REPEATS):
-        x, y = data(settings.of_step, 500 + i, rank, program.shared)
         with Ledger() as whole:
-            loss = torch.nn.functional.cross_entropy(program.model(x).flatten(0, 1), y.flatten())
-            loss.backward()
+            program.backward(*data(settings, 500 + i, rank, program.shared))
             with Ledger() as inside:
                 for optimizer in program.optimizers:
                     optimizer.step()
@@ -258,7 +243,7 @@ def accounts(program: Program, settings: Settings, rank: int) -> dict[str, int]:
         mine["rounds"] = len(exchanged_rounds(program))
         mine["in_flight_by_formula"] = budget.in_flight
         mine["unexpected"] = int(not as_expected(counted, budget))
-    most = over_ranks(list(mine.values()), dist.ReduceOp.MAX)
+    most = over_ranks(list(mine.values()))
     return {name: int(value) for name, value in zip(mine, most, strict=True)}
 
 
@@ -281,27 +266,17 @@ class Stopwatch:
         self.seconds += time.perf_counter()
 
 
-def over_ranks(values: list[float], op: Any) -> list[float]:
-    found = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(found, op)
-    return found.tolist()
-
-
 def timed_step(program: Program, watch: Stopwatch, x: Tensor, y: Tensor) -> dict[str, float]:
     """Milliseconds by column."""
-    dist.barrier()
     watch.seconds = 0.0
-    start = time.perf_counter()
-    program.step(x, y)
-    spent = time.perf_counter() - start
-    found = {}
-    found["step"], found["step()"] = over_ranks([1e3 * spent, 1e3 * watch.seconds], dist.ReduceOp.MAX)
+    columns = {"step": 1e3 * timed(lambda: program.step(x, y))}
+    (columns["step()"],) = over_ranks([1e3 * watch.seconds])
     muon = program.optimizers[0]
     if isinstance(muon, dmuon.Muon):
         phases = muon.last_step.seconds
-        (found["NS"],) = over_ranks([1e3 * phases.get("ns", 0.0)], dist.ReduceOp.MAX)
-        (found["waits"],) = over_ranks([1e3 * phases.get("exchange", 0.0)], dist.ReduceOp.MIN)
-    return found
+        (columns["NS"],) = over_ranks([1e3 * phases.get("ns", 0.0)])
+        (columns["waits"],) = over_ranks([1e3 * phases.get("exchange", 0.0)], dist.ReduceOp.MIN)
+    return columns
 
 
 class Replay:
@@ -311,7 +286,7 @@ class Replay:
         self._rounds = rounds
         # What fp32 Newton-Schulz makes of fp32 momentum has its dtype.
         self._parts = [
-            {i: torch.zeros_like(batch.momentum) for i, batch in enumerate(round_.batches) if round_._held(batch)}
+            {i: torch.zeros_like(batch.momentum) for i, batch in enumerate(round_.batches) if round_._has_part(batch)}
             for round_ in rounds
         ]
 
@@ -324,42 +299,39 @@ class Replay:
             start_redistribution([p.from_owner for p in round_.parcels], whole, round_.domain, like, "replay").wait()
 
 
-def measure(programs: list[Program], settings: Settings, rank: int) -> dict[str, dict[str, list[float]]]:
-    """Samples by program and column; those without optimizer under the name of their layout."""
+def measure(programs: list[Program], settings: Settings, rank: int) -> dict[tuple[str, str], list[float]]:
+    """Milliseconds by program and column; those without optimizer under the name of their layout."""
     watches = {program.name: Stopwatch(program) for program in programs}
     replays = {p.name: Replay(exchanged_rounds(p)) for p in programs if exchanged_rounds(p)}
     bare = {"fsdp2": programs[0], DEDICATED: next(p for p in programs if p.name == DEDICATED)}
-    samples: dict[str, dict[str, list[float]]] = {}
-    for index in range(settings.warmup + settings.rounds):
-        took: dict[str, dict[str, float]] = {}
-        x, y = data(settings.of_step, 1000 + index, rank)
-        shift = index % len(programs)
-        for program in programs[shift:] + programs[:shift]:
-            took[program.name] = timed_step(program, watches[program.name], x, y)
+
+    def sample(index: int) -> dict[tuple[str, str], float]:
+        took: dict[tuple[str, str], float] = {}
+        x, y = data(settings, 1000 + index, rank)
+        for program in in_turn(programs, index):
+            columns = timed_step(program, watches[program.name], x, y)
             if program.name in replays:
-                took[program.name]["alone"] = step.timed(replays[program.name])
+                columns["alone"] = 1e3 * timed(replays[program.name])
+            took |= {(program.name, column): value for column, value in columns.items()}
         for layout, program in bare.items():
-            spent = step.timed(lambda p=program, x=x, y=y: p.step(x, y, optimize=False))
-            took[f"{layout} without optimizer"] = {"step": spent}
-        if index >= settings.warmup:
-            for name, columns in took.items():
-                for column, value in columns.items():
-                    samples.setdefault(name, {}).setdefault(column, []).append(value)
-    return samples
+            spent = timed(lambda p=program: p.step(x, y, optimize=False))
+            took[f"{layout} without optimizer", "step"] = 1e3 * spent
+        return took
+
+    return collect(settings.warmup, settings.rounds, sample)
 
 
 def differences(programs: list[Program]) -> dict[str, tuple[float, bool]]:
     """By program of Muon, the largest relative Frobenius difference of any weight from the first's, and equality."""
     first: dict[str, Tensor] = {}
-    found = {}
+    by_program = {}
     for program in programs:
         if program.reference == "muon":
             weights = whole_weights(program.model)
             first = first or weights
-            largest = max(float((weights[n] - w).norm() / w.norm().clamp(min=1e-12)) for n, w in first.items())
             bits = all(torch.equal(weights[n].view(torch.int32), w.view(torch.int32)) for n, w in first.items())
-            found[program.name] = largest, bits
-    return found
+            by_program[program.name] = largest_difference(weights, first), bits
+    return by_program
 
 
 # -- reporting ---------------------------------------------------------------------------------------------------------
@@ -368,13 +340,12 @@ def differences(programs: list[Program]) -> dict[str, tuple[float, bool]]:
 def results(
     names: list[str],
     settings: Settings,
-    samples: dict[str, dict[str, list[float]]],
+    median: dict[str, dict[str, float]],
     accounted: dict[str, dict[str, int]],
-    found: dict[str, float],
+    error: dict[str, float],
     differ: dict[str, tuple[float, bool]],
 ) -> dict[str, dict[str, Any]]:
     """By program, its row: medians, counts and errors."""
-    median = {name: {c: statistics.median(v) for c, v in columns.items()} for name, columns in samples.items()}
     exposed = {
         name: median[name]["step"] - median[f"{DEDICATED if name == DEDICATED else 'fsdp2'} without optimizer"]["step"]
         for name in names
@@ -388,7 +359,7 @@ def results(
             sequential = median[by_mode[modes[name].sequential]]
             row["hidden"] = (sequential["step()"] - row["step()"]) / row["alone"]
             row["mode"] = asdict(modes[name])
-        row |= {**accounted[name], "error": found[name]}
+        row |= {**accounted[name], "error": error[name]}
         if name in differ:
             row["differs"], row["bitwise equal"] = differ[name]
         rows[name] = row
@@ -396,13 +367,12 @@ def results(
 
 
 def table(rows: dict[str, dict[str, Any]], settings: Settings, link: float) -> str:
-    tokens = settings.batch * settings.context
     confined = [f"loopback limited to {settings.rate} for all ranks together"] if settings.rate else []
     confined += [f"packets delayed by {settings.delay}"] if settings.delay else []
     wide = max(map(len, rows)) + 1
     lines = [
-        f"{settings.world} ranks, 1 thread each, gloo; {settings.layers} layers of width {settings.width}; {tokens} "
-        f"tokens per rank; {settings.rounds} interleaved rounds; medians in ms, MB of 10^6 bytes",
+        f"{settings.world} ranks, 1 thread each, gloo; {settings.layers} layers of width {settings.width}; "
+        f"{settings.tokens} tokens per rank; {settings.rounds} interleaved rounds; medians in ms, MB of 10^6 bytes",
         "; ".join([*confined, f"an all-to-all brings a rank {link:.0f} MB/s"]),
         "",
         f"{'program':<{wide}}{'step':>8}{'step()':>8}{'exposed':>9}{'of gather':>10}{'NS':>8}{'waits':>7}{'alone':>7}"
@@ -430,37 +400,38 @@ def table(rows: dict[str, dict[str, Any]], settings: Settings, link: float) -> s
     return "\n".join(lines)
 
 
-def worker(rank: int, settings: Settings, rendezvous: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=settings.world)
+def by_program(values: dict[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
+    nested: dict[str, dict[str, Any]] = {}
+    for (name, column), value in values.items():
+        nested.setdefault(name, {})[column] = value
+    return nested
+
+
+def worker(rank: int, settings: Settings) -> None:
     mesh = init_device_mesh("cpu", (settings.world,))
     link = link_mb_per_s(settings.world)
     per_byte = plan_with_one_link(settings.world)
-    initial = initial_model(settings)
+    initial = swept_model(settings)
     names = [*SWEEPS[settings.sweep], GATHER, DEDICATED, ADAMW]
     programs = [build(name, initial, mesh, settings) for name in names]
-    found = errors(programs, initial, settings.of_step, rank)
+    error = errors(programs, initial, settings, rank)
     accounted = {program.name: accounts(program, settings, rank) for program in programs}
     samples = measure(programs, settings, rank)
-    differ = differences(programs)
-    rows = results(names, settings, samples, accounted, found, differ)
+    rows = results(names, settings, by_program(medians(samples)), accounted, error, differences(programs))
     if rank == 0:
         print(table(rows, settings, link), flush=True)
         if settings.json:
-            dedicated = next(program for program in programs if program.name == DEDICATED)
+            plan = next(program for program in programs if program.name == DEDICATED).plan
             result = {
                 "settings": {name: value for name, value in asdict(settings).items() if name != "json"},
                 "columns": __doc__[__doc__.index("Columns;") : __doc__.index("    python bench")].strip().splitlines(),
-                "cpu": platform.processor() or platform.machine(),
-                "torch": torch.__version__,
-                "date": time.strftime("%Y-%m-%d"),
-                "cost_source": dedicated.model._dmuon_dedication.plan.cost_source.replace(str(Path.home()), "~"),
+                **origin(),
+                "cost_source": without_home(plan.cost_source),
                 "link": {"mb_per_s": link, "planned_ns_per_byte": per_byte},
                 "programs": rows,
-                "samples_ms": samples,
+                "samples_ms": by_program(samples),
             }
-            Path(settings.json).write_text(json.dumps(result, indent=1) + "\n")
-    dist.destroy_process_group()
+            write_json(settings.json, result)
 
 
 # -- a slower loopback -------------------------------------------------------------------------------------------------
@@ -500,27 +471,12 @@ def run_confined(settings: Settings, argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in asdict(Settings()).items():
-        kind = str if default is None else type(default)
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"default {default}")
     argv = sys.argv[1:] if argv is None else argv
-    settings = Settings(**vars(parser.parse_args(argv)))
-    if settings.sweep not in SWEEPS:
-        parser.error(f"--sweep must be one of {', '.join(SWEEPS)}")
-    for name in ("layers", "width", "heads", "context", "batch", "rounds", "chunk_bytes"):
-        if getattr(settings, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if settings.world < 2:
-        parser.error("--world must be at least 2: one rank exchanges nothing")
+    least = {**LEAST, "chunk_bytes": 1, "world": 2}  # one rank exchanges nothing
+    _, settings = parse(Settings, __doc__, argv, least=least, choices={"sweep": SWEEPS})
     if (settings.rate or settings.delay) and CONFINED not in os.environ:
         return run_confined(settings, argv)
-    if settings.json:
-        Path(settings.json).parent.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (settings, os.path.join(folder, "store")), nprocs=settings.world)
+    run_ranks(settings.world, worker, settings)
     return 0
 
 

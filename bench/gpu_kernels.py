@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import platform
 import statistics
 import sys
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.results import write_json
 from torch import Tensor
 
 from dmuon.kernels import (
@@ -432,7 +432,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(report(result))
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(arguments.json, result)
     wrong = any(not row["ok"] for row in checks)
     missed = arguments.check and any(not met for _, met in result["targets"])
     return 1 if wrong or missed else 0

@@ -10,21 +10,20 @@ Prints the validation loss over the steps per seed, and the difference from fp32
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from data import EVALUATION_WINDOWS, Corpus, load_corpus
-from model import GPT, GPTConfig
+from common.results import origin, write_json
 from torch import Tensor, nn
 from tqdm import tqdm
-from trainer import lr_factor
+from training.data import EVALUATION_WINDOWS, Corpus, load_corpus
+from training.model import GPT, GPTConfig
+from training.trainer import lr_factor
 
 from dmuon.kernels import choose_variant, coefficient_sequence, muon_update_, update_scale
 
@@ -157,10 +156,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         largest = found["largest_in_second_half"][name]
         print(f"{name}: {difference:+.4f} from fp32 on average, at most {largest:.4f} in the second half of a run")
     if arguments.json:
-        about = {"torch": torch.__version__, "date": date.today().isoformat(), "steps": arguments.steps, "seeds": seeds}
-        settings = {"layers": config.layers, "width": config.width, "context": config.context, "batch": arguments.batch}
-        document = {**about, **settings, "corpus": corpus.name, "curves": curves, **found}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        sizes = {name: getattr(arguments, name) for name in ("steps", "layers", "width", "context", "batch")}
+        about = {**origin(), **sizes, "seeds": seeds, "corpus": corpus.name}
+        write_json(arguments.json, {**about, "curves": curves, **found})
     return 0
 
 

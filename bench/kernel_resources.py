@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from common.results import write_report
 
 from dmuon.kernels.symmetric_tiles import candidates
 
@@ -88,8 +89,7 @@ def main() -> None:
     renewed = {(row["triton"], row["arch"]) for row in measured}
     rows = [row for row in kept if (row["triton"], row["arch"]) not in renewed] + measured
     rows.sort(key=lambda row: (row["triton"], int(row["arch"][2:])))
-    path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    arguments.out.with_suffix(".md").write_text(to_markdown(rows))
+    write_report(arguments.out, {"rows": rows}, to_markdown(rows))
 
 
 if __name__ == "__main__":

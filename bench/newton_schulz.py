@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -32,6 +30,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from common.results import origin, write_json
 from planner_gaps import matrices_of
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
@@ -200,26 +199,13 @@ def line(row: Row) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def machine() -> dict[str, str]:
-    """The CPU, which of the features that matter it has, torch, and the date."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = {key.strip(): value.strip() for key, _, value in (entry.partition(":") for entry in info.splitlines())}
-    flags = fields.get("flags", "").split()
-    return {
-        "cpu": fields.get("model name", platform.processor() or platform.machine()),
-        "features": " ".join(f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def describe(about: dict[str, str]) -> str:
     return f"{about['cpu']} ({about['features']}), one thread, torch {about['torch']}, {about['date']}"
 
 
 def products(rounds: int, seconds: float) -> None:
     """Split over full time of the products of Newton-Schulz, cold caches, results in given memory."""
-    print(f"{describe(machine())}\n\nsplit/full of cpu_symmetric.split_product; * where worth_splitting says so\n")
+    print(f"{describe(origin())}\n\nsplit/full of cpu_symmetric.split_product; * where worth_splitting says so\n")
     print("| m | dtype | full RR GFLOP/s | RR | ZV + aV | XX', n = m | XX', n = 4m |\n|--:|---|--:|--:|--:|--:|--:|")
     for m, dtype in itertools.product(PRODUCT_ROWS, (torch.float32, torch.float64)):
         r, out = torch.randn(m, m, dtype=dtype) / m**0.5, torch.empty(m, m, dtype=dtype)
@@ -275,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdicts = [target.verdict(rows) for target in TARGETS]
     summary = [text for _, text in verdicts]
     print("\n" + "\n".join(summary))
-    about = machine()
+    about = origin()
     if arguments.markdown is not None:
         title = f"# Newton-Schulz on CPU\n\n{describe(about)}.\n\n"
         notes = (
@@ -286,8 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = title + notes + "\n".join(f"- {s}" for s in summary) + "\n\n" + "\n".join([HEADER, *map(line, rows)])
         arguments.markdown.write_text(text + "\n")
     if arguments.json is not None:
-        document = {**about, "summary": summary, "rows": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(arguments.json, {**about, "summary": summary, "rows": [asdict(row) for row in rows]})
     return int(arguments.check and not all(passed for passed, _ in verdicts))
 
 

@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import os
-import platform
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +28,7 @@ from typing import Any, Literal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from common.results import origin, write_report
 from torch import Tensor
 
 from dmuon.kernels import PRESETS, coefficient_sequence
@@ -433,17 +431,6 @@ def report(results: Sequence[Quality], ideals: dict[str, float], count: int, mac
     return "\n".join(lines) + "\n"
 
 
-def describe_machine() -> dict[str, str]:
-    cpuinfo = Path("/proc/cpuinfo")
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in (cpuinfo.read_text().splitlines() if cpuinfo.exists() else [])
-        if line.startswith("model name")
-    ]
-    cpu = models[0] if models else platform.processor()
-    return {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "cpu": cpu}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small stress set")
@@ -467,19 +454,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"NaN {q.nan:3}  error {q.rel_worst:.1e}, median {q.rel_median:.1e}  {'safe' if q.safe else ''}",
             flush=True,
         )
-    machine = describe_machine()
+    machine = origin()
     text = report(results, ideals, count, machine)
     print("\n" + "\n".join(text.splitlines()[13:20]))
     if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         document: dict[str, Any] = {
             **machine,
             "matrices": count,
             "exact_sigma_max": ideals,
             "results": [asdict(q) for q in results],
         }
-        arguments.out.with_suffix(".json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-        arguments.out.with_suffix(".md").write_text(text)
+        write_report(arguments.out, document, text)
     return 0
 
 

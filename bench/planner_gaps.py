@@ -12,7 +12,6 @@ proportions; ``--list-shapes`` prints what to measure. Writes NAME.json and NAME
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -21,9 +20,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from common.results import write_report
 
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
@@ -140,14 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if issubclass(warning.category, UserWarning):
             print(f"warning: {warning.message}")
     if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        document: dict[str, Any] = {
-            "title": title,
-            "date": time.strftime("%Y-%m-%d"),
-            "cases": [asdict(c) for c in cases],
-        }
-        arguments.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-        arguments.out.with_suffix(".md").write_text(text)
+        document = {"title": title, "date": time.strftime("%Y-%m-%d"), "cases": [asdict(c) for c in cases]}
+        write_report(arguments.out, document, text)
     return 0
 
 

@@ -14,11 +14,8 @@ less, and equal layers, where any even deal is as good: there, planning is not w
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
-import statistics
 import sys
 import tempfile
 import time
@@ -29,13 +26,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from common.options import parse
+from common.ranks import collect, in_turn, medians, over_ranks, run_ranks, share
+from common.results import origin, without_home, write_json
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon
 from dmuon import OwnerPlan
-from dmuon.dedicated.buffer import Residence
+from dmuon.dedicated.buffer import BufferState
+from dmuon.dedicated.dedication import dedications
+from dmuon.dedicated.runtime import Runtime
 from dmuon.model.config import read_model
 from dmuon.planning.cost_lookup import FoundCosts, find_costs
 from dmuon.solver import CostTable, Matrix, Plan, baseline
@@ -172,7 +173,7 @@ class Program:
     """The towers under one plan, with gradients that stay."""
 
     name: str
-    model: nn.Module
+    runtime: Runtime
     optimizer: dmuon.Muon
 
     @classmethod
@@ -180,34 +181,27 @@ class Program:
         torch.manual_seed(0)
         model = Towers(matrices)
         dmuon.dedicate_params(model, mesh, plan=plan)
-        runtime = model._dmuon_dedication.runtime
+        runtime = dedications(model)[0].runtime
         for entry in runtime.entries():
             entry.set_grad(runtime.comm, torch.randn_like(entry.master))
-        return cls(name, model, dmuon.Muon(model, lr=1e-4))
+        return cls(name, runtime, dmuon.Muon(model, lr=1e-4))
 
     def step(self) -> tuple[float, float]:
         """Milliseconds of wall time and of this thread's CPU time; the largest over ranks."""
         dist.barrier()
         wall, cpu = time.perf_counter(), time.thread_time()
         self.optimizer.step()
-        spent = torch.tensor([time.perf_counter() - wall, time.thread_time() - cpu], dtype=torch.float64) * 1e3
-        dist.all_reduce(spent, dist.ReduceOp.MAX)
-        for group in self.model._dmuon_dedication.runtime.groups:
-            if group.state is not Residence.FREED:
-                group.free()  # what it started to publish must not run beside the next program
-        return float(spent[0]), float(spent[1])
+        wall, cpu = over_ranks([1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - cpu)])
+        for buffer in self.runtime.buffers:
+            if buffer.state is not BufferState.FREED:
+                buffer.free()  # what it started to publish must not run beside the next program
+        return wall, cpu
 
 
 def measure(title: str, matrices: list[Matrix], mesh: DeviceMesh, settings: Settings, rank: int) -> dict[str, Any]:
     """Samples and predictions of all planners, in turns."""
     world = settings.world
     named = named_by_module(matrices)
-
-    def share(item: object) -> list[object]:
-        items: list[object] = [None] * world
-        dist.all_gather_object(items, item)
-        return items
-
     shapes = dict(Counter(m.shape for m in named))
     costs = find_costs(
         shapes,
@@ -222,23 +216,24 @@ def measure(title: str, matrices: list[Matrix], mesh: DeviceMesh, settings: Sett
     dist.broadcast_object_list(sent, src=0)  # a solver that stops at a time limit does not repeat itself
     chosen = {name: OwnerPlan.from_json(document, "sent by rank 0") for name, document in (sent[0] or {}).items()}
     programs = [Program.build(name, matrices, plan, mesh) for name, plan in chosen.items()]
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
-    for index in range(settings.warmup + settings.rounds):
-        turn = index % len(programs)
-        for program in programs[turn:] + programs[:turn]:
-            took = program.step()
-            if index >= settings.warmup:
-                samples[program.name].append(took)
+
+    def sample(index: int) -> dict[tuple[str, str], float]:
+        took: dict[tuple[str, str], float] = {}
+        for program in in_turn(programs, index):
+            took["wall", program.name], took["CPU", program.name] = program.step()
+        return took
+
+    samples = collect(settings.warmup, settings.rounds, sample)
     return {
         "title": title,
         "matrices": len(named),
         "shapes": {f"{small}x{large}": count for (small, large), count in sorted(shapes.items())},
         "batches": {f"{small}x{large}": size for (small, large), size in chosen[OURS].chunks.items()},
-        "cost_source": costs.source.replace(str(Path.home()), "~"),
+        "cost_source": without_home(costs.source),
         "bound_ms": chosen[OURS].solution.bound_ns / 1e6,
         "predicted_ms": {name: plan.solution.makespan_ns / 1e6 for name, plan in chosen.items()},
-        "wall_ms": {name: [wall for wall, _ in rows] for name, rows in samples.items()},
-        "cpu_ms": {name: [cpu for _, cpu in rows] for name, rows in samples.items()},
+        "wall_ms": {name: samples["wall", name] for name in chosen},
+        "cpu_ms": {name: samples["CPU", name] for name in chosen},
     }
 
 
@@ -246,8 +241,8 @@ def report(result: dict[str, Any]) -> str:
     """Medians, ratios to the best, and what follows for planning."""
     columns = {
         "predicted": result["predicted_ms"],
-        "wall": {name: statistics.median(values) for name, values in result["wall_ms"].items()},
-        "CPU": {name: statistics.median(values) for name, values in result["cpu_ms"].items()},
+        "wall": medians(result["wall_ms"]),
+        "CPU": medians(result["cpu_ms"]),
     }
     ratios = {
         column: {name: value / min(values.values()) for name, value in values.items()}
@@ -277,22 +272,19 @@ def report(result: dict[str, Any]) -> str:
 
 
 def pin(rank: int) -> str:
-    """Put this process, and the threads that it will start, on a core of its own; says what came of it."""
+    """Put all threads of this process, and those that they will start, on a core of its own; says what came of it."""
     if not hasattr(os, "sched_setaffinity"):
         return "ranks are not pinned: this system has no sched_setaffinity"
     cores = sorted(os.sched_getaffinity(0))
     if rank >= len(cores):
         return f"rank {rank} is not pinned: there are {len(cores)} cores"
-    os.sched_setaffinity(0, {cores[rank]})
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {cores[rank]})
     return f"rank {rank} is pinned to core {cores[rank]}"
 
 
-def worker(rank: int, settings: Settings, rendezvous: str) -> None:
-    torch.set_num_threads(1)
-    pinned = pin(rank)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=settings.world)
-    notes: list[Any] = [None] * settings.world
-    dist.all_gather_object(notes, pinned)
+def worker(rank: int, settings: Settings) -> None:
+    notes = share(pin(rank))
     mesh = init_device_mesh("cpu", (settings.world,))
     unequal = "pi0's towers" if settings.model is None else Path(settings.model).name
     cases = {
@@ -308,38 +300,17 @@ def worker(rank: int, settings: Settings, rendezvous: str) -> None:
         if rank == 0:
             print(f"\n{report(results[-1])}", flush=True)
     if rank == 0 and settings.json:
-        document = {
-            "settings": asdict(settings),
-            "cpu": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "pinned": notes,
-            "results": results,
-        }
-        Path(settings.json).write_text(json.dumps(document, indent=1) + "\n")
-    dist.destroy_process_group()
+        write_json(settings.json, {"settings": asdict(settings), **origin(), "pinned": notes, "results": results})
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in asdict(Settings()).items():
-        kind = str if default is None else type(default)
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"default {default}")
-    settings = Settings(**vars(parser.parse_args(argv)))
-    for name in ("world", "scale", "layers", "rounds"):
-        if getattr(settings, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if settings.warmup < 0:
-        parser.error("--warmup must be at least 0")
+    least = {**dict.fromkeys(("world", "scale", "layers", "rounds"), 1), "warmup": 0}
+    parser, settings = parse(Settings, __doc__, argv, least=least)
     try:
         model_matrices(settings, settings.layers)
     except (OSError, ValueError) as error:
         parser.error(f"--model: {error}")
-    if settings.json:
-        Path(settings.json).parent.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (settings, os.path.join(folder, "store")), nprocs=settings.world)
+    run_ranks(settings.world, worker, settings)
     return 0
 
 

@@ -7,23 +7,18 @@ python bench/simulate.py --scaling config.json --hardware h200 --out docs/scalin
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from step import Settings
-from validation import report, validate
+from common.programs import Sizes
+from common.ranks import run_ranks
+from common.results import write_json
+from common.validation import report, validate
 
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
@@ -51,20 +46,11 @@ class Point:
     straggling: dict[str, float]
 
 
-def worker(rank: int, settings: Settings, quantile: float, rendezvous: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=settings.world)
-    result = validate(rank, settings, quantile)
+def worker(rank: int, sizes: Sizes, quantile: float, out: Path) -> None:
+    result = validate(rank, sizes, quantile)
     if rank == 0:
         print(report(result), flush=True)
-        _write(Path(out), result)
-    dist.destroy_process_group()
-
-
-def run_validation(settings: Settings, quantile: float, out: Path) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (settings, quantile, os.path.join(folder, "store"), str(out)), nprocs=settings.world)
+        write_json(out, result)
 
 
 def scenarios(args: argparse.Namespace, hardware: Hardware) -> list[Scenario]:
@@ -146,7 +132,7 @@ def run_scaling(args: argparse.Namespace) -> None:
     draw_timeline(
         simulate("dedicated", case, noise), timeline, title=f"dedicated: {title}, {case.topology.world} ranks"
     )
-    _write(
+    write_json(
         _RESULT.with_name(f"{args.out.stem}.json"),
         {
             "model": args.scaling.stem,
@@ -168,11 +154,6 @@ def _costs(source: str, counts: Mapping[Shape, int], hardware: Hardware) -> Cost
     return wave_costs(hardware.device, counts) if source == "wave" else CostCache.load(source).table(counts)
 
 
-def _write(path: Path, result: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group(required=True)
@@ -182,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15, help="rounds of --validate (default 15)")
     parser.add_argument("--quantile", type=float, default=0.5, help="of samples of --validate (default 0.5, medians)")
     for name in ("layers", "width", "context", "batch"):
-        default = getattr(Settings(), name)
+        default = getattr(Sizes(), name)
         parser.add_argument(f"--{name}", type=int, default=default, help=f"of --validate (default {default})")
     parser.add_argument("--hardware", choices=sorted(HARDWARE), default="h200", help="preset (default h200)")
     parser.add_argument("--costs", default="wave", metavar="wave|PATH", help="the wave model, or a cost cache")
@@ -204,7 +185,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.validate:
             sizes = {name: getattr(args, name) for name in ("layers", "width", "context", "batch", "rounds")}
-            run_validation(Settings(**sizes, warmup=1), args.quantile, args.out or _RESULT)
+            settings = Sizes(**sizes, warmup=1)
+            run_ranks(settings.world, worker, settings, args.quantile, args.out or _RESULT)
         else:
             args.out = args.out or Path(f"scaling-{args.scaling.stem}-{args.hardware}.png")
             run_scaling(args)

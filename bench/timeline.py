@@ -6,20 +6,18 @@ python bench/timeline.py --out docs/step.png
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from model import GPT, GPTConfig
+from common.ranks import run_ranks, share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
+from training.model import GPT, GPTConfig
 
 import dmuon
 
@@ -53,9 +51,7 @@ def mark_blocks(model: nn.Module) -> None:
         block.register_forward_hook(leave)
 
 
-def record(rank: int, world: int, rendezvous: str, out: str, width: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+def record(rank: int, world: int, out: Path, width: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=4, width=width, heads=4, context=128))
@@ -89,11 +85,9 @@ def record(rank: int, world: int, rendezvous: str, out: str, width: int) -> None
         for event in trace.events()
         if event.name.startswith(("dmuon::", "gloo:")) or event.name in ("forward", "backward")
     ]
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, spans)
+    everyone = share(spans)
     if rank == 0:
-        draw(everyone, Path(out))
-    dist.destroy_process_group()
+        draw(everyone, out)
 
 
 def lane(name: str) -> tuple[str, str] | None:
@@ -154,14 +148,11 @@ def draw(everyone: list[list[Span]], out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="docs/step.png", help="PNG to write (default docs/step.png)")
+    parser.add_argument("--out", type=Path, default=Path("docs/step.png"), help="PNG to write (default docs/step.png)")
     parser.add_argument("--world", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--width", type=int, default=256, help="width of the model (default 256)")
     args = parser.parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        mp.spawn(record, (args.world, store, os.path.abspath(args.out), args.width), nprocs=args.world)
+    run_ranks(args.world, record, args.world, args.out.resolve(), args.width)
     return 0
 
 

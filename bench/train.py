@@ -19,11 +19,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 
-import report
 import torch
 import torch.distributed as dist
-from data import DataError, load_corpus
-from settings import DTYPES, OPTIMIZERS, Job, Settings
+from training import report
+from training.data import DataError, load_corpus
+from training.settings import DTYPES, OPTIMIZERS, Job, Settings
 
 
 def work(rank: int, settings: Settings, job: Job, port: int) -> None:
@@ -38,7 +38,7 @@ def work(rank: int, settings: Settings, job: Job, port: int) -> None:
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
-        from trainer import Trainer  # here: a slow import, which the parent does without
+        from training.trainer import Trainer  # here: a slow import, which the parent does without
 
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(backend, store=store, rank=rank, world_size=settings.world)

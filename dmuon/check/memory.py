@@ -9,7 +9,7 @@ from torch import Tensor
 
 import dmuon
 from dmuon.check.report import Reading
-from dmuon.dedicated.dedicate import Dedication
+from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.platform.torch_private import local_tensor
@@ -30,7 +30,7 @@ def placement(dedication: Dedication) -> list[Reading]:
         here = owner == comm.ranks[comm.position]
         mine += here
         wrong += entry.master.shape != (entry.local_shape if here else (0, entry.local_shape[1]))
-    left = sum(group.buffer_nbytes for group in runtime.groups if not group.keep)
+    left = sum(buffer.buffer_nbytes for buffer in runtime.buffers if not buffer.keep)
     text = f"{wrong} of {len(plan.owners)} matrices held otherwise than by one owner, {left} bytes left in buffers"
     balance = f"planned load: slowest rank over mean {plan.balance:.2f}"
     return [Reading("placement", f"{text}; {balance}", wrong + left, 0, same=plan.digest)]
@@ -62,7 +62,7 @@ def found_nbytes(dedication: Dedication, optimizer: dmuon.Muon) -> dict[str, int
         for param, state in optimizer.state.items()
         if isinstance(param, OwnedTensor)
     ]
-    copies = sum(g.standin_nbytes + (g.buffer_nbytes if g.keep else 0) for g in runtime.groups)
+    copies = sum(b.standin_nbytes + (b.buffer_nbytes if b.keep else 0) for b in runtime.buffers)
     return {"masters": _storages(masters), "momentum": _storages(momentum), "copies": copies}
 
 

@@ -20,7 +20,7 @@ import dmuon
 from dmuon.check.memory import expected_nbytes
 from dmuon.check.model import Network, Size, batch, build, loss_of
 from dmuon.check.report import Reading
-from dmuon.dedicated.dedicate import dedications
+from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import local_tensor
 
 __all__ = ["Speed", "measure_speed", "memory_of_device"]
@@ -116,8 +116,8 @@ def memory_of_device(speed: Speed, device: torch.device, timeout: timedelta) -> 
     for _ in range(2):
         program.step(rows, True)
     runtime = dedications(program.model)[0].runtime
-    for group in runtime.groups:
-        group.free()  # what the step has fetched for the next forward
+    for buffer in runtime.buffers:
+        buffer.free()  # what the step has fetched for the next forward
     del rows
     torch.cuda.synchronize(device)
     found = torch.cuda.memory_allocated(device) - before

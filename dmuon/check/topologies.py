@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dmuon
 from dmuon.check.model import Network
-from dmuon.dedicated.dedicate import Dedication, dedications
+from dmuon.dedicated.dedication import Dedication, dedications
 
 __all__ = ["TOPOLOGIES", "Grid", "Laid", "grid_of", "lay", "mesh_of"]
 

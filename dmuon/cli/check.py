@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -29,10 +28,12 @@ from dmuon.check.report import Board, Stopped
 from dmuon.check.run import Settings, run_checks
 from dmuon.check.speed import Speed
 from dmuon.check.topologies import TOPOLOGIES
+from dmuon.cli.arguments import BAD_INPUT, FAILED, BadArgument, Parser, count, number, require_target, subset
 from dmuon.platform.files import write_text
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_FAILED, _BAD_INPUT = 1, 2
+_seconds = number("number of at least 1", lambda value: value >= 1)
+_factor = number("number of at least 0", lambda value: value >= 0)
 _LAUNCH = "torchrun --nproc-per-node 8 --no-python dmuon-check"
 
 
@@ -46,24 +47,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = Ranks("nccl" if settings.device.type == "cuda" else "gloo", settings.timeout)
     except (RuntimeError, ValueError, OSError) as error:
         print(f"dmuon-check: the ranks did not come together: {error}", file=sys.stderr)
-        return _BAD_INPUT
+        return BAD_INPUT
     board = Board(ranks, 2 * seconds)
     try:
         return _run(board, settings, arguments.json)
     except Exception as error:  # the ranks can no longer be brought together: end at once, and torchrun the others
         print(f"dmuon-check: rank {ranks.rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        _end(_FAILED)
+        _end(FAILED)
 
 
 def _run(board: Board, settings: Settings, path: str | None) -> int:
     fault, machine = _look_around(settings, path if board.ranks.rank == 0 else None)
-    found = board.ranks.gather((fault, machine))
-    faults = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(found) if said]
-    if faults or any(m is None for _, m in found):
+    answers = board.ranks.gather((fault, machine))
+    faults = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(answers) if reason]
+    if faults or any(m is None for _, m in answers):
         if board.ranks.rank == 0:
             print("dmuon-check: " + "; ".join(faults), file=sys.stderr)
-        return _BAD_INPUT
-    hosts = describe(board, [m for _, m in found])
+        return BAD_INPUT
+    hosts = describe(board, [m for _, m in answers])
     if board.ranks.world == 1:
         board.say("info", "environment", "1 rank", f"nothing travels here; over several ranks: {_LAUNCH}")
     stopped = board.failed > 0  # ranks that are not alike would differ, or hang
@@ -76,17 +77,20 @@ def _run(board: Board, settings: Settings, path: str | None) -> int:
     failed, total = board.failed, sum(line.status in ("pass", "fail") for line in board.lines)
     board.say("fail" if failed else "pass", "all", "", f"{failed} of {total} failed" if failed else f"{total} checks")
     if path is not None and board.ranks.rank == 0:
-        report = {"exit_status": _FAILED if failed else 0, "world": board.ranks.world, "lines": board.as_json()}
+        report = {"exit_status": FAILED if failed else 0, "world": board.ranks.world, "lines": board.as_json()}
         write_text(Path(path), json.dumps(report, indent=1) + "\n")
     if stopped:
-        _end(_FAILED)
-    return _FAILED if failed else 0
+        _end(FAILED)
+    return FAILED if failed else 0
 
 
 def _look_around(settings: Settings, path: str | None) -> tuple[str | None, Machine | None]:
     """What is wrong here, and what this rank runs on."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        return f"--json {path}: name a file in a folder that exists", None
+    if path is not None:
+        try:
+            require_target("--json", Path(path))
+        except BadArgument as error:
+            return str(error), None
     device = settings.device
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         return f"no CUDA device {device.index}, {torch.cuda.device_count()} are here; start fewer ranks per host", None
@@ -105,24 +109,27 @@ def _end(status: int) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dmuon-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    known = ",".join(TOPOLOGIES)
+    parser = Parser(prog="dmuon-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ",".join(TOPOLOGIES)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda (NCCL) if there is one, else cpu (gloo)"
     )
-    parser.add_argument("--topologies", default=known, help=f"default: {known}, as far as they fit the number of ranks")
+    parser.add_argument(
+        "--topologies",
+        type=subset(TOPOLOGIES),
+        default=names,
+        help=f"default: {names}, as far as they fit the number of ranks",
+    )
     parser.add_argument("--reshard", action="store_true", help="only with weights freed after forward")
     parser.add_argument("--keep", action="store_true", help="only with weights kept after forward (default: both)")
-    parser.add_argument("--dtype", default="fp32,bf16", help="of owned weights in forward (default: %(default)s)")
+    parser.add_argument("--dtype", type=subset(_DTYPES), help="of owned weights in forward (default: fp32,bf16)")
     parser.add_argument("--json", metavar="FILE", help="write all lines there")
-    parser.add_argument("--timeout", type=_positive, default=60.0, help="seconds for a collective (default: 60)")
+    parser.add_argument("--timeout", type=_seconds, default=60.0, help="seconds for a collective (default: 60)")
     parser.add_argument("--limit", type=_factor, default=1.0, help="factor on the limits of differences (default: 1)")
     parser.add_argument("--quick", action="store_true", help="fp32, weights freed after forward, no speed line")
-    parser.add_argument("--width", type=_count, help="of the model of the speed line (default: 512, on CUDA 2048)")
-    parser.add_argument("--layers", type=_count, help="of it (default: 4, on CUDA 8)")
-    parser.add_argument("--tokens", type=_count, help="per rank and step of it (default: 512, on CUDA 8192)")
+    parser.add_argument("--width", type=count, help="of the model of the speed line (default: 512, on CUDA 2048)")
+    parser.add_argument("--layers", type=count, help="of it (default: 4, on CUDA 8)")
+    parser.add_argument("--tokens", type=count, help="per rank and step of it (default: 512, on CUDA 8192)")
     return parser
 
 
@@ -134,52 +141,20 @@ def _settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     for name in ("keep", "dtype", "width", "layers", "tokens"):
         if arguments.quick and getattr(arguments, name) != parser.get_default(name):
             parser.error(f"--{name} does not go with --quick; leave one of them out")
-    topologies = _listed(parser, "--topologies", arguments.topologies, TOPOLOGIES)
-    dtypes = _listed(parser, "--dtype", "fp32" if arguments.quick else arguments.dtype, tuple(_DTYPES))
+    dtypes = ("fp32",) if arguments.quick else arguments.dtype or tuple(_DTYPES)
     keep = (False, True) if arguments.keep == arguments.reshard else (arguments.keep,)
     width, layers, tokens = (2048, 8, 8192) if kind == "cuda" else (512, 4, 512)
     width = arguments.width or width
     size = Size(width, 4 * width, arguments.layers or layers, LARGE_VOCABULARY)
     return Settings(
         device=device,
-        topologies=topologies,
+        topologies=arguments.topologies,
         keep=(False,) if arguments.quick else keep,
         dtypes=tuple(_DTYPES[name] for name in dtypes),
         tolerance=arguments.limit,
         timeout=timedelta(seconds=arguments.timeout),
         speed=None if arguments.quick else Speed(size, arguments.tokens or tokens),
     )
-
-
-def _listed(parser: argparse.ArgumentParser, flag: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    wrong = [name for name in names if name not in known]
-    if wrong or not names:
-        parser.error(f"{flag}: {wrong[0] if wrong else text!r} is not one of {', '.join(known)}")
-    return names
-
-
-def _number(least: float, what: str) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
-        return value
-
-    return parse
-
-
-_positive = _number(1.0, "number of at least 1")
-_factor = _number(0.0, "number of at least 0")
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 10**7:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
-    return int(text)
 
 
 if __name__ == "__main__":

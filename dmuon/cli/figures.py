@@ -1,20 +1,19 @@
-"""Pictures of plans and of measured costs, as PNG files."""
+"""Plans and measured costs as pictures and as tables."""
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from dmuon.kernels import newton_schulz_flops
-from dmuon.planning.cost_cache import CostCache, Entries, Shape
+from dmuon.planning.cost_cache import CostCache, Entries
 from dmuon.planning.device_key import NsOptions
-from dmuon.platform.files import write_bytes
-from dmuon.solver import Plan
+from dmuon.platform.figures import new_figure
+from dmuon.solver import Plan, Shape
 
-__all__ = ["cost_table", "draw_costs", "plot_plan"]
+__all__ = ["cost_table", "draw_costs", "draw_plan"]
 
 
 def cost_table(entries: Entries, options: NsOptions, device: torch.device) -> str:
@@ -32,22 +31,18 @@ def cost_table(entries: Entries, options: NsOptions, device: torch.device) -> st
     return "\n".join(lines)
 
 
-def draw_costs(cache: CostCache, options: NsOptions) -> bytes:
-    """A PNG of T(k) per shape, and dashed beside it the time of its operations at the best rate of the whole cache.
+def draw_costs(cache: CostCache, options: NsOptions) -> Any:
+    """A figure of T(k) per shape, and dashed beside it the time of its operations at the best rate of the whole cache.
 
     Raises:
         ValueError: the cache holds no timings, or matplotlib is not installed.
     """
     if not cache.entries:
         raise ValueError("the cost cache holds no timings to draw; measure some with dmuon-profile --shapes")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("drawing needs matplotlib; install it with pip install 'dmuon[bench]'") from None
+    figure = new_figure(9, 5.5)
     device = torch.device("cpu")  # which decides the dtype alone, and the cache's key has one
     flops = {shape: _flops(shape, options, device) for shape in sorted(cache.entries)}
     rate = max(k * flops[shape] / t.median_ns for shape, timings in cache.entries.items() for k, t in timings.items())
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
     for (m, n), operations in flops.items():
         timings = sorted(cache.entries[m, n].items())
@@ -75,34 +70,27 @@ def draw_costs(cache: CostCache, options: NsOptions) -> bytes:
     key = cache.key
     axes.set_title(f"{key.device}, {key.dtype}, {key.coefficients}, {key.steps} steps", fontsize=10)
     figure.legend(loc="outside right upper", fontsize=8, ncols=1 + len(flops) // 24)
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=120)
-    return stream.getvalue()
+    return figure
 
 
 def _flops(shape: Shape, options: NsOptions, device: torch.device) -> int:
     return int(newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device))
 
 
-def plot_plan(plan: Plan, path: Path, title: str) -> None:
-    """Write a PNG.
+def draw_plan(plan: Plan, title: str) -> Any:
+    """A figure of what each rank owns and how long it takes, and of the largest owner of each block.
 
     Raises:
         ValueError: matplotlib is not installed.
-        OSError: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(f"a PNG needs matplotlib ({error}); install dmuon[bench]") from error
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    figure = new_figure(11, 6.5)
     loads, blocks = figure.subplots(2, 1)
     order = np.argsort(-np.array(plan.loads_ns), kind="stable")
     bottom = np.zeros(plan.world)
     for shape in sorted({m.shape for m in plan.matrices}, key=lambda s: -s[0] * s[1]):
-        held = np.array([row.get(shape, 0) for row in plan.counts])[order]
-        loads.bar(np.arange(plan.world), held, bottom=bottom, width=1.0, label=f"{shape[0]}×{shape[1]}")
-        bottom += held
+        owned = np.array([row.get(shape, 0) for row in plan.counts])[order]
+        loads.bar(np.arange(plan.world), owned, bottom=bottom, width=1.0, label=f"{shape[0]}×{shape[1]}")
+        bottom += owned
     loads.set(xlabel="rank, most loaded first", ylabel="matrices owned")
     loads.legend(fontsize="small", ncols=4)
     times = loads.twinx()
@@ -116,6 +104,4 @@ def plot_plan(plan: Plan, path: Path, title: str) -> None:
     blocks.set(xlabel="block", ylabel="MiB", ylim=(0, None))
     blocks.legend(fontsize="small")
     figure.suptitle(f"{title}: makespan {plan.makespan_ns / 1e6:.3f} ms, gap {plan.gap:.2%}, {plan.stage}")
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=110)
-    write_bytes(path, image.getvalue())
+    return figure

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from dmuon.cli.figures import plot_plan
+from dmuon.cli.arguments import BAD_INPUT, BadArgument, Parser, count, number, positive, require_target, subset
+from dmuon.cli.figures import draw_plan
 from dmuon.model.config import read_model
-from dmuon.model.matrix_shape import MatrixShape
 from dmuon.planning.cost_cache import CostCache
 from dmuon.planning.cost_lookup import FoundCosts, fastest_variants
 from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.platform.figures import save_png
 from dmuon.simulation.hardware import HARDWARE, Hardware, hardware
 from dmuon.simulation.network import Topology
 from dmuon.simulation.prediction import Prediction, predict
@@ -41,13 +42,9 @@ from dmuon.solver import (
 
 __all__ = ["main"]
 
-_BAD_INPUT = 2
+_percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
 _DEFAULT_DEVICE = "h200"
 _COMPARE = (*BASELINES, "milp")
-
-
-class _Bad(Exception):
-    """Names the argument and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return _run(arguments)
-    except (_Bad, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"dmuon-plan: {error}", file=sys.stderr)
-        return _BAD_INPUT
+        return BAD_INPUT
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    for name in ("json", "png"):
-        path = getattr(arguments, name)
-        if path is not None and not path.parent.is_dir():
-            raise _Bad(f"--{name} {path}: there is no folder {path.parent}; create it first")
+    for flag, path, suffix in (("--json", arguments.json, ""), ("--png", arguments.png, ".png")):
+        if path is not None:
+            require_target(flag, path, suffix)
     question = _question(arguments)
     started = time.perf_counter()
     result = question.solve(question.options)
@@ -125,7 +121,7 @@ def _run(arguments: argparse.Namespace) -> int:
     ]
     print("\n".join(lines), flush=True)  # before anything is written: a full disk must not cost the report
     if arguments.png is not None:
-        plot_plan(result, arguments.png, title=f"{arguments.model} over {question.topology.world} ranks")
+        save_png(draw_plan(result, f"{arguments.model} over {question.topology.world} ranks"), arguments.png)
         print(f"wrote {arguments.png}")
     if arguments.json is not None:
         OwnerPlan.from_solution(result, question.costs).save(arguments.json)
@@ -134,17 +130,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dmuon-plan", description=__doc__)
+    parser = Parser(prog="dmuon-plan", description=__doc__)
     parser.add_argument("model", metavar="MODEL.json", help="a model's config.json, or the folder that holds it")
     grid = parser.add_argument_group("ranks")
-    grid.add_argument("--world", type=_count, required=True, metavar="N", help="number of ranks")
+    grid.add_argument("--world", type=count, required=True, metavar="N", help="number of ranks")
+    grid.add_argument("--nodes", type=count, metavar="N", help="machines (default: as many as the device's nodes fill)")
+    grid.add_argument("--replicate", type=count, default=1, metavar="N", help="HSDP replicas (default: 1)")
+    grid.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     grid.add_argument(
-        "--nodes", type=_count, metavar="N", help="machines (default: as many as the device's nodes fill)"
-    )
-    grid.add_argument("--replicate", type=_count, default=1, metavar="N", help="HSDP replicas (default: 1)")
-    grid.add_argument("--tp", type=_count, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
-    grid.add_argument(
-        "--memory-gib", type=_positive, metavar="X", help="most fp32 masters and momentum per rank (default: no limit)"
+        "--memory-gib", type=positive, metavar="X", help="most fp32 masters and momentum per rank (default: no limit)"
     )
     grid.add_argument(
         "--speed", default="", metavar="RANK=X,...", help="ranks that are slower or faster, such as 3=0.8"
@@ -165,9 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     solve.add_argument("--method", choices=get_args(Method), default="auto", help="how to solve (default: auto)")
     solve.add_argument("--backend", choices=get_args(Backend), default="auto", help="MILP solver (default: auto)")
     solve.add_argument("--gap", type=_percent, default=1.0, metavar="PERCENT", help="gap to prove (default: 1)")
-    solve.add_argument(
-        "--time-limit", type=_positive, default=10.0, metavar="S", help="for exact methods (default: 10)"
-    )
+    solve.add_argument("--time-limit", type=positive, default=10.0, metavar="S", help="for exact methods (default: 10)")
     solve.add_argument(
         "--spread-cap", type=_cap, metavar="auto|X", help="most of a block on one rank, of the least possible"
     )
@@ -179,18 +171,18 @@ def _parser() -> argparse.ArgumentParser:
         help="makespan to give for even bytes (default: 1)",
     )
     step = parser.add_argument_group("predicted step")
-    step.add_argument("--tokens", type=_count, default=16384, metavar="N", help="per rank and step (default: 16384)")
-    step.add_argument("--sequence", type=_count, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
+    step.add_argument("--tokens", type=count, default=16384, metavar="N", help="per rank and step (default: 16384)")
+    step.add_argument("--sequence", type=count, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
     step.add_argument("--recompute", action="store_true", help="full activation checkpointing")
-    step.add_argument("--efficiency", type=_positive, metavar="X", help="of forward and backward, part of the peak")
+    step.add_argument("--efficiency", type=positive, metavar="X", help="of forward and backward, part of the peak")
     step.add_argument(
-        "--target", type=_positive, default=1.0, metavar="PERCENT", help="overhead to explain (default: 1)"
+        "--target", type=positive, default=1.0, metavar="PERCENT", help="overhead to explain (default: 1)"
     )
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="PATH", help="write the plan, as dedicate_params(plan=PATH) reads it")
     out.add_argument("--png", type=Path, metavar="PATH", help="draw loads per rank and the spread of the blocks")
     out.add_argument("--owners", action="store_true", help="list the owner of every matrix")
-    out.add_argument("--compare", type=_names, default=(), metavar="LIST", help=f"of {','.join(_COMPARE)}")
+    out.add_argument("--compare", type=subset(_COMPARE), default=(), metavar="LIST", help=f"of {','.join(_COMPARE)}")
     return parser
 
 
@@ -212,7 +204,7 @@ def _question(arguments: argparse.Namespace) -> _Question:
         spread_cap=arguments.spread_cap,
         byte_slack=arguments.byte_slack / 100,
     )
-    workload = None if _unpredicted(arguments) else _workload(arguments, shapes)
+    workload = None if _unpredicted(arguments) else _workload(arguments)
     ranks = _ranks(arguments, topology)
     return _Question(matrices, ranks, costs, options, machine, topology, workload, arguments.efficiency)
 
@@ -224,7 +216,7 @@ def _unpredicted(arguments: argparse.Namespace) -> str:
     return ""
 
 
-def _workload(arguments: argparse.Namespace, shapes: Sequence[MatrixShape]) -> Workload:
+def _workload(arguments: argparse.Namespace) -> Workload:
     return Workload.from_config(
         arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
     )
@@ -234,7 +226,9 @@ def _topology(arguments: argparse.Namespace, machine: Hardware) -> Topology:
     per_node = min(machine.gpus_per_node, arguments.world)
     if arguments.nodes is not None:
         if arguments.world % arguments.nodes:
-            raise _Bad(f"--nodes {arguments.nodes} does not divide --world {arguments.world}; change one of them")
+            raise BadArgument(
+                f"--nodes {arguments.nodes} does not divide --world {arguments.world}; change one of them"
+            )
         per_node = arguments.world // arguments.nodes
     return Topology(arguments.world, gpus_per_node=per_node, replicate=arguments.replicate, tp=arguments.tp)
 
@@ -253,23 +247,23 @@ def _speeds(text: str, world: int) -> dict[int, float]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         rank, _, factor = part.partition("=")
         if not (rank.isascii() and rank.isdigit() and int(rank) < world):
-            raise _Bad(f"--speed: {part!r} names no rank below {world}; write RANK=FACTOR, such as 3=0.8")
+            raise BadArgument(f"--speed: {part!r} names no rank below {world}; write RANK=FACTOR, such as 3=0.8")
         if int(rank) in speeds:
-            raise _Bad(f"--speed: rank {int(rank)} is there twice; give each rank once")
-        speeds[int(rank)] = _number(factor, f"--speed: {part!r}: the factor")
+            raise BadArgument(f"--speed: rank {int(rank)} is there twice; give each rank once")
+        speeds[int(rank)] = _figure(factor, f"--speed: {part!r}: the factor")
     return speeds
 
 
 def _overrides(items: Sequence[str]) -> dict[str, float]:
     pairs = (item.partition("=") for item in items)
-    return {name: _number(value, f"--set {name}={value}: the value") for name, _, value in pairs}
+    return {name: _figure(value, f"--set {name}={value}: the value") for name, _, value in pairs}
 
 
-def _number(text: str, what: str) -> float:
+def _figure(text: str, what: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise _Bad(f"{what} is no number; write NAME=NUMBER") from None
+        raise BadArgument(f"{what} is no number; write NAME=NUMBER") from None
 
 
 def _costs(source: str, machine: Hardware, matrices: Sequence[Matrix]) -> FoundCosts:
@@ -292,10 +286,10 @@ def _gather_ns(shape: Shape, machine: Hardware, topology: Topology) -> int:
 
 def _memory(question: _Question, result: Plan) -> str:
     """What the largest owner keeps, against the device."""
-    held = [0] * result.world
+    nbytes = [0] * result.world
     for m in result.matrices:
-        held[result.owners[m.name]] += m.state_bytes
-    most, device = max(held), question.machine.device
+        nbytes[result.owners[m.name]] += m.state_bytes
+    most, device = max(nbytes), question.machine.device
     return (
         f"the largest owner keeps {most / 2**30:.2f} GiB of fp32 masters and momentum, "
         f"{most / device.memory:.1%} of an {device.name}"
@@ -333,42 +327,8 @@ def _compare(question: _Question, result: Plan, names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
-
-
-def _percent(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage from 0 to below 100")
-    return value
-
-
 def _cap(text: str) -> float | str:
-    return text if text == "auto" else _positive(text)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names:
-        if name not in _COMPARE:
-            raise argparse.ArgumentTypeError(f"{name!r} is unknown; use some of {','.join(_COMPARE)}")
-    return names
+    return text if text == "auto" else positive(text)
 
 
 if __name__ == "__main__":

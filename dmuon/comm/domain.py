@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,7 @@ class Domain:
         ranks: ascending.
         position: of this rank.
         group: of dmuon's own.
-        chunks: ``(small side, large side)`` to matrices per batch, as planned.
         lane: of the monitor's journal; None where it is that of more ranks than these.
-        variants: ``(small side, large side)`` to batch size to how Newton–Schulz runs, as planned.
     """
 
     ranks: tuple[GlobalRank, ...]
@@ -37,8 +35,6 @@ class Domain:
     device: torch.device
     group: dist.ProcessGroup
     monitor: Monitor
-    chunks: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    variants: Mapping[tuple[int, int], Mapping[int, str]] = field(default_factory=dict)
     lane: str | None = "exchange"
     _vote_stream: Stream | None = None
 

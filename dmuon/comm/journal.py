@@ -19,14 +19,14 @@ class Report:
     """What a rank tells the others when something failed.
 
     Attributes:
-        said: what failed, and where.
-        place: how many ranks had reported before.
+        message: what failed, and where.
+        arrival: how many ranks had reported before.
         journal: by lane, how many collectives were started, and the last ones.
     """
 
     rank: GlobalRank
-    said: str
-    place: int
+    message: str
+    arrival: int
     journal: dict[str, tuple[int, list[str]]]
 
 
@@ -49,9 +49,9 @@ def first_beyond(
 ) -> str | None:
     """The first collective of ``journal`` that ``other`` has not come to, of the last lane where there is one."""
     for name in sorted(journal, reverse=True):  # a step of the optimizer says most
-        entries, there = numbered(journal[name]), other.get(name, (0, []))[0]
-        if there in entries:
-            return entries[there]
+        entries, count = numbered(journal[name]), other.get(name, (0, []))[0]
+        if count in entries:
+            return entries[count]
     return None
 
 

@@ -22,7 +22,6 @@ from dmuon.layout.ranks import GlobalRank
 __all__ = ["CollectiveError", "Monitor", "Pending", "first_line", "run_all"]
 
 _EXIT_SECONDS = 2.0
-_PATIENCE_SECONDS = 5.0  # for the other ranks to say what they were doing
 _REMEDY = "run the same blocks, backwards and steps in the same order on every rank"
 
 
@@ -89,6 +88,7 @@ class Monitor:
 
     Attributes:
         step: finished steps of the optimizer, for messages.
+        patience: seconds that a fault waits for the other ranks to report what they were doing.
     """
 
     def __init__(
@@ -100,10 +100,12 @@ class Monitor:
         *,
         device: torch.device,
         asynchronous: bool,
+        patience: float = 5.0,
     ) -> None:
         """``name`` is the same on all of them and nowhere else."""
         self._device = device
         self.step = 0
+        self.patience = patience
         self._ranks = tuple(ranks)
         self._rank = rank
         self._store = store
@@ -178,22 +180,22 @@ class Monitor:
 
     def disagree(self) -> NoReturn:
         """Raise: the digests differ. Every rank of the model gets here."""
-        here = f"rank {self._rank}, step {self.step}: the ranks issued different collectives"
-        reports, unheard = self._others(here)
+        message = f"rank {self._rank}, step {self.step}: the ranks issued different collectives"
+        reports, unheard = self._others(message)
         difference = self._difference(reports, ended=True) or self._crossing(reports)
-        where = f": {difference}" if difference else ", which ones is not known"
-        self._break(". ".join([f"{here}{where}; {_REMEDY}", *unheard]))
+        which = f": {difference}" if difference else ", which ones is not known"
+        self._break(". ".join([f"{message}{which}; {_REMEDY}", *unheard]))
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise what is known about a collective that failed here."""
-        here = f"rank {self._rank}, step {self.step}: {what} failed: {first_line(error)}"
+        """Raise what is known about a collective that failed on this rank."""
+        message = f"rank {self._rank}, step {self.step}: {what} failed: {first_line(error)}"
         try:
             if self._broken is not None:
-                raise CollectiveError(f"{here}. Before that: {self._broken}")
-            reports, unheard = self._others(here)
-            parts = [here, *unheard]
+                raise CollectiveError(f"{message}. Before that: {self._broken}")
+            reports, unheard = self._others(message)
+            parts = [message, *unheard]
             if reports:
-                parts.append("The others, as they came: " + "; ".join(report.said for report in reports))
+                parts.append("The others, as they came: " + "; ".join(report.message for report in reports))
             difference = self._difference(reports, ended=False) or self._crossing(reports)
             if difference:
                 parts.append(f"The ranks issued different collectives: {difference}; {_REMEDY}")
@@ -216,24 +218,23 @@ class Monitor:
             ended: all ranks have come to the same place, so that one that another rank has beyond the last counts.
         """
         for name in sorted(self._lanes.keys() | {name for report in reports for name in report.journal}):
-            ours = numbered(self._journal().get(name))
+            entries = numbered(self._journal().get(name))
             for report in sorted(reports, key=lambda r: r.rank):
-                theirs = numbered(report.journal.get(name))
-                both = sorted((ours.keys() | theirs.keys()) if ended else (ours.keys() & theirs.keys()))
-                oldest = max(min(ours, default=0), min(theirs, default=0))
-                for i in both:
-                    if i >= oldest and ours.get(i) != theirs.get(i):
-                        mine, other = ours.get(i, "nothing more"), theirs.get(i, "nothing more")
-                        return f"{other!r} on rank {report.rank} where rank {self._rank} has {mine!r}"
+                others = numbered(report.journal.get(name))
+                compared = sorted((entries.keys() | others.keys()) if ended else (entries.keys() & others.keys()))
+                oldest = max(min(entries, default=0), min(others, default=0))
+                for i in compared:
+                    if i >= oldest and entries.get(i) != others.get(i):
+                        own, other = entries.get(i, "nothing more"), others.get(i, "nothing more")
+                        return f"{other!r} on rank {report.rank} where rank {self._rank} has {own!r}"
         return None
 
     def _crossing(self, reports: Sequence[Report]) -> str | None:
         """What this rank has and another has not, if that rank is ahead in another lane."""
-        ours = self._journal()
+        journal = self._journal()
         for report in sorted(reports, key=lambda r: r.rank):
-            theirs = report.journal
-            ahead = first_beyond(ours, theirs)
-            behind = first_beyond(theirs, ours)
+            ahead = first_beyond(journal, report.journal)
+            behind = first_beyond(report.journal, journal)
             if ahead is not None and behind is not None:
                 return f"{behind!r} on rank {report.rank} where rank {self._rank} has {ahead!r}"
         return None
@@ -241,7 +242,7 @@ class Monitor:
     def _journal(self) -> dict[str, tuple[int, list[str]]]:
         return {name: (lane.count, list(lane.recent)) for name, lane in self._lanes.items()}
 
-    def _others(self, here: str) -> tuple[list[Report], list[str]]:
+    def _others(self, message: str) -> tuple[list[Report], list[str]]:
         """Tell the other ranks.
 
         Returns:
@@ -249,12 +250,12 @@ class Monitor:
         """
         reports: dict[GlobalRank, Report] = {}
         trouble: list[str] = []
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + self.patience
 
         def converse() -> None:
             try:
-                place = int(self._store.add(self._key("count"), 1)) - 1
-                report = Report(self._rank, here, place, self._journal())
+                arrival = int(self._store.add(self._key("count"), 1)) - 1
+                report = Report(self._rank, message, arrival, self._journal())
                 self._store.set(self._key(self._rank), json.dumps(asdict(report)))
                 waiting = [rank for rank in self._ranks if rank != self._rank]
                 while waiting and time.monotonic() < deadline:
@@ -269,7 +270,7 @@ class Monitor:
         # In a thread: the host of the store may have stopped without closing its connections.
         thread = threading.Thread(target=converse, name="dmuon-fault", daemon=True)
         thread.start()
-        thread.join(_PATIENCE_SECONDS + 1.0)
+        thread.join(self.patience + 1.0)
         if thread.is_alive():
             trouble.append("does not answer")
         heard = dict(reports)
@@ -282,7 +283,7 @@ class Monitor:
             ]
         elif silent:
             unheard = [f"Silent: rank {silent} (killed, raised elsewhere, or still computing: see its own log)"]
-        return sorted(heard.values(), key=lambda report: report.place), unheard
+        return sorted(heard.values(), key=lambda report: report.arrival), unheard
 
     def _key(self, who: int | str) -> str:
         return f"dmuon/fault/{self._name}/{who}"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch.nn as nn
 
+from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
-
-if TYPE_CHECKING:
-    from dmuon.dedicated.buffer import OwnedBuffer
 
 __all__ = ["Block", "Phase"]
 
@@ -29,17 +26,17 @@ class Block:
     """Owned matrices of one block that have one communication dtype.
 
     Attributes:
-        group: whose buffer holds the weights.
+        buffer: holds the whole weights, possibly beside those of neighbours.
         backward: the backward pass that entered this block.
         calls: forwards whose backward boundary has not been reached.
         awaits_backward: some output of a forward needs a gradient.
     """
 
-    def __init__(self, name: str, module: nn.Module, entries: Sequence[OwnedMatrix], group: OwnedBuffer) -> None:
+    def __init__(self, name: str, module: nn.Module, entries: Sequence[OwnedMatrix], buffer: OwnedBuffer) -> None:
         self.name = name
         self.module = module
         self.entries = list(entries)
-        self.group = group
+        self.buffer = buffer
         self.phase = Phase.REST
         self.backward: int | None = None
         self.calls = 0
@@ -53,14 +50,14 @@ class Block:
     def enter(self, phase: Phase) -> None:
         """Put whole weights into the modules."""
         self._require(Phase.REST)
-        self.group.require_ready()
         for entry in self.entries:
-            for module, name in entry.sites:
-                if module._parameters.get(name) is not entry.rest:
-                    raise RuntimeError(
-                        f"parameter {entry.fqn!r} was replaced in its module after dedicate_params; edit it under "
-                        "dmuon.summon_full_params(model) instead"
-                    )
+            if not all(entry.is_rest(module._parameters.get(name)) for module, name in entry.sites):
+                raise RuntimeError(
+                    f"parameter {entry.fqn!r} was replaced in its module after dedicate_params; edit it under "
+                    "dmuon.summon_full_params(model) instead"
+                )
+        self.buffer.acquire(self.name, phase.value)
+        for entry in self.entries:
             if entry.full.requires_grad != entry.rest.requires_grad:
                 entry.full.requires_grad_(entry.rest.requires_grad)
             entry.place(entry.full)
@@ -69,9 +66,8 @@ class Block:
     def leave(self) -> None:
         """Put the resting form back into the modules."""
         self._require(Phase.FORWARD, Phase.BACKWARD)
-        for entry in self.entries:
-            entry.place(entry.rest)
-        self.phase = Phase.REST
+        self._rest()
+        self.buffer.release(self.name)
 
     def summon(self, wholes: Sequence[nn.Parameter]) -> None:
         """Put ``wholes``, one per entry, into the modules for the user."""
@@ -83,9 +79,7 @@ class Block:
     def dismiss(self) -> None:
         """End :meth:`summon`."""
         self._require(Phase.SUMMONED)
-        for entry in self.entries:
-            entry.place(entry.rest)
-        self.phase = Phase.REST
+        self._rest()
 
     def forget_graph(self) -> None:
         """No backward will come any more."""
@@ -99,7 +93,12 @@ class Block:
             entry.drop_unreduced()
         self.forget_graph()
 
+    def _rest(self) -> None:
+        for entry in self.entries:
+            entry.place(entry.rest)
+        self.phase = Phase.REST
+
     def _require(self, *phases: Phase) -> None:
         if self.phase not in phases:
-            wanted = " or ".join(p.name for p in phases)
-            raise RuntimeError(f"block {self.name!r} is {self.phase.name}, expected {wanted}: {self.phase.value}")
+            expected = " or ".join(p.name for p in phases)
+            raise RuntimeError(f"block {self.name!r} is {self.phase.name}, expected {expected}: {self.phase.value}")

@@ -1,8 +1,14 @@
-"""``dedicate_params``: from a replicated model to one owner per matrix."""
+"""``dedicate_params``: from a replicated model to one owner per matrix.
+
+Five phases: every rank *inspects* its model; all *agree* that none has a fault and that the models are alike; they
+*connect* by process groups; one *plans* owners for all; and each *places* its masters and hooks. Until ranks have
+agreed, a fault is carried to the others instead of being raised, since they would wait for a rank that has left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +23,10 @@ from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.context import Comm, make_comm
 from dmuon.comm.options import CommOptions
 from dmuon.comm.process_groups import make_group, this_rank
-from dmuon.dedicated.buffer import OwnedBuffer, Weight
-from dmuon.dedicated.matrix import TensorSharding
+from dmuon.dedicated.block import Block
+from dmuon.dedicated.buffer import OwnedBuffer
+from dmuon.dedicated.dedication import Dedication
+from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.refusals import (
     check_mesh,
@@ -32,6 +40,7 @@ from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.buffer import choose_transport
 from dmuon.layout.ranks import GlobalRank, Position, position_in
+from dmuon.layout.topology import Topology
 from dmuon.model.blocks import BlockPredicate
 from dmuon.model.names import canonical_fqn
 from dmuon.model.routing import Route, Select, route_parameters
@@ -43,19 +52,9 @@ from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import backend_of, local_tensor, require_supported_torch
 from dmuon.solver import Matrix, SolveOptions
 
-__all__ = ["Dedication", "dedicate_params", "dedications", "fully_shard", "owned_parameters"]
+__all__ = ["dedicate_params", "fully_shard", "owned_parameters"]
 
-_ATTRIBUTE = "_dmuon_dedication"
-
-
-class Dedication:
-    """What ``dedicate_params`` leaves on a model: the plan, the routes, and the runtime that moves the weights."""
-
-    def __init__(self, plan: OwnerPlan, routes: list[Route], runtime: Runtime) -> None:
-        self.plan = plan
-        self.reasons = {r.fqn: (r.muon, r.reason) for r in routes}  # routes themselves would keep the parameters alive
-        self.adamw_elements = sum(r.param.numel() for r in routes if not r.muon)
-        self.runtime = runtime
+_Seat = tuple[HostShare, list[GlobalRank]]
 
 
 def dedicate_params(
@@ -112,26 +111,16 @@ def dedicate_params(
     """
     require_supported_torch()
     topology = check_mesh(mesh)
-    rank = this_rank()
     options = comm if isinstance(comm, CommOptions) else CommOptions()
     group = make_group(mesh.device_type, [topology.ranks], "group", options)
-    routes: list[Route] = []
-    policy = MixedPrecisionPolicy()
-    description: list[tuple[str, str]] = []
-    tensor_mesh: DeviceMesh | None = None
-    here: tuple[HostShare, list[GlobalRank]] | None = None
-    error: Exception | None = None
-    try:
+
+    def inspect() -> _Inspected:
         check_options(costs, solve, plan)
         policy = checked_policy(mp_policy)
         check_flag("reshard_after_forward", reshard_after_forward)
         if not (comm is None or isinstance(comm, CommOptions)):
             raise TypeError(f"comm must be a dmuon.CommOptions, got {type(comm).__name__}")
         choose_transport(options.transport, [1], backend_of(group, mesh_device(mesh.device_type)))
-        check_model(model, _ATTRIBUTE)
-        routes = route_parameters(model, select, blocks)
-        check_parameters(model, routes, topology.ranks)
-        tensor_mesh = tensor_mesh_of(routes)
         common: dict[str, object] = {
             "reshard_after_forward": reshard_after_forward,
             "mp_policy": f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}",
@@ -139,50 +128,14 @@ def dedicate_params(
             "plan": describe_source(plan),
             "comm": options,
         }
-        description = _describe(model, routes, common)
-        here = HostShare.here(), [rank] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
-    except Exception as fault:  # also what select or blocks raise: the other ranks must not wait
-        error = fault
-    try:
-        everyone = require_same(group, topology.ranks, error, description, here)
-    except Exception as fault:
-        error = fault
-    beside = tensor_group_of(model, topology.ranks)
-    if beside is not None:
-        agree(beside, error)  # a fault among the data-parallel ranks of one tensor-parallel rank ends all of them
-    elif error is not None:
-        raise error
-    topology = topology.with_tensor_parallel([ranks for _, ranks in everyone])
-    comms = make_comm(mesh, topology, group, options, tensor_mesh)
-    if topology.tensor > 1:
-        everyone = require_same(comms.control, topology.ranks, None, description, here)
-    places = [place for place, _ in everyone]
-    if mesh.device_type == "cpu":
-        warn_if_oversubscribed(places, topology.ranks.index(rank))
+        return _inspect(model, topology, select, blocks, policy, common)
+
+    inspected, seats = _agree(model, topology, group, inspect)
+    context, hosts = _connect(mesh, topology, group, options, inspected, seats)
     result = make_plan(
-        [
-            Matrix(
-                r.fqn,
-                r.param.shape[0],
-                r.param.shape[1],
-                r.block,
-                r.param.numel() * (policy.param_dtype or r.param.dtype).itemsize,
-            )
-            for r in routes
-            if r.block is not None
-        ],
-        comms.control,
-        comms.device,
-        costs=costs,
-        solve=solve,
-        plan=plan,
-        hosts=[p.host for p in places],
+        inspected.matrices(), context.control, context.device, costs=costs, solve=solve, plan=plan, hosts=hosts
     )
-    _share_initial_values(model, routes, comms)
-    groups = _make_groups(routes, result, comms, policy, keep=not reshard_after_forward)
-    runtime = Runtime(model, groups, comms, result.chunks, result.variants)
-    hook_state_dicts(model, runtime)
-    setattr(model, _ATTRIBUTE, Dedication(result, routes, runtime))
+    _place(model, inspected, result, context, keep=not reshard_after_forward)
     return result
 
 
@@ -206,18 +159,133 @@ def fully_shard(module: _Modules, *, ignored_params: Collection[nn.Parameter] = 
 
 def owned_parameters(module: nn.Module) -> set[nn.Parameter]:
     """The parameters of ``module`` that dmuon owns, in their resting form, also while whole weights stand in."""
-    resting: list[nn.Parameter] = [getattr(p, "_dmuon_rest", p) for p in module.parameters()]
-    return {p for p in resting if issubclass(type(p), OwnedTensor)}
+    return {p for p in map(resting, module.parameters()) if issubclass(type(p), OwnedTensor)}
 
 
-def dedications(module: nn.Module) -> list[Dedication]:
-    """What ``dedicate_params`` left in ``module`` or below it, outermost first."""
-    found = (m.__dict__.get(_ATTRIBUTE) for m in module.modules())
-    return [d for d in found if d is not None]
+@dataclass(frozen=True, slots=True)
+class _Inspected:
+    """What a rank knows of its model before it talks to any other.
+
+    Attributes:
+        tensor_mesh: over which tensor parallelism has split matrices, 1-D; None without.
+        description: what all ranks must have in common, by name.
+        seat: this process on its host, and the global ranks over which tensor parallelism splits its model.
+    """
+
+    routes: list[Route]
+    policy: MixedPrecisionPolicy
+    tensor_mesh: DeviceMesh | None
+    description: list[tuple[str, str]]
+    seat: _Seat
+
+    def dtype_of(self, route: Route) -> torch.dtype:
+        """The dtype in which the matrix of ``route`` travels and is computed with."""
+        return self.policy.param_dtype or route.param.dtype
+
+    def matrices(self) -> list[Matrix]:
+        """The matrices that need owners, as the solver takes them."""
+        return [
+            Matrix(r.fqn, r.param.shape[0], r.param.shape[1], r.block, r.param.numel() * self.dtype_of(r).itemsize)
+            for r in self.routes
+            if r.block is not None
+        ]
+
+
+def _inspect(
+    model: nn.Module,
+    topology: Topology,
+    select: Select | None,
+    blocks: Sequence[nn.Module] | BlockPredicate | None,
+    policy: MixedPrecisionPolicy,
+    common: dict[str, object],
+) -> _Inspected:
+    """Look at the model on this rank, without communication.
+
+    Raises:
+        TypeError, ValueError: the model cannot be dedicated; and what ``select`` or ``blocks`` raise.
+    """
+    check_model(model)
+    routes = route_parameters(model, select, blocks)
+    check_parameters(model, routes, topology.ranks)
+    tensor_mesh = tensor_mesh_of(routes)
+    ranks = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
+    return _Inspected(routes, policy, tensor_mesh, _describe(model, routes, common), (HostShare.here(), ranks))
+
+
+def _agree(
+    model: nn.Module, topology: Topology, group: dist.ProcessGroup, inspect: Callable[[], _Inspected]
+) -> tuple[_Inspected, list[_Seat]]:
+    """Inspect, and fail on every rank if some rank fails or has another model.
+
+    Returns:
+        What this rank has inspected, and the seat of every data-parallel rank.
+    """
+    try:
+        try:
+            inspected = inspect()
+        except Exception as fault:  # also what select or blocks raise: the other ranks must not wait
+            agree(group, fault)
+            raise
+        seats = require_same(group, topology.ranks, None, inspected.description, inspected.seat)
+    except Exception as fault:
+        _agree_along_tensor(model, topology, fault)
+        raise
+    _agree_along_tensor(model, topology, None)
+    return inspected, seats
+
+
+def _agree_along_tensor(model: nn.Module, topology: Topology, fault: Exception | None) -> None:
+    """Carry a fault to the other tensor-parallel ranks, which have agreed among their own data-parallel ones only."""
+    group = tensor_group_of(model, topology.ranks)
+    if group is not None:
+        agree(group, fault)
+
+
+def _connect(
+    mesh: DeviceMesh,
+    topology: Topology,
+    group: dist.ProcessGroup,
+    options: CommOptions,
+    inspected: _Inspected,
+    seats: list[_Seat],
+) -> tuple[Comm, list[str]]:
+    """Make the process groups, and compare the models of all tensor-parallel ranks too.
+
+    Returns:
+        What blocks need to communicate, and the host of every rank.
+    """
+    topology = topology.with_tensor_parallel([ranks for _, ranks in seats])
+    context = make_comm(mesh, topology, group, options, inspected.tensor_mesh)
+    if topology.tensor > 1:
+        seats = require_same(context.control, topology.ranks, None, inspected.description, inspected.seat)
+    shares = [share for share, _ in seats]
+    if mesh.device_type == "cpu":
+        warn_if_oversubscribed(shares, topology.ranks.index(this_rank()))
+    return context, [share.host for share in shares]
+
+
+def _place(model: nn.Module, inspected: _Inspected, plan: OwnerPlan, comm: Comm, *, keep: bool) -> None:
+    """Make the first rank's values everyone's, give owners their masters and modules their hooks. Collective."""
+    _share_initial_values(model, inspected.routes, comm)
+    modules = {r.block: r.block_module for r in inspected.routes}
+    blocks: list[Block] = []
+    for dtype, weights in _pack(inspected, plan, comm):
+        reduce_dtype = inspected.policy.reduce_dtype or torch.promote_types(dtype, torch.float32)
+        buffer = OwnedBuffer(weights, comm, comm_dtype=dtype, reduce_dtype=reduce_dtype, keep=keep)
+        entries: dict[str, list[OwnedMatrix]] = {}
+        for weight, entry in zip(weights, buffer.entries, strict=True):
+            entries.setdefault(weight.block, []).append(entry)
+        for name, of_block in entries.items():
+            module = modules[name]
+            assert module is not None
+            blocks.append(Block(name, module, of_block, buffer))
+    runtime = Runtime(model, blocks, comm, plan.chunks, plan.variants)
+    hook_state_dicts(model, runtime)
+    Dedication(plan, inspected.routes, runtime).attach(model)
 
 
 def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, object]) -> list[tuple[str, str]]:
-    """What all ranks must have in common, by name, in the order of the collectives that depend on it."""
+    """By name, what must be the same on all ranks; parameters come in the order of their collectives."""
     items = [(f"option {name}", str(value)) for name, value in options.items()]
     for r in routes:
         route = f"Muon in block {r.block}" if r.muon else "AdamW"
@@ -228,7 +296,7 @@ def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, obje
 
 
 def _share_initial_values(model: nn.Module, routes: Sequence[Route], comm: Comm) -> None:
-    """The first rank's values of everything that dmuon does not own; owned matrices follow when they are placed."""
+    """Broadcast everything that dmuon does not own; owned matrices follow when they are placed."""
     if comm.world == 1:
         return
     tensors = [r.param for r in routes if not r.muon]
@@ -241,35 +309,23 @@ def _share_initial_values(model: nn.Module, routes: Sequence[Route], comm: Comm)
                 tensor.detach().copy_(value)
 
 
-def _make_groups(
-    routes: Sequence[Route], plan: OwnerPlan, comm: Comm, policy: MixedPrecisionPolicy, *, keep: bool
-) -> list[OwnedBuffer]:
-    """One group per block and communication dtype; small neighbours together, up to ``merge_bytes``."""
-    owners = plan.owners
-    groups: list[OwnedBuffer] = []
-    weights: dict[torch.dtype, list[Weight]] = {}
-
-    def close(dtype: torch.dtype) -> None:
-        reduce_dtype = policy.reduce_dtype or torch.promote_types(dtype, torch.float32)
-        members = weights.pop(dtype)
-        groups.append(OwnedBuffer(members, comm, comm_dtype=dtype, reduce_dtype=reduce_dtype, keep=keep))
-
-    blocks = {r.block: r.block_module for r in routes if r.block is not None}
-    for name in blocks:
+def _pack(inspected: _Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torch.dtype, list[Weight]]]:
+    """The weights of each buffer: one per block and communication dtype; small neighbours up to ``merge_bytes``."""
+    packed: list[tuple[torch.dtype, list[Weight]]] = []
+    growing: dict[torch.dtype, list[Weight]] = {}
+    for name in dict.fromkeys(r.block for r in inspected.routes if r.block is not None):
         of_block: dict[torch.dtype, list[Weight]] = {}
-        for route in routes:
+        for route in inspected.routes:
             if route.block == name:
-                dtype = policy.param_dtype or route.param.dtype
-                of_block.setdefault(dtype, []).append(_weight(route, owners[route.fqn], comm))
-        for dtype in sorted(weights.keys() - of_block.keys(), key=str):
-            close(dtype)
-        for dtype, added in of_block.items():
-            if dtype in weights and _nbytes(weights[dtype] + added, dtype) > comm.options.merge_bytes:
-                close(dtype)
-            weights.setdefault(dtype, []).extend(added)
-    for dtype in list(weights):
-        close(dtype)
-    return groups
+                weight = _weight(route, plan.owners[route.fqn], comm)
+                of_block.setdefault(inspected.dtype_of(route), []).append(weight)
+        for dtype in sorted(growing.keys() - of_block.keys(), key=str):
+            packed.append((dtype, growing.pop(dtype)))
+        for dtype, weights in of_block.items():
+            if dtype in growing and _nbytes(growing[dtype] + weights, dtype) > comm.options.merge_bytes:
+                packed.append((dtype, growing.pop(dtype)))
+            growing.setdefault(dtype, []).extend(weights)
+    return packed + list(growing.items())
 
 
 def _nbytes(weights: Sequence[Weight], dtype: torch.dtype) -> int:
@@ -277,11 +333,15 @@ def _nbytes(weights: Sequence[Weight], dtype: torch.dtype) -> int:
 
 
 def _weight(route: Route, planned: Position, comm: Comm) -> Weight:
-    """``planned`` is a position among all ranks of the topology; the owner keeps this rank's part of the matrix."""
-    assert route.block is not None and route.block_module is not None
+    """The matrix of ``route``, owned by the data-parallel rank that keeps this tensor-parallel rank's part of it.
+
+    Args:
+        planned: the owner's position among all ranks of the topology.
+    """
+    assert route.block is not None
     at = comm.topology.coordinates[planned]
     owner = position_in(comm.ranks, comm.topology.rank_at(at.r, at.s, comm.at.t))
     sharding = None
     if isinstance(route.param, DTensor):
         sharding = TensorSharding(route.param.device_mesh, route.param.placements[0], Position(at.t))
-    return Weight(route.fqn, route.param, route.sites, owner, (route.block, route.block_module), sharding)
+    return Weight(route.fqn, route.param, route.sites, owner, route.block, sharding)

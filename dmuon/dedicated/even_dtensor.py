@@ -9,16 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from dmuon.comm.agreement import agree
 from dmuon.comm.context import Comm
-from dmuon.dedicated.matrix import OwnedMatrix
+from dmuon.dedicated.matrix import OwnedMatrix, matrix_of, tensor_placements
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.platform.torch_private import local_tensor
+from dmuon.platform.torch_private import even_shape, local_tensor
 
-__all__ = ["even_parts", "even_to_owned", "owned_to_even"]
+__all__ = ["even_parts", "even_to_owned", "owned_to_even", "write_even"]
 
 
 def even_parts(length: int, size: int) -> list[int]:
-    """Lengths of the parts of ``Shard``: ``ceil(length / size)`` each while they last."""
+    """Lengths of the parts into which torch's ``Shard`` cuts: ``ceil(length / size)`` each, the last ones less."""
     part = -(-length // size)
     return [max(0, min(part, length - i * part)) for i in range(size)]
 
@@ -26,16 +27,15 @@ def even_parts(length: int, size: int) -> list[int]:
 def owned_to_even(local: Tensor, entry: OwnedMatrix, comm: Comm) -> DTensor:
     """Copy what an owner holds of ``entry`` into an ordinary even DTensor. Collective over the data-parallel ranks.
 
-    It is cut by rows over them, or by columns where tensor parallelism has cut the rows.
+    The DTensor is cut by rows over these, or by columns where tensor parallelism has cut the rows.
 
     Args:
         local: shaped as the master.
     """
     dim, shape = _even_dim(entry), list(entry.local_shape)
     lengths = even_parts(shape[dim], comm.world)
-    mine = list(shape)
-    mine[dim] = lengths[comm.position]
-    even = local.new_empty(mine)
+    shape[dim] = lengths[comm.position]
+    even = local.new_empty(shape)
     owned = entry.owner == comm.position
     if comm.world == 1:
         even.copy_(local)
@@ -46,37 +46,25 @@ def owned_to_even(local: Tensor, entry: OwnedMatrix, comm: Comm) -> DTensor:
         sent = [piece.numel() for piece in pieces] if owned else [0] * comm.world
         with comm.monitor.watch(f"scatter of {entry.fqn!r} for a state dict"):
             dist.all_to_all_single(even.view(-1), outgoing, received, sent, group=comm.group)
-    placements: list[Placement] = [Shard(dim)]
-    if entry.tensor is not None:
-        placements.append(entry.tensor.placement)
-    return DTensor.from_local(
-        even,
-        _even_mesh(entry, comm),
-        placements,
-        run_check=False,
-        shape=entry.shape,
-        stride=(entry.shape[1], 1),
-    )
+    return matrix_of(even, _even_mesh(entry, comm), [Shard(dim), *tensor_placements(entry.tensor)], entry.shape)
 
 
 def even_to_owned(value: Tensor, entry: OwnedMatrix, comm: Comm, dtype: torch.dtype) -> Tensor:
-    """What the owner holds of ``entry``, elsewhere no rows, from a DTensor or a plain whole tensor.
+    """Cut from ``value``, a DTensor or a plain whole tensor, what the master of ``entry`` holds on this rank.
 
-    Collective when ``value`` is a DTensor; its kind must be the same on all ranks. An owned tensor may have another
-    owner.
+    Collective if ``value`` is a DTensor; its kind must be the same on all ranks. An ``OwnedTensor`` may have another
+    owner than ``entry``.
     """
     owned = entry.owner == comm.position
     if not isinstance(value, DTensor):
         part = _tensor_part(value, entry, comm)
         return (part if owned else part[:0]).to(device=comm.device, dtype=dtype, copy=True)
-    dim = _even_dim(entry)
-    mesh = _even_mesh(entry, comm)
+    dim, mesh = _even_dim(entry), _even_mesh(entry, comm)
     placements: list[Placement] = [Shard(dim)]
     if isinstance(value, OwnedTensor):
-        mesh, placements = comm.mesh, [Shard(0)] * comm.mesh.ndim
-        mesh = mesh if entry.tensor is None else comm.tensor_mesh
-    wanted = [*placements, *([] if entry.tensor is None else [entry.tensor.placement])]
-    if value.device_mesh != mesh or list(value.placements) != wanted:
+        mesh = comm.mesh if entry.tensor is None else comm.tensor_mesh
+        placements = [Shard(0)] * comm.mesh.ndim
+    if value.device_mesh != mesh or list(value.placements) != [*placements, *tensor_placements(entry.tensor)]:
         with comm.monitor.watch(f"gather of {entry.fqn!r} from a state dict"):
             whole = value.full_tensor()
         return even_to_owned(whole, entry, comm, dtype)
@@ -97,6 +85,27 @@ def even_to_owned(value: Tensor, entry: OwnedMatrix, comm: Comm, dtype: torch.dt
         return local.new_empty(entry.master.shape)
     sizes = [(length, across) if dim == 0 else (across, length) for length in lengths]
     return torch.cat([p.view(size) for p, size in zip(incoming.split(received), sizes, strict=True)], dim)
+
+
+def write_even(
+    shard: Tensor, param: OwnedTensor, entry: OwnedMatrix, comm: Comm, fault: Exception | None = None
+) -> None:
+    """Make the even shards of all ranks, laid out as ``param`` says, the value of the master. Collective.
+
+    Args:
+        fault: why this rank cannot; then no rank does.
+
+    Raises:
+        ValueError, RuntimeError: on every rank, if some rank cannot.
+    """
+    mesh, placements = param.device_mesh, param.placements
+    shape = even_shape(entry.shape, mesh, placements)
+    mismatch = f"{entry.fqn}: an even shard has shape {tuple(shape)} here, not {tuple(shard.shape)}"
+    agree(comm.control, mismatch if shard.shape != shape else fault)
+    with torch.no_grad():
+        local = shard.to(device=comm.device, dtype=entry.master.dtype)
+        even = matrix_of(local, mesh, placements, entry.shape)
+        entry.master.copy_(even_to_owned(even, entry, comm, entry.master.dtype))
 
 
 def _even_dim(entry: OwnedMatrix) -> int:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from dmuon.dedicated.block import Block
-from dmuon.dedicated.buffer import OwnedBuffer
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
+from typing import Generic, TypeVar
 
 __all__ = ["ExecutionOrder"]
 
+_Block = TypeVar("_Block", bound=Hashable)
 
-class ExecutionOrder:
+
+class ExecutionOrder(Generic[_Block]):
     """Successors and predecessors of blocks; the order of the model until a forward has run."""
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self._blocks = list(blocks)
-        self._following = {id(a): b for a, b in zip(self._blocks, self._blocks[1:], strict=False)}
-        self._preceding: dict[int, Block] = {}
-        self._first = self._blocks[0] if self._blocks else None
-        self._last: Block | None = None
+    def __init__(self, blocks: Sequence[_Block]) -> None:
+        self._first = blocks[0] if blocks else None
+        self._following = dict(pairwise(blocks))
+        self._preceding: dict[_Block, _Block] = {}
+        self._last: _Block | None = None
 
     def restart(self) -> None:
         """The next block that runs does not follow the last one."""
         self._last = None
 
-    def record(self, block: Block, *, first: bool) -> None:
+    def record(self, block: _Block, *, first: bool) -> None:
         """``block`` runs forward now.
 
         Args:
@@ -34,31 +34,24 @@ class ExecutionOrder:
             if first:
                 self._first = block
         elif self._last is not block:
-            self._following[id(self._last)] = block
-            self._preceding[id(block)] = self._last
+            self._following[self._last] = block
+            self._preceding[block] = self._last
         self._last = block
 
-    def after(self, block: Block) -> Block | None:
+    def after(self, block: _Block) -> _Block | None:
         """What ran after ``block`` in forward."""
-        return self._following.get(id(block))
+        return self._following.get(block)
 
-    def before(self, block: Block) -> Block | None:
+    def before(self, block: _Block) -> _Block | None:
         """What ran before ``block`` in forward, and comes after it in backward."""
-        return self._preceding.get(id(block))
+        return self._preceding.get(block)
 
-    def groups_from(self, block: Block | None, *, backward: bool = False) -> Iterator[OwnedBuffer]:
-        """The groups that come after ``block``'s own, nearest first, each once."""
-        step = self.before if backward else self.after
-        seen = {id(block.group)} if block is not None else set()
-        visited: set[int] = set()
-        following = self._first if block is None else step(block)
-        while following is not None and id(following) not in visited:
-            visited.add(id(following))
-            if id(following.group) not in seen:
-                seen.add(id(following.group))
-                yield following.group
-            following = step(following)
-
-    def groups(self) -> Iterator[OwnedBuffer]:
-        """All groups that run, first to last."""
-        return self.groups_from(None)
+    def walk(self, block: _Block | None = None, *, backward: bool = False) -> Iterator[_Block]:
+        """``block`` (by default the first one) and what comes after it in forward or backward, each once."""
+        links = self._preceding if backward else self._following
+        block = self._first if block is None else block
+        visited: set[_Block] = set()
+        while block is not None and block not in visited:
+            visited.add(block)
+            yield block
+            block = links.get(block)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from dmuon.dedicated.dedicate import Dedication, dedications
+from dmuon.dedicated.dedication import require_dedicated
 
 __all__ = ["no_sync", "set_requires_all_reduce", "set_requires_gradient_sync"]
 
@@ -22,7 +22,7 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
     Raises:
         ValueError: the model was not dedicated.
     """
-    for dedication in _found(model):
+    for dedication in require_dedicated(model):
         dedication.runtime.sync = requires_gradient_sync
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -39,7 +39,7 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None
     Raises:
         ValueError: the model was not dedicated.
     """
-    for dedication in _found(model):
+    for dedication in require_dedicated(model):
         dedication.runtime.all_reduce = requires_all_reduce
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -48,7 +48,7 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Within, backward accumulates gradients without communication.
+    """Inside the context, backward accumulates gradients without communication.
 
     Raises:
         ValueError: the model was not dedicated.
@@ -58,10 +58,3 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         set_requires_gradient_sync(model, True)
-
-
-def _found(model: nn.Module) -> list[Dedication]:
-    found = dedications(model)
-    if not found:
-        raise ValueError("model was not dedicated: call dmuon.dedicate_params(model, mesh) first")
-    return found

@@ -1,4 +1,9 @@
-"""The gradients of one backward: reductions to owners, averages of what is replicated, and what nobody used."""
+"""The gradients of one backward: reductions to owners, averages of what is replicated, and what nobody used.
+
+Every rank takes part in every reduction, with zeros where it has no gradient ([Note: one order of collectives]). What
+it receives for a parameter that it did not use is *undecided* until a vote has told whether any rank used it: then it
+is the gradient, otherwise ``grad`` stays None, as it would in one process.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +26,15 @@ from dmuon.platform.streams import HostCopy
 
 __all__ = ["Gradients", "Landed"]
 
-Landed = Callable[[list[OwnedMatrix]], None]
+Landed = Callable[[Sequence[Tensor]], None]
 
 
 class Gradients:
-    """Gradients on their way; at most ``comm.options.outstanding_reductions`` groups at once.
+    """Gradients on their way; at most ``comm.options.outstanding_reductions`` buffers at once.
 
     Attributes:
         averager: of parameters that nobody shards; None until a forward has shown which these are.
-        listeners: called with the entries owned here whose gradients have just arrived, as long as they live.
+        listeners: called with the parameters of this owner whose gradients have just arrived, as long as they live.
     """
 
     def __init__(self, comm: Comm, entries: Sequence[OwnedMatrix]) -> None:
@@ -42,13 +47,13 @@ class Gradients:
         self._used: set[int] = set()  # entries that got a gradient on this rank in this backward
         self._votes: HostCopy | None = None
 
-    def reduce(self, group: OwnedBuffer, *, along_column: bool) -> None:
-        """Start reducing a group's gradients; waits for the oldest if too many are under way."""
+    def reduce(self, buffer: OwnedBuffer, *, along_column: bool) -> None:
+        """Start reducing the gradients of a buffer; waits for the oldest reduction if too many are under way."""
         while len(self._reductions) >= self._comm.options.outstanding_reductions:
             self._finish_oldest()
         for earlier in self._reductions:
             earlier.advance()
-        reduction = GradReduction(group, along_column=along_column)
+        reduction = GradReduction(buffer, along_column=along_column)
         self._used.update(key for key, used in reduction.used.items() if used)
         self._reductions.append(reduction)
 
@@ -56,12 +61,13 @@ class Gradients:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
         if self.listeners and reduction.whole:
-            here = [e for e in reduction.group.entries if e.owner == self._comm.position and reduction.used[id(e)]]
+            entries = [e for e in reduction.buffer.entries if e.owner == self._comm.position and reduction.used[id(e)]]
+            owned = [entry.rest for entry in entries]
             self.listeners = [listener for listener in self.listeners if listener() is not None]
             for listener in self.listeners:
                 landed = listener()
-                if landed is not None and here:
-                    landed(here)
+                if landed is not None and owned:
+                    landed(owned)
 
     def finish(self, *, settle: bool) -> None:
         """Wait for everything under way.
@@ -74,17 +80,17 @@ class Gradients:
         if settle:
             self._settle(self.averager.finish() if self.averager is not None else [])
         else:
-            self._used.clear()  # where something waits for the next backward, it says so itself
+            self._used.clear()  # what waits for the next backward is marked as unreduced
 
     def discard(self) -> None:
-        """Forget a backward that did not finish. Everything under way is waited for, whatever fails."""
+        """Forget a backward that did not finish; waits for everything under way, whatever fails."""
         reductions, self._reductions = self._reductions, deque()
         self._undecided.clear()
         self._used.clear()
         run_all([r.discard for r in reductions] + ([self.averager.reset] if self.averager is not None else []))
 
     def _settle(self, averages: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Give a gradient to whatever any rank used, and to nothing else, the same on all ranks."""
+        """Give a gradient to every parameter that some rank used, and to no other: the same on all ranks."""
         undecided, self._undecided = self._undecided, []
         replicated = self.averager.params if self.averager is not None else []
         missing = {id(param) for param, _ in averages}
@@ -94,7 +100,7 @@ class Gradients:
         if len(self._comm.topology.ranks) > 1:
             votes = self._vote(flags)
             if not undecided and not averages:
-                return  # nothing depends on the others' votes: do not wait for them on the host
+                return  # this rank needs no other's vote: do not wait for them on the host
             flags = [*Vote.decode(votes.tolist()).flags]
         keys = [id(e) for e in self._entries] + [id(p) for p in replicated]
         used = {key for key, flag in zip(keys, flags, strict=True) if flag}
@@ -110,7 +116,7 @@ class Gradients:
     def _vote(self, flags: list[bool]) -> HostCopy:
         """Vote on the parameters that any rank used, and on whether all issued the same collectives so far.
 
-        What travels to the host late is looked at in the next backward.
+        The second is checked at once if the host need not wait for it, otherwise in the next backward.
         """
         self.verify()
         votes = Vote(flags, self._comm.monitor.digest).encode()
@@ -126,7 +132,7 @@ class Gradients:
         return copy
 
     def verify(self) -> None:
-        """Raise if the last vote told that the ranks had issued different collectives; waits for it on the host."""
+        """Raise if, by the last vote, ranks had issued different collectives; the host waits for that vote."""
         votes, self._votes = self._votes, None
         if votes is not None:
             self._check(votes)

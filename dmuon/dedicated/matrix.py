@@ -1,14 +1,33 @@
-"""One owned matrix at run time: its resting form, the form that modules compute with, and its gradient."""
+"""One owned matrix at run time: its resting form, the form that modules compute with, and its gradient.
+
+[Note: five forms of a weight]
+A weight has up to five tensors. Only the master is ever updated; the others are wrappers, copies or views of copies.
+
+1. The *master*, fp32 or wider, on its owner: what the optimizer updates and checkpoints save.
+2. The *resting form*, ``OwnedMatrix.rest``: an ``OwnedTensor`` around the master, which has no rows on other ranks. It
+   is what optimizers and users see, and what modules hold between forward and backward.
+3. The *slot*: the weight's part of an ``OwnedBuffer``, in the dtype of communication, which collectives fill on every
+   rank. It has memory only while the buffer has.
+4. The *full* form, ``OwnedMatrix.full``: a parameter that views the slot. Modules hold it inside forward and backward,
+   and autograd puts the gradient there.
+5. The *stand-in*, where several replicas free whole weights: what an owner in another replica has published down the
+   column. One rank of each row keeps it, and fills the row with it as if it were the owner.
+
+``rest`` and ``full`` are made once and never replaced, so optimizers and hooks may keep them. What changes is which of
+them the modules hold (``Block``) and whether the slot has memory (``OwnedBuffer``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.context import Comm
@@ -19,7 +38,10 @@ from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["OwnedMatrix", "Sites", "TensorSharding"]
+__all__ = [
+    "OwnedMatrix", "Sites", "TensorSharding", "Weight", "matrix_of", "own", "resting", "tensor_placements",
+    "whole_parameter",
+]  # fmt: skip
 
 Sites = tuple[tuple[nn.Module, str], ...]
 
@@ -39,8 +61,28 @@ class TensorSharding:
     owner: Position
 
     def wrap(self, part: Tensor, shape: torch.Size) -> DTensor:
-        """The DTensor of global ``shape`` whose part here is ``part``; shares its storage."""
-        return DTensor.from_local(part, self.mesh, [self.placement], run_check=False, shape=shape, stride=(shape[1], 1))
+        """Make the DTensor of global ``shape`` whose local part is ``part``, sharing its storage."""
+        return matrix_of(part, self.mesh, [self.placement], shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """A matrix that is to be owned.
+
+    Attributes:
+        param: has the initial values.
+        sites: every ``(module, attribute)`` that holds it.
+        owner: position of its owner among the data-parallel ranks.
+        block: name of the block that it lies in.
+        tensor: how tensor parallelism splits it; None without.
+    """
+
+    fqn: str
+    param: nn.Parameter
+    sites: Sites
+    owner: Position
+    block: str
+    tensor: TensorSharding | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -52,13 +94,13 @@ class OwnedMatrix:
         owner: position of the data-parallel rank that keeps the master.
         at: its coordinate.
         sites: every ``(module, attribute)`` that holds it.
-        rest: what the modules hold outside forward and backward; its local tensor is the fp32 master.
-        full: what they hold inside; a view of the group's buffer in communication dtype. Created once.
+        rest: the resting form, a parameter like ``full``.
+        full: what modules compute with.
         tensor: how tensor parallelism splits it; masters and buffers then hold this rank's part.
         unreduced: the gradient in ``full`` has not been reduced yet (backward without synchronization).
-        partial: what shard-only reductions have brought to this row's source so far, ``local_shape``.
-        empty_grad: the gradient on ranks that do not own it; one serves all steps.
-        placeholder_grad: stands in ``rest.grad`` meanwhile: whoever clears it has dropped the unreduced part too.
+        partial: the sum of what reductions along the row alone have brought to this rank, ``local_shape``.
+        empty_grad: the gradient on ranks that do not own the matrix; one serves all steps.
+        sentinel_grad: in ``rest.grad`` while unreduced gradients wait; if the user clears it, they are dropped.
     """
 
     fqn: str
@@ -66,14 +108,14 @@ class OwnedMatrix:
     owner: Position
     at: Coordinate
     sites: Sites
-    rest: nn.Parameter
+    rest: OwnedTensor
     full: nn.Parameter
     tensor: TensorSharding | None = None
     unreduced: bool = False
     partial: Tensor | None = None
     empty_grad: Tensor | None = None
-    placeholder_grad: Tensor | None = None
-    _untouched: int = 0
+    sentinel_grad: Tensor | None = None
+    _sentinel_version: int = 0
 
     @property
     def master(self) -> Tensor:
@@ -91,17 +133,18 @@ class OwnedMatrix:
         if self.tensor is None:
             return None
         size = self.tensor.mesh.size()
-        return Parcel(
-            1,
-            layout_of(self.shape, [size], [self.tensor.placement]),
-            positions(size),
-            self.tensor.owner,
-        )
+        layout = layout_of(self.shape, [size], [self.tensor.placement])
+        return Parcel(1, layout, positions(size), self.tensor.owner)
 
-    def place(self, param: nn.Parameter) -> None:
-        """Register ``param`` wherever the modules hold this entry."""
+    def place(self, param: Tensor) -> None:
+        """Register ``param``, a parameter, wherever the modules hold this matrix."""
+        assert isinstance(param, nn.Parameter)
         for module, name in self.sites:
             module._parameters[name] = param
+
+    def is_rest(self, param: Tensor | None) -> bool:
+        """Whether what a module holds is the resting form."""
+        return param is self.rest
 
     def full_grad(self) -> Tensor | None:
         """The gradient that backward left, ``local_shape``, not reduced."""
@@ -113,42 +156,43 @@ class OwnedMatrix:
         return grad
 
     def drop_unreduced(self) -> None:
+        """Forget gradients that were not reduced yet."""
         self.full.grad = None
         self.partial = None
         self.unreduced = False
-        if self.placeholder_grad is not None and self.rest.grad is self.placeholder_grad:
+        if self.sentinel_grad is not None and self.rest.grad is self.sentinel_grad:
             self.rest.grad = None
-        self.placeholder_grad = None
+        self.sentinel_grad = None
 
     def hold(self) -> None:
-        """What has come of the gradient so far waits for a backward with synchronization."""
+        """Keep what the gradient is so far for a backward with synchronization."""
         self.unreduced = True
         if self.rest.grad is None:
             local = self.master
-            self.placeholder_grad = self.as_grad(local.new_zeros(()).expand(local.shape))
-            self.rest.grad = self.placeholder_grad
-            self._untouched = self.placeholder_grad._version
+            self.sentinel_grad = self.as_grad(local.new_zeros(()).expand(local.shape))
+            self.rest.grad = self.sentinel_grad
+            self._sentinel_version = self.sentinel_grad._version
 
     @property
     def was_dropped(self) -> bool:
-        """Whether gradients that wait have been cleared since, by whoever: set to None, or the placeholder to zero."""
+        """Whether the user has cleared gradients that wait: by setting them to None, or the sentinel to zero."""
         grad = self.rest.grad
         if grad is None:
             return self.unreduced
-        return self.unreduced and grad is self.placeholder_grad and grad._version != self._untouched
+        return self.unreduced and grad is self.sentinel_grad and grad._version != self._sentinel_version
 
     def like_rest(self, local: Tensor, name: str) -> OwnedTensor:
         """Wrap ``local``, shaped as the master, in the layout of the resting form."""
         rest = self.rest
-        assert isinstance(rest, OwnedTensor)
         return owned_tensor(local, rest.device_mesh, self.shape, fqn=name, owner=self.owner, placements=rest.placements)
 
     def as_grad(self, local: Tensor) -> OwnedTensor:
+        """Wrap ``local``, shaped as the master, as a gradient of the resting form."""
         return self.like_rest(local, f"{self.fqn}.grad")
 
     def set_grad(self, comm: Comm, local: Tensor) -> None:
-        """Add ``local``, shaped as the master, to the gradient of the resting parameter."""
-        if self.rest.grad is not None and self.rest.grad is not self.placeholder_grad:
+        """Add ``local``, shaped as the master, to the gradient of the resting form."""
+        if self.rest.grad is not None and self.rest.grad is not self.sentinel_grad:
             local_tensor(self.rest.grad).add_(local)
         elif self.owner == comm.position:
             self.rest.grad = self.as_grad(local)
@@ -156,4 +200,64 @@ class OwnedMatrix:
             if self.empty_grad is None:
                 self.empty_grad = self.as_grad(local)
             self.rest.grad = self.empty_grad
-        self.placeholder_grad = None
+        self.sentinel_grad = None
+
+
+def own(weight: Weight, slot: Tensor, comm: Comm) -> OwnedMatrix:
+    """Make the forms of ``weight`` and give its resting form to the modules. Collective over the data-parallel ranks.
+
+    Args:
+        slot: its part of a flat buffer, shaped as what one data-parallel rank computes with.
+    """
+    param, sharding = weight.param, weight.tensor
+    master = _initial_master(local_tensor(param), weight.owner, comm)
+    mesh = comm.mesh if sharding is None else comm.tensor_mesh
+    placements = [*[Shard(0)] * comm.mesh.ndim, *tensor_placements(sharding)]
+    wrapper = owned_tensor(master, mesh, param.shape, fqn=weight.fqn, owner=weight.owner, placements=placements)
+    rest = nn.Parameter(wrapper, requires_grad=param.requires_grad)
+    assert isinstance(rest, OwnedTensor)
+    # `.data` gives the view a version counter of its own: filling the buffer must not look to autograd like an edit of
+    # the weights that it saved.
+    whole: Tensor = slot.data
+    if sharding is not None:
+        whole = sharding.wrap(whole, param.shape)
+    at, full = comm.coordinate(weight.owner), whole_parameter(whole, rest)
+    matrix = OwnedMatrix(weight.fqn, param.shape, weight.owner, at, weight.sites, rest, full, sharding)
+    matrix.place(rest)
+    return matrix
+
+
+def tensor_placements(sharding: TensorSharding | None) -> list[Placement]:
+    """What tensor parallelism adds behind the placements of data parallelism: one, or nothing."""
+    return [] if sharding is None else [sharding.placement]
+
+
+def matrix_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """Make the DTensor of global ``shape`` ``(m, n)`` whose local part is ``local``, sharing its storage."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
+
+
+def whole_parameter(value: Tensor, rest: OwnedTensor) -> nn.Parameter:
+    """Make the parameter that modules hold in place of ``rest``."""
+    whole = nn.Parameter(value, requires_grad=rest.requires_grad)
+    whole._dmuon_rest = rest  # type: ignore[attr-defined]
+    return whole
+
+
+def resting(param: nn.Parameter) -> nn.Parameter:
+    """The resting form of what a module holds; ``param`` itself where nothing stands in for one."""
+    rest: nn.Parameter = getattr(param, "_dmuon_rest", param)
+    return rest
+
+
+def _initial_master(local: Tensor, owner: Position, comm: Comm) -> Tensor:
+    """The first rank's initial value of ``local``, fp32 or wider, whole on ``owner`` and empty elsewhere."""
+    dtype = torch.promote_types(local.dtype, torch.float32)
+    with torch.no_grad():
+        value = local.detach().to(comm.device, copy=True).contiguous()
+        if comm.world > 1:
+            with comm.monitor.watch("broadcast of initial weights"):
+                dist.broadcast(value, src=comm.ranks[0], group=comm.group)
+        if owner == comm.position:
+            return value.to(dtype)
+        return torch.empty((0, local.shape[1]), dtype=dtype, device=comm.device)

@@ -1,18 +1,18 @@
 """The resting form of an owned matrix: an uneven row-sharded DTensor, whole on its owner and empty elsewhere.
 
-On a mesh of several dimensions it says ``Shard(0)`` on each of them; a last one of tensor parallelism keeps its
-placement, and the owner's part then lies on every tensor-parallel rank.
+On a mesh of several dimensions its placement is ``Shard(0)`` on each of them. With tensor parallelism a last dimension
+follows with the placement of that, and each tensor-parallel rank of the owner holds its part.
 
-Such a tensor has a true global shape and a local tensor that norms, elementwise arithmetic and optimizers can use
-exactly. Anything that redistributes it would assume even shards and silently return zeros, partial data or hang, so
-every operation outside an allow-list raises before it communicates.
+The global shape is true, and so is the local tensor: norms, elementwise arithmetic and optimizers can use both. What
+redistributes a DTensor, however, assumes even shards, and would return zeros, mix up data or hang. Therefore every
+operation outside a list of allowed ones raises before it communicates.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,14 +21,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dmuon.dedicated.even_shard import EvenShard
 from dmuon.layout.ranks import Position
-from dmuon.platform.torch_private import local_tensor, owned_spec
+from dmuon.platform.torch_private import even_shape, local_tensor, owned_spec
 
-if TYPE_CHECKING:
-    from dmuon.dedicated.runtime import Runtime
-
-__all__ = ["OwnedTensor", "owned_tensor"]
+__all__ = ["EvenShard", "Keeper", "OwnedTensor", "owned_tensor"]
 
 _ELEMENTWISE = (
     "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "div", "exp", "lerp", "log", "maximum",
@@ -58,19 +54,33 @@ _CONVERSION_REMEDY = (
 _REMEDIES = {**dict.fromkeys(_CONVERSIONS, _CONVERSION_REMEDY), "view": _WRAPPER_REMEDY}  # DDP flattens parameters
 
 
+class Keeper(Protocol):
+    """Whoever moves the weights of owned parameters, and has to know what users do to them."""
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and of no other keeper."""
+
+    def weights_changed(self) -> None:
+        """Something wrote to an owned parameter: published copies of it are out of date."""
+
+    def write_even(self, param: OwnedTensor, shard: Tensor) -> None:
+        """Make the even shards of all ranks the value of ``param``. Collective."""
+
+
 class OwnedTensor(DTensor):
     """A DTensor of global shape ``(m, n)`` whose local tensor is ``(m, n)`` on ``owner`` and ``(0, n)`` elsewhere.
 
     Attributes:
         fqn: canonical name of the parameter.
         owner: position of the rank that holds it, among the data-parallel ones.
-        runtime: moves the weights; told when an operation writes to a parameter or an alias of one, so that
-            published copies are renewed. None on gradients, optimizer state and copies.
+        keeper: told when an operation writes to the parameter, or to an alias that ``detach`` made. None on gradients,
+            optimizer state and copies.
     """
 
     fqn: str
     owner: Position
-    runtime: Runtime | None
+    keeper: Keeper | None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -84,8 +94,7 @@ class OwnedTensor(DTensor):
         elif name not in _LOCAL:
             raise RuntimeError(
                 f"{func} is not available on {owned[0].fqn!r}: outside the forward and backward of its block, dmuon "
-                f"keeps it whole on rank {owned[0].owner} and empty on the others; "
-                f"{_REMEDIES.get(name, _REMEDY)}"
+                f"keeps it whole on rank {owned[0].owner} and empty on the others; {_REMEDIES.get(name, _REMEDY)}"
             )
         twins: dict[int, OwnedTensor] = {}
         plain = []
@@ -99,7 +108,7 @@ class OwnedTensor(DTensor):
             _check_same_owner(func, flat, owned)
         plain_args, plain_kwargs = tree_unflatten(plain, spec)
         if name == "detach":
-            return _like(owned[0], owned[0]._local_tensor.detach(), runtime=owned[0].runtime)
+            return _like(owned[0], owned[0]._local_tensor.detach(), keeper=owned[0].keeper)
         out = func(*plain_args, **plain_kwargs)
         if name.endswith("_"):
             _notify(args[0])
@@ -108,24 +117,25 @@ class OwnedTensor(DTensor):
         return _rewrap(out, twins, owned)
 
     def full_tensor(self, **_: Any) -> Tensor:
-        raise RuntimeError(
-            f"full_tensor() of {self.fqn!r} would return wrong data: it is whole on rank {self.owner}; {_REMEDY}"
-        )
+        raise self._wrong_data("full_tensor()")
 
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
-        raise RuntimeError(
-            f"redistribute() of {self.fqn!r} would return wrong data: it is whole on rank {self.owner}; {_REMEDY}"
+        raise self._wrong_data("redistribute()")
+
+    def _wrong_data(self, call: str) -> RuntimeError:
+        return RuntimeError(
+            f"{call} of {self.fqn!r} would return wrong data: it is whole on rank {self.owner}; {_REMEDY}"
         )
 
     def to_local(self, **_: Any) -> Tensor:
-        # Checkpointing reads shards through this, and would take them for even ones; it may write them.
+        # Checkpointing would take what it reads from this for an even shard. It may write one.
         refusal = f"to_local() of {self.fqn!r} is not an even shard: it is whole on rank {self.owner}; {_REMEDY}"
-        if self.runtime is None:
+        if self.keeper is None:
             raise RuntimeError(refusal)
-        return EvenShard(self, self.runtime.write_even, refusal)
+        return EvenShard(self, self.keeper, refusal)
 
     def share_memory_(self) -> Tensor:
-        # Tensor's own reads the storage that a wrapper has not got.
+        # Tensor's own method reads a storage, which a wrapper does not have.
         raise RuntimeError(f"parameter {self.fqn!r} is owned by dmuon and cannot move to shared memory; {_REMEDY}")
 
     @property
@@ -134,11 +144,11 @@ class OwnedTensor(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # Tensor's own would change the wrapper and leave the weights as they are.
+        # Tensor's own setter would change the wrapper and leave the weights as they are.
         raise RuntimeError(f"the data of {self.fqn!r}, which is owned by dmuon, cannot be replaced; {_REMEDY}")
 
     def is_contiguous(self, *_: Any, **__: Any) -> bool:
-        # The first thing that FSDP2's fully_shard asks of a parameter that was not ignored.
+        # FSDP2's fully_shard calls this before anything else on a parameter that it was not told to ignore.
         raise TypeError(
             f"parameter {self.fqn!r} is owned by dmuon and cannot be sharded or laid out again; call "
             "dmuon.fully_shard instead of torch's fully_shard (it fills in ignored_params), or pass "
@@ -158,6 +168,44 @@ class OwnedTensor(DTensor):
         return f"OwnedTensor({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype}, owner={self.owner})"
 
 
+class EvenShard(Tensor):
+    """The even shard that torch asks an owned parameter for. It can only be written, by all ranks together.
+
+    ``StateDictOptions(broadcast_from_rank0=True)`` copies each rank's slice of the whole matrix into the ``to_local()``
+    of what the module holds. That copy is collective and sends the slices to the owner. Every other operation raises,
+    since only the owner has the values.
+
+    Args:
+        param: whose mesh and placements give the shape.
+        keeper: puts the slices of all ranks into the master.
+        refusal: the message of every other operation.
+    """
+
+    param: OwnedTensor
+    keeper: Keeper
+    refusal: str
+
+    @staticmethod
+    def __new__(cls, param: OwnedTensor, keeper: Keeper, refusal: str) -> EvenShard:
+        shape = even_shape(param.shape, param.device_mesh, param.placements)
+        shard: EvenShard = Tensor._make_wrapper_subclass(cls, shape, dtype=param.dtype, device=param.device)
+        shard.param, shard.keeper, shard.refusal = param, keeper, refusal
+        return shard
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        target = args[0]
+        if func is not torch.ops.aten.copy_.default or not isinstance(target, EvenShard):
+            raise RuntimeError(next(leaf.refusal for leaf in tree_flatten(args)[0] if isinstance(leaf, EvenShard)))
+        target.keeper.write_even(target.param, args[1])
+        return target
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"EvenShard({self.param!r}, shape={tuple(self.shape)})"
+
+
 def owned_tensor(
     local: Tensor,
     mesh: DeviceMesh,
@@ -166,33 +214,28 @@ def owned_tensor(
     fqn: str,
     owner: Position,
     placements: Sequence[Placement] | None = None,
-    runtime: Runtime | None = None,
+    keeper: Keeper | None = None,
 ) -> OwnedTensor:
-    """Wrap ``local`` (``shape`` on the owner, ``(0, n)`` elsewhere); shares its storage.
+    """Wrap ``local`` (``shape`` on the owner, ``(0, n)`` elsewhere) and share its storage.
 
     Args:
-        placements: on each dimension of ``mesh``; ``None`` is ``Shard(0)``.
+        placements: one for each dimension of ``mesh``; ``None`` is ``Shard(0)`` on all of them.
     """
     spec = owned_spec(mesh, placements or (Shard(0),) * mesh.ndim, shape, local.dtype)
     tensor: OwnedTensor = OwnedTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    tensor.fqn, tensor.owner, tensor.runtime = fqn, owner, runtime
+    tensor.fqn, tensor.owner, tensor.keeper = fqn, owner, keeper
     return tensor
 
 
-def _like(source: OwnedTensor, local: Tensor, runtime: Runtime | None = None) -> OwnedTensor:
+def _like(source: OwnedTensor, local: Tensor, keeper: Keeper | None = None) -> OwnedTensor:
+    mesh, placements = source.device_mesh, source.placements
     return owned_tensor(
-        local,
-        source.device_mesh,
-        source.shape,
-        fqn=source.fqn,
-        owner=source.owner,
-        placements=source.placements,
-        runtime=runtime,
+        local, mesh, source.shape, fqn=source.fqn, owner=source.owner, placements=placements, keeper=keeper
     )
 
 
 def _rewrap(out: Any, twins: dict[int, OwnedTensor], owned: list[OwnedTensor]) -> Any:
-    """Give back the argument that an in-place operation returned; wrap new results with their argument's owner."""
+    """The argument itself where an operation returned it; a new result wrapped with the owner of its argument."""
     if isinstance(out, (list, tuple)):
         # A foreach result stands for the list's own element: elements may have different owners.
         sources = owned if len(owned) >= len(out) else owned[:1] * len(out)
@@ -205,7 +248,7 @@ def _rewrap(out: Any, twins: dict[int, OwnedTensor], owned: list[OwnedTensor]) -
 
 
 def _check_same_owner(func: Any, flat: list[Any], owned: list[OwnedTensor]) -> None:
-    """Elementwise work on local tensors is exact only between tensors that live on the same rank, or with scalars."""
+    """Raise for elementwise work between local tensors of different ranks; with scalars it is exact."""
     by_shape = {(t.shape, t.owner) for t in owned}
     for leaf in flat:
         if not isinstance(leaf, Tensor) or isinstance(leaf, OwnedTensor) or leaf.ndim == 0:
@@ -236,5 +279,5 @@ def _check_norm(name: str, args: Sequence[Any], kwargs: dict[str, Any], tensor: 
 
 def _notify(target: Any) -> None:
     for tensor in target if isinstance(target, (list, tuple)) else (target,):
-        if isinstance(tensor, OwnedTensor) and tensor.runtime is not None:
-            tensor.runtime.weights_changed()
+        if isinstance(tensor, OwnedTensor) and tensor.keeper is not None:
+            tensor.keeper.weights_changed()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dmuon.dedicated.dedication import dedication_of
 from dmuon.layout.topology import Topology, topology_of
 from dmuon.model.names import canonical_fqn
 from dmuon.model.routing import Route
@@ -50,13 +51,13 @@ def check_mesh(mesh: DeviceMesh) -> Topology:
         )
     for dim in range(mesh.ndim):
         try:
-            found = dist.get_process_group_ranks(mesh.get_group(dim))
+            members = dist.get_process_group_ranks(mesh.get_group(dim))
         except RuntimeError as fault:
             raise ValueError(f"mesh: its process group is gone ({fault}); build it anew over the current one") from None
-        line = _through_here(mesh, dim)
-        if found != sorted(line):
+        line = _line_through_this_rank(mesh, dim)
+        if members != sorted(line):
             raise ValueError(
-                f"mesh holds ranks {line}, but its process group now holds {found}; build the mesh anew over the "
+                f"mesh holds ranks {line}, but its process group now holds {members}; build the mesh anew over the "
                 "current process group"
             )
     if len(ranks) < world and default_group_is_bound():
@@ -67,11 +68,11 @@ def check_mesh(mesh: DeviceMesh) -> Topology:
     return topology_of(mesh)
 
 
-def _through_here(mesh: DeviceMesh, dim: int) -> list[int]:
+def _line_through_this_rank(mesh: DeviceMesh, dim: int) -> list[int]:
     """The ranks along one dimension of the mesh, through this rank."""
-    here = mesh.get_coordinate()
-    assert here is not None
-    index: list[int | slice] = list(here)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    index: list[int | slice] = list(coordinate)
     index[dim] = slice(None)
     line: list[int] = mesh.mesh[tuple(index)].tolist()
     return line
@@ -95,12 +96,8 @@ def checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
     return policy
 
 
-def check_model(model: nn.Module, mark: str) -> None:
-    """Raise for a model that something else manages already.
-
-    Args:
-        mark: attribute of modules that were dedicated.
-    """
+def check_model(model: nn.Module) -> None:
+    """Raise for a model that something else manages already."""
     if any(base.__module__.startswith("deepspeed") for base in type(model).__mro__):
         raise TypeError(
             f"model is a DeepSpeed {type(model).__name__}, which shards and steps on its own; pass the plain model to "
@@ -109,7 +106,7 @@ def check_model(model: nn.Module, mark: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
-        if mark in module.__dict__:
+        if dedication_of(module) is not None:
             raise ValueError(f"dedicate_params was called on {name or 'this model'!r} already; call it once per model")
         if isinstance(module, tuple(_WRAPPERS)):
             raise ValueError(
@@ -157,11 +154,10 @@ def check_parameters(model: nn.Module, routes: Sequence[Route], data_parallel: S
 
 
 def tensor_group_of(model: nn.Module, data_parallel: Sequence[int]) -> dist.ProcessGroup | None:
-    """The group over which tensor parallelism has split anything in ``model``, which nothing has checked yet."""
+    """The group over which tensor parallelism has split anything in ``model``, which need not be a module."""
     params = model.parameters() if isinstance(model, nn.Module) else ()
     meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
-    found = (m.get_group() for m in meshes if m.ndim == 1 and not _crosses(m, data_parallel))
-    return next(found, None)
+    return next((m.get_group() for m in meshes if m.ndim == 1 and not _crosses(m, data_parallel)), None)
 
 
 def _crosses(mesh: DeviceMesh, data_parallel: Sequence[int]) -> bool:
@@ -176,7 +172,7 @@ def tensor_mesh_of(routes: Sequence[Route]) -> DeviceMesh | None:
         ValueError: a matrix laid out over several dimensions, otherwise than by rows, columns or copies, or over other
             ranks than another matrix.
     """
-    found: DeviceMesh | None = None
+    common: DeviceMesh | None = None
     for route in routes:
         if not route.muon or not isinstance(route.param, DTensor):
             continue
@@ -192,14 +188,14 @@ def tensor_mesh_of(routes: Sequence[Route]) -> DeviceMesh | None:
             raise ValueError(
                 f"{about}; only Shard(0), Shard(1) and Replicate can be dedicated: exclude it with select=…"
             )
-        if found is not None and found.mesh.flatten().tolist() != ranks:
+        if common is not None and common.mesh.flatten().tolist() != ranks:
             raise ValueError(f"{about}, another one than that of earlier parameters; split all of them over one mesh")
-        found = mesh
-    return found
+        common = mesh
+    return common
 
 
 def _check_optimizers(owned: dict[int, str]) -> None:
-    """An optimizer built earlier would go on updating tensors that the model no longer uses."""
+    """Raise for an optimizer that was built earlier: it would update tensors that the model no longer uses."""
 
     def holder() -> tuple[str, str] | None:
         for candidate in gc.get_objects():
@@ -210,11 +206,12 @@ def _check_optimizers(owned: dict[int, str]) -> None:
                             return type(candidate).__name__, owned[id(param)]
         return None
 
-    found = holder()
-    if found is not None:
-        gc.collect()  # it may be one that nobody can reach any more
-        found = holder()
-    if found is not None:
+    if holder() is None:
+        return
+    gc.collect()  # it may be one that nobody can reach any more
+    optimizer_and_parameter = holder()
+    if optimizer_and_parameter is not None:
+        optimizer, fqn = optimizer_and_parameter
         raise ValueError(
-            f"optimizer {found[0]} already holds parameter {found[1]!r}; build the optimizer after dedicate_params"
+            f"optimizer {optimizer} already holds parameter {fqn!r}; build the optimizer after dedicate_params"
         )

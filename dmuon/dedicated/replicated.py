@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import Pending, run_all
-from dmuon.platform.torch_private import local_tensor
+from dmuon.dedicated.matrix import OwnedMatrix
+from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.platform.torch_private import local_tensor, managed_by_ddp
 
-__all__ = ["GradAverager"]
+__all__ = ["GradAverager", "unsharded_parameters"]
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -53,10 +56,10 @@ class _Bucket:
         assert self.flat is not None and self.pending is not None
         self.pending.wait()
         settled = [(p, s) for p, s in zip(self.params, self._slots(self.flat), strict=True) if id(p) not in self.late]
-        here = [(local_tensor(p.grad), slot) for p, slot in settled if self.used[id(p)] and p.grad is not None]
-        if here:
+        pairs = [(local_tensor(p.grad), slot) for p, slot in settled if self.used[id(p)] and p.grad is not None]
+        if pairs:
             with torch.no_grad():
-                torch._foreach_copy_([grad for grad, _ in here], [slot for _, slot in here])
+                torch._foreach_copy_([grad for grad, _ in pairs], [slot for _, slot in pairs])
         return [(p, slot) for p, slot in settled if not self.used[id(p)]]
 
     def _slots(self, flat: Tensor) -> list[Tensor]:
@@ -75,8 +78,9 @@ class GradAverager:
     """Data parallelism for replicated parameters.
 
     A bucket leaves when all its gradients are there and every earlier bucket has left, so that all ranks launch in
-    one order whichever of their parameters got gradients; what is missing counts as zero. The average of
-    ``previous average + new gradient`` is exact, because the previous average is the same on all ranks.
+    one order whichever of their parameters got gradients; what is missing counts as zero. A gradient accumulates
+    without a second tensor: the average of ``previous average + new gradient`` is right, because the previous average
+    is the same on all ranks.
 
     Args:
         params: in registration order; plain, or DTensors that tensor parallelism split, whose parts are averaged.
@@ -94,7 +98,7 @@ class GradAverager:
         self._build()
         for param in self.params:
             if param.requires_grad:  # one that is unfrozen later leaves with the rest at the end of backward
-                # Weakly: the collector cannot see through such hooks, and the model would never be freed.
+                # A weak reference, since the collector cannot see through such hooks and would never free the model.
                 param.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
 
     def _build(self) -> None:
@@ -107,13 +111,13 @@ class GradAverager:
                 self._buckets.append([])
             self._buckets[index].append(param)
             self._bucket_of[id(param)] = index
-            # Of the whole parameter: tensor-parallel ranks, whose parts may differ, make the same buckets.
+            # The size of the whole parameter: tensor-parallel ranks, whose parts may differ, make the same buckets.
             open_buckets[key] = (index, size + param.numel() * param.element_size())
 
     def arrived(self, param: Tensor) -> None:
         grad = param.grad
         if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
-            # At once: the order of this collective among those of tensor parallelism is that of the graph.
+            # At once, so that this collective is issued in the order of the graph, as those of tensor parallelism are.
             param.grad = grad.redistribute(placements=param.placements)
         if not self._on_gradient():
             return
@@ -162,20 +166,49 @@ class GradAverager:
         """Give ``param``, which got no gradient on this rank, the average of the others'."""
         grad = average.clone()
         if isinstance(param, DTensor):
-            grad = DTensor.from_local(
-                grad,
-                param.device_mesh,
-                param.placements,
-                run_check=False,
-                shape=param.shape,
-                stride=param.stride(),
-            )
+            mesh, placements, stride = param.device_mesh, param.placements, param.stride()
+            grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=param.shape, stride=stride)
         param.grad = grad
 
     def reset(self) -> None:
         """Forget a backward that did not finish."""
         active, self._active = self._active, []
         run_all(bucket.pending.wait for bucket in active if bucket.pending is not None)
+
+
+def unsharded_parameters(
+    model: nn.Module, owned: Iterable[OwnedMatrix], originals: Mapping[int, weakref.ref[nn.Parameter]]
+) -> list[nn.Parameter]:
+    """The parameters of ``model`` that neither dmuon owns nor FSDP2 shards.
+
+    FSDP2 may have put whole weights into its modules by now, but never the very tensors that were there before.
+
+    Args:
+        originals: by ``id``, the parameters that were there before.
+
+    Raises:
+        RuntimeError: DistributedDataParallel manages an owned parameter.
+    """
+    for tensor in managed_by_ddp().values():
+        if isinstance(tensor, OwnedTensor):
+            raise RuntimeError(
+                f"parameter {tensor.fqn!r} is owned by dmuon and managed by DistributedDataParallel too; call the "
+                "dedicated model without it: dmuon averages all gradients over the mesh"
+            )
+    forms = {id(form) for entry in owned for form in (entry.rest, entry.full)}
+    params: dict[int, nn.Parameter] = {}
+    sharded: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            sharded.update(id(m) for m in module.modules())
+        for param in module.parameters(recurse=False):
+            original = originals.get(id(param))
+            unchanged = original is not None and original() is param
+            if id(param) in forms or (isinstance(param, DTensor) and not unchanged):
+                continue
+            if id(module) not in sharded or unchanged:
+                params[id(param)] = param
+    return list(params.values())
 
 
 def _tell(averager: weakref.ref[GradAverager], param: Tensor) -> None:

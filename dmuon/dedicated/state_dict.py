@@ -14,14 +14,12 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import agree
 from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime
 from dmuon.model.names import canonical_fqn
-from dmuon.platform.torch_private import even_shape
 
 __all__ = ["describe", "hook_state_dicts"]
 
-_Held = dict[str, OwnedMatrix]  # what one module holds, by attribute
+_Entries = dict[str, OwnedMatrix]  # of one module, by attribute
 
 
 def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
@@ -29,61 +27,38 @@ def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
 
     Both become collective: call them on all ranks.
     """
-    held: dict[int, tuple[nn.Module, _Held]] = {}
+    by_module: dict[nn.Module, _Entries] = {}
     for entry in runtime.entries():
         for module, name in entry.sites:
-            held.setdefault(id(module), (module, {}))[1][name] = entry
-    loading = _Loading(runtime, {key: entries for key, (_, entries) in held.items()})
+            by_module.setdefault(module, {})[name] = entry
+    loading = _Loading(runtime, by_module)
     model.register_load_state_dict_pre_hook(loading.begin)
     model.register_load_state_dict_post_hook(loading.end)
-    for module, entries in held.values():
+    for module, entries in by_module.items():
         module.register_state_dict_post_hook(partial(_after_state_dict, runtime, entries))
         module.register_load_state_dict_pre_hook(partial(loading.convert, entries))
-    runtime.write_even = partial(_write_even, runtime)
 
 
 def describe(value: Any, shape: torch.Size) -> str | None:
-    """What kind of value a rank holds, comparable across ranks; None when it cannot be loaded."""
+    """What kind of value a rank has, comparable across ranks; None if it cannot be loaded."""
     if not isinstance(value, Tensor) or value.shape != shape:
         return None
     return "sharded" if isinstance(value, DTensor) else "whole"
 
 
-def _resting(module: nn.Module, entries: _Held) -> _Held:
-    """The entries that ``module`` holds in their resting form; whole weights (``summon_full_params``) need no help."""
-    return {name: entry for name, entry in entries.items() if module._parameters[name] is entry.rest}
+def _resting(module: nn.Module, entries: _Entries) -> _Entries:
+    """The entries that ``module`` holds in their resting form; torch saves whole ones (``summon_full_params``)."""
+    return {name: entry for name, entry in entries.items() if entry.is_rest(module._parameters[name])}
 
 
 def _after_state_dict(
-    runtime: Runtime, entries: _Held, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+    runtime: Runtime, entries: _Entries, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
     runtime.at_rest("state_dict()", summoned=True)
-    runtime.gradients.verify()  # of weights that come of unlike collectives nothing is saved
+    runtime.gradients.verify()  # do not save weights if the ranks issued different collectives
     with torch.no_grad():
         for name, entry in _resting(module, entries).items():
             state_dict[prefix + name] = owned_to_even(entry.master, entry, runtime.comm)
-
-
-def _write_even(runtime: Runtime, param: OwnedTensor, shard: Tensor) -> None:
-    """Make the even shards of all ranks the value of ``param``. Collective."""
-    entry = next(entry for entry in runtime.entries() if entry.fqn == param.fqn)
-    comm, mesh, placements = runtime.comm, param.device_mesh, param.placements
-    fault: Exception | str | None = None
-    try:
-        runtime.at_rest("a write to to_local()")
-    except RuntimeError as error:
-        fault = error
-    wanted = even_shape(entry.shape, mesh, placements)
-    if shard.shape != wanted:
-        fault = f"{entry.fqn}: an even shard has shape {tuple(wanted)} here, not {tuple(shard.shape)}"
-    agree(comm.control, fault)
-    with torch.no_grad():
-        local = shard.to(device=comm.device, dtype=entry.master.dtype)
-        even = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=entry.shape, stride=(entry.shape[1], 1)
-        )
-        entry.master.copy_(even_to_owned(even, entry, comm, entry.master.dtype))
-    runtime.weights_changed()
 
 
 _ABSENT, _UNFIT = "absent", "unfit"
@@ -97,12 +72,12 @@ def _kind(state_dict: dict[str, Any], key: str, entry: OwnedMatrix) -> str:
 
 @dataclass(slots=True)
 class _Call:
-    """One ``load_state_dict()`` of a whole model, and what every rank was given.
+    """One ``load_state_dict()`` of a whole model, and what it got on every rank.
 
     Attributes:
         errors: the list in which torch collects faults; no other call has it.
-        values: what this rank was given, by key.
-        kinds: by key, of every rank.
+        values: what it got on this rank, by key.
+        kinds: of the values on every rank, by key.
     """
 
     errors: list[str]
@@ -116,16 +91,13 @@ class _Call:
 class _Loading:
     """``load_state_dict()`` of one dedicated model: a fault on one rank is raised on all of them.
 
-    A call that starts at the model, or above it, compares what ranks were given once before anything is loaded and
-    once behind; below it, every module that holds an owned matrix compares on its own.
-
-    Args:
-        held: by the identity of modules.
+    A call that starts at the model, or above it, compares what ranks got once before anything is loaded, and their
+    faults once afterwards. In a call that starts below, every module that holds an owned matrix compares on its own.
     """
 
-    def __init__(self, runtime: Runtime, held: dict[int, _Held]) -> None:
+    def __init__(self, runtime: Runtime, by_module: dict[nn.Module, _Entries]) -> None:
         self.runtime = runtime
-        self.held = held
+        self.by_module = by_module
         self.call: _Call | None = None
 
     def begin(
@@ -139,28 +111,27 @@ class _Loading:
         _unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Exchange what ranks were given for the whole model."""
+        """Exchange what kinds of values ranks got for the whole model."""
         call = _Call(errors)
         fault: Exception | None = None
-        mine: dict[str, str] = {}
+        kinds: dict[str, str] = {}
         try:
             self._require_loadable(metadata)
             for path, module in model.named_modules(remove_duplicate=False):
-                for name, entry in _resting(module, self.held.get(id(module), {})).items():
+                for name, entry in _resting(module, self.by_module.get(module, {})).items():
                     key = prefix + (f"{path}.{name}" if path else name)
-                    # A wrapper between here and the module may yet rename what the dict holds under a canonical name.
-                    given = key if key in state_dict else prefix + canonical_fqn(key[len(prefix) :])
-                    mine[key] = _kind(state_dict, given, entry)
-                    call.values[key] = state_dict.get(given, _ABSENT)
+                    # A wrapper between ``model`` and ``module`` may yet rename what has a canonical name in the dict.
+                    source = key if key in state_dict else prefix + canonical_fqn(key[len(prefix) :])
+                    kinds[key] = _kind(state_dict, source, entry)
+                    call.values[key] = state_dict.get(source, _ABSENT)
         except (RuntimeError, ValueError) as error:
             fault = error
-        everywhere = agree(self.runtime.comm.control, fault, mine)
-        call.kinds = {key: [kinds[key] for kinds in everywhere] for key in mine}
+        call.kinds = self._exchange(fault, kinds)
         self.call = call
 
     def convert(
         self,
-        entries: _Held,
+        entries: _Entries,
         module: nn.Module,
         state_dict: dict[str, Any],
         prefix: str,
@@ -170,7 +141,7 @@ class _Loading:
         _unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Replace values by what the owner of each holds, unless some rank's cannot be loaded."""
+        """Replace each value by the owner's part of it, unless some rank's value cannot be loaded."""
         self._require_loadable(metadata)
         entries = _resting(module, entries)
         if not entries:
@@ -178,18 +149,17 @@ class _Loading:
         comm, call = self.runtime.comm, self.call
         keys = {prefix + name: entry for name, entry in entries.items()}
         if call is not None and all(call.knows(errors, key, state_dict.get(key, _ABSENT)) for key in keys):
-            everyone = {key: call.kinds[key] for key in keys}
+            kinds_of = call.kinds
         else:
-            everywhere = agree(comm.control, None, {key: _kind(state_dict, key, e) for key, e in keys.items()})
-            everyone = {key: [kinds[key] for kinds in everywhere] for key in keys}
+            kinds_of = self._exchange(None, {key: _kind(state_dict, key, entry) for key, entry in keys.items()})
         for key, entry in keys.items():
-            kinds = everyone[key]
+            kinds = kinds_of[key]
             if len(set(kinds)) == 1 and kinds[0] not in (_ABSENT, _UNFIT):
                 with torch.no_grad():
                     local = even_to_owned(state_dict[key], entry, comm, entry.master.dtype)
                 state_dict[key] = entry.like_rest(local, entry.fqn)
                 continue
-            # No rank loads what some rank cannot: torch's own report of a missing key or a size then names it here.
+            # No rank loads what some rank cannot; torch then reports the key as missing.
             if _UNFIT in kinds:
                 rank = kinds.index(_UNFIT)
                 errors.append(f"{key}: rank {rank} holds a value that is not a tensor of shape {tuple(entry.shape)}")
@@ -200,19 +170,24 @@ class _Loading:
             state_dict.pop(key, None)
 
     def end(self, _model: nn.Module, incompatible: Any) -> None:
-        """Tell every rank what the others lack, have too much, and could not load."""
+        """Tell every rank which keys the others lack, which they have too many, and which they could not load."""
         call, self.call = self.call, None
         if call is None:
             return  # a module that loads itself its own way
-        said = (incompatible.missing_keys, incompatible.unexpected_keys, call.errors)
-        everywhere = agree(self.runtime.comm.control, None, said)
-        known = set(call.errors)
-        for rank, (missing, unexpected, errors) in enumerate(everywhere):
-            lacking = [key for key in missing if not all(key in others for others, *_ in everywhere)]
+        report = (incompatible.missing_keys, incompatible.unexpected_keys, call.errors)
+        reports = agree(self.runtime.comm.control, None, report)
+        own_errors = set(call.errors)
+        for rank, (missing, unexpected, errors) in enumerate(reports):
+            lacking = [key for key in missing if not all(key in others for others, *_ in reports)]
             _extend(call.errors, [f"{key}: missing on rank {rank}, not on all" for key in lacking])
-            _extend(call.errors, [f"rank {rank}: {error}" for error in errors if error not in known])
+            _extend(call.errors, [f"rank {rank}: {error}" for error in errors if error not in own_errors])
             _extend(incompatible.missing_keys, missing)
             _extend(incompatible.unexpected_keys, unexpected)
+
+    def _exchange(self, fault: Exception | None, kinds: dict[str, str]) -> dict[str, list[str]]:
+        """By key, the kinds of all ranks. Collective."""
+        of_ranks = agree(self.runtime.comm.control, fault, kinds)
+        return {key: [of_rank[key] for of_rank in of_ranks] for key in kinds}
 
     def _require_loadable(self, metadata: dict[str, Any]) -> None:
         self.runtime.at_rest("load_state_dict()", summoned=True)

@@ -11,8 +11,8 @@ import torch.nn as nn
 
 from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import BufferState
-from dmuon.dedicated.dedicate import dedications
-from dmuon.dedicated.matrix import OwnedMatrix
+from dmuon.dedicated.dedication import require_dedicated
+from dmuon.dedicated.matrix import OwnedMatrix, whole_parameter
 from dmuon.platform.torch_private import local_tensor
 
 __all__ = ["summon_full_params"]
@@ -20,35 +20,33 @@ __all__ = ["summon_full_params"]
 
 @contextmanager
 def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
-    """Within, modules hold whole owned weights, in the dtype of the masters, on every rank.
+    """Inside the context, modules hold whole owned weights, in the dtype of the masters, on every rank.
 
     Under tensor parallelism they hold this rank's parts, as DTensors. Costs the memory of all owned matrices on every
-    rank. Forward and backward are not available inside. Collective; with ``writeback`` edits must be the same on all
-    ranks, the owner's are kept. An exception inside drops them.
+    rank. Forward and backward are not available inside. Collective.
 
     Args:
         model: the model that was dedicated.
+        writeback: make the owners' edits the new weights. Edits must be the same on all ranks; an exception inside
+            drops them.
 
     Raises:
         ValueError: the model was not dedicated.
         RuntimeError: inside a forward or backward, or inside itself; a forward, a step, or a weight of another shape
             inside.
     """
-    found = dedications(model)
-    if not found:
-        raise ValueError("model was not dedicated: call dmuon.dedicate_params(model, mesh) first")
-    runtimes = [dedication.runtime for dedication in found]
+    runtimes = [dedication.runtime for dedication in require_dedicated(model)]
     for runtime in runtimes:
         runtime.at_rest("summon_full_params()")
     blocks = [block for runtime in runtimes for block in runtime.blocks]
-    wholes = [[_whole(block.group.comm, entry) for entry in block.entries] for block in blocks]
+    wholes = [[_whole(block.buffer.comm, entry) for entry in block.entries] for block in blocks]
     for block, whole in zip(blocks, wholes, strict=True):
-        if block.group.state is not BufferState.FREED:
-            block.group.free()
+        if block.buffer.state is not BufferState.FREED:
+            block.buffer.free()
         block.summon(whole)
     try:
         yield
-        edited = [(block.group.comm, entry, _edited(entry)) for block in blocks for entry in block.entries]
+        edited = [(block.buffer.comm, entry, _edited(entry)) for block in blocks for entry in block.entries]
     finally:
         for block in blocks:
             block.dismiss()
@@ -66,10 +64,10 @@ def _edited(entry: OwnedMatrix) -> nn.Parameter:
     module, name = entry.sites[0]
     param = module._parameters[name]
     if param is None or param.shape != entry.shape:
-        found = "nothing" if param is None else f"shape {tuple(param.shape)}"
+        replacement = "nothing" if param is None else f"shape {tuple(param.shape)}"
         raise RuntimeError(
-            f"summon_full_params(): parameter {entry.fqn!r} of shape {tuple(entry.shape)} was replaced by {found}; "
-            "keep its shape"
+            f"summon_full_params(): parameter {entry.fqn!r} of shape {tuple(entry.shape)} was replaced by "
+            f"{replacement}; keep its shape"
         )
     return param
 
@@ -85,6 +83,4 @@ def _whole(comm: Comm, entry: OwnedMatrix) -> nn.Parameter:
                 dist.broadcast(whole, src=comm.ranks[entry.owner], group=comm.group)
         if entry.tensor is not None:
             whole = entry.tensor.wrap(whole, entry.shape)
-    param = nn.Parameter(whole, requires_grad=entry.rest.requires_grad)
-    param._dmuon_rest = entry.rest  # type: ignore[attr-defined]
-    return param
+    return whole_parameter(whole, entry.rest)

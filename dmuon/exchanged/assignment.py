@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from dmuon.comm.agreement import agree
 from dmuon.comm.domain import Domain
 from dmuon.exchanged.layouts import Layouts, Ranks
@@ -18,7 +20,7 @@ from dmuon.planning.link_cost import link_ns_per_byte
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.solver import Matrix
-from dmuon.step.task import Task
+from dmuon.step.task import Shared, Task, unplanned_batch_size
 
 __all__ = ["plan", "planned_owners", "tasks", "whole_parcel"]
 
@@ -46,7 +48,6 @@ def plan(layouts: Layouts, last: Layouts | None = None) -> Layouts:
         if old is None or old.matrices != tuple(matrices):
             old = _planned(domain, matrices, pools, options)
         plans[ranks] = old
-        domain.chunks, domain.variants = old.chunks, old.variants
     return replace(layouts, plans=plans)
 
 
@@ -131,8 +132,8 @@ def _stack_owners(layouts: Layouts, label: str, placed: ParameterLayout) -> list
 # -- tasks ----------------------------------------------------------------------------------------------------------
 
 
-def tasks(layouts: Layouts, owners: Sequence[GlobalRank], rank: GlobalRank) -> dict[int, list[Task]]:
-    """By ``id``, who orthogonalizes each parameter that several ranks hold, and where its pieces lie.
+def tasks(layouts: Layouts, owners: Sequence[GlobalRank], rank: GlobalRank) -> list[Task]:
+    """Who orthogonalizes each parameter that several ranks hold, and where its pieces lie.
 
     Args:
         owners: by index; a stack keeps the owners that were planned for its matrices if the plan says the
@@ -142,20 +143,34 @@ def tasks(layouts: Layouts, owners: Sequence[GlobalRank], rank: GlobalRank) -> d
     Raises:
         ValueError: an owner that does not hold its parameter.
     """
-    result: dict[int, list[Task]] = {}
-    nbytes = layouts.recipe.options.chunk_bytes
-    columns = zip(layouts.params, layouts.names, layouts.labels, layouts.placed, owners, strict=True)
-    for param, name, label, placed, owner in columns:
+    result: list[Task] = []
+    columns = zip(layouts.names, layouts.labels, layouts.placed, owners, strict=True)
+    for index, (name, label, placed, owner) in enumerate(columns):
         if placed is None:
             continue
-        domain = layouts.domains[placed.ranks]
         if len(placed.layout.shape) == 3:
             planned = _stack_owners(layouts, label, placed) if placed.ranks in layouts.plans else []
             as_planned = planned if planned[:1] == [owner] else [owner] * placed.layout.shape[0]
-            result[id(param)] = _stack_tasks(placed, domain, as_planned, rank, nbytes)
+            result += _stack_tasks(layouts, index, placed, as_planned, rank)
         else:
-            result[id(param)] = [Task(domain, whole_parcel(placed, owner, name), nbytes=nbytes)]
+            shared = Shared(layouts.domains[placed.ranks], whole_parcel(placed, owner, name))
+            result.append(_task(layouts, index, shared, slice(0, 1)))
     return result
+
+
+def _task(layouts: Layouts, index: int, shared: Shared, span: slice, first: int = 0) -> Task:
+    """Batched as planned, within the bytes that the options allow."""
+    param, parcel = layouts.params[index], shared.parcel
+    m, n = parcel.layout.shape
+    sides = min(m, n), max(m, n)
+    plan = layouts.plans.get(shared.domain.ranks)
+    planned = None if plan is None else plan.chunks.get(sides)
+    packed = sum(parcel.from_owner.numel_out(parcel.owner).values())  # as many copies as there are elsewhere
+    numel = max(m * n, packed // parcel.count)  # of one matrix, on the owner at once
+    nbytes = numel * torch.promote_types(param.dtype, torch.float32).itemsize
+    size = min(planned or unplanned_batch_size((m, n)), layouts.recipe.options.chunk_bytes // nbytes)
+    variants = {} if plan is None else plan.variants.get(sides, {})
+    return Task(param, index, (m, n), max(1, size), variants, span, first, shared)
 
 
 def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parcel:
@@ -173,18 +188,20 @@ def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parce
 
 
 def _stack_tasks(
-    placed: ParameterLayout, domain: Domain, owners: Sequence[GlobalRank], rank: GlobalRank, nbytes: int
+    layouts: Layouts, index: int, placed: ParameterLayout, owners: Sequence[GlobalRank], rank: GlobalRank
 ) -> list[Task]:
     """Matrices of a stack, in ranges that one rank orthogonalizes."""
     result = []
     offset = 0  # in the local stack
-    position = position_in(placed.ranks, rank)
+    domain, position = layouts.domains[placed.ranks], position_in(placed.ranks, rank)
     for cell in cells(placed.layout):
         local = position in cell.holders
         if local or len(cell.holders) > 1:  # nobody else needs to know of what one rank has alone
             for start, stop, owner in _ranges(placed.ranks, cell, owners):
                 parcel = Parcel(stop - start, cell.layout, cell.holders, owner)
-                result.append(Task(domain, parcel, start, stop, offset + start - cell.start, nbytes))
+                begin = offset + start - cell.start
+                span = slice(begin, begin + parcel.count) if local else slice(0, 0)
+                result.append(_task(layouts, index, Shared(domain, parcel), span, start))
         offset += cell.stop - cell.start if local else 0
     return result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +26,9 @@ from dmuon.exchanged.user_functions import UserFunctions
 from dmuon.exchanged.user_round import user_rounds
 from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.batches import Batch
-from dmuon.step.rounds import Round, exchanged_rounds
+from dmuon.step.batches import Batch, SharedBatch
+from dmuon.step.residency import Residency
+from dmuon.step.rounds import Round, exchanged_rounds, longest_first
 from dmuon.step.task import Task
 
 __all__ = ["Exchange", "Exchanged", "LayoutExchange", "UserExchange", "exchange_for"]
@@ -53,12 +54,92 @@ def exchange_for(
     config = given or default_config(copies, params)
     if config is None or not (params or dist.is_initialized()):
         return None
-    layouts = None if last is None else last.layouts
-    match config.gather_fn, config.redistribute_fn:
-        case GatherByLayout(recipe), RedistributeByLayout(other) if recipe is other:
-            return LayoutExchange(config, recipe, params, names, device, layouts)
+    state, old = config.state, None if last is None else last.layouts
+    state |= {"rank": this_rank(), "param_names": list(names), LAYOUTS: old}
+    kind, recipe = _kind(config)
+    layouts: Layouts | None = None
+    if recipe is not None:
+        layouts = state[LAYOUTS] = lay_out(recipe, params, names, device=device, last=old)
+    fault: Exception | None = None
+    match config.assign_fn:
+        case AssignByLayout(own) if layouts is not None and own is recipe:
+            layouts = state[LAYOUTS] = plan(layouts, old)
+            state["assignments"] = planned_owners(layouts, this_rank())
+            owners = tuple(state["assignments"].values())
         case _:
-            return UserExchange(config, params, names, device, layouts)
+            owners, fault = _asked(config, params)
+            planned: Layouts | None = state[LAYOUTS]  # by a generated function, if the user's one has called that
+            if layouts is not None and planned is not None and planned.alike(layouts):
+                layouts = planned
+    domains: list[tuple[Domain, list[Tensor]]] = []
+    if layouts is not None:
+        domains = [(domain, layouts.members(domain)) for domain in layouts.domains.values()]
+    elif (domain := _domain_of_users(config, params, device)) is not None:
+        domains = [(domain, list(params))]
+        stranger = next((i for i, owner in enumerate(owners) if owner not in domain.ranks), None)
+        if stranger is not None and fault is None:
+            fault = ValueError(
+                f"Invalid rank {owners[stranger]} for parameter {names[stranger]!r}: state['process_group'] has ranks "
+                f"{list(domain.ranks)}, one of which must own it"
+            )
+    _require_same_owners(domains, params, names if layouts is None else layouts.labels, owners, fault)
+    domains = domains if params else []  # no other rank has any either
+    return kind(config, list(params), list(names), owners, layouts, domains)
+
+
+def _kind(config: DistributedConfig) -> tuple[type[Exchange], LayoutRecipe | None]:
+    """How ``config`` exchanges, and the recipe by which it lays parameters out; None leaves that to its functions."""
+    match config:
+        case DistributedConfig(gather_fn=GatherByLayout(recipe), redistribute_fn=RedistributeByLayout(other)) if (
+            recipe is other
+        ):
+            return LayoutExchange, recipe
+        case DistributedConfig(assign_fn=AssignByLayout(recipe)):
+            return UserExchange, recipe
+        case _:
+            return UserExchange, None
+
+
+def _asked(config: DistributedConfig, params: Sequence[Tensor]) -> tuple[tuple[GlobalRank, ...], Exception | None]:
+    """What a user's ``assign_fn`` says, or what is wrong with it, of which the other ranks must hear."""
+    if not params:
+        return (), None
+    try:
+        config.state["assignments"] = config.assign_fn(list(params), config.state)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        return owners_from(config.state["assignments"], len(params), world), None
+    except CollectiveError:
+        raise
+    except Exception as fault:  # whatever the function raises
+        return (GlobalRank(0),) * len(params), fault
+
+
+def _domain_of_users(config: DistributedConfig, params: Sequence[Tensor], device: torch.device) -> Domain | None:
+    """The ranks of a user's functions; None if they are others, and this one has no parameters."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    group = config.state.get("process_group") or dist.group.WORLD
+    if not params and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
+        return None
+    return make_domain(ranks_of(group), local_tensor(params[0]).device if params else device)
+
+
+def _require_same_owners(
+    domains: Sequence[tuple[Domain, list[Tensor]]],
+    params: Sequence[Tensor],
+    labels: Sequence[str],
+    owners: Sequence[GlobalRank],
+    fault: Exception | None,
+) -> None:
+    columns = zip(params, labels, owners, strict=True)
+    described = {id(param): (f"owner of parameter {label!r}", str(owner)) for param, label, owner in columns}
+    for domain, members in domains:
+        try:
+            require_same(domain.group, domain.ranks, fault, [described[id(p)] for p in members], None)
+        except Exception as error:  # the ranks of the next domains must hear of it
+            fault = error
+    if fault is not None:
+        raise fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,118 +153,47 @@ class Exchanged:
     owner: GlobalRank
 
 
-class Exchange(ABC):
+@dataclass(eq=False)
+class Exchange(Residency):
     """The assignment of an optimizer's matrices to ranks. Made anew when parameters or layouts change.
 
     Attributes:
         config: as given or by default.
-        layouts: where the parameters lie; None where only a user's functions know.
+        params: all that dmuon does not own, also those that this rank has alone.
         owners: by number of the parameter.
-        assigned: by ``id`` of the parameter, for batches; empty with a user's functions.
-        numbers: by ``id``, of those that a user's functions exchange.
+        layouts: where the parameters lie; None where only a user's functions know.
         domains: ranks that share parameters with this one, and which.
     """
 
-    def __init__(
-        self,
-        config: DistributedConfig,
-        recipe: LayoutRecipe | None,
-        params: Sequence[Tensor],
-        names: Sequence[str],
-        device: torch.device,
-        last: Layouts | None,
-    ) -> None:
-        """Collective over all ranks that hold one of ``params`` together, of a grid, or of a user's functions.
+    config: DistributedConfig
+    params: list[Tensor]
+    names: list[str]
+    owners: tuple[GlobalRank, ...]
+    layouts: Layouts | None
+    domains: list[tuple[Domain, list[Tensor]]]
 
-        Args:
-            recipe: by which the parameters are laid out; None leaves that to a user's functions.
-            device: in case that there are no parameters.
-            last: layouts of the same optimizer before.
-        """
-        self.config = config
-        self.layouts: Layouts | None = None
-        self.names = list(names)
-        self.assigned: dict[int, list[Task]] = {}
-        self.numbers: dict[int, int] = {}
-        self._params = list(params)
-        self._laid = [_lies(p) for p in params]
+    def __post_init__(self) -> None:
+        self._laid = [_lies(p) for p in self.params]
         self._rank = this_rank()
         self._stepped = False
-        state = config.state
-        state |= {"rank": self._rank, "param_names": self.names, LAYOUTS: last}
-        if recipe is not None:
-            self.layouts = state[LAYOUTS] = lay_out(recipe, params, names, device=device, last=last)
-        fault: Exception | None = None
-        match config.assign_fn:
-            case AssignByLayout(own) if own is recipe and self.layouts is not None:
-                self.layouts = state[LAYOUTS] = plan(self.layouts, last)
-                state["assignments"] = planned_owners(self.layouts, self._rank)
-                self.owners = tuple(state["assignments"].values())
-            case _:
-                self.owners, fault = self._ask()
-        self.domains, fault = self._connect(device, fault)
-        self._require_same_owners(fault)
-        if not params:
-            self.domains = []  # no rank has any
-
-    def _ask(self) -> tuple[tuple[GlobalRank, ...], Exception | None]:
-        """What a user's ``assign_fn`` says, or what is wrong with it, of which the other ranks must hear."""
-        if not self._params:
-            return (), None
-        state = self.config.state
-        try:
-            state["assignments"] = self.config.assign_fn(list(self._params), state)
-            world = dist.get_world_size() if dist.is_initialized() else 1
-            owners = owners_from(state["assignments"], len(self._params), world)
-        except CollectiveError:
-            raise
-        except Exception as fault:  # whatever the function raises
-            return (GlobalRank(0),) * len(self._params), fault
-        planned: Layouts | None = state[LAYOUTS]  # by a generated function, if the user's one asked that
-        if self.layouts is not None and planned is not None and planned.alike(self.layouts):
-            self.layouts = planned
-        return owners, None
-
-    def _connect(
-        self, device: torch.device, fault: Exception | None
-    ) -> tuple[list[tuple[Domain, list[Tensor]]], Exception | None]:
-        """The ranks that share parameters, and a fault of this one, of which they must hear."""
-        if self.layouts is None:
-            return [], fault
-        return [(domain, self.layouts.members(domain)) for domain in self.layouts.domains.values()], fault
-
-    def _require_same_owners(self, fault: Exception | None) -> None:
-        labels = self.names if self.layouts is None else self.layouts.labels
-        owners = {
-            id(param): (f"owner of parameter {label!r}", str(owner))
-            for param, label, owner in zip(self._params, labels, self.owners, strict=True)
-        }
-        for domain, members in self.domains:
-            try:
-                require_same(domain.group, domain.ranks, fault, [owners[id(p)] for p in members], None)
-            except Exception as error:  # the ranks of the next domains must hear of it
-                fault = error
-        if fault is not None:
-            raise fault
 
     @property
     def prefetch(self) -> int:
         return self.config.prefetch_count
 
     @abstractmethod
-    def rounds(self, index: int, batches: Sequence[Batch]) -> list[Round]:
-        """What group ``index`` exchanges."""
+    def alone(self) -> list[Tensor]:
+        """The parameters that need no exchange."""
 
     @abstractmethod
     def table(self) -> list[Exchanged]:
         """What is exchanged, in the order of the parameters."""
 
-    @abstractmethod
-    def report(self) -> list[str]:
-        """The plans behind the owners."""
+    def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
+        return [(domain.group, {id(p) for p in members}) for domain, members in self.domains]
 
-    def vote(self, changed: bool) -> set[int] | None:
-        """Ids of the parameters of which any rank has a gradient; None if layouts changed.
+    def before_step(self, changed: bool) -> set[int] | None:
+        """A vote, as the ranks may have different gradients and see different changes.
 
         Collective over the domains. It needs nothing that a device has yet to compute.
 
@@ -191,12 +201,12 @@ class Exchange(ABC):
             CollectiveError: the ranks issued different collectives before.
             RuntimeError: layouts changed on some ranks only, or another rank found a fault in another domain.
         """
-        changed = changed or any(_lies(p) != laid for p, laid in zip(self._params, self._laid, strict=True))
+        changed = changed or any(_lies(p) != laid for p, laid in zip(self.params, self._laid, strict=True))
         if self._stepped:
             for domain, _ in self.domains:
                 domain.monitor.end_step()
         self._stepped = True
-        present: set[int] = set()
+        present = {id(p) for p in self.params if p.grad is not None}
         fault: Exception | None = None
         for domain, members in self.domains:  # all of them whatever happens: their ranks wait for this one
             flags = [p.grad is not None for p in members]
@@ -227,131 +237,113 @@ class Exchange(ABC):
             )
 
 
+@dataclass(eq=False)
 class LayoutExchange(Exchange):
-    """By generated functions: many matrices at once, by the layouts of the parameters."""
+    """By generated functions: many matrices at once, by the layouts of the parameters.
+
+    Raises:
+        ValueError: an owner that does not hold its parameter.
+    """
 
     layouts: Layouts
 
-    def __init__(
-        self,
-        config: DistributedConfig,
-        recipe: LayoutRecipe,
-        params: Sequence[Tensor],
-        names: Sequence[str],
-        device: torch.device,
-        last: Layouts | None,
-    ) -> None:
-        """As :class:`Exchange`.
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._tasks = tasks(self.layouts, self.owners, self._rank)
 
-        Raises:
-            ValueError: an owner that does not hold its parameter.
-        """
-        super().__init__(config, recipe, params, names, device, last)
-        self.assigned = tasks(self.layouts, self.owners, self._rank)
+    def alone(self) -> list[Tensor]:
+        return [param for param, placed in zip(self.params, self.layouts.placed, strict=True) if placed is None]
 
-    def rounds(self, index: int, batches: Sequence[Batch]) -> list[Round]:
+    def tasks(self) -> list[Task]:
+        return self._tasks
+
+    def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
         options = self.layouts.recipe.options
-        return [
-            *exchanged_rounds(
+        rounds: list[Round] = []
+        for index, of_group in enumerate(batches):
+            for round_ in exchanged_rounds(
                 index,
-                [batch for batch in batches if batch.runtime is None],
+                [batch for batch in of_group if isinstance(batch, SharedBatch)],
                 small_numel=options.small_param_numel_threshold,
                 nbytes=options.chunk_bytes,
                 together=self.config.async_gpu_parallelism,
-            )
-        ]
+                order=longest_first,
+            ):
+                rounds.append(round_)
+                if round_.exchanged:  # the first vote compares it
+                    round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self.prefetch}")
+        return rounds
 
     def table(self) -> list[Exchanged]:
+        columns = zip(self.params, self.names, self.layouts.placed, self.owners, strict=True)
         return [
-            Exchanged(
-                name, _by_x(placed.layout.shape), _placements(param, "plain tensors"), " ".join(map(str, placed.ranks)),
-                owner,
-            )
-            for param, name, placed, owner in zip(
-                self._params, self.names, self.layouts.placed, self.owners, strict=True
-            )
+            _row(param, name, placed.layout.shape, "plain tensors", placed.ranks, owner)
+            for param, name, placed, owner in columns
             if placed is not None
-        ]  # fmt: skip
+        ]
 
     def report(self) -> list[str]:
         plans = self.layouts.plans.items()
         return [f"ranks {' '.join(map(str, ranks))}: {plan.report()}" for ranks, plan in plans]
 
 
+@dataclass(eq=False)
 class UserExchange(Exchange):
-    """By a user's ``gather_fn`` and ``redistribute_fn``, or one of them: one parameter of each owner at a time."""
+    """By a user's ``gather_fn`` and ``redistribute_fn``, or one of them: one parameter of each owner at a time.
 
-    def __init__(
-        self,
-        config: DistributedConfig,
-        params: Sequence[Tensor],
-        names: Sequence[str],
-        device: torch.device,
-        last: Layouts | None,
-    ) -> None:
-        """As :class:`Exchange`.
+    Raises:
+        TypeError: a function that cannot be called with a tensor, a rank and the state.
+    """
 
-        Raises:
-            TypeError: a function that cannot be called with a tensor, a rank and the state.
-        """
-        recipe = config.assign_fn.recipe if isinstance(config.assign_fn, AssignByLayout) else None
-        super().__init__(config, recipe, params, names, device, last)
-        self._user = UserFunctions(config)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._functions = UserFunctions(self.config)
         # What generated layouts say that this rank has alone needs no functions.
         shared = {id(p) for _, members in self.domains for p in members}
-        self.numbers = {id(p): i for i, p in enumerate(params) if self.layouts is None or id(p) in shared}
+        self._exchanged = {i: p for i, p in enumerate(self.params) if self.layouts is None or id(p) in shared}
 
-    def _connect(
-        self, device: torch.device, fault: Exception | None
-    ) -> tuple[list[tuple[Domain, list[Tensor]]], Exception | None]:
-        if self.layouts is not None or not dist.is_initialized() or dist.get_world_size() == 1:
-            return super()._connect(device, fault)
-        group = self.config.state.get("process_group") or dist.group.WORLD
-        if not self._params and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
-            return [], fault  # other ranks take part, and this one has no parameters
-        device = local_tensor(self._params[0]).device if self._params else device
-        domain = make_domain(ranks_of(group), device)
-        stranger = next((i for i, owner in enumerate(self.owners) if owner not in domain.ranks), None)
-        if stranger is not None and fault is None:
-            fault = ValueError(
-                f"Invalid rank {self.owners[stranger]} for parameter {self.names[stranger]!r}: state['process_group'] "
-                f"has ranks {list(domain.ranks)}, one of which must own it"
-            )
-        return [(domain, self._params)], fault
+    def alone(self) -> list[Tensor]:
+        return [param for i, param in enumerate(self.params) if i not in self._exchanged]
 
-    def rounds(self, index: int, batches: Sequence[Batch]) -> list[Round]:
+    def tasks(self) -> list[Task]:
+        """Each parameter on its own: only the functions know how large the whole is."""
+        tasks = []
+        for number, param in self._exchanged.items():
+            local = local_tensor(param)
+            count = len(local) if local.ndim == 3 else 1
+            shape = local.shape[-2], local.shape[-1]
+            tasks.append(Task(param, number, shape, max(1, count), {}, slice(0, count)))
+        return tasks
+
+    def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
+        domains: Sequence[tuple[Domain | None, list[Tensor]]] = self.domains or [(None, self.params)]
         rounds: list[Round] = []
-        domains: Sequence[tuple[Domain | None, list[Tensor]]] = self.domains or [(None, self._params)]
-        for domain, members in domains:
-            ids = {id(p) for p in members}
-            rounds += user_rounds(
-                index,
-                [batch for batch in batches if batch.number is not None and id(batch.params[0]) in ids],
-                self._user,
-                self.owners,
-                self.names,
-                rank=self._rank,
-                domain=domain,
-                together=self.config.async_gpu_parallelism,
-            )
+        for index, of_group in enumerate(batches):
+            for domain, members in domains:
+                ids = {id(p) for p in members}
+                rounds += user_rounds(
+                    index,
+                    [batch for batch in of_group if id(batch.params[0]) in ids],
+                    self._functions,
+                    self.owners,
+                    self.names,
+                    rank=self._rank,
+                    domain=domain,
+                    together=self.config.async_gpu_parallelism,
+                )
         return rounds
 
     def table(self) -> list[Exchanged]:
-        return [
-            Exchanged(name, _by_x(param.shape), _placements(param, "a user's functions say"), "", owner)
-            for param, name, owner in zip(self._params, self.names, self.owners, strict=True)
-        ]
-
-    def report(self) -> list[str]:
-        return []
+        columns = zip(self.params, self.names, self.owners, strict=True)
+        return [_row(param, name, param.shape, "a user's functions say", (), owner) for param, name, owner in columns]
 
 
-def _by_x(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
-
-
-def _placements(param: Tensor, otherwise: str) -> str:
-    return ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else otherwise
+def _row(
+    param: Tensor, name: str, shape: Sequence[int], plain: str, ranks: Sequence[GlobalRank], owner: GlobalRank
+) -> Exchanged:
+    """``plain`` says how a tensor lies that is no DTensor."""
+    lies_as = ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else plain
+    return Exchanged(name, "x".join(map(str, shape)), lies_as, " ".join(map(str, ranks)), owner)
 
 
 def _lies(param: Tensor) -> tuple[Any, ...]:

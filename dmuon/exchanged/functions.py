@@ -20,7 +20,6 @@ from dmuon.exchanged.assignment import plan, planned_owners, whole_parcel
 from dmuon.exchanged.config import LAYOUTS
 from dmuon.exchanged.layouts import Layouts, lay_out
 from dmuon.exchanged.recipe import LayoutRecipe
-from dmuon.layout.parameters import ParameterLayout
 from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.torch_private import local_tensor
 
@@ -66,7 +65,13 @@ class GatherByLayout:
 
     def __call__(self, update: Tensor, dst_rank: GlobalRank, state: dict[str, Any]) -> Tensor | None:
         local = local_tensor(update).detach()
-        layouts, index = self._layouts(update, state)
+        layouts, index = _under_way(state) or self._single(update, state)
+        expected = local_tensor(layouts.params[index]).shape
+        if local.shape != expected:
+            raise RuntimeError(
+                f"gather_fn got a tensor of shape {tuple(local.shape)} for parameter {index} on rank {this_rank()}, "
+                f"whose part here is {tuple(expected)}"
+            )
         placed = layouts.placed[index]
         if placed is None:
             return local
@@ -75,22 +80,11 @@ class GatherByLayout:
         wholes = start_redistribution([parcel.to_owner], {0: local[None]}, domain, like, what).wait()
         return wholes[0][0] if wholes else None
 
-    def _layouts(self, update: Tensor, state: dict[str, Any]) -> tuple[Layouts, int]:
-        """Layouts, and the index in them of the tensor that ``gather_fn`` got."""
-        index: int | None = state.get("current_param_idx")
-        layouts: Layouts | None = state.get(LAYOUTS)
-        if index is None or layouts is None:
-            _, last = state.get(_SINGLE, (None, None))
-            layouts = lay_out(self.recipe, [update], ["update"], last=last)
-            state[_SINGLE] = index, layouts
-            return layouts, 0
-        shape, expected = local_tensor(update).shape, local_tensor(layouts.params[index]).shape
-        if shape != expected:
-            raise RuntimeError(
-                f"gather_fn got a tensor of shape {tuple(shape)} for parameter {index} on rank {this_rank()}, "
-                f"whose part here is {tuple(expected)}"
-            )
-        return layouts, index
+    def _single(self, update: Tensor, state: dict[str, Any]) -> tuple[Layouts, int]:
+        last, _ = state.get(_SINGLE, (None, 0))
+        layouts = lay_out(self.recipe, [update], ["update"], last=last)
+        state[_SINGLE] = layouts, 0
+        return layouts, 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +100,10 @@ class RedistributeByLayout:
     recipe: LayoutRecipe
 
     def __call__(self, update: Tensor | None, src_rank: GlobalRank, state: dict[str, Any]) -> Tensor:
-        placed, layouts, local = _last_gathered(state)
+        layouts, index = _under_way(state) or state.get(_SINGLE, (None, 0))
+        if layouts is None:
+            raise RuntimeError("redistribute_fn was called before gather_fn, which learns where the tensor lies")
+        placed, local = layouts.placed[index], local_tensor(layouts.params[index])
         if placed is None:
             assert update is not None
             return update
@@ -117,18 +114,8 @@ class RedistributeByLayout:
         return parts[0][0].to(local.dtype) if parts else local.new_empty(local.shape)
 
 
-def _last_gathered(state: Mapping[str, Any]) -> tuple[ParameterLayout | None, Layouts, Tensor]:
-    """Where the tensor lies that ``redistribute_fn`` is about, all layouts, and this rank's part of the parameter."""
+def _under_way(state: Mapping[str, Any]) -> tuple[Layouts, int] | None:
+    """The layouts of all parameters, and which of them a call is about; None without an assignment."""
     index: int | None = state.get("current_param_idx")
     layouts: Layouts | None = state.get(LAYOUTS)
-    if index is None or layouts is None:
-        gathered, layouts = state.get(_SINGLE, (None, None))
-        if layouts is None:
-            raise RuntimeError("redistribute_fn was called before gather_fn, which learns where the tensor lies")
-        if gathered != index:
-            raise RuntimeError(
-                f"redistribute_fn was called for parameter {index} after gather_fn for parameter {gathered}: call the "
-                "generated assign_fn in assign_fn, so that the layouts of all parameters are known"
-            )
-        index = 0
-    return layouts.placed[index], layouts, local_tensor(layouts.params[index])
+    return None if index is None or layouts is None else (layouts, index)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.group_grid import grid_of_groups
-from dmuon.comm.process_groups import ranks_of
+from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.functions import AssignByLayout, GatherByLayout, RedistributeByLayout
 from dmuon.exchanged.recipe import CHUNK_BYTES, SMALL_PARAM_NUMEL, LayoutOptions, LayoutRecipe
@@ -127,7 +127,7 @@ def create_devicemesh_config(
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a torch.distributed DeviceMesh, got {type(device_mesh).__name__}")
     options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold)
-    recipe = LayoutRecipe(grid_of_mesh(device_mesh, mesh_dim_names), shard_dims, options=options)
+    recipe = LayoutRecipe(grid_of_mesh(device_mesh, mesh_dim_names, this_rank()), shard_dims, options=options)
     config = _config(recipe, async_gpu_parallelism, prefetch_count)
     config.state["device_mesh"] = device_mesh
     return config

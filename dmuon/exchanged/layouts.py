@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.domain import Domain, make_domain
+from dmuon.comm.process_groups import this_rank
 from dmuon.exchanged.recipe import LayoutRecipe
 from dmuon.layout.parameters import ParameterLayout, place, place_dtensor, place_replicated
 from dmuon.layout.rank_grid import RankGrid
@@ -44,11 +45,6 @@ class Layouts:
     domains: Mapping[Ranks, Domain]
     whole: Domain | None
     plans: Mapping[Ranks, OwnerPlan] = field(default_factory=dict)
-
-    def where(self, param: Tensor) -> ParameterLayout | None:
-        """Where ``param`` lies; None for one that this rank has alone."""
-        pairs = zip(self.params, self.placed, strict=True)
-        return next((placed for other, placed in pairs if other is param), None)
 
     def members(self, domain: Domain) -> list[Tensor]:
         """The parameters that the ranks of ``domain`` share."""
@@ -87,7 +83,7 @@ def lay_out(
     if recipe.grid is None:
         placed, fault = _placed_alone(recipe, params, names)
     elif len(recipe.grid.ranks) == 1:
-        placed = place(params, names, recipe.grid, recipe.shard_dims, lambda item: [item])
+        placed = place(params, names, recipe.grid, this_rank(), recipe.shard_dims, lambda item: [item])
     else:
         whole = None if last is None else last.whole
         if whole is None or whole.ranks != tuple(sorted(recipe.grid.ranks)):
@@ -129,7 +125,7 @@ def _placed_alone(
         copies = recipe.copies.get(id(param))
         try:
             if isinstance(param, DTensor):
-                placed.append(place_dtensor(param, name))
+                placed.append(place_dtensor(param, name, this_rank()))
             else:
                 placed.append(None if copies is None else place_replicated(param, copies))
         except ValueError as error:
@@ -164,7 +160,7 @@ def _placed_on_grid(
     placed: list[ParameterLayout | None] = []
     fault: Exception | None = None
     try:
-        placed = place(params, names, grid, recipe.shard_dims, share)
+        placed = place(params, names, grid, this_rank(), recipe.shard_dims, share)
     except Exception as error:  # whatever a user's shard_dims raises
         if asked and not cut:
             raise  # all ranks do

@@ -17,7 +17,8 @@ from dmuon.kernels import update_scale
 from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.timing import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.batches import Batch, like_param
+from dmuon.step.batches import Batch
+from dmuon.step.parts import like_param
 from dmuon.step.update import Done, apply, folded, orthogonalize_whole
 
 __all__ = ["UserRound", "user_rounds"]
@@ -26,10 +27,13 @@ __all__ = ["UserRound", "user_rounds"]
 class UserRound:
     """At most one parameter of each owner: all are gathered, each owner orthogonalizes, all are redistributed.
 
+    A batch is one parameter, and its position the number of that.
+
     Where the ranks check what the functions gave for a parameter for the first time, a fault of one ends all of them.
     """
 
     exchanged = True
+    queue = 0  # one for all domains: the functions of every rank are called for all parameters in one order
 
     def __init__(
         self,
@@ -54,19 +58,19 @@ class UserRound:
         self._names = names
         self._rank = rank
         self._domain = domain
-        self._unproven = {_number(batch) for batch in batches}
+        self._unproven = {batch.position for batch in batches}
         self._gathered: dict[int, Result] = {}  # by number of the parameter
         self._parts: dict[int, Result] = {}
 
     def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
         self._gathered, self._parts = {}, {}  # a step before may have failed
         for batch in self.batches:
-            number, param = _number(batch), batch.params[0]
+            number, param = batch.position, batch.params[0]
             if id(param) not in present:
                 continue
             with timer.phase("momentum"):
                 update = folded(group, batch, [True])
-                update = like_param(param, update if batch.span is not None else update[0])
+                update = like_param(param, update if batch.is_stack else update[0])
             with timer.phase("exchange"), self._named("gather_fn", number):
                 self._gathered[number] = self._functions.gather(number, update, self._owners[number])
 
@@ -75,7 +79,7 @@ class UserRound:
         wholes = self._wholes(timer)
         updates: dict[int, Tensor | None] = {}
         for batch in self.batches:
-            number = _number(batch)
+            number = batch.position
             if number not in wholes:
                 continue
             whole = wholes.pop(number)
@@ -95,7 +99,7 @@ class UserRound:
         wholes: dict[int, Tensor | None] = {}
         fault: RuntimeError | None = None
         for batch in self.batches:
-            number, param = _number(batch), batch.params[0]
+            number, param = batch.position, batch.params[0]
             if number not in self._gathered:
                 continue
             with timer.phase("exchange"):
@@ -120,7 +124,7 @@ class UserRound:
         fault: RuntimeError | None = None
         with timer.phase("exchange"):
             for batch in self.batches:
-                number = _number(batch)
+                number = batch.position
                 if number not in self._parts:
                     continue
                 with self._named("redistribute_fn", number):
@@ -134,9 +138,9 @@ class UserRound:
         self._unproven -= self._parts.keys()
         self._parts = {}
         for batch in self.batches:
-            if _number(batch) in parts:
-                part = parts.pop(_number(batch))
-                update = part if batch.span is not None else part[None]
+            if batch.position in parts:
+                part = parts.pop(batch.position)
+                update = part if batch.is_stack else part[None]
                 apply(group, batch, batch.params, update.to(batch.momentum.dtype), timer, scale=1.0)
 
     def _named(self, function: str, number: int) -> AbstractContextManager[None]:
@@ -162,13 +166,8 @@ def _orthogonalized(group: Mapping[str, Any], batch: Batch, whole: Tensor, timer
     m, n = stack.shape[1:]
     ready = orthogonalize_whole(group, replace(batch, shape=(m, n)), stack.to(batch.momentum.dtype), timer)
     update = ready.update.to(batch.momentum.dtype) * update_scale(group["adjust_lr_fn"], (m, n))
-    labels = [(batch.params[0], i if batch.span is not None else None) for i in range(len(stack))]
+    labels = [(batch.params[0], i if batch.is_stack else None) for i in range(len(stack))]
     return update if whole.ndim == 3 else update[0], replace(ready.done, matrices=labels)
-
-
-def _number(batch: Batch) -> int:
-    assert batch.number is not None
-    return batch.number
 
 
 def user_rounds(
@@ -186,7 +185,7 @@ def user_rounds(
     rounds: list[list[Batch]] = []
     taken: dict[int, int] = {}
     for batch in batches:
-        owner = owners[_number(batch)]
+        owner = owners[batch.position]
         number = taken.get(owner, 0) if together else len(rounds)
         taken[owner] = number + 1
         if number == len(rounds):

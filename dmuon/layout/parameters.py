@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -31,40 +30,38 @@ class ParameterLayout:
     layout: ShardLayout
 
 
-def place_dtensor(param: DTensor, name: str) -> ParameterLayout:
+def place_dtensor(param: DTensor, name: str, rank: GlobalRank) -> ParameterLayout:
     """Where the elements of a DTensor lie, from its mesh and placements alone.
+
+    Args:
+        rank: whose local tensor ``param`` has.
 
     Raises:
         ValueError: for unreduced parts, a mesh without this rank or with a rank twice, and a local tensor of another
             shape than torch gives it.
     """
     mesh, placements = param.device_mesh, param.placements
+    ranks: list[GlobalRank] = mesh.mesh.flatten().tolist()
     about = f"parameter {name!r} is a DTensor with placements {placements} over ranks {mesh.mesh.tolist()}"
     if any(isinstance(placement, Partial) for placement in placements):
         raise ValueError(
             f"{about}: no rank has its elements before they are reduced; redistribute it to Shard or Replicate"
         )
-    here = mesh.get_coordinate()
-    if here is None:
+    if rank not in ranks:
         raise ValueError(
-            f"{about}, without this rank, {dist.get_rank()}; give each rank only the parameters that it has a part of"
+            f"{about}, without this rank, {rank}; give each rank only the parameters that it has a part of"
         )
-    wide = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-    sizes = [mesh.size(dim) for dim in wide]
     try:
-        layout = layout_of(param.shape, sizes, [placements[dim] for dim in wide])
+        layout = layout_of(param.shape, tuple(mesh.mesh.shape), placements)
     except ValueError as fault:
         raise ValueError(f"{about}: {fault}") from None
-    position = 0
-    for dim in wide:
-        position = position * mesh.size(dim) + here[dim]
-    expected, found = layout.pieces[position].shape, tuple(local_tensor(param).shape)
-    if expected != found:
+    expected, shape = layout.pieces[ranks.index(rank)].shape, tuple(local_tensor(param).shape)
+    if expected != shape:
         raise ValueError(
-            f"{about}: the local tensor of rank {dist.get_rank()} has shape {found}, torch's chunks have {expected}; "
+            f"{about}: the local tensor of rank {rank} has shape {shape}, torch's chunks have {expected}; "
             "make it with distribute_tensor, or pass plain shards with shard_dims=…"
         )
-    return _placed(mesh.mesh.flatten().tolist(), layout, about)
+    return _placed(ranks, layout, about)
 
 
 def place_replicated(param: Tensor, ranks: Sequence[GlobalRank]) -> ParameterLayout:
@@ -92,6 +89,7 @@ def place(
     params: Sequence[Tensor],
     names: Sequence[str],
     grid: RankGrid,
+    rank: GlobalRank,
     shard_dims: ShardDims | Callable[[Tensor], ShardDims] | None,
     share: Callable[[object], list[object]],
 ) -> list[ParameterLayout | None]:
@@ -102,6 +100,7 @@ def place(
     ``cp`` and the roles that ``shard_dims`` gives None. Along ``ep``, what nothing else is said of is independent.
 
     Args:
+        rank: whose parameters these are; one of ``grid.ranks``.
         shard_dims: of all plain parameters, or a function that says it of one.
         share: gathers one object from each of ``grid.ranks``, in their order; called once, and only where a plain
             parameter is cut.
@@ -113,21 +112,21 @@ def place(
     cut: dict[int, dict[int, int | None]] = {}
     for i, (param, name) in enumerate(zip(params, names, strict=True)):
         if isinstance(param, DTensor):
-            found = _with_copies(place_dtensor(param, name), name, grid)
+            layout = _with_copies(place_dtensor(param, name, rank), name, grid, rank)
         else:
             dims = _dims(param, name, grid, (shard_dims(param) if callable(shard_dims) else shard_dims) or {})
-            found = place_replicated(param, grid.line(GlobalRank(dist.get_rank()), dims))
+            layout = place_replicated(param, grid.line(rank, dims))
             if any(dim is not None for dim in dims.values()):
                 cut[i] = dims
-        placed.append(found if len(found.ranks) > 1 else None)
+        placed.append(layout if len(layout.ranks) > 1 else None)
     if cut:
         shapes = _shared_shapes([(names[i], tuple(params[i].shape)) for i in cut], grid, share)
         for (i, dims), of_param in zip(cut.items(), shapes, strict=True):
-            placed[i] = _place_shards(names[i], of_param, grid, dims)
+            placed[i] = _place_shards(names[i], of_param, grid, rank, dims)
     return placed
 
 
-def _with_copies(placed: ParameterLayout, name: str, grid: RankGrid) -> ParameterLayout:
+def _with_copies(placed: ParameterLayout, name: str, grid: RankGrid, rank: GlobalRank) -> ParameterLayout:
     """``placed`` with the copies along the dimensions of ``grid`` that it does not extend along."""
     about = f"parameter {name!r} is a DTensor over ranks {list(placed.ranks)}"
     if not set(placed.ranks) <= set(grid.ranks):
@@ -135,21 +134,20 @@ def _with_copies(placed: ParameterLayout, name: str, grid: RankGrid) -> Paramete
             f"{about}, but the given process groups join ranks {sorted(grid.ranks)}; give the group of each "
             "parallelism that shards or copies it (tp_pg=…, fsdp_pg=…, dp_pg=…)"
         )
-    here = GlobalRank(dist.get_rank())
     along = [
         dim
         for dim, role in enumerate(grid.roles)
-        if role != "ep" and set(grid.line(here, [dim])).isdisjoint({*placed.ranks} - {here})
+        if role != "ep" and set(grid.line(rank, [dim])).isdisjoint({*placed.ranks} - {rank})
     ]
     if not along:
         return placed
-    if not set(placed.ranks) <= set(grid.line(here, set(range(len(grid.sizes))) - set(along))):
+    if not set(placed.ranks) <= set(grid.line(rank, set(range(len(grid.sizes))) - set(along))):
         raise ValueError(
             f"{about}, which run across the process groups with roles {grid.roles}, extents {grid.sizes} and ranks "
             f"{list(grid.ranks)}; its mesh must be made of whole lines of them"
         )
     base = placed.layout
-    lines = [grid.line(rank, along) for rank in placed.ranks]
+    lines = [grid.line(holder, along) for holder in placed.ranks]
     copies = range(len(lines[0]))
     of_copy = max(base.replicas) + 1
     layout = ShardLayout(
@@ -186,10 +184,10 @@ def _dims(param: Tensor, name: str, grid: RankGrid, shard_dims: ShardDims) -> di
 
 
 def _shared_shapes(
-    mine: list[tuple[str, tuple[int, ...]]], grid: RankGrid, share: Callable[[object], list[object]]
+    own: list[tuple[str, tuple[int, ...]]], grid: RankGrid, share: Callable[[object], list[object]]
 ) -> list[list[tuple[int, ...]]]:
     """By parameter, the local shapes on all of ``grid.ranks``."""
-    shared = cast(list[list[tuple[str, tuple[int, ...]]]], share(mine))
+    shared = cast(list[list[tuple[str, tuple[int, ...]]]], share(own))
     names = [[name for name, _ in of_rank] for of_rank in shared]
     for rank, of_rank in zip(grid.ranks, names, strict=True):
         if of_rank != names[0]:
@@ -197,24 +195,23 @@ def _shared_shapes(
                 f"rank {rank} has sharded parameters {of_rank} and rank {grid.ranks[0]} has {names[0]}; give all "
                 "ranks the same parameters in one order, and the same shard_dims"
             )
-    return [[of_rank[i][1] for of_rank in shared] for i in range(len(mine))]
+    return [[of_rank[i][1] for of_rank in shared] for i in range(len(own))]
 
 
 def _place_shards(
-    name: str, shapes: Sequence[tuple[int, ...]], grid: RankGrid, dims: Mapping[int, int | None]
+    name: str, shapes: Sequence[tuple[int, ...]], grid: RankGrid, rank: GlobalRank, dims: Mapping[int, int | None]
 ) -> ParameterLayout:
     """Where the shards of a plain tensor lie, from the local shapes on all of ``grid.ranks``."""
-    here = GlobalRank(dist.get_rank())
     shape_of = dict(zip(grid.ranks, shapes, strict=True))
     sizes = [grid.sizes[i] for i in dims]
     apart = [i for i in range(len(grid.sizes)) if i not in dims]
-    found: dict[GlobalRank, ParameterLayout] = {}
-    for first in grid.line(here, apart):  # those that are none of this rank's as well: all ranks find the same faults
+    placed: dict[GlobalRank, ParameterLayout] = {}
+    for first in grid.line(rank, apart):  # other ranks' parameters as well, so that all ranks raise the same faults
         line = grid.line(first, dims)
         about = f"parameter {name!r} is a plain tensor over ranks {list(line)}"
         try:
-            layout = layout_from_shapes([shape_of[rank] for rank in line], sizes, list(dims.values()))
+            layout = layout_from_shapes([shape_of[holder] for holder in line], sizes, list(dims.values()))
         except ValueError as fault:
             raise ValueError(f"{about}: {fault}; give each rank its shard of one tensor, and shard_dims") from None
-        found[first] = _placed(line, layout, about)
-    return found[here]
+        placed[first] = _placed(line, layout, about)
+    return placed[rank]

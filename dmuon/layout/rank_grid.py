@@ -5,26 +5,48 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.layout.ranks import GlobalRank
 
-__all__ = ["COPIES", "ROLES", "RankGrid", "ShardDims", "grid_of_mesh"]
+__all__ = ["COPIES", "ROLES", "MeshDim", "RankGrid", "ShardDims", "grid_of_mesh", "mesh_dim"]
 
 ROLES = ("tp", "ep", "fsdp", "dp", "cp", "pp")  # what cuts a parameter first comes first
-COPIES = ("dp", "cp")  # ranks that hold copies unless told otherwise
-# The first row with a part of the name decides: "dp_shard" is fsdp, and "replicate" holds the letters of "ep".
-_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("dp", ("rep", "ddp")),
-    ("fsdp", ("fsdp", "hsdp", "shard")),
-    ("tp", ("tensor", "tp")),
-    ("cp", ("context", "cp")),
-    ("ep", ("expert", "ep")),
-    ("pp", ("pipe", "pp")),
-    ("dp", ("dp", "data")),
+
+
+@dataclass(frozen=True, slots=True)
+class MeshDim:
+    """What a dimension of a mesh is for.
+
+    Its ranks hold copies of the weights, shards of them, or parts that tensor, expert or pipeline parallelism made of
+    the model. A name such as ``dp`` tells only that they see other data: then who lays the weights out decides.
+    ``dedicate_params`` lays them out itself, and shards them; a plain tensor lies as its user made it, and is a copy
+    unless ``shard_dims`` tells how it is cut; a DTensor tells by its placements.
+
+    Attributes:
+        role: one of ``ROLES``.
+        parts: of names; the first row of the table with a part of the name decides.
+    """
+
+    role: str
+    weights: Literal["copies", "shards", "parts", "as laid out"]
+    parts: tuple[str, ...]
+
+
+_DIMS = (
+    MeshDim("dp", "copies", ("replicate",)),
+    MeshDim("dp", "as laid out", ("rep", "ddp")),  # before "ep", whose letters are in it
+    MeshDim("fsdp", "shards", ("fsdp", "hsdp", "shard")),  # before "dp": "dp_shard" shards
+    MeshDim("tp", "parts", ("tensor", "tp")),
+    MeshDim("ep", "parts", ("expert", "ep")),
+    MeshDim("pp", "parts", ("pipe", "pp")),
+    MeshDim("dp", "as laid out", ("dp", "data")),
+    MeshDim("cp", "copies", ("context", "cp")),  # ranks of one sequence
 )
+# Roles along which plain tensors are copies unless shard_dims tells otherwise.
+COPIES = frozenset(dim.role for dim in _DIMS if dim.weights in ("copies", "as laid out"))
 ShardDims = Mapping[str, int | None]  # by role, the dimension that it cuts; None where it holds copies
 
 
@@ -44,10 +66,10 @@ class RankGrid:
 
     def line(self, rank: GlobalRank, along: Iterable[int]) -> tuple[GlobalRank, ...]:
         """The ranks that differ from ``rank`` in the dimensions ``along`` only, in row-major order."""
-        here = self._coordinate(rank)
+        coordinate = self._coordinate(rank)
         free = set(along)
-        at = product(*(range(size) if i in free else (here[i],) for i, size in enumerate(self.sizes)))
-        return tuple(self.ranks[self._position(coordinate)] for coordinate in at)
+        line = product(*(range(size) if i in free else (coordinate[i],) for i, size in enumerate(self.sizes)))
+        return tuple(self.ranks[self._position(member)] for member in line)
 
     def _coordinate(self, rank: GlobalRank) -> tuple[int, ...]:
         rest = self.ranks.index(rank)
@@ -64,20 +86,20 @@ class RankGrid:
         return position
 
 
-def grid_of_mesh(mesh: DeviceMesh, names: Sequence[str]) -> RankGrid:
-    """The grid of a mesh of which every dimension has a name that tells its role.
+def grid_of_mesh(mesh: DeviceMesh, names: Sequence[str], rank: GlobalRank) -> RankGrid:
+    """The grid that ``rank`` is in, of a mesh of which every dimension has a name that tells its role.
 
     Raises:
-        ValueError: for a name that tells no role, another number of names than of dimensions, and a mesh without this
-            rank.
+        ValueError: for a name that tells no role, another number of names than of dimensions, and a mesh without
+            ``rank``.
     """
     if len(names) != mesh.ndim:
         raise ValueError(f"mesh has {mesh.ndim} dimensions and names {tuple(names)}; name each dimension once")
-    here = mesh.get_coordinate()
-    if here is None:
-        raise ValueError(f"mesh holds ranks {mesh.mesh.tolist()}, without this rank, {dist.get_rank()}")
+    coordinate: list[int] = (mesh.mesh == rank).nonzero().flatten().tolist()
+    if not coordinate:
+        raise ValueError(f"mesh holds ranks {mesh.mesh.tolist()}, without this rank, {rank}")
     roles = [_role_of(name) for name in names]
-    index: list[int | slice] = [at if role == "pp" else slice(None) for role, at in zip(roles, here, strict=True)]
+    index = [at if role == "pp" else slice(None) for role, at in zip(roles, coordinate, strict=True)]
     stage = mesh.mesh[tuple(index)]
     kept = [role for role in roles if role != "pp"]
     order = sorted(range(len(kept)), key=lambda dim: ROLES.index(kept[dim]))
@@ -89,11 +111,16 @@ def grid_of_mesh(mesh: DeviceMesh, names: Sequence[str]) -> RankGrid:
     )
 
 
+def mesh_dim(name: str) -> MeshDim | None:
+    """What the name of a mesh's dimension says that it is for; None where it says nothing."""
+    return next((dim for dim in _DIMS if any(part in name.lower() for part in dim.parts)), None)
+
+
 def _role_of(name: str) -> str:
-    for role, parts in _NAMES:
-        if any(part in name.lower() for part in parts):
-            return role
-    accepted = ", ".join(repr(part) for _, parts in _NAMES for part in parts)
+    dim = mesh_dim(name)
+    if dim is not None:
+        return dim.role
+    accepted = ", ".join(repr(part) for dim in _DIMS for part in dim.parts)
     raise ValueError(
         f"mesh dimension {name!r} has no known role; give it a name that contains one of {accepted} "
         "(init_device_mesh(…, mesh_dim_names=…))"

@@ -10,16 +10,12 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.layout.rank_grid import mesh_dim
 from dmuon.layout.ranks import GlobalRank
 
 __all__ = ["Coordinate", "Topology", "topology_of"]
 
-_CONTEXT = ("cp", "context", "context_parallel")  # ranks of one sequence: they hold the same weights
-_OTHER = {
-    "tp": "tensor", "tensor": "tensor", "tensor_parallel": "tensor",
-    "pp": "pipeline", "pipeline": "pipeline", "pipeline_parallel": "pipeline",
-    "ep": "expert", "expert": "expert", "expert_parallel": "expert",
-}  # fmt: skip
+_PARALLELISM = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -83,15 +79,15 @@ class Topology:
 def topology_of(mesh: DeviceMesh) -> Topology:
     """Replicas and shards of a data-parallel mesh, by the names of its dimensions.
 
-    A dimension whose name contains ``replicate``, or that is one of context parallelism (``cp``), replicates; the
-    others shard. Without names a 1-D mesh shards and a 2-D one is ``(replicate, shard)``.
+    A dimension whose name says that it holds copies (:class:`dmuon.layout.rank_grid.MeshDim`) replicates; the others
+    shard, ``dp`` among them. Without names a 1-D mesh shards and a 2-D one is ``(replicate, shard)``.
 
     Raises:
         ValueError: a dimension of another kind of parallelism, or more than two without names.
     """
-    roles = _roles(mesh)
-    dims = sorted(range(mesh.ndim), key=lambda i: roles[i] == "shard")  # replicas first, the rest in order
-    replicas = prod(mesh.size(i) for i in range(mesh.ndim) if roles[i] == "replicate")
+    weights = _weights(mesh)
+    dims = sorted(range(mesh.ndim), key=lambda i: weights[i] == "shards")  # replicas first, the rest in order
+    replicas = prod(mesh.size(i) for i in range(mesh.ndim) if weights[i] == "copies")
     grid: torch.Tensor = mesh.mesh.permute(dims).reshape(replicas, -1)
     where = {GlobalRank(rank): Coordinate(r, s) for r, row in enumerate(grid.tolist()) for s, rank in enumerate(row)}
     ranks = tuple(sorted(where))
@@ -100,7 +96,8 @@ def topology_of(mesh: DeviceMesh) -> Topology:
     return Topology(ranks, tuple(where[rank] for rank in ranks), replicas, grid.shape[1])
 
 
-def _roles(mesh: DeviceMesh) -> list[str]:
+def _weights(mesh: DeviceMesh) -> list[Literal["copies", "shards"]]:
+    """What the ranks along each dimension are to hold."""
     names = mesh.mesh_dim_names
     if names is None:
         if mesh.ndim > 2:
@@ -108,12 +105,16 @@ def _roles(mesh: DeviceMesh) -> list[str]:
                 f"mesh has {mesh.ndim} dimensions without names; name them: those that contain 'replicate' replicate, "
                 "the others shard"
             )
-        return ["replicate", "shard"][-mesh.ndim :]
+        unnamed: list[Literal["copies", "shards"]] = ["copies", "shards"]
+        return unnamed[-mesh.ndim :]
+    weights: list[Literal["copies", "shards"]] = []
     for name in names:
-        if name.lower() in _OTHER:
+        dim = mesh_dim(name)
+        if dim is not None and dim.weights == "parts":
             raise ValueError(
-                f"mesh dimension {name!r} is one of {_OTHER[name.lower()]} parallelism; pass the data-parallel "
+                f"mesh dimension {name!r} is one of {_PARALLELISM[dim.role]} parallelism; pass the data-parallel "
                 "dimensions only, for example mesh['replicate', 'shard'] (tensor parallelism is read off the "
                 "parameters; pipeline stages and expert groups are dedicated on their own)"
             )
-    return ["replicate" if "replicate" in name or name.lower() in _CONTEXT else "shard" for name in names]
+        weights.append("copies" if dim is not None and dim.weights == "copies" else "shards")
+    return weights

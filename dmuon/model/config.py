@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dmuon.model.matrix_shape import MatrixShape
+from dmuon.model.transformers_config import read_with_transformers, transformers_or_none
+from dmuon.platform.files import UnreadableFile, read_json
 from dmuon.platform.options import is_integer
 
-__all__ = ["config_path", "read_model"]
+__all__ = ["ModelConfig", "matrices_of", "read_model"]
 
 
 def read_model(path: str | Path) -> list[MatrixShape]:
@@ -30,55 +31,58 @@ def read_model(path: str | Path) -> list[MatrixShape]:
         ValueError: the file cannot be read or is not JSON, its architecture is unknown, or a field is missing or
             ill-typed; the message names file, field and remedy.
     """
-    path = config_path(path)
-    data = _load(path)
-    kind = data.get("model_type")
-    if not isinstance(kind, str):
-        raise ValueError(f"{path}: field 'model_type' is {kind!r}; use one of {_known()}")
-    if kind in _READERS:
-        return list(_READERS[kind](_Config(path, data)))
-    from dmuon.model.transformers_config import read_with_transformers, transformers_or_none  # which needs MatrixShape
+    return matrices_of(ModelConfig.load(path))
 
+
+def matrices_of(config: ModelConfig) -> list[MatrixShape]:
+    """The matrices of :func:`read_model`, of a file that is read already."""
+    kind = config.data.get("model_type")
+    names = ", ".join(sorted(_READERS))
+    if not isinstance(kind, str):
+        raise ValueError(f"{config.path}: field 'model_type' is {kind!r}; use one of {names}")
+    if kind in _READERS:
+        return list(_READERS[kind](config))
     transformers = transformers_or_none()
     if transformers is None:
         raise ValueError(
-            f"{path}: field 'model_type' is {kind!r}; use one of {_known()}, install transformers, which knows others, "
-            "or time its shapes with dmuon-profile --shapes"
+            f"{config.path}: field 'model_type' is {kind!r}; use one of {names}, install transformers, which knows "
+            "others, or time its shapes with dmuon-profile --shapes"
         )
-    return read_with_transformers(transformers, path, data)
-
-
-def config_path(path: str | Path) -> Path:
-    """The file that ``path`` stands for: itself, or the ``config.json`` in it."""
-    path = Path(path)
-    return path / "config.json" if path.is_dir() else path
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; pass a model's config.json, or the folder that holds it") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); pass a model's config.json") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON ({error}); pass a model's config.json") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: holds {type(data).__name__}, not an object; pass a model's config.json")
-    return data
-
-
-def _known() -> str:
-    return ", ".join(sorted(_READERS))
+    return read_with_transformers(transformers, config.path, config.data)
 
 
 @dataclass(frozen=True, slots=True)
-class _Config:
-    """Fields of one JSON object, checked as they are read."""
+class ModelConfig:
+    """Fields of one JSON object, checked as they are read.
+
+    Attributes:
+        path: the file, for messages.
+        data: the fields.
+        prefix: where in the file the object is; empty at its top.
+    """
 
     path: Path
     data: Mapping[str, Any]
-    where: str = ""
+    prefix: str = ""
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelConfig:
+        """Read a file, or the ``config.json`` of a folder.
+
+        Raises:
+            ValueError: it cannot be read or is no JSON object; names file and remedy.
+        """
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            data = read_json(path)
+        except UnreadableFile as error:
+            raise ValueError(f"{path}: {error}; pass a model's config.json, or the folder that holds it") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; pass a model's config.json") from None
+        if not isinstance(data, dict):
+            raise ValueError(f"{path}: holds {type(data).__name__}, not an object; pass a model's config.json")
+        return cls(path, data)
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         """A whole number; ``default`` replaces a field that is missing or null."""
@@ -90,12 +94,14 @@ class _Config:
         self.check(name, value >= least, f"at least {least}", value)
         return value
 
-    def flag(self, name: str) -> bool:
-        value = self.data.get(name)
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        """True or false; ``default`` replaces a field that is missing."""
+        value = self.data.get(name, default)
         self.check(name, isinstance(value, bool), "true or false", value)
         return bool(value)
 
     def text(self, name: str) -> str:
+        """A string that is not empty."""
         value = self.data.get(name)
         self.check(name, isinstance(value, str) and value != "", "a non-empty string", value)
         return str(value)
@@ -113,7 +119,8 @@ class _Config:
         )
         return list(value)
 
-    def objects(self, name: str) -> list[_Config]:
+    def objects(self, name: str) -> list[ModelConfig]:
+        """A list of objects that is not empty."""
         value = self.data.get(name)
         self.check(
             name,
@@ -121,15 +128,16 @@ class _Config:
             "a non-empty list of objects",
             value,
         )
-        return [_Config(self.path, item, f"{name}[{i}].") for i, item in enumerate(value or [])]
+        return [ModelConfig(self.path, item, f"{name}[{i}].") for i, item in enumerate(value or [])]
 
     def check(self, name: str, holds: bool, what: str, value: object) -> None:
+        """Refuse ``value`` of field ``name`` unless it ``holds``: the field must be ``what``."""
         if not holds:
             state = "is missing" if name not in self.data else f"is {value!r}"
-            raise ValueError(f"{self.path}: field '{self.where}{name}' {state}; set it to {what}")
+            raise ValueError(f"{self.path}: field '{self.prefix}{name}' {state}; set it to {what}")
 
 
-def _decoder(config: _Config) -> Iterator[MatrixShape]:
+def _decoder(config: ModelConfig) -> Iterator[MatrixShape]:
     """Llama, Mistral, Qwen2 and Qwen3: attention and a gated MLP."""
     hidden, inner = config.integer("hidden_size"), config.integer("intermediate_size")
     for layer in range(config.integer("num_hidden_layers")):
@@ -138,7 +146,7 @@ def _decoder(config: _Config) -> Iterator[MatrixShape]:
         yield from _gated_mlp(block, "mlp", hidden, inner)
 
 
-def _qwen3_moe(config: _Config) -> Iterator[MatrixShape]:
+def _qwen3_moe(config: ModelConfig) -> Iterator[MatrixShape]:
     hidden, experts = config.integer("hidden_size"), config.integer("num_experts")
     step, dense = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
     for layer in range(config.integer("num_hidden_layers")):
@@ -150,7 +158,7 @@ def _qwen3_moe(config: _Config) -> Iterator[MatrixShape]:
             yield from _experts(block, hidden, experts, config.integer("moe_intermediate_size"))
 
 
-def _deepseek_v3(config: _Config) -> Iterator[MatrixShape]:
+def _deepseek_v3(config: ModelConfig) -> Iterator[MatrixShape]:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     experts, inner = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
     if config.integer("moe_layer_freq", 1) != 1:
@@ -168,7 +176,7 @@ def _deepseek_v3(config: _Config) -> Iterator[MatrixShape]:
             yield from _gated_mlp(block, "mlp.shared_experts", hidden, inner * shared)
 
 
-def _gpt2(config: _Config) -> Iterator[MatrixShape]:
+def _gpt2(config: ModelConfig) -> Iterator[MatrixShape]:
     hidden = config.integer("n_embd")
     inner = config.integer("n_inner", 4 * hidden)
     for layer in range(config.integer("n_layer")):
@@ -180,12 +188,12 @@ def _gpt2(config: _Config) -> Iterator[MatrixShape]:
         yield _matrix(block, "mlp.c_proj", hidden, inner)
 
 
-def _towers(config: _Config) -> Iterator[MatrixShape]:
+def _towers(config: ModelConfig) -> Iterator[MatrixShape]:
     names = set()
     for tower in config.objects("towers"):
         name = tower.text("name")
         if name in names:
-            raise ValueError(f"{config.path}: field '{tower.where}name' repeats {name!r}; name each tower once")
+            raise ValueError(f"{config.path}: field '{tower.prefix}name' repeats {name!r}; name each tower once")
         names.add(name)
         hidden, inner = tower.integer("hidden_size"), tower.integer("intermediate_size")
         gated = tower.flag("gated_mlp")
@@ -199,7 +207,7 @@ def _towers(config: _Config) -> Iterator[MatrixShape]:
                 yield _matrix(block, "mlp.fc2", hidden, inner)
 
 
-def _attention(config: _Config, block: str) -> Iterator[MatrixShape]:
+def _attention(config: ModelConfig, block: str) -> Iterator[MatrixShape]:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     shared = config.integer("num_key_value_heads", heads)
     width = config.integer("head_dim", _even_share(config, hidden, heads))
@@ -209,7 +217,7 @@ def _attention(config: _Config, block: str) -> Iterator[MatrixShape]:
     yield _matrix(block, "self_attn.o_proj", hidden, heads * width)
 
 
-def _even_share(config: _Config, hidden: int, heads: int) -> int | None:
+def _even_share(config: ModelConfig, hidden: int, heads: int) -> int | None:
     """The head width that a config without ``head_dim`` implies."""
     if config.data.get("head_dim") is not None:
         return None
@@ -217,7 +225,7 @@ def _even_share(config: _Config, hidden: int, heads: int) -> int | None:
     return hidden // heads
 
 
-def _latent_attention(config: _Config, block: str, hidden: int, heads: int) -> Iterator[MatrixShape]:
+def _latent_attention(config: ModelConfig, block: str, hidden: int, heads: int) -> Iterator[MatrixShape]:
     rope, plain = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
     value, latent = config.integer("v_head_dim"), config.integer("kv_lora_rank")
     # A null rank is how a config says that the query projection is not factored.
@@ -248,7 +256,7 @@ def _matrix(block: str, name: str, rows: int, cols: int) -> MatrixShape:
     return MatrixShape(f"{block}.{name}.weight", rows, cols, block)
 
 
-_READERS: Mapping[str, Callable[[_Config], Iterator[MatrixShape]]] = {
+_READERS: Mapping[str, Callable[[ModelConfig], Iterator[MatrixShape]]] = {
     "llama": _decoder,
     "mistral": _decoder,
     "qwen2": _decoder,

@@ -45,7 +45,7 @@ def clip_grad_norm_(
             with an element that is not zero.
         error_if_nonfinite: raise, and change no gradient, when the total is infinite or NaN.
         foreach: False: one kernel per tensor; True: torch's foreach kernels, or an error on a device without;
-            None: these kernels where there are any.
+            None: these kernels if the device has them.
         pp_mesh: 1-D mesh over pipeline stages, whose gradients then count together. Each rank passes the parameters of
             its own stage, and takes part also when they have no gradients; one that two stages share counts in both.
 
@@ -114,7 +114,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
 
 
 def _gradients(parameters: Tensor | Iterable[Tensor], foreach: bool | None) -> list[Tensor]:
-    """Those that exist, in order, each of which can be clipped."""
+    """The gradients of ``parameters``, in order, after a check that each can be clipped."""
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not tensors and isinstance(parameters, types.GeneratorType):
         warnings.warn(
@@ -159,14 +159,14 @@ def _total_norm(grads: Sequence[Tensor], order: float, foreach: bool | None, pp_
         device = mesh_device(pp_mesh.device_type)
     else:
         device = local_tensor(grads[0]).device
-    where: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
+    by_split: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for number, grad in enumerate(grads):
-        where.setdefault(_split_over(number, grad), []).append(grad)
+        by_split.setdefault(_split_over(number, grad), []).append(grad)
     terms = [torch.full((1,), _absent(order), dtype=torch.float64, device=device)]
-    for place, members in where.items():
+    for split, members in by_split.items():
         term = torch.cat([_terms(same, order, foreach).to(device) for same in _by_kind(members)])
-        if place is not None:
-            mesh, dims = place
+        if split is not None:
+            mesh, dims = split
             for dim in dims:
                 _all_reduce(term, order, mesh.get_group(dim))
         terms.append(term)
@@ -179,7 +179,7 @@ def _total_norm(grads: Sequence[Tensor], order: float, foreach: bool | None, pp_
 
 
 def _split_over(number: int, grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """Mesh and the dimensions over which the local tensors are parts of a whole; None where this rank has it all."""
+    """The mesh dimensions over which local tensors are parts of the whole; None if this rank has all of ``grad``."""
     if not isinstance(grad, DTensor):
         return None
     mesh = grad.device_mesh
@@ -189,9 +189,9 @@ def _split_over(number: int, grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]]
     return (mesh, dims) if dims else None
 
 
-# A term is what one tensor, or a part of it, adds to the norm: its largest or smallest magnitude for an infinite order,
-# the number of elements that are not zero for order 0, else the sum of powers. In fp64, so that joining terms neither
-# overflows nor rounds where torch's single process does not.
+# A term is what one tensor, or a part of it, adds to the norm: for an infinite order its largest or smallest magnitude,
+# for order 0 the number of elements that are not zero, otherwise the sum of powers. Terms are fp64: joining them then
+# neither overflows nor rounds where torch's norm in a single process does not.
 
 
 def _absent(order: float) -> float:
@@ -203,21 +203,21 @@ def _terms(locals_: Sequence[Tensor], order: float, foreach: bool | None) -> Ten
     """What each of ``n`` tensors of one device and dtype adds, ``(n,)``."""
     device = locals_[0].device
     dtype = torch.promote_types(locals_[0].dtype, torch.float32)
-    held = [local for local in locals_ if local.numel()]
-    if not held:
+    nonempty = [local for local in locals_ if local.numel()]
+    if not nonempty:
         return torch.full((len(locals_),), _absent(order), dtype=torch.float64, device=device)
     if foreach is False:
-        norms = [torch.linalg.vector_norm(local, order, dtype=dtype) for local in held]
+        norms = [torch.linalg.vector_norm(local, order, dtype=dtype) for local in nonempty]
     else:
-        norms = list(torch._foreach_norm(held, order, dtype=dtype))
+        norms = list(torch._foreach_norm(nonempty, order, dtype=dtype))
     terms = torch.stack(norms).double()
     if order != 0 and math.isfinite(order):
         terms = terms.pow(order)
-    if len(held) == len(locals_):
+    if len(nonempty) == len(locals_):
         return terms
     absent = torch.full((), _absent(order), dtype=torch.float64, device=device)
-    found = iter(terms.unbind())
-    return torch.stack([next(found) if local.numel() else absent for local in locals_])
+    present = iter(terms.unbind())
+    return torch.stack([next(present) if local.numel() else absent for local in locals_])
 
 
 def _join(terms: Tensor, order: float) -> Tensor:
@@ -232,17 +232,17 @@ def _all_reduce(terms: Tensor, order: float, group: dist.ProcessGroup) -> None:
     if math.isfinite(order):
         dist.all_reduce(terms, group=group)
         return
-    # A backend's MAX and MIN of floats may drop NaN, as gloo's do. The bits of positive floats order as they do, NaN
-    # last.
+    # MAX and MIN of floats may drop NaN, as gloo's do. The bits of positive floats, as integers, have the same order,
+    # and NaN is the largest.
     bits = terms.abs().view(torch.int64)
     keys = bits if order > 0 else torch.where(terms.isnan(), _LARGEST, -bits)
     dist.all_reduce(keys, dist.ReduceOp.MAX, group=group)
-    found = keys if order > 0 else torch.where(keys == _LARGEST, keys, -keys)
-    terms.copy_(found.view(torch.float64))
+    bits = keys if order > 0 else torch.where(keys == _LARGEST, keys, -keys)
+    terms.copy_(bits.view(torch.float64))
 
 
 def _over_stages(total: Tensor, order: float, present: bool, pp_mesh: DeviceMesh) -> Tensor:
-    """The term of all stages together, ``()``; of a stage without gradients, nothing."""
+    """The term of all stages together, ``()``. Stages without gradients add nothing."""
     group = pp_mesh.get_group()
     terms = total.reshape(1)
     _all_reduce(terms, order, group)

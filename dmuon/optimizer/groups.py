@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from dmuon.dedicated.dedicate import dedications
+from dmuon.dedicated.dedication import dedication_of, dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import coefficient_sequence, update_scale
 from dmuon.model.names import canonical_fqn
@@ -21,8 +21,8 @@ from dmuon.model.routing import Select, route_parameters
 from dmuon.platform.torch_private import flattened_by_fsdp1, replicate_group, unwrapped_for_ddp
 
 __all__ = [
-    "ADAMW_OPTIONS", "MUON_OPTIONS", "check_group", "groups_from", "inside_ddp", "names_of", "param_groups",
-    "replicated_by_ddp",
+    "ADAMW_OPTIONS", "MUON_OPTIONS", "check_group", "groups_from", "inside_ddp", "names_in", "names_of",
+    "param_groups", "replicated_by_ddp",
 ]  # fmt: skip
 
 MUON_OPTIONS = (
@@ -48,11 +48,10 @@ def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[st
     Raises:
         ValueError: no matrix was selected; ``select`` beside ``dedicate_params``, which has routed already.
     """
-    found = dedications(model)
-    if found:
+    if dedications(model):
         if select is not None:
             raise ValueError("select: dedicate_params has routed this model already; pass select to dedicate_params")
-        if "_dmuon_dedication" not in model.__dict__:
+        if dedication_of(model) is None:
             raise ValueError(
                 "dedicate_params was called on a part of this model only; call it on the whole model, or pass groups"
             )
@@ -82,7 +81,7 @@ def _groups(muon: Sequence[Tensor], matrices: Sequence[Tensor], vectors: Sequenc
 def groups_from(
     params: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]], select: Select | None
 ) -> list[dict[str, Any]]:
-    """What the user passed to ``Muon``, as groups with a ``use_muon`` flag each."""
+    """What the user passed to ``Muon``, as groups that each have a ``use_muon`` flag."""
     if isinstance(params, nn.Module):
         return param_groups(params, select)
     if select is not None:
@@ -111,8 +110,8 @@ def groups_from(
     for param in matrices:
         if param.ndim > 2:
             raise ValueError(
-                f"a parameter has shape {tuple(param.shape)}: whether that is a stack of matrices nobody can see; pass "
-                "groups, with use_muon=True for stacks (e, m, n) and use_muon=False for anything else"
+                f"a parameter has shape {tuple(param.shape)}: dmuon cannot tell whether that is a stack of matrices; "
+                "pass groups, with use_muon=True for stacks (e, m, n) and use_muon=False for anything else"
             )
     if vectors:
         _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", len(vectors))
@@ -120,14 +119,28 @@ def groups_from(
 
 
 def names_of(params: object) -> dict[int, str]:
-    """Canonical names of a module's parameters, by ``id``; nothing for anything else."""
+    """Canonical names of a module's parameters, by ``id``; empty for anything but a module."""
     if not isinstance(params, nn.Module):
         return {}
     return {id(p): canonical_fqn(name) for name, p in inside_ddp(params).named_parameters()}
 
 
+def names_in(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> dict[int, str]:
+    """A name for each parameter of ``groups``, by ``id``.
+
+    Args:
+        names: what :func:`names_of` knows.
+    """
+    named: dict[int, str] = {}
+    for g, group in enumerate(groups):
+        for i, param in enumerate(group["params"]):
+            name = param.fqn if isinstance(param, OwnedTensor) else names.get(id(param))
+            named[id(param)] = name or f"parameter {i} of group {g}"
+    return named
+
+
 def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
-    """What ``DistributedDataParallel`` or ``replicate`` has wrapped in a module, by ``id``: the group of the copies."""
+    """The group over which ``DistributedDataParallel`` or ``replicate`` copies a parameter, by ``id``."""
     if not isinstance(params, nn.Module):
         return {}
     groups = [(module, replicate_group(module)) for module in params.modules()]
@@ -135,7 +148,7 @@ def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
 
 
 def inside_ddp(model: nn.Module) -> nn.Module:
-    """What a ``DistributedDataParallel`` wraps."""
+    """The module that a ``DistributedDataParallel`` wraps; any other module itself."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner: nn.Module = model.module
         return inner
@@ -143,20 +156,20 @@ def inside_ddp(model: nn.Module) -> nn.Module:
 
 
 def _ordered(params: set[Any] | frozenset[Any]) -> list[Tensor]:
-    """A set has no order that all ranks share; owned parameters carry one."""
+    """``params`` in an order that all ranks share: a set has none, but owned parameters have names."""
     if not all(isinstance(p, OwnedTensor) for p in params):
         raise TypeError("params is a set, whose order differs between ranks; pass a list, or owned_parameters(model)")
-    return sorted(params, key=lambda p: (p.runtime.name, p.fqn))  # several dedicated models may share names
+    return sorted(params, key=lambda p: (p.keeper.name, p.fqn))  # several dedicated models may share names
 
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise ValueError or TypeError for an option or a parameter that the group's route cannot take."""
     use_muon = group["use_muon"]
-    known = MUON_OPTIONS if use_muon else ADAMW_OPTIONS
+    options = MUON_OPTIONS if use_muon else ADAMW_OPTIONS
     for name in group:
-        if name not in (*known, "params", "use_muon", "initial_lr", "param_names"):
+        if name not in (*options, "params", "use_muon", "initial_lr", "param_names"):
             route = "Muon" if use_muon else "AdamW"
-            raise ValueError(f"option {name!r} is unknown to a {route} group; it takes {', '.join(known)}")
+            raise ValueError(f"option {name!r} is unknown to a {route} group; it takes {', '.join(options)}")
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr must have one element, got a tensor of shape {tuple(lr.shape)}")
@@ -188,7 +201,7 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
 
 
 def _check_param(param: Tensor, use_muon: bool) -> None:
-    name = getattr(param, "fqn", f"of shape {tuple(param.shape)}")
+    name = param.fqn if isinstance(param, OwnedTensor) else f"of shape {tuple(param.shape)}"
     if use_muon and flattened_by_fsdp1(param):
         raise ValueError(f"parameter {name} {_FLATTENED}")
     if use_muon and unwrapped_for_ddp(param):

@@ -1,9 +1,10 @@
-"""The optimizer's state on its way out of and into state dicts; both are collective on owned matrices."""
+"""The momentum of an optimizer's matrices: what its state shows of it, and its way into and out of state dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,201 +12,185 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree
-from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
-from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_dict import describe
-from dmuon.layout.parameters import place_dtensor
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.adamw import init_adamw_state
-from dmuon.step.batches import Batch, like_param
+from dmuon.step.residency import Residency
 
-if TYPE_CHECKING:
-    from dmuon.optimizer.muon import Muon
-
-__all__ = ["MOMENTUM", "adopt_loaded_state", "even_momentum", "load_momentum", "show_momentum"]
+__all__ = ["MOMENTUM", "Momentum"]
 
 MOMENTUM = "momentum_buffer"
 
-
-def _momentum_view(param: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(param, OwnedTensor):
-        return like_param(param, local)
-    assert param.runtime is not None
-    return param.runtime.entry_of(param).like_rest(local, f"{param.fqn}.{MOMENTUM}")
+_State = MutableMapping[Any, Any]  # `optimizer.state`: a dict of values by parameter
 
 
-def _momentum_dtype(param: Tensor) -> torch.dtype:
-    return torch.promote_types(param.dtype, torch.float32)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Row:
+    """The momentum of one parameter.
 
-
-def show_momentum(optimizer: Muon, group: dict[str, Any], batches: Sequence[Batch]) -> None:
-    """Make ``state`` show the rows of the stacks, in the order of the group: ranks own different ones."""
-    rows = _momentum_rows(batches)
-    for param in group["params"]:
-        row = rows.get(id(param))
-        if row is None:
-            local = local_tensor(param)
-            row = local.new_empty(local.shape, dtype=_momentum_dtype(param))
-        view = _momentum_view(param, row)
-        optimizer.state[param][MOMENTUM] = optimizer._shown[id(param)] = view
-
-
-def adopt_replaced_momentum(optimizer: Muon, group: dict[str, Any], batches: Sequence[Batch]) -> None:
-    """Take over momentum that was put into ``state`` instead of being edited there; cleared state is zero.
-
-    Collective for DTensors that lie otherwise than their parameters.
-
-    Raises:
-        ValueError: it has another shape.
+    Attributes:
+        name: of the parameter, quoted.
+        local: this rank's part in fp32 (or wider), shaped as the local tensor. Without elements if it has none.
     """
-    replaced = [p for p in group["params"] if optimizer.state[p].get(MOMENTUM) is not optimizer._shown.get(id(p))]
-    if not replaced:
-        return
-    rows = _momentum_rows(batches)
-    for param in replaced:
-        _store(param, optimizer.state[param].get(MOMENTUM), rows.get(id(param)), _name(optimizer, param))
-    show_momentum(optimizer, group, batches)
+
+    param: Tensor
+    name: str
+    residency: Residency
+    local: Tensor
+
+    def store(self, value: Tensor | None) -> None:
+        """Make ``value`` the momentum, or zeros if there is none. Collective where its layout differs.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        if value is None:
+            self.local.zero_()
+            return
+        shape = self.param.shape
+        if value.shape != shape and (isinstance(value, DTensor) or value.shape != self.local.shape):
+            raise ValueError(f"momentum of {self.name} has shape {tuple(value.shape)}, not {tuple(shape)}")
+        self.local.copy_(self.residency.part_of(self.param, value, self.name))
 
 
-def _momentum_rows(batches: Sequence[Batch]) -> dict[int, Tensor]:
-    """By ``id`` of the parameter, its momentum, shaped as what lies here."""
-    rows: dict[int, Tensor] = {}
-    for batch in batches:
-        if batch.span is not None:
-            assert batch.stack is not None
-            rows[id(batch.params[0])] = batch.stack
-        else:
-            rows.update((id(p), row) for p, row in zip(batch.params, batch.momentum, strict=True))
-    return rows
+class Momentum:
+    """The momentum of all matrices, which lies in the stacks of the batches.
 
+    ``optimizer.state`` shows it parameter by parameter, as views of the stacks. Users may edit these in place, replace
+    them or clear the state: :meth:`adopt` takes over what they put there. It holds no optimizer, so that dropping an
+    optimizer frees its memory at once.
 
-def keep_momentum(params: Sequence[Tensor], batches: Sequence[Batch], kept: Mapping[int, Tensor | None]) -> None:
-    """Put momentum of before into new batches; where the layout of its parameter changed, it follows. Collective."""
-    rows = _momentum_rows(batches)
-    for param in params:
-        old = kept.get(id(param))
-        if old is not None:
-            _store(param, old, rows.get(id(param)), f"a parameter of shape {tuple(param.shape)}")
-
-
-def _store(param: Tensor, value: Tensor | None, row: Tensor | None, name: str) -> None:
-    """Make ``value``, zero if there is none, the momentum in ``row``, which is None where nothing lies."""
-    part = None if value is None else _part_here(param, value, name)
-    if row is not None:
-        row.zero_() if part is None else row.copy_(part)
-
-
-def _part_here(param: Tensor, value: Tensor, name: str) -> Tensor:
-    """This rank's part of momentum: of a DTensor or a whole tensor, or the part itself.
-
-    Collective for DTensors that lie otherwise than ``param``, also on ranks where nothing of them lies.
-
-    Raises:
-        ValueError: it has another shape.
+    Attributes:
+        shown: by ``id`` of the parameter, what ``state`` shows. Its version counts the edits of the momentum.
     """
-    here = local_tensor(param)
-    if value.shape != param.shape and (isinstance(value, DTensor) or value.shape != here.shape):
-        raise ValueError(f"momentum of {name} has shape {tuple(value.shape)}, not {tuple(param.shape)}")
-    if isinstance(param, OwnedTensor):
-        if isinstance(value, OwnedTensor) and value.owner == param.owner:
-            return local_tensor(value)
-        if value.shape != param.shape:
-            return value
-        assert param.runtime is not None
-        return even_to_owned(value, param.runtime.entry_of(param), param.runtime.comm, _momentum_dtype(param))
-    if isinstance(value, DTensor):
-        if _layout(value) == _layout(param):
-            return local_tensor(value)
-        value = value.full_tensor()  # by way of no other placements: torch does not convert into strided shards
-    if value.shape == here.shape:
-        return value
-    assert isinstance(param, DTensor)  # of anything else all of it lies here
-    placed = place_dtensor(param, name)
-    part = value.new_empty(here.shape)
-    for local, there in placed.layout.pieces[placed.ranks.index(dist.get_rank())].blocks():
-        part[local] = value[there]
-    return part
 
+    def __init__(self) -> None:
+        self.shown: dict[int, Tensor] = {}
+        self._rows: list[_Row] = []
+        self._residencies: list[Residency] = []
 
-def _layout(tensor: Tensor) -> object:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    def lay_out(
+        self,
+        residencies: Sequence[Residency],
+        params: Iterable[Tensor],
+        names: Mapping[int, str],
+        stacked: Mapping[int, Tensor],
+        state: _State,
+    ) -> None:
+        """Move the momentum that ``state`` has into new stacks. Collective where the layout of a parameter changed.
 
+        Args:
+            params: of Muon, in the order of the groups, which is the same on all ranks.
+            names: by ``id`` of the parameter.
+            stacked: by ``id``, this rank's momentum, for all parameters of which it has any.
+        """
+        residency_of = {id(param): residency for residency in residencies for param in residency.params}
+        rows = []
+        for param in params:
+            local = stacked.get(id(param))
+            if local is None:
+                local = local_tensor(param)
+                local = local.new_empty(local.shape, dtype=torch.promote_types(param.dtype, torch.float32))
+            row = _Row(param, repr(names[id(param)]), residency_of[id(param)], local)
+            rows.append(row)
+            value = state[param].get(MOMENTUM) if param in state else None
+            if value is not None:
+                row.store(value)
+        self._residencies, self._rows = list(residencies), rows
+        self.shown.clear()
+        self._show(rows, state)
 
-def even_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """On the way out owned momentum is an even row-sharded DTensor, and the rest lies as it does. Collective."""
-    muon = cast("Muon", optimizer)
-    for group, batches in zip(muon.param_groups, muon._batches, strict=True):
-        if group["use_muon"]:
-            adopt_replaced_momentum(muon, group, batches)
-    params = [p for group in muon.param_groups for p in group["params"]]
-    state = {}
-    for index, param in enumerate(params):  # in one order on all ranks, for us and for whoever gathers the result
-        values = muon.state.get(param)
-        if values is None:
-            continue
-        momentum = values.get(MOMENTUM)
-        if isinstance(param, OwnedTensor):
-            assert param.runtime is not None
-            runtime = param.runtime
-            momentum = owned_to_even(local_tensor(momentum), runtime.entry_of(param), runtime.comm)
-        elif momentum is not None:
-            momentum = momentum.clone()  # not a view that saves the whole stack
-        state[index] = values if momentum is None else {**values, MOMENTUM: momentum}
-    return {**state_dict, "state": state}
+    def _show(self, rows: Sequence[_Row], state: _State) -> None:
+        for row in rows:
+            state[row.param][MOMENTUM] = self.shown[id(row.param)] = row.residency.shown(row.param, row.local)
 
+    def adopt(self, state: _State) -> None:
+        """Take over momentum that was put into ``state`` instead of being edited there; zeros where it was cleared.
 
-def load_momentum(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """On the way in momentum goes straight into the stacks; what has none begins at zero. Collective.
+        Collective for DTensors that lie otherwise than their parameters.
 
-    ``torch.optim.Optimizer`` would cast it to the dtype of the parameter, which may be a half.
-    """
-    muon = cast("Muon", optimizer)
-    saved_groups = state_dict["param_groups"]
-    fault = _group_mismatch(saved_groups, muon.param_groups)
-    # State is keyed by position among the saved groups' parameters, which DCP replaces by names.
-    loads = [
-        (param, key, state_dict["state"].get(key, {}).get(MOMENTUM))
-        for saved, group in zip(saved_groups, muon.param_groups, strict=False)
-        if group["use_muon"] and fault is None
-        for key, param in zip(saved["params"], group["params"], strict=True)
-    ]
-    _require_loadable(muon, fault, [(param, value) for param, _, value in loads])
-    rows = {key: row for batches in muon._batches for key, row in _momentum_rows(batches).items()}
-    state = dict(state_dict["state"])
-    for param, key, value in loads:
-        _store(param, value, rows.get(id(param)), _name(muon, param))
-        state[key] = {name: other for name, other in state.get(key, {}).items() if name != MOMENTUM}
-    groups = [_completed(s, g) for s, g in zip(saved_groups, muon.param_groups, strict=True)]
-    return {**state_dict, "state": state, "param_groups": groups}
+        Raises:
+            ValueError: it has another shape.
+        """
+        replaced = [row for row in self._rows if state[row.param].get(MOMENTUM) is not self.shown[id(row.param)]]
+        for row in replaced:
+            row.store(state[row.param].get(MOMENTUM))
+        self._show(replaced, state)  # not the others: what is shown of them counts its edits
 
+    # -- hooks of state dicts ----------------------------------------------------------------------------------------
 
-def _require_loadable(muon: Muon, fault: str | None, loads: Sequence[tuple[Tensor, Any]]) -> None:
-    """Raise ValueError on all ranks for what any of them was given. Collective over the ranks that share parameters."""
-    kinds = {id(param): "absent" if value is None else describe(value, param.shape) for param, value in loads}
-    for param, value in loads:
-        if kinds[id(param)] is None:
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            fault = f"momentum of {_name(muon, param)} is {found}, not a tensor of shape {tuple(param.shape)}"
-            if not isinstance(param, DTensor) and muon._exchange is not None:
+    def save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """On the way out owned momentum is an even row-sharded DTensor, and the rest lies as it does. Collective."""
+        self.adopt(optimizer.state)
+        residency_of = {id(row.param): row.residency for row in self._rows}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        state = {}
+        for index, param in enumerate(params):  # in one order on all ranks, for us and for whoever gathers the result
+            values = optimizer.state.get(param)
+            if values is None:
+                continue
+            residency, momentum = residency_of.get(id(param)), values.get(MOMENTUM)
+            if residency is not None and momentum is not None:
+                values = {**values, MOMENTUM: residency.saved(param, momentum)}
+            state[index] = values
+        return {**state_dict, "state": state}
+
+    def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """On the way in momentum goes straight into the stacks; what has none begins at zero. Collective.
+
+        ``torch.optim.Optimizer`` would cast it to the dtype of the parameter, which may be a half.
+
+        Raises:
+            ValueError: on all ranks that share parameters, if any of them cannot load what it was given.
+        """
+        saved_groups = state_dict["param_groups"]
+        fault = _group_mismatch(saved_groups, optimizer.param_groups)
+        # State is keyed by position among the saved groups' parameters, which DCP replaces by names.
+        keys = {
+            id(param): key
+            for saved, group in zip(saved_groups, optimizer.param_groups, strict=False)
+            if group["use_muon"] and fault is None
+            for key, param in zip(saved["params"], group["params"], strict=True)
+        }
+        loads = [(row, keys[id(row.param)]) for row in self._rows if id(row.param) in keys]
+        values = [state_dict["state"].get(key, {}).get(MOMENTUM) for _, key in loads]
+        self._require_loadable(fault, [row for row, _ in loads], values)
+        state = dict(state_dict["state"])
+        for (row, key), value in zip(loads, values, strict=True):
+            row.store(value)
+            state[key] = {name: other for name, other in state.get(key, {}).items() if name != MOMENTUM}
+        groups = [_completed(s, g) for s, g in zip(saved_groups, optimizer.param_groups, strict=True)]
+        return {**state_dict, "state": state, "param_groups": groups}
+
+    def show_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Show the momentum again: a load has made a new state."""
+        self._show(self._rows, optimizer.state)
+
+    def _require_loadable(self, fault: str | None, rows: Sequence[_Row], values: Sequence[Any]) -> None:
+        """Raise ValueError on all ranks for what any of them was given. Collective over those that share parameters."""
+        kinds = {}
+        for row, value in zip(rows, values, strict=True):
+            kinds[id(row.param)] = "absent" if value is None else describe(value, row.param.shape)
+        unfit = [(row, value) for row, value in zip(rows, values, strict=True) if kinds[id(row.param)] is None]
+        for row, value in unfit[:1]:
+            what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            fault = f"momentum of {row.name} is {what}, not a tensor of shape {tuple(row.param.shape)}"
+            if not isinstance(row.param, DTensor) and row.residency.loading_groups():
                 fault += "; into plain shards each rank loads its own part"
-            break
-    shared = [(runtime.comm.control, {id(entry.rest) for entry in runtime.entries()}) for runtime in muon._runtimes]
-    if muon._exchange is not None:
-        shared += [(domain.group, {id(p) for p in members}) for domain, members in muon._exchange.domains]
-    for group, members in shared * 2:  # the second time those hear of it who share nothing with the faulty rank
-        mine = [(_name(muon, param), kinds[id(param)]) for param, _ in loads if id(param) in members]
-        try:
-            everywhere = agree(group, fault, mine)
-        except ValueError as error:
-            fault = fault or str(error)
-            continue
-        ranks = dist.get_process_group_ranks(group)
-        for (name, first), *others in zip(*everywhere, strict=False):
-            for rank, (_, kind) in zip(ranks[1:], others, strict=True):
-                if kind != first and fault is None:
-                    fault = f"momentum of {name} is {first} on rank {ranks[0]} and {kind} on rank {rank}"
-    if fault is not None:
-        raise ValueError(fault)
+        groups = [group for residency in self._residencies for group in residency.loading_groups()]
+        for group, members in groups * 2:  # the second time those hear of it who share nothing with the faulty rank
+            of_rank = [(row.name, kinds[id(row.param)]) for row in rows if id(row.param) in members]
+            try:
+                of_ranks = agree(group, fault, of_rank)
+            except ValueError as error:
+                fault = fault or str(error)
+                continue
+            ranks = dist.get_process_group_ranks(group)
+            for (name, first), *others in zip(*of_ranks, strict=False):
+                for rank, (_, kind) in zip(ranks[1:], others, strict=True):
+                    if kind != first and fault is None:
+                        fault = f"momentum of {name} is {first} on rank {ranks[0]} and {kind} on rank {rank}"
+        if fault is not None:
+            raise ValueError(fault)
 
 
 def _group_mismatch(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:
@@ -226,21 +211,3 @@ def _group_mismatch(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -
 def _completed(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
     """A saved group; options that ``torch.optim.Muon`` and ``torch.optim.AdamW`` do not know keep their values."""
     return {**{name: value for name, value in group.items() if name != "params"}, **saved}
-
-
-def _name(optimizer: Muon, param: Tensor) -> str:
-    return repr(optimizer._name_of(param))
-
-
-def adopt_loaded_state(optimizer: torch.optim.Optimizer) -> None:
-    """Show the loaded momentum again, and make missing AdamW state anew."""
-    muon = cast("Muon", optimizer)
-    for group, batches in zip(muon.param_groups, muon._batches, strict=True):
-        if group["use_muon"]:
-            show_momentum(muon, group, batches)
-            continue
-        for param in group["params"]:
-            state = muon.state[param]
-            if "step" not in state:
-                init_adamw_state(param, state)
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(local_tensor(param).device)

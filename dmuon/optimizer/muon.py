@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, overload
@@ -13,29 +12,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.runtime import Runtime
+from dmuon.dedicated.residency import dedicated_residencies
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
 from dmuon.model.routing import Select
-from dmuon.optimizer.groups import check_group, groups_from, names_of, replicated_by_ddp
-from dmuon.optimizer.momentum import (
-    MOMENTUM,
-    adopt_loaded_state,
-    adopt_replaced_momentum,
-    even_momentum,
-    keep_momentum,
-    load_momentum,
-    show_momentum,
-)
+from dmuon.optimizer.groups import check_group, groups_from, names_in, names_of, replicated_by_ddp
+from dmuon.optimizer.momentum import Momentum
 from dmuon.platform.options import check_flag
 from dmuon.platform.timing import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.adamw import adamw_step, init_adamw_state
+from dmuon.step.adamw import adamw_step, adopt_adamw_state, init_adamw_state
 from dmuon.step.batches import Batch, make_batches
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.pipeline import drive
-from dmuon.step.rounds import AloneRound, ExchangedRound, Round, exchanged_rounds
-from dmuon.step.update import Done, Orthogonalized
+from dmuon.step.residency import Alone, Residency
+from dmuon.step.rounds import AloneRound, Round
+from dmuon.step.update import Done
 
 __all__ = ["Muon", "StepStats"]
 
@@ -147,28 +139,29 @@ class Muon(torch.optim.Optimizer):
             "betas": adamw_betas,
             "eps": adamw_eps,
         }
-        self._batches: list[list[Batch]] = []  # per group
-        self._runtimes: list[Runtime] = []
-        self._done: list[Done] = []
-        self._names = names_of(params)
+        self._names_in_module = names_of(params)
         self._copies = replicated_by_ddp(params)
-        groups = groups_from(params, select)
+        self._config = distributed_config
         self._overlap = overlap_backward
-        self._early: EarlyUpdates | None = None
-        self._given_config = distributed_config
+        self._names: dict[int, str] = {}  # by id of the parameter
+        self._laid_out: list[list[int]] = []  # per group, ids of the parameters for which the rest was made
+        self._residencies: list[Residency] = []
         self._exchange: Exchange | None = None
-        self._shown: dict[int, Tensor] = {}  # by id of the parameter, what ``state`` shows of its momentum
-        self._laid_out: list[list[int]] = []  # per group, ids of the parameters that batches were made for
+        self._momentum = Momentum()
         self._rounds: list[Round] = []
+        self._prefetch = 1
+        self._early: EarlyUpdates | None = None
+        self._done: list[Done] = []
         self._built = False  # torch adds the first groups one by one
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(groups_from(params, select), {"lr": lr, "weight_decay": weight_decay})
         self._device = next(local_tensor(p).device for g in self.param_groups for p in g["params"])
         self._timer = PhaseTimer(self._device)
         self._built = True
         self._lay_out()
-        self.register_state_dict_post_hook(even_momentum)
-        self.register_load_state_dict_pre_hook(load_momentum)
-        self.register_load_state_dict_post_hook(adopt_loaded_state)
+        self.register_state_dict_post_hook(self._momentum.save)
+        self.register_load_state_dict_pre_hook(self._momentum.load)
+        self.register_load_state_dict_post_hook(self._momentum.show_loaded)
+        self.register_load_state_dict_post_hook(adopt_adamw_state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; ``use_muon`` says which route it takes. Collective, as building the optimizer is.
@@ -181,80 +174,66 @@ class Muon(torch.optim.Optimizer):
         defaults = self._muon_defaults if param_group["use_muon"] else self._adamw_defaults
         for name, value in defaults.items():
             param_group.setdefault(name, value)
-        given = param_group["params"]
-        param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         check_group(param_group)
         super().add_param_group(param_group)
         if self._built:
             self._lay_out()
 
     def _lay_out(self) -> None:
-        """Owners, batches, state and rounds of all groups; state that there is stays.
+        """Residencies, batches, state and rounds for the present groups. Momentum moves into the new batches.
 
         State is created at once, so that a checkpoint can be loaded before the first step.
         """
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
-        shared = [p for p in muon if not isinstance(p, OwnedTensor)]
-        names = [self._name_of(p) for p in shared]
-        last, self._exchange = self._exchange, None
-        self._exchange = exchange_for(self._given_config, self._copies, shared, names, self._device, last)
-        kept = {id(p): self.state[p].get(MOMENTUM) for p in muon if p in self.state}
-        self._batches, self._runtimes = [], []
+        self._names = names_in(self.param_groups, self._names_in_module)
+        residencies = self._find_residencies(muon)
+        momentum: dict[int, Tensor] = {}
+        rounds: list[Round] = []
+        for residency in residencies:
+            tasks = residency.tasks()
+            batches: list[list[Batch]] = []
+            for group in self.param_groups:
+                members = {id(p) for p in group["params"]}
+                of_group, of_params = make_batches(task for task in tasks if id(task.param) in members)
+                batches.append(of_group)
+                momentum.update(of_params)
+            rounds += residency.rounds(batches)
+        self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
         for group in self.param_groups:
-            if group["use_muon"]:
-                self._batches.append(self._muon_batches(group, kept))
-            else:
-                self._batches.append([])
-                for param in group["params"]:
-                    if not self.state.get(param):
-                        init_adamw_state(param, self.state[param])
+            for param in [] if group["use_muon"] else group["params"]:
+                if not self.state.get(param):
+                    init_adamw_state(param, self.state[param])
+        self._residencies, self._rounds = residencies, rounds
+        self._early = self._listen() if self._overlap else None
         self._laid_out = self._param_ids()
-        self._plan_rounds()
 
-    def _muon_batches(self, group: dict[str, Any], kept: Mapping[int, Tensor | None]) -> list[Batch]:
-        for param in group["params"]:
-            if isinstance(param, OwnedTensor) and param.runtime is not None and param.runtime not in self._runtimes:
-                self._runtimes.append(param.runtime)
-        exchange = self._exchange
-        batches = make_batches(
-            group["params"],
-            {} if exchange is None else exchange.assigned,
-            numbers={} if exchange is None else exchange.numbers,
-        )
-        keep_momentum(group["params"], batches, kept)
-        show_momentum(self, group, batches)
-        return batches
+    def _find_residencies(self, muon: list[Tensor]) -> list[Residency]:
+        """Where the parameters in ``muon`` live. Collective, as building the optimizer is."""
+        last, self._exchange, self._residencies = self._exchange, None, []
+        others = [p for p in muon if not isinstance(p, OwnedTensor)]
+        names = [self._names[id(p)] for p in others]
+        self._exchange = exchange_for(self._config, self._copies, others, names, self._device, last)
+        if self._exchange is None:
+            self._prefetch = 1
+            return [*dedicated_residencies(muon), Alone(others)]
+        self._prefetch = self._exchange.prefetch
+        return [*dedicated_residencies(muon), Alone(self._exchange.alone()), self._exchange]
+
+    def _listen(self) -> EarlyUpdates | None:
+        """Updates that start during backward; residencies hold them weakly."""
+        alone = [round_ for round_ in self._rounds if isinstance(round_, AloneRound)]
+        if not alone:
+            return None
+        # Groups by index: loading a state dict replaces them.
+        early = EarlyUpdates(alone, lambda i: self.param_groups[i], self._momentum.shown, self._device)
+        for residency in self._residencies:
+            residency.listen(early.landed)
+        return early
 
     def _param_ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for group in self.param_groups]
-
-    def _plan_rounds(self) -> None:
-        """Order all groups' batches as the model runs, then what is exchanged; early ones listen for gradients."""
-        # By index: loading a state dict replaces the dicts of the groups.
-        owned: list[Round] = []
-        exchanged: list[Round] = []
-        alone: list[tuple[int, Batch]] = []
-        for i, batches in enumerate(self._batches):
-            single = [batch for batch in batches if batch.parcel is None and batch.number is None]
-            alone += [(i, batch) for batch in single]
-            owned += [AloneRound(i, batch, self._take_early) for batch in single]
-            by_tensor = [batch for batch in batches if batch.runtime is not None]
-            owned += exchanged_rounds(i, by_tensor, small_numel=0, nbytes=0, together=True)
-            if self._exchange is not None:
-                exchanged += self._exchange.rounds(i, batches)
-        for round_ in exchanged:  # the first vote compares it
-            if isinstance(round_, ExchangedRound) and round_.exchanged and self._exchange is not None:
-                round_.domain.monitor.note("plan", f"{round_}, prefetch_count={self._exchange.prefetch}")
-        owned.sort(key=lambda round_: min(batch.position for batch in round_.batches))
-        self._rounds = owned + exchanged
-        self._early = None  # runtimes hold it weakly
-        if self._overlap and alone:
-            self._early = EarlyUpdates(alone, lambda i: self.param_groups[i], self._shown, self._device)
-            for runtime in self._runtimes:
-                runtime.gradients.listeners.append(weakref.WeakMethod(self._early.landed))
-
-    def _take_early(self, group: Mapping[str, Any], batch: Batch) -> Orthogonalized | None:
-        return None if self._early is None else self._early.take(group, batch)
 
     # -- step ------------------------------------------------------------------------------------------------------
 
@@ -273,21 +252,11 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for runtime in self._runtimes:
-            runtime.at_rest("step()")
-            waiting = runtime.unreduced()
-            if waiting is not None:
-                raise RuntimeError(
-                    f"the gradient of {waiting!r} is not reduced: the last backward before step() must run outside "
-                    "no_sync()"
-                )
+        present = self._present()
         self._timer.reset()
         self._done = []
-        present = self._present()
         self._align_gradients()
-        for group, batches in zip(self.param_groups, self._batches, strict=True):
-            if group["use_muon"]:
-                adopt_replaced_momentum(self, group, batches)
+        self._momentum.adopt(self.state)
         if self._early is not None:
             self._early.join()
         with torch.autocast(self._device.type, enabled=False):  # a step may be called inside one
@@ -295,20 +264,16 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _present(self) -> set[int]:
-        """Ids of the matrices that are to be updated: any rank has a gradient. Lays out anew what has changed."""
+        """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed."""
         changed = self._param_ids() != self._laid_out
-        voted = None
-        if self._exchange is not None:
-            voted = self._exchange.vote(changed)
-        if changed or (self._exchange is not None and voted is None):
+        present = [residency.before_step(changed) for residency in self._residencies]
+        if changed or None in present:
             self._lay_out()
-            voted = None if self._exchange is None else self._exchange.vote(False)
-        muon = (p for group in self.param_groups if group["use_muon"] for p in group["params"])
-        here = {id(p) for p in muon if p.grad is not None}
-        return here if voted is None else here | voted
+            present = [residency.before_step(False) for residency in self._residencies]
+        return set().union(*(ids for ids in present if ids is not None))
 
     def _align_gradients(self) -> None:
-        """Lay gradients as their parameters lie: autograd leaves some of DTensors unreduced, or cut otherwise."""
+        """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise."""
         for group in self.param_groups:
             for param in group["params"]:
                 grad = param.grad
@@ -316,26 +281,23 @@ class Muon(torch.optim.Optimizer):
                     param.grad = grad.redistribute(placements=param.placements)
 
     def _update(self, present: set[int]) -> None:
-        """Every batch in forward order; what it completes leaves at once."""
+        """Run all rounds. What a round completes is published at once."""
         coming = [p for r in self._rounds for batch in r.batches for p in batch.params if id(p) in present]
         with self._timer.phase("publish"):
-            for runtime in self._runtimes:
-                runtime.begin_update(coming)
-        # Once a group: on an accelerator the number of a tensor waits for it.
-        options = [
-            {**g, "lr": float(g["lr"])} if b else g for g, b in zip(self.param_groups, self._batches, strict=True)
-        ]
-        prefetch = 1 if self._exchange is None else self._exchange.prefetch
+            for residency in self._residencies:
+                residency.begin_update(coming)
+        # Once for each group: reading a tensor's number waits for the accelerator.
+        options = [{**g, "lr": float(g["lr"])} if g["use_muon"] else g for g in self.param_groups]
         for round_, done in drive(
-            self._rounds, lambda i: options[i], present, prefetch, self._timer, self._update_others
+            self._rounds, lambda i: options[i], present, self._prefetch, self._timer, self._update_others
         ):
             self._done += done
             with self._timer.phase("publish"):
-                for runtime in self._runtimes:
-                    runtime.updated([p for batch in round_.batches for p in batch.params])
+                for residency in self._residencies:
+                    residency.updated([p for batch in round_.batches for p in batch.params])
         with self._timer.phase("publish"):
-            for runtime in self._runtimes:
-                runtime.end_update()
+            for residency in self._residencies:
+                residency.end_update()
         if self._early is not None:
             self._early.forget()
 
@@ -368,7 +330,10 @@ class Muon(torch.optim.Optimizer):
             seconds=self._timer.seconds() | ({} if self._early is None else self._early.seconds()),
             overlapped=0 if self._early is None else self._early.taken,
             variants=dict(sorted(variants.items())),
-            nonfinite=tuple(self._name_of(p) + ("" if i is None else f"[{i}]") for p, i in nonfinite),
+            nonfinite=tuple(
+                self._names.get(id(p), "a parameter that no group holds") + ("" if i is None else f"[{i}]")
+                for p, i in nonfinite
+            ),
         )
 
     def exchanged(self) -> list[Exchanged]:
@@ -377,23 +342,12 @@ class Muon(torch.optim.Optimizer):
 
     def exchange_report(self) -> list[str]:
         """Owners, batches, costs and predicted loads of what is exchanged, for people."""
-        return [] if self._exchange is None else self._exchange.report()
-
-    def _name_of(self, param: Tensor) -> str:
-        if isinstance(param, OwnedTensor):
-            return param.fqn
-        if id(param) in self._names:
-            return self._names[id(param)]
-        for g, group in enumerate(self.param_groups):
-            for i, other in enumerate(group["params"]):
-                if other is param:
-                    return f"parameter {i} of group {g}"
-        return "a parameter that no group holds"
+        return [line for residency in self._residencies for line in residency.report()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients that wait for a synchronizing backward are dropped too."""
-        for runtime in self._runtimes:
-            runtime.drop_gradients()
+        for residency in self._residencies:
+            residency.drop_gradients()
         if self._early is not None:
             self._early.forget()
         super().zero_grad(set_to_none)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dmuon.comm.agreement import agree
 from dmuon.planning.cost_lookup import FoundCosts, find_costs
-from dmuon.planning.owner_plan import AGAIN, SOLVED, OwnerPlan, PlanSource, said
+from dmuon.planning.owner_plan import AGAIN, SOLVED, OwnerPlan, PlanSource, reason_of
 from dmuon.solver import CostTable, Matrix, Rank, SolveOptions
 from dmuon.solver import plan as solve_plan
 
@@ -73,24 +73,24 @@ def make_plan(
     """
     matrices = tuple(matrices)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    found_costs = None if plan is not None else _find_costs(matrices, group, device, costs)
+    measured = None if plan is not None else _find_costs(matrices, group, device, costs)
     sent: list[Any] = [None, None, None]  # error, document, origin
     if rank == 0:
         try:
-            if found_costs is not None:
-                table = found_costs.table
+            if measured is not None:
+                table = measured.table
                 if ns_per_byte:
                     table = table.with_transfer({m.shape: round(ns_per_byte * m.nbytes) for m in matrices})
                 solution = solve_plan(matrices, _ranks(hosts, pools), table, solve or SolveOptions())
-                found = OwnerPlan.from_solution(solution, found_costs)
+                chosen = OwnerPlan.from_solution(solution, measured)
             elif isinstance(plan, OwnerPlan):
-                found = replace(plan, origin="given" if plan.origin == SOLVED else plan.origin)
+                chosen = replace(plan, origin="given" if plan.origin == SOLVED else plan.origin)
             else:
                 assert plan is not None
-                found = OwnerPlan.load(plan)
-            sent = [None, found.to_json(), found.origin]
+                chosen = OwnerPlan.load(plan)
+            sent = [None, chosen.to_json(), chosen.origin]
         except Exception as fault:  # every rank must hear of it, whatever it is
-            sent[0] = said(fault)
+            sent[0] = reason_of(fault)
     if world > 1:
         dist.broadcast_object_list(sent, group_src=0, group=group)
     error, result = sent[0], None
@@ -98,7 +98,7 @@ def make_plan(
         try:
             result = _fit(OwnerPlan.from_json(sent[1], sent[2]), matrices, world)
         except Exception as fault:
-            error = said(fault)
+            error = reason_of(fault)
     digests = agree(group, error, None if result is None else result.digest)
     assert result is not None
     other = [r for r, digest in enumerate(digests) if digest != digests[0]]
@@ -145,19 +145,19 @@ def _fit(plan: OwnerPlan, matrices: Sequence[Matrix], world: int) -> OwnerPlan:
     if plan.world != world:
         raise ValueError(f"{about} is for {plan.world} ranks, this mesh has {world}; {AGAIN}")
     planned = {m.name: m for m in plan.solution.matrices}
-    mine = {m.name: m for m in matrices}
-    for name in [*mine, *planned]:
+    owned = {m.name: m for m in matrices}
+    for name in [*owned, *planned]:
         if name not in planned:
             raise ValueError(f"{about} has no owner for parameter {name!r}, which dmuon owns here; {AGAIN}")
-        if name not in mine:
+        if name not in owned:
             raise ValueError(f"{about} holds {name!r}, which is no parameter that dmuon owns here; {AGAIN}")
-        there, here = planned[name], mine[name]
-        for what, theirs, ours in (
-            ("shape", (there.rows, there.cols), (here.rows, here.cols)),
-            ("block", there.block, here.block),
+        matrix, own = planned[name], owned[name]
+        for what, value, own_value in (
+            ("shape", (matrix.rows, matrix.cols), (own.rows, own.cols)),
+            ("block", matrix.block, own.block),
         ):
-            if theirs != ours:
-                raise ValueError(f"{about} has {name!r} with {what} {theirs!r}, here it is {ours!r}; {AGAIN}")
+            if value != own_value:
+                raise ValueError(f"{about} has {name!r} with {what} {value!r}, here it is {own_value!r}; {AGAIN}")
     # Another communication dtype has other bytes; who owns what stands.
-    counted = tuple(replace(m, nbytes=mine[m.name].nbytes) for m in plan.solution.matrices)
+    counted = tuple(replace(m, nbytes=owned[m.name].nbytes) for m in plan.solution.matrices)
     return replace(plan, matrices=tuple(matrices), solution=replace(plan.solution, matrices=counted))

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dmuon.kernels import Variant
-from dmuon.platform.files import parse_json, write_bytes
+from dmuon.planning.shapes import parse_shape
+from dmuon.platform.files import UnreadableFile, parse_json, read_json, write_bytes
 from dmuon.platform.options import is_integer
-from dmuon.solver import CostTable
+from dmuon.solver import CostTable, Shape
 
 __all__ = [
     "SCHEMA",
@@ -25,7 +26,6 @@ __all__ = [
     "CostCache",
     "CostCacheError",
     "Entries",
-    "Shape",
     "Timing",
     "discard_invalid",
     "merge_entries",
@@ -37,10 +37,7 @@ __all__ = [
 
 SCHEMA = 2
 
-Shape: TypeAlias = tuple[int, int]  # (small side, large side)
-
 _REMEDY = "delete the file or measure anew with dmuon-profile"
-_MAX_BYTES = 1 << 26
 _MAX_SIDE = 1 << 24
 _MAX_BATCH = 1 << 20
 _MAX_NS = 3600 * 10**9  # an hour for one batch is no measurement
@@ -63,7 +60,7 @@ class CacheKey:
         sm_count: streaming multiprocessors, 0 on the CPU.
         driver, torch, cuda: versions, empty where there is none; costs carry over to others, with a warning.
         dtype: storage dtype of Newton–Schulz.
-        kernels: digest of the kernel sources.
+        kernels: digest of what the kernels compute; comments, docstrings and file names do not change it.
         coefficients, steps: the Newton–Schulz run.
     """
 
@@ -84,8 +81,8 @@ class CacheKey:
 
     def differences(self, other: CacheKey) -> dict[str, tuple[object, object]]:
         """Field name to both values, where they differ."""
-        mine, theirs = asdict(self), asdict(other)
-        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+        left, right = asdict(self), asdict(other)
+        return {name: (left[name], right[name]) for name in left if left[name] != right[name]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +118,13 @@ class CostCache:
         """
         path = Path(path)
         try:
-            if path.stat().st_size > _MAX_BYTES:
-                raise CostCacheError(f"cost cache {path}: larger than {_MAX_BYTES} bytes; {_REMEDY}")
-            data = path.read_bytes()
-        except FileNotFoundError:
-            raise CostCacheError(f"cost cache {path}: no such file; write it with dmuon-profile --out {path}") from None
-        except OSError as error:
-            raise CostCacheError(f"cost cache {path}: cannot be read ({error.strerror}); check the path") from error
-        return cls.parse(data, str(path))
+            return _document(read_json(path))
+        except UnreadableFile as error:
+            raise CostCacheError(
+                f"cost cache {path}: {error}; write it with dmuon-profile --out {path}, or check the path"
+            ) from error
+        except ValueError as error:
+            raise CostCacheError(f"cost cache {path}: {error}; {_REMEDY}") from None
 
     @classmethod
     def parse(cls, data: bytes, name: str) -> CostCache:
@@ -173,8 +169,10 @@ class CostCache:
         """
         differences = self.key.differences(other.key)
         if differences:
-            field, (mine, theirs) = next(iter(differences.items()))
-            raise CostCacheError(f"{name}: key field {field!r} is {mine!r}, not {theirs!r}; write to another file")
+            field, (value, other_value) = next(iter(differences.items()))
+            raise CostCacheError(
+                f"{name}: key field {field!r} is {value!r}, not {other_value!r}; write to another file"
+            )
         return CostCache(self.key, merge_entries(self.entries, other.entries))
 
     def matches(self, key: CacheKey) -> Literal["exact", "compatible", "no"]:
@@ -303,10 +301,10 @@ def _refuse_absurd(entries: Entries) -> None:
 
 
 def _shape(text: str) -> Shape:
-    match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
-    if not match:
-        raise _Invalid(f"field 'entries': shape {text!r} is not like '1024x4096'")
-    small, large = int(match[1]), int(match[2])
+    try:
+        small, large = parse_shape(text)
+    except ValueError as error:
+        raise _Invalid(f"field 'entries': {error}") from None
     if not small <= large <= _MAX_SIDE:
         raise _Invalid(f"field 'entries': shape {text!r} must be small side x large side, at most {_MAX_SIDE}")
     return small, large

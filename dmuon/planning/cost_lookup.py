@@ -21,7 +21,6 @@ from dmuon.planning.cost_cache import (
     CostCache,
     CostCacheError,
     Entries,
-    Shape,
     Timing,
     discard_invalid,
     merge_entries,
@@ -31,7 +30,7 @@ from dmuon.planning.cost_cache import (
 )
 from dmuon.planning.device_key import NsOptions, device_key
 from dmuon.planning.profiler import measure, timing_bar, useful_batch_sizes
-from dmuon.solver import CostTable
+from dmuon.solver import CostTable, Shape
 
 __all__ = ["FoundCosts", "cached_entries", "fastest_variants", "find_costs", "store"]
 

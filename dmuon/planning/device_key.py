@@ -6,6 +6,7 @@ import ast
 import hashlib
 import platform
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -16,7 +17,7 @@ import torch
 from dmuon.kernels import coefficient_sequence
 from dmuon.planning.cost_cache import CacheKey, CostCacheError
 
-__all__ = ["NsOptions", "device_key", "options_of"]
+__all__ = ["NsOptions", "code_digest", "device_key", "options_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,10 @@ def options_of(key: CacheKey, name: str) -> NsOptions:
 
 def _cpu_name() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    name = found[1].strip() if found else platform.processor() or platform.machine() or "CPU"
+        model = None
+    name = model[1].strip() if model else platform.processor() or platform.machine() or "CPU"
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
@@ -85,17 +86,42 @@ def _driver_version() -> str:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return "unknown"
-    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return found[1] if found else "unknown"
+    version = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return version[1] if version else "unknown"
 
 
 @lru_cache(maxsize=1)
 def _kernel_digest() -> str:
-    """Digest of the kernels' code, without blank lines and comment lines."""
-    digest = hashlib.sha256()
-    for item in sorted(resources.files("dmuon.kernels").iterdir(), key=lambda item: item.name):
-        if item.name.endswith(".py"):
-            lines = (line.rstrip() for line in item.read_text(encoding="utf-8").splitlines())
-            digest.update(item.name.encode())
-            digest.update("\n".join(line for line in lines if line and not line.lstrip().startswith("#")).encode())
-    return digest.hexdigest()[:16]
+    """Digest of the code that is timed."""
+    items = resources.files("dmuon.kernels").iterdir()
+    return code_digest(item.read_text(encoding="utf-8") for item in items if item.name.endswith(".py"))
+
+
+def code_digest(sources: Iterable[str]) -> str:
+    """Digest of what the modules with these ``sources`` compute, alike in all versions of Python.
+
+    Comments, layout, docstrings and the order of the modules are no part of it. Nor are ``__all__`` and imports of one
+    module by another, which follow the names of files.
+    """
+    forms = sorted(ascii(_form(ast.parse(source))) for source in sources)
+    return hashlib.sha256("\n".join(forms).encode()).hexdigest()[:16]
+
+
+def _form(node: object) -> object:
+    """A syntax tree as nested lists. ``ast.dump`` writes fields that only some versions of Python have."""
+    if isinstance(node, list):
+        return [_form(item) for item in node if not _is_for_readers(item)]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = sorted((name, value) for name, value in vars(node).items() if name in node._fields)
+    return [type(node).__name__, *((name, _form(value)) for name, value in fields if value not in (None, []))]
+
+
+def _is_for_readers(statement: object) -> bool:
+    """Whether ``statement`` is a docstring, an import from a file beside it, or a list of exports."""
+    match statement:
+        case ast.Expr(ast.Constant(str())) | ast.Assign([ast.Name("__all__")]):
+            return True
+        case ast.ImportFrom(level=int(level)):
+            return level > 0
+    return False

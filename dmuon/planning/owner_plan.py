@@ -14,11 +14,12 @@ from typing import Any
 from dmuon.kernels import Variant
 from dmuon.layout.ranks import Position
 from dmuon.planning.cost_lookup import FoundCosts
+from dmuon.planning.shapes import parse_shape
 from dmuon.platform.files import read_json, write_text
 from dmuon.platform.options import is_integer
 from dmuon.solver import Matrix, Plan, Shape
 
-__all__ = ["AGAIN", "SOLVED", "OwnerPlan", "PlanSource", "said"]
+__all__ = ["AGAIN", "SOLVED", "OwnerPlan", "PlanSource", "reason_of"]
 
 _SCHEMA = 2
 _FIELDS = ("schema", "solution", "chunks", "variants", "cost_source")
@@ -74,11 +75,11 @@ class OwnerPlan:
     def from_solution(cls, solution: Plan, costs: FoundCosts) -> OwnerPlan:
         """What the solver found with ``costs``. Needs no process group."""
         chunks = {shape: costs.table.chunk(shape) for shape in sorted({m.shape for m in solution.matrices})}
-        of_shapes = {shape: costs.variants.get(shape, {}) for shape in chunks}
         variants = {
-            shape: {k: v for k, v in sorted(found.items()) if k <= chunks[shape]} for shape, found in of_shapes.items()
+            shape: {k: v for k, v in sorted(costs.variants.get(shape, {}).items()) if k <= chunk}
+            for shape, chunk in chunks.items()
         }
-        variants = {shape: found for shape, found in variants.items() if found}
+        variants = {shape: sizes for shape, sizes in variants.items() if sizes}
         return cls(solution.matrices, solution, chunks, costs.source, variants)
 
     @property
@@ -182,11 +183,13 @@ class OwnerPlan:
         try:
             solution = Plan.from_json(document["solution"])
         except Exception as error:  # whatever reading nonsense raises, it is the file's fault
-            raise ValueError(f"field 'solution': {said(error)}; {AGAIN}") from error
+            raise ValueError(f"field 'solution': {reason_of(error)}; {AGAIN}") from error
         plan = cls(solution.matrices, solution, chunks, document["cost_source"], variants, origin)
-        found = _sha256({name: document[name] for name in _FIELDS})
-        if found != document[_CHECKSUM]:
-            raise ValueError(f"the content was changed: its SHA-256 is {found}, not {document[_CHECKSUM]!r}; {AGAIN}")
+        checksum = _sha256({name: document[name] for name in _FIELDS})
+        if checksum != document[_CHECKSUM]:
+            raise ValueError(
+                f"the content was changed: its SHA-256 is {checksum}, not {document[_CHECKSUM]!r}; {AGAIN}"
+            )
         return plan
 
 
@@ -198,10 +201,10 @@ def _by_shape(field: str, value: object) -> dict[Shape, Any]:
         raise ValueError(f"field {field!r} is no object; {AGAIN}")
     result = {}
     for text, item in value.items():
-        match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
-        if not match:
-            raise ValueError(f"field {field!r}: shape {text!r} is not like '1024x4096'; {AGAIN}")
-        result[int(match[1]), int(match[2])] = item
+        try:
+            result[parse_shape(text)] = item
+        except ValueError as error:
+            raise ValueError(f"field {field!r}: {error}; {AGAIN}") from None
     return result
 
 
@@ -223,5 +226,6 @@ def _sha256(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def said(fault: Exception) -> str:
+def reason_of(fault: Exception) -> str:
+    """What a message says of ``fault``: its type too, unless it was raised to be read."""
     return str(fault) if isinstance(fault, ValueError) else f"{type(fault).__name__}: {fault}"

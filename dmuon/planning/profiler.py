@@ -27,8 +27,9 @@ from dmuon.kernels import (
     orthogonalize,
     storage_dtype,
 )
-from dmuon.planning.cost_cache import Shape, Timing
+from dmuon.planning.cost_cache import Timing
 from dmuon.planning.device_key import NsOptions
+from dmuon.solver import Shape
 
 __all__ = ["MAX_BATCH", "fastest_variant", "measure", "nearly_singular", "settled", "timing_bar", "useful_batch_sizes"]
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["parse_json", "read_json", "write_bytes", "write_text"]
+__all__ = ["UnreadableFile", "parse_json", "read_json", "write_bytes", "write_text"]
 
 _MAX_BYTES = 1 << 26
 
@@ -42,21 +42,28 @@ def write_bytes(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
+class UnreadableFile(ValueError):
+    """Says why there is nothing to read at a path."""
+
+
 def read_json(path: Path) -> Any:
-    """What the file at ``path`` holds; a field that appears twice, NaN and infinities are refused.
+    """What the file at ``path`` holds; a field that appears twice is refused.
+
+    NaN and infinities are floats, as ``json`` writes them: whoever reads a field checks it.
 
     Raises:
-        ValueError: what is wrong, for a message that names the file.
+        UnreadableFile: nothing is there, or it is not a file, or not ours to read.
+        ValueError: what is wrong with the content, for a message that names the file.
     """
     try:
         if path.exists() and not path.is_file():
-            raise ValueError("not a file")  # a pipe would never end
+            raise UnreadableFile("not a file")  # a pipe would never end
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ValueError("no such file") from None
+        raise UnreadableFile("no such file") from None
     except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror})") from error
+        raise UnreadableFile(f"cannot be read ({error.strerror})") from error
     if len(data) > _MAX_BYTES:
         raise ValueError(f"larger than {_MAX_BYTES} bytes")
     return parse_json(data)
@@ -65,24 +72,20 @@ def read_json(path: Path) -> Any:
 def parse_json(data: bytes) -> Any:
     """What ``data`` holds, read as strictly as :func:`read_json` reads."""
     try:
-        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except _Invalid as error:
+        return json.loads(data.decode(), object_pairs_hook=_unique)
+    except _RepeatedField as error:
         raise ValueError(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"corrupt or truncated JSON ({error})") from None
 
 
-class _Invalid(Exception):
-    """Well-formed JSON that no writer of ours produces."""
+class _RepeatedField(Exception):
+    """Well-formed JSON, of which readers would take this field or that."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]
-        raise _Invalid(f"field {next(n for n in names if names.count(n) > 1)!r} appears twice")
+        raise _RepeatedField(f"field {next(n for n in names if names.count(n) > 1)!r} appears twice")
     return result
-
-
-def _no_constant(text: str) -> float:
-    raise _Invalid(f"value {text} is no number")

@@ -5,11 +5,11 @@ The memory of a tensor belongs to the stream that was current when it was made. 
 stream's next allocation may take the memory, although another stream has yet to read it. So whatever a second stream
 reads or writes is protected in one of three ways:
 
-1. Somebody keeps a reference until the first stream has waited for the second: collectives that are under way keep
-   what they send and receive (``OwnedBuffer._outgoing``, ``GradReduction._in_flight``, ``GradAverager``'s buckets).
-2. Where nobody knows when the last reference goes, the reader says so in advance (``Stream.beside(reads)``): the user
-   may clear a gradient from which an update is being computed.
-3. The flat buffers of owned weights never lose their last reference; their storage is resized instead, and only by the
+1. Somebody keeps a reference until the first stream has waited for the second: whoever starts a collective keeps what
+   it sends and receives.
+2. Where nobody knows when the last reference goes, the reader tells the allocator in advance, by
+   ``Stream.beside(reads)``: a user may clear a gradient from which an update is being computed.
+3. The flat buffers of owned weights never lose their last reference. Their storage is resized instead, and only by the
    stream that computes, after it has waited for every collective on them.
 """
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from dmuon.dedicated.buffer import OwnedBuffer
+from dmuon.dedicated.residency import Dedicated
 from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import carrier_dtype, storage_dtype
 from dmuon.layout.parcels import travels
 from dmuon.optimizer.muon import Muon
 from dmuon.step.batches import make_batches
-from dmuon.step.pipeline import started_first
-from dmuon.step.rounds import ExchangedRound, exchanged_rounds
+from dmuon.step.pipeline import prefetch_windows
+from dmuon.step.rounds import ExchangedRound
 from dmuon.step.update import wire_dtype
 
 __all__ = ["ExchangeBudget", "Memory", "Traffic", "expected_exchange", "expected_memory", "expected_traffic"]
@@ -87,14 +88,14 @@ class ExchangeBudget:
 def expected_memory(runtime: Runtime) -> Memory:
     """Bytes that dmuon holds on this rank for the matrices of ``runtime``."""
     comm = runtime.comm
-    sizes = [_buffer_nbytes(group) for group in runtime.groups]
-    kept = sum(size for group, size in zip(runtime.groups, sizes, strict=True) if group.keep)
+    sizes = [_buffer_nbytes(buffer) for buffer in runtime.buffers]
+    kept = sum(size for buffer, size in zip(runtime.buffers, sizes, strict=True) if buffer.keep)
     ahead = [] if runtime.fills_wait else sizes[: comm.options.prefetch]
     standins = outgoing = 0
-    for group in runtime.groups:
-        if comm.column is not None and not group.keep:
-            parts = group.layout.parts[comm.at.s]
-            sizes_here = [(end - start) * _itemsize(group) for start, end in parts]
+    for buffer in runtime.buffers:
+        if comm.column is not None and not buffer.keep:
+            parts = buffer.layout.parts[comm.at.s]
+            sizes_here = [(end - start) * _itemsize(buffer) for start, end in parts]
             outgoing += sizes_here[comm.at.r]
             standins += sum(sizes_here) - sizes_here[comm.at.r]
     masters = sum(
@@ -120,24 +121,27 @@ def expected_traffic(
         calls[purpose] += times * (sum(size > 0 for size in sizes) if transport == "broadcast" else 1)
         nbytes[purpose] += times * sum(sizes) * itemsize
 
-    for group in runtime.groups:
-        segments = [end - start for start, end in group.layout.segments]
-        parts = [end - start for start, end in group.layout.parts[comm.at.s]]
+    for buffer in runtime.buffers:
+        segments = [end - start for start, end in buffer.layout.segments]
+        parts = [end - start for start, end in buffer.layout.parts[comm.at.s]]
         if comm.row is not None:
-            fills = 1 if group.keep else 2 * micro_batches
-            count("fill", fills, group.layout.row, segments, _itemsize(group))
-            count("reduce", reductions, group.layout.row, segments, group.reduce_dtype.itemsize)
+            fills = 1 if buffer.keep else 2 * micro_batches
+            count("fill", fills, buffer.layout.row, segments, _itemsize(buffer))
+            count("reduce", reductions, buffer.layout.row, segments, buffer.reduce_dtype.itemsize)
         if comm.column is not None:
-            count("publish", 1, group.layout.column, parts, _itemsize(group))
-            count("reduce", reductions, group.layout.column, parts, group.reduce_dtype.itemsize)
+            count("publish", 1, buffer.layout.column, parts, _itemsize(buffer))
+            count("reduce", reductions, buffer.layout.column, parts, buffer.reduce_dtype.itemsize)
     if comm.tensor is not None:
         _count_exchanges(runtime, ns_dtype, calls, nbytes)
     return Traffic(dict(calls), dict(nbytes))
 
 
 def _count_exchanges(runtime: Runtime, ns_dtype: torch.dtype | None, calls: Counter[str], nbytes: Counter[str]) -> None:
-    batches = make_batches([entry.rest for entry in runtime.entries()], planned_only=True)
-    for round_ in exchanged_rounds(0, batches, small_numel=0, nbytes=0, together=True):
+    residency = Dedicated(runtime, [])
+    batches, _ = make_batches(residency.tasks(), torch.device("meta"))
+    for round_ in residency.rounds([batches]):
+        if not isinstance(round_, ExchangedRound):
+            continue
         momentum = round_.batches[0].momentum
         back = carrier_dtype(runtime.comm.device, storage_dtype(momentum.dtype, runtime.comm.device, ns_dtype))
         one = _RoundBytes.of(round_, back.itemsize)
@@ -151,7 +155,6 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
     Raises:
         TypeError: a user's own functions exchange matrices; what they send is not known.
     """
-    exchange = optimizer._exchange
     found: list[_RoundBytes] = []
     domains: list[int] = []
     for round_ in optimizer._rounds:
@@ -169,7 +172,7 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
         received_after=sum(one.returned for one in found),
         sent_before=sum(one.sent for one in found),
         sent_after=sum(one.answered for one in found),
-        in_flight=_most_in_flight(found, domains, 1 if exchange is None else exchange.prefetch),
+        in_flight=_most_in_flight(found, domains, optimizer._prefetch),
     )
 
 
@@ -177,10 +180,10 @@ def _most_in_flight(rounds: Sequence[_RoundBytes], domains: Sequence[int], prefe
     most = 0
     gathering: dict[int, int] = {}  # rounds under way
     begun: set[int] = set()
-    first = started_first(domains, prefetch)
+    windows = prefetch_windows(domains, prefetch)
     for i, one in enumerate(rounds):
         behind = rounds[i - 1].scattering if prefetch and i else 0
-        for j in first[i]:
+        for j in windows[i]:
             if j not in begun:
                 begun.add(j)
                 gathering[j] = rounds[j].gathering
@@ -256,9 +259,9 @@ class _RoundBytes:
         )
 
 
-def _itemsize(group: OwnedBuffer) -> int:
-    return group.entries[0].full.element_size()
+def _itemsize(buffer: OwnedBuffer) -> int:
+    return buffer.entries[0].full.element_size()
 
 
-def _buffer_nbytes(group: OwnedBuffer) -> int:
-    return group.layout.size * _itemsize(group)
+def _buffer_nbytes(buffer: OwnedBuffer) -> int:
+    return buffer.layout.size * _itemsize(buffer)

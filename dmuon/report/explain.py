@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 
-from dmuon.dedicated.dedicate import dedications
+from dmuon.dedicated.dedication import Dedication, dedications
 from dmuon.dedicated.runtime import Runtime
 from dmuon.model.routing import Route, route_parameters
 from dmuon.optimizer.groups import inside_ddp
@@ -28,59 +29,82 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         ValueError: Muon would take no matrix of the model.
         TypeError: ``optimizer`` is not a ``dmuon.Muon``.
     """
-    found = dedications(model)
     if optimizer is not None and not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer must be a dmuon.Muon, got {type(optimizer).__name__}")
-    exchanged = [] if optimizer is None else optimizer.exchanged()
-    lines: list[str] = [] if found else _routes(model, optimizer)
-    if exchanged:
-        lines += ["", "exchanged matrices"]
-        rows = [("matrix", "shape", "lies as", "on ranks", "owner")]
-        lines += _table(rows + [(e.name, e.shape, e.lies_as, e.ranks, str(e.owner)) for e in exchanged])
-        lines += ["", *optimizer.exchange_report()] if optimizer is not None else []
-    for dedication in found:
-        plan, runtime = dedication.plan, dedication.runtime
-        owners = plan.owners
-        lines += ["owned matrices"]
-        rows = [("matrix", "shape", "block", "owner", "why")]
-        rows += [
-            (m.name, f"{m.rows}x{m.cols}", m.block, str(owners[m.name]), dedication.reasons[m.name][1])
-            for m in plan.matrices
-        ]
-        lines += _table(rows)
-        rest = [(name, why) for name, (muon, why) in dedication.reasons.items() if not muon]
-        lines += ["", "on AdamW"]
-        lines += _table([("parameter", "why"), *rest])
-        elements = sum(m.rows * m.cols for m in plan.matrices)
-        lines += [
-            "",
-            f"Muon: {len(plan.matrices)} matrices, {elements:,} elements; "
-            f"AdamW: {len(rest)} parameters, {dedication.adamw_elements:,} elements",
-        ]
-        kept = "kept after forward" if runtime.groups[0].keep else "freed after forward"
-        entries = list(runtime.entries())
-        lines += [
-            f"owned weights: {len({g.name for g in runtime.groups})} blocks, "
-            f"forward in {_unique(e.full.dtype for e in entries)}, "
-            f"masters in {_unique(e.master.dtype for e in entries)}, "
-            f"gradients reduced in {_unique(g.reduce_dtype for g in runtime.groups)}, {kept}",
-            *_budget(runtime),
-            *_fsdp_line(model),
-            "",
-            plan.report(),
-        ]
+    dedicated = dedications(model)
+    lines = [] if dedicated else _routes(model, optimizer)
     if optimizer is not None:
-        stats = optimizer.last_step
-        phases = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in stats.seconds.items())
-        lines += [
-            "",
-            f"last step on this rank: {stats.ns_matrices} matrices orthogonalized in {stats.ns_batches} batches; "
-            f"{phases or 'no step yet'}",
-        ]
-        lines += [f"  {small}x{large}: {variant}" for (small, large), variant in stats.variants.items()]
-        if stats.nonfinite:
-            lines.append(f"not finite in the last step: {', '.join(stats.nonfinite)}")
+        lines += _exchanged(optimizer)
+    for dedication in dedicated:
+        lines += [*_owned(dedication), *_on_adamw(dedication), *_runtime(dedication.runtime), *_rest(model), ""]
+        lines.append(dedication.plan.report())
+    if optimizer is not None:
+        lines += _last_step(optimizer)
     return "\n".join(lines)
+
+
+def _exchanged(optimizer: Muon) -> list[str]:
+    """Matrices that lie where FSDP2, tensor parallelism or DDP put them."""
+    exchanged = optimizer.exchanged()
+    if not exchanged:
+        return []
+    rows = [(e.name, e.shape, e.lies_as, e.ranks, str(e.owner)) for e in exchanged]
+    table = _table([("matrix", "shape", "lies as", "on ranks", "owner"), *rows])
+    return ["", "exchanged matrices", *table, "", *optimizer.exchange_report()]
+
+
+def _owned(dedication: Dedication) -> list[str]:
+    """Matrices that lie whole on their owner."""
+    plan = dedication.plan
+    owners = plan.owners
+    rows = [
+        (m.name, f"{m.rows}x{m.cols}", m.block, str(owners[m.name]), dedication.reasons[m.name][1])
+        for m in plan.matrices
+    ]
+    return ["owned matrices", *_table([("matrix", "shape", "block", "owner", "why"), *rows])]
+
+
+def _on_adamw(dedication: Dedication) -> list[str]:
+    """What Muon leaves, and how much of the model either takes."""
+    matrices = dedication.plan.matrices
+    rest = [(name, why) for name, (muon, why) in dedication.reasons.items() if not muon]
+    elements = sum(m.rows * m.cols for m in matrices)
+    return [
+        "",
+        "on AdamW",
+        *_table([("parameter", "why"), *rest]),
+        "",
+        f"Muon: {len(matrices)} matrices, {elements:,} elements; "
+        f"AdamW: {len(rest)} parameters, {dedication.adamw_elements:,} elements",
+    ]
+
+
+def _runtime(runtime: Runtime) -> list[str]:
+    """Dtypes, memory and traffic of the owned weights."""
+    entries = list(runtime.entries())
+    return [
+        f"owned weights: {len({b.name for b in runtime.buffers})} blocks, "
+        f"forward in {_unique(e.full.dtype for e in entries)}, "
+        f"masters in {_unique(e.master.dtype for e in entries)}, "
+        f"gradients reduced in {_unique(b.reduce_dtype for b in runtime.buffers)}, "
+        f"{'kept' if runtime.buffers[0].keep else 'freed'} after forward",
+        *_budget(runtime),
+    ]
+
+
+def _last_step(optimizer: Muon) -> list[str]:
+    """What this rank did in the last step."""
+    stats = optimizer.last_step
+    phases = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in stats.seconds.items())
+    lines = [
+        "",
+        f"last step on this rank: {stats.ns_matrices} matrices orthogonalized in {stats.ns_batches} batches; "
+        f"{phases or 'no step yet'}",
+        *(f"  {small}x{large}: {variant}" for (small, large), variant in stats.variants.items()),
+    ]
+    if stats.nonfinite:
+        lines.append(f"not finite in the last step: {', '.join(stats.nonfinite)}")
+    return lines
 
 
 def _routes(model: nn.Module, optimizer: Muon | None) -> list[str]:
@@ -88,8 +112,8 @@ def _routes(model: nn.Module, optimizer: Muon | None) -> list[str]:
     routes = route_parameters(inside_ddp(model))
     taken = {r.fqn for r in routes if r.muon}
     if optimizer is not None:
-        here = {id(p) for group in optimizer.param_groups if group["use_muon"] for p in group["params"]}
-        taken = {r.fqn for r in routes if id(r.param) in here}
+        ids = {id(p) for group in optimizer.param_groups if group["use_muon"] for p in group["params"]}
+        taken = {r.fqn for r in routes if id(r.param) in ids}
 
     def why(route: Route) -> str:
         return route.reason if route.muon == (route.fqn in taken) else "put there by a group or by select"
@@ -108,6 +132,7 @@ def _routes(model: nn.Module, optimizer: Muon | None) -> list[str]:
 
 
 def _budget(runtime: Runtime) -> list[str]:
+    """Ranks, and what this one holds and sends."""
     memory, traffic = expected_memory(runtime), expected_traffic(runtime)
     topology = runtime.comm.topology
     sent = "; ".join(
@@ -130,9 +155,8 @@ def _unique(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(sorted({str(dtype) for dtype in dtypes}))
 
 
-def _fsdp_line(model: nn.Module) -> list[str]:
-    from torch.distributed.fsdp import FSDPModule
-
+def _rest(model: nn.Module) -> list[str]:
+    """Who has the parameters that dmuon does not own."""
     sharded = sum(isinstance(m, FSDPModule) for m in model.modules())
     return [
         f"the rest: sharded by FSDP2 in {sharded} modules" if sharded else "the rest: replicated, averaged by dmuon"

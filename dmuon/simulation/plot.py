@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dmuon.platform.figures import new_figure, save_png
 from dmuon.simulation.engine import COMPUTE
 from dmuon.simulation.programs import StepTrace
 
@@ -78,12 +79,9 @@ def draw_timeline(
         ranks: rank to what to call it; default :func:`pick_ranks`.
 
     Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: a rank that was not simulated.
+        ValueError: a rank that was not simulated, or matplotlib is not installed.
+        OSError: the file cannot be written.
     """
-    plt = _matplotlib()
-    from matplotlib.patches import Patch
-
     chosen = dict(ranks) if ranks is not None else pick_ranks(trace)
     world = len(trace.spans[0].end)
     for rank in chosen:
@@ -96,7 +94,8 @@ def draw_timeline(
     lanes = [lane for lane in _LANES if lane in used]
     least = _LEAST_WIDTH * (end - begin)
     scale, unit = (1e3, "ms") if end - begin < 10 else (1.0, "s")
-    figure, axis = plt.subplots(figsize=(13, 1.4 + 0.34 * len(chosen) * (len(lanes) + 0.7)))
+    figure = new_figure(13, 1.4 + 0.34 * len(chosen) * (len(lanes) + 0.7), layout="tight")
+    axis = figure.subplots()
     ticks: list[tuple[float, str]] = []
     kinds: dict[str, None] = {}
     for place, (rank, name) in enumerate(chosen.items()):
@@ -124,6 +123,8 @@ def draw_timeline(
     for kind in _COLOURS:
         if kind in kinds:
             texts.setdefault(_TEXT.get(kind, kind), _COLOURS[kind])
+    from matplotlib.patches import Patch
+
     handles = [Patch(color=colour, label=text) for text, colour in texts.items()]
     axis.legend(handles=handles, ncols=6, loc="lower center", bbox_to_anchor=(0.45, 1.0), frameon=False, fontsize=8)
     _save(figure, (axis,), path)
@@ -139,10 +140,11 @@ def draw_scaling(
             are against ``adamw`` of the same variant.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ValueError: matplotlib is not installed.
+        OSError: the file cannot be written.
     """
-    plt = _matplotlib()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5))
+    figure = new_figure(12, 4.5, layout="tight")
+    left, right = figure.subplots(1, 2)
     for name, seconds in steps_s.items():
         program, _, variant = name.partition(", ")
         look = {
@@ -175,18 +177,6 @@ def _save(figure: Any, axes: tuple[Any, ...], path: str | Path) -> None:
     for axis in axes:
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    figure.tight_layout()
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    figure.clear()
-
-
-def _matplotlib() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("plots need matplotlib; install it with: pip install 'dmuon[bench]'") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_png(figure, path)

@@ -84,8 +84,6 @@ class Prediction:
                 f"{name:<16}{1e3 * time.step_s:>10.2f}{1e3 * time.forward_backward_s:>10.2f}{1e3 * time.ns_s:>9.2f}"
                 f"{1e3 * time.exposed_s:>9.2f}{time.step_s / adamw - 1:>+10.1%}{gather / time.step_s:>10.2f}×"
             )
-        if topology.replicate > 1 or topology.tp > 1:
-            lines.append("the runtime shards over one dimension so far; this is what its design would take")
         if self.target is not None:
             lines.append("")
             if self.overhead < self.target:

@@ -4,6 +4,9 @@ A product of a batch is cut into tiles of 128 × 128 results. As many tiles as t
 a wave, and the last wave takes as long as a full one: a staircase in the batch size. A product takes its waves, or the
 time that memory needs for its operands and its result where that is longer, and a launch. The passes around it take
 their memory traffic and a launch each. Which products run is noted while the kernels' own code runs without data.
+
+Every product is counted whole, as cuBLAS computes it. dmuon's Triton kernel computes symmetric results by halves, where
+a rule or a measurement chooses it: then an update takes less time than this.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _ELEMENT = 2  # bytes of fp16 and bf16
 _PASSES = (8, 12, 12, 12, 8, 6, 6, 8, 12)
 _NORM_LAUNCHES = 8  # on one number per matrix: stack, norm, two clamps, reciprocal, comparison, choice, cast
 
-# Sides of the matrix that the products are noted on. They differ, so that XXᵀ and QX do in square matrices too.
+# Sides of the matrix that the products are noted on; each stands for a side of the matrix that is priced.
 _SMALL, _LARGE = 2, 3
 
 
@@ -52,15 +55,14 @@ class _Product:
     inner: int
     columns: int
     addend: bool
-    symmetric: bool
 
     @property
     def flops(self) -> int:
         return 2 * self.rows * self.inner * self.columns
 
-    def tiles(self, half: bool) -> int:
-        down, across = math.ceil(self.rows / _TILE), math.ceil(self.columns / _TILE)
-        return down * (down + 1) // 2 if half and self.symmetric else down * across
+    @property
+    def tiles(self) -> int:
+        return math.ceil(self.rows / _TILE) * math.ceil(self.columns / _TILE)
 
     @property
     def result_bytes(self) -> int:
@@ -91,7 +93,7 @@ class _Recorder(Arithmetic):
         out: Tensor | None = None,
     ) -> Tensor:
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
-        self.products.append(_Product(rows, inner, columns, c is not None, rows == columns))
+        self.products.append(_Product(rows, inner, columns, c is not None))
         return a.new_empty(rows, columns)
 
     def round_(self, x: Tensor) -> Tensor:
@@ -100,9 +102,7 @@ class _Recorder(Arithmetic):
         return x
 
 
-def wave_costs(
-    device: Device, limits: Mapping[Shape, int], *, options: NsOptions | None = None, symmetric: bool = False
-) -> CostTable:
+def wave_costs(device: Device, limits: Mapping[Shape, int], *, options: NsOptions | None = None) -> CostTable:
     """Costs of momentum, Newton–Schulz and weight update together, as ``dmuon-profile`` would time them on ``device``.
 
     All are marked estimated. They are isotonic and sub-additive in the batch size, which takes the values that are
@@ -112,7 +112,6 @@ def wave_costs(
         device: the GPU.
         limits: shape (small side, large side) to the most matrices in a batch.
         options: the Newton–Schulz run; fp16 or bf16. Whether it is in Gram form is the kernels' choice.
-        symmetric: whether symmetric results are computed by halves. The present kernels compute them whole.
 
     Raises:
         ValueError: a shape is not two positive integers, small side first; a limit is not a positive integer; the
@@ -131,7 +130,7 @@ def wave_costs(
         variant = choose_variant(shape, 1, sequence, dtype, torch.device("cuda"), backend="torch")
         iteration = make_iteration(variant, sequence, dtype)
         sizes = useful_batch_sizes(shape, limit, torch.device("cuda"))
-        costs[shape] = {k: _update_ns(device, shape, k, iteration, symmetric) for k in sizes}
+        costs[shape] = {k: _update_ns(device, shape, k, iteration) for k in sizes}
     return CostTable(costs, dict.fromkeys(costs, "estimated"))
 
 
@@ -140,7 +139,7 @@ def describe(device: Device) -> str:
     return f"estimated: wave model of {device.name}"
 
 
-def _update_ns(device: Device, shape: Shape, k: int, iteration: Iteration, symmetric: bool) -> int:
+def _update_ns(device: Device, shape: Shape, k: int, iteration: Iteration) -> int:
     """Whole nanoseconds of one update of ``k`` matrices. Rounded up, which keeps sums above the whole."""
     products, others = _kernels(shape, iteration)
     elements = k * shape[0] * shape[1]
@@ -148,13 +147,13 @@ def _update_ns(device: Device, shape: Shape, k: int, iteration: Iteration, symme
     # PyTorch copies an addend into the result, for the product to add to.
     passes += [2 * k * p.result_bytes / device.memory_bandwidth for p in products if p.addend]
     launches = len(products) + len(passes) + _NORM_LAUNCHES + others
-    work = sum(_product_s(device, product, k, symmetric) for product in products)
+    work = sum(_product_s(device, product, k) for product in products)
     return max(1, math.ceil((work + sum(passes) + launches * device.launch_s) * 1e9))
 
 
-def _product_s(device: Device, product: _Product, k: int, symmetric: bool) -> float:
+def _product_s(device: Device, product: _Product, k: int) -> float:
     """Seconds of one product of a batch of ``k``, without its launch."""
-    waves = math.ceil(k * product.tiles(symmetric) / device.sms)
+    waves = math.ceil(k * product.tiles / device.sms)
     tile_s = 2 * _TILE**2 * product.inner * device.sms / (device.peak_flops * device.matmul_efficiency)
     return max(waves * tile_s, k * product.moved_bytes / device.memory_bandwidth)
 
@@ -164,7 +163,5 @@ def _kernels(shape: Shape, iteration: Iteration) -> tuple[list[_Product], int]:
     recorder = _Recorder(iteration.dtype, iteration.dtype)
     iterate(torch.empty(_SMALL, _LARGE, dtype=iteration.dtype, device="meta"), iteration, recorder)
     side = {_SMALL: shape[0], _LARGE: shape[1]}
-    products = [
-        _Product(side[p.rows], side[p.inner], side[p.columns], p.addend, p.symmetric) for p in recorder.products
-    ]
+    products = [_Product(side[p.rows], side[p.inner], side[p.columns], p.addend) for p in recorder.products]
     return products, len(recorder.others)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
-from dmuon.model.config import config_path, read_model
+from dmuon.model.config import ModelConfig, matrices_of
 from dmuon.model.matrix_shape import MatrixShape
 from dmuon.platform.options import is_integer
 
@@ -110,10 +108,9 @@ class Workload:
             _check_count(name, count)
         if tokens % sequence:
             raise ValueError(f"tokens={tokens} must be a multiple of sequence={sequence}; give whole sequences")
-        path = config_path(path)
-        matrices = read_model(path)
-        data = json.loads(path.read_text(encoding="utf-8"))
-        active = _active_experts(path, data, matrices)
+        config = ModelConfig.load(path)
+        matrices = matrices_of(config)
+        active = _active_experts(config, matrices)
         members: dict[str, list[MatrixShape]] = {}
         for matrix in matrices:
             members.setdefault(matrix.block, []).append(matrix)
@@ -121,7 +118,7 @@ class Workload:
         for name, owned in members.items():
             forward = 2.0 * tokens * sum(m.rows * m.cols * (active if _is_expert(m) else 1.0) for m in owned)
             forward += tokens * sequence * _attention_width(owned)
-            hidden = _hidden(data, owned)
+            hidden = _hidden(config, owned)
             blocks.append(
                 Block(
                     name,
@@ -131,7 +128,7 @@ class Workload:
                     _NORMS_PER_BLOCK * hidden,
                 )
             )
-        ends = _ends(path, data, tokens, _hidden(data, members[blocks[-1].name]))
+        ends = _ends(config, tokens, _hidden(config, members[blocks[-1].name]))
         return cls(tuple(blocks), ends, tokens, param_bytes, reduce_bytes)
 
     def scaled(self, factor: float) -> Workload:
@@ -171,17 +168,15 @@ def _is_expert(matrix: MatrixShape) -> bool:
     return ".experts." in matrix.name
 
 
-def _active_experts(path: Path, data: Mapping[str, Any], matrices: Iterable[MatrixShape]) -> float:
+def _active_experts(config: ModelConfig, matrices: Iterable[MatrixShape]) -> float:
     """The part of the routed experts that one token meets."""
     if not any(map(_is_expert, matrices)):
         return 1.0
-    name = next((name for name in _EXPERT_COUNTS if name in data), _EXPERT_COUNTS[0])
-    experts, chosen = data.get(name), data.get("num_experts_per_tok")
-    if not is_integer(experts, 1):
-        raise ValueError(f"{path}: field '{name}' is {experts!r}; set it to the number of routed experts")
-    if not is_integer(chosen, 1, experts):
-        raise ValueError(f"{path}: field 'num_experts_per_tok' is {chosen!r}; set it to an integer from 1 to {experts}")
-    return float(chosen / experts)
+    experts = config.integer(next((name for name in _EXPERT_COUNTS if name in config.data), _EXPERT_COUNTS[0]))
+    name = "num_experts_per_tok"
+    chosen = config.data.get(name)
+    config.check(name, is_integer(chosen, 1, experts), f"an integer from 1 to {experts}", chosen)
+    return config.integer(name) / experts
 
 
 def _attention_width(matrices: Iterable[MatrixShape]) -> int:
@@ -199,27 +194,21 @@ def _attention_width(matrices: Iterable[MatrixShape]) -> int:
     return width
 
 
-def _hidden(data: Mapping[str, Any], matrices: Iterable[MatrixShape]) -> int:
+def _hidden(config: ModelConfig, matrices: Iterable[MatrixShape]) -> int:
     """Width of the residual stream: what attention writes, or what the config says; 0 where neither tells."""
     for m in matrices:
         if m.name.endswith(("self_attn.o_proj.weight", "attn.c_proj.weight")):
             return m.rows
-    width = data.get("hidden_size", data.get("n_embd", 0))
-    return width if isinstance(width, int) else 0
+    width = config.data.get("hidden_size", config.data.get("n_embd", 0))
+    return width if is_integer(width) else 0
 
 
-def _ends(path: Path, data: Mapping[str, Any], tokens: int, hidden: int) -> Block:
-    vocabulary = data.get("vocab_size")
-    if vocabulary is None:
+def _ends(config: ModelConfig, tokens: int, hidden: int) -> Block:
+    if config.data.get("vocab_size") is None:
         return Block("ends", 0.0, 0.0, 0, 0)
-    if not is_integer(vocabulary, 1):
-        raise ValueError(f"{path}: field 'vocab_size' is {vocabulary!r}; set it to an integer of at least 1")
-    tied = data.get("tie_word_embeddings", data["model_type"] == "gpt2")  # the defaults of Hugging Face
-    if not isinstance(tied, bool):
-        raise ValueError(f"{path}: field 'tie_word_embeddings' is {tied!r}; set it to true or false")
-    positions = data.get("n_positions", 0) if data["model_type"] == "gpt2" else 0
-    if not is_integer(positions, 0):
-        raise ValueError(f"{path}: field 'n_positions' is {positions!r}; set it to an integer of at least 0")
-    table = vocabulary * hidden
+    gpt2 = config.data["model_type"] == "gpt2"
+    tied = config.flag("tie_word_embeddings", default=gpt2)  # the defaults of Hugging Face
+    positions = config.integer("n_positions", 0, least=0) if gpt2 else 0
+    table = config.integer("vocab_size") * hidden
     forward = 2.0 * tokens * table
     return Block("ends", forward, _BACKWARD * forward, 0, table * (1 if tied else 2) + positions * hidden + hidden)

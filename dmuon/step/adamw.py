@@ -1,4 +1,4 @@
-"""AdamW for whatever Muon does not take, on the storage that this rank holds."""
+"""AdamW for whatever Muon does not take, on this rank's parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["adamw_step", "init_adamw_state"]
+__all__ = ["adamw_step", "adopt_adamw_state", "init_adamw_state"]
 
 
 def init_adamw_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
@@ -19,6 +19,16 @@ def init_adamw_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
     state["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(param).device)
     state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
     state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+
+
+def adopt_adamw_state(optimizer: torch.optim.Optimizer) -> None:
+    """After a load: make the state that AdamW's parameters lack, and ``step`` a tensor on their device."""
+    for group in optimizer.param_groups:
+        for param in [] if group["use_muon"] else group["params"]:
+            state = optimizer.state[param]
+            if "step" not in state:
+                init_adamw_state(param, state)
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(local_tensor(param).device)
 
 
 @torch.no_grad()

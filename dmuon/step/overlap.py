@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.platform.streams import Stream
 from dmuon.platform.timing import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
+from dmuon.step.rounds import AloneRound
 from dmuon.step.update import Orthogonalized, kept, orthogonalize
 
 __all__ = ["EarlyUpdates"]
@@ -24,7 +24,12 @@ _OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dt
 
 @dataclass(slots=True)
 class _Early:
-    """What was computed, and from which gradients, momentum and options."""
+    """An update, and the gradients, momentum and options that it was computed from.
+
+    Attributes:
+        grads: by parameter, the gradient and its versions.
+        momentum: versions of the momentum.
+    """
 
     ready: Orthogonalized
     grads: list[tuple[weakref.ref[Tensor], tuple[int, int]]]
@@ -43,27 +48,29 @@ class _Early:
 class EarlyUpdates:
     """Starts a batch as soon as the last of its gradients has been reduced, on a stream of its own.
 
-    The momentum that an early update computes with is a copy: until ``take`` nothing has changed. Clipping, another
-    backward, a load or new options afterwards are seen by version counters and identities, and the early result is then
-    dropped. Edits through ``tensor.data`` of a local tensor escape version counters.
+    An early update computes with a copy of the momentum, so nothing changes before ``take``. It is dropped if its
+    inputs were changed meanwhile: by clipping, another backward, a load or new options. Version counters and
+    identities show that. They do not show edits through ``tensor.data`` of a local tensor.
 
     Args:
-        batches: ``(index of the group, batch)`` of everything that this rank has whole.
+        rounds: of all batches that this rank has whole; they will ask for early updates.
         group_at: the options of a group.
         shown: what the optimizer's state shows of the momentum, by ``id`` of the parameter.
     """
 
     def __init__(
         self,
-        batches: Sequence[tuple[int, Batch]],
+        rounds: Sequence[AloneRound],
         group_at: Callable[[int], Mapping[str, Any]],
         shown: Mapping[int, Tensor],
         device: torch.device,
     ) -> None:
         self._group_at = group_at
         self._shown = shown
-        self._index = {id(batch): index for index, batch in batches}
-        self._batch_of = {id(p): batch for _, batch in batches for p in batch.params}
+        self._index = {id(round_.batches[0]): round_.index for round_ in rounds}
+        self._batch_of = {id(p): round_.batches[0] for round_ in rounds for p in round_.batches[0].params}
+        for round_ in rounds:
+            round_.early = self.take
         self._landed: dict[int, set[int]] = {}
         self._ready: dict[int, _Early] = {}
         self._side = Stream(device)
@@ -71,15 +78,15 @@ class EarlyUpdates:
         self._last = PhaseTimer(device)  # of what came before the last step
         self.taken = 0  # batches of the last step
 
-    def landed(self, entries: Sequence[OwnedMatrix]) -> None:
-        """Gradients of these have just been reduced."""
-        for entry in entries:
-            batch = self._batch_of.get(id(entry.rest))
+    def landed(self, params: Sequence[Tensor]) -> None:
+        """Gradients of ``params`` have just been reduced."""
+        for param in params:
+            batch = self._batch_of.get(id(param))
             if batch is None:
                 continue
-            here = self._landed.setdefault(id(batch), set())
-            here.add(id(entry.rest))
-            if len(here) == len(batch.params):
+            landed = self._landed.setdefault(id(batch), set())
+            landed.add(id(param))
+            if len(landed) == len(batch.params):
                 del self._landed[id(batch)]
                 self._start(batch)
 
@@ -98,7 +105,7 @@ class EarlyUpdates:
         self._ready[id(batch)] = _Early(ready, seen, momentum, _options(group))
 
     def take(self, group: Mapping[str, Any], batch: Batch) -> Orthogonalized | None:
-        """The update of ``batch`` if it is still right; its momentum is then brought up to date."""
+        """The update of ``batch`` if its inputs are unchanged; then the gradients go into its momentum."""
         early = self._ready.pop(id(batch), None)
         if early is None or not early.holds(group, batch, self._momentum_versions(batch)):
             return None
@@ -113,18 +120,18 @@ class EarlyUpdates:
         return [batch.momentum._version, *(self._shown[id(p)]._version for p in batch.params)]
 
     def join(self) -> None:
-        """A step begins: whatever is queued from here on runs after the early updates."""
+        """A step begins: what it queues on the device from now on runs after the early updates."""
         self.taken = 0
         self._timer, self._last = self._last, self._timer
         self._timer.reset()
         self._side.join()
 
     def seconds(self) -> dict[str, float]:
-        """Per phase, before the last step."""
+        """By phase, of the backward before the last step."""
         return {f"{phase} in backward": seconds for phase, seconds in self._last.seconds().items()}
 
     def forget(self) -> None:
-        """Drop what was not taken."""
+        """Drop updates that were not taken."""
         self._side.join()
         self._timer.reset()
         self._ready.clear()
@@ -132,7 +139,7 @@ class EarlyUpdates:
 
 
 def _version(grad: Tensor) -> tuple[int, int]:
-    """Operations on a DTensor count on the wrapper, operations on its local tensor there."""
+    """Of a DTensor and of its local tensor: each counts the operations that were called on it."""
     return grad._version, local_tensor(grad)._version
 
 

@@ -10,7 +10,7 @@ from dmuon.platform.timing import PhaseTimer
 from dmuon.step.rounds import Round
 from dmuon.step.update import Done
 
-__all__ = ["drive", "started_first"]
+__all__ = ["drive", "prefetch_windows"]
 
 
 def drive(
@@ -32,7 +32,7 @@ def drive(
         meanwhile: what else is to do, while the last scatter is on its way.
     """
     exchanged = [r for r in rounds if r.exchanged]
-    first = started_first([id(r.batches[0].domain) for r in exchanged], prefetch)
+    windows = prefetch_windows([r.queue for r in exchanged], prefetch)
     started: set[int] = set()
     turn = 0  # of the next round to exchange
     leaving: deque[tuple[Round, list[Done]]] = deque()
@@ -50,7 +50,7 @@ def drive(
 
     for round_ in rounds:
         if round_.exchanged:
-            start(first[turn])
+            start(windows[turn])
             turn += 1
             leaving.append((round_, round_.compute(group_at(round_.index), timer)))
             while len(leaving) > (1 if prefetch else 0):
@@ -66,23 +66,28 @@ def drive(
         yield finished()
 
 
-def started_first(domains: Sequence[int], prefetch: int) -> list[list[int]]:
-    """Which rounds have started when each one computes, itself included.
+def prefetch_windows(domains: Sequence[int], prefetch: int) -> list[list[int]]:
+    """For each round, the rounds that have started when it computes, itself included.
 
-    These are the next ones, whatever their domain, and the next ones of its own domain. The former alone would start a
-    round sooner on a rank that has fewer rounds in between, and so before a scatter that it follows elsewhere.
+    These are the next ``prefetch`` rounds of whatever domain, and the next ``prefetch`` rounds of its own domain. The
+    latter give the collectives of a domain one order on all its ranks, whatever other rounds each of them has. Say that
+    ranks 0 and 1 share the domain ``a``, rank 1 has a round of another domain in between, and ``prefetch`` is 1::
+
+        rank 0 with rounds a0 a1:      at a0  gather a0, gather a1,             compute, scatter a0
+        rank 1 with rounds a0 b0 a1:   at a0  gather a0, gather b0, gather a1,  compute, scatter a0
+
+    By the next round of whatever domain alone, rank 1 would start the gather of a1 at b0 only, after the scatter of a0,
+    which follows it on rank 0: each rank would wait for a collective that the other one has not come to.
 
     Args:
         domains: of each round.
     """
-    lanes: dict[int, list[int]] = {}
+    turns: dict[int, list[int]] = {}  # by domain
     for turn, domain in enumerate(domains):
-        lanes.setdefault(domain, []).append(turn)
-    place = {turn: i for lane in lanes.values() for i, turn in enumerate(lane)}
-    return [
-        sorted(
-            {*range(turn, min(turn + prefetch + 1, len(domains)))}
-            | {*lanes[domain][place[turn] : place[turn] + prefetch + 1]}
-        )
-        for turn, domain in enumerate(domains)
-    ]
+        turns.setdefault(domain, []).append(turn)
+    windows: list[list[int]] = [[] for _ in domains]
+    for of_domain in turns.values():
+        for number, turn in enumerate(of_domain):
+            following = range(turn, min(turn + prefetch + 1, len(domains)))
+            windows[turn] = sorted({*following, *of_domain[number : number + prefetch + 1]})
+    return windows

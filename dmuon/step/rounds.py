@@ -1,4 +1,4 @@
-"""What a step updates together, and the order in which gathers, Newton–Schulz and scatters overlap."""
+"""Rounds of a step: batches that are gathered, orthogonalized and scattered together."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.redistribution import Redistribution, start_redistribution
-from dmuon.layout.parcels import Parcel
 from dmuon.platform.timing import PhaseTimer
-from dmuon.step.batches import Batch
+from dmuon.step.batches import Batch, SharedBatch
 from dmuon.step.update import Done, Orthogonalized, apply, folded, kept, orthogonalize, orthogonalize_whole, wire_dtype
 
-__all__ = ["AloneRound", "ExchangedRound", "Round", "exchanged_rounds"]
+__all__ = ["AloneRound", "ExchangedRound", "Round", "exchanged_rounds", "in_model_order", "longest_first"]
 
 
 class Round(Protocol):
@@ -24,10 +23,12 @@ class Round(Protocol):
     Attributes:
         index: of the batches' group of the optimizer.
         exchanged: ``start`` sends something, for which ``compute`` waits.
+        queue: rounds of one domain, which are counted on their own when the next ones start ahead.
     """
 
     index: int
     exchanged: bool
+    queue: int
 
     @property
     def batches(self) -> Sequence[Batch]:
@@ -47,18 +48,24 @@ class Round(Protocol):
         """Update this rank's parts of the weights."""
 
 
+def _never(group: Mapping[str, Any], batch: Batch) -> Orthogonalized | None:
+    return None
+
+
 class AloneRound:
-    """One batch that this rank has whole."""
+    """One batch that this rank has whole.
+
+    Attributes:
+        early: gives the update of the batch if it was computed during backward and is still right.
+    """
 
     exchanged = False
+    queue = 0
 
-    def __init__(
-        self, index: int, batch: Batch, early: Callable[[Mapping[str, Any], Batch], Orthogonalized | None]
-    ) -> None:
-        """``early`` gives the update if it was computed during backward, and is still right."""
+    def __init__(self, index: int, batch: Batch) -> None:
         self.index = index
         self.batches = [batch]
-        self._early = early
+        self.early: Callable[[Mapping[str, Any], Batch], Orthogonalized | None] = _never
         self._ready: list[tuple[int, int, Orthogonalized]] = []
 
     def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
@@ -66,7 +73,7 @@ class AloneRound:
 
     def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
         batch = self.batches[0]
-        early = self._early(group, batch)
+        early = self.early(group, batch)
         if early is not None:
             self._ready = [(0, len(batch.params), early)]
         else:
@@ -85,16 +92,20 @@ class AloneRound:
 
 
 class ExchangedRound:
-    """Batches of several owners, whose pieces travel in one all-to-all to them, and in another one back."""
+    """Batches of several owners in one domain: their pieces travel to these in one all-to-all, and back in another.
 
-    def __init__(self, index: int, batches: Sequence[Batch], what: str) -> None:
+    Attributes:
+        domain: the ranks that take part.
+        parcels: of the batches.
+    """
+
+    def __init__(self, index: int, batches: Sequence[SharedBatch], what: str) -> None:
         """``what`` names the batches, the same on all ranks."""
         self.index = index
         self.batches = list(batches)
-        self.parcels: list[Parcel] = [batch.parcel for batch in batches if batch.parcel is not None]
-        domain = batches[0].domain
-        assert domain is not None and len(self.parcels) == len(self.batches)
-        self.domain = domain
+        self.domain = batches[0].domain
+        self.queue = id(self.domain)
+        self.parcels = [batch.parcel for batch in batches]
         self.exchanged = any(len(parcel.holders) > 1 for parcel in self.parcels)
         self._what = what
         self._present: list[list[bool]] = []
@@ -110,7 +121,7 @@ class ExchangedRound:
             parts = {
                 i: folded(group, batch, present_params)
                 for i, (batch, present_params) in enumerate(zip(self.batches, self._present, strict=True))
-                if self._held(batch)
+                if self._has_part(batch)
             }
         with timer.phase("exchange"):
             routes = [parcel.to_owner for parcel in self.parcels]
@@ -147,12 +158,11 @@ class ExchangedRound:
                 apply(group, batch, batch.params[start:end], update[batch.rows(start, end)], timer)
 
     def __str__(self) -> str:
-        """What all ranks of the domain must agree on before anything travels."""
+        """What all ranks of the domain must agree on before data travels."""
         parcels = [(parcel.count, parcel.layout.shape, parcel.owner) for parcel in self.parcels]
         return f"{self._what} as (count, shape, owner) {parcels}"
 
-    def _held(self, batch: Batch) -> bool:
-        assert batch.parcel is not None
+    def _has_part(self, batch: SharedBatch) -> bool:
         return self.domain.position in batch.parcel.pieces
 
     def _like(self) -> Tensor:
@@ -161,7 +171,7 @@ class ExchangedRound:
 
 
 def _of_present(done: Done, batch: Batch, present: Sequence[bool]) -> list[Done]:
-    """What to report: matrices without a gradient were carried along, and are not updated."""
+    """``done`` without the matrices that no rank has a gradient of: these travelled along, and are not updated."""
     if all(present):
         return [done]
     parts = []
@@ -171,38 +181,36 @@ def _of_present(done: Done, batch: Batch, present: Sequence[bool]) -> list[Done]
 
 
 def exchanged_rounds(
-    index: int, batches: Sequence[Batch], *, small_numel: int, nbytes: int, together: bool
+    index: int,
+    batches: Sequence[SharedBatch],
+    *,
+    small_numel: int,
+    nbytes: int,
+    together: bool,
+    order: Callable[[Batch], tuple[int, int]],
 ) -> list[ExchangedRound]:
-    """Rounds of what several ranks hold: one batch of each owner, or, of small matrices, several.
+    """Rounds of what several ranks hold: one batch of each owner, or several if they are of small matrices.
 
-    What dmuon owns keeps the order of the model, in which it is published; the rest begins with what takes longest, so
-    that owners compute alike batches at the same time. Matrices of a stack that one rank has whole need no exchange,
-    and come first.
+    Matrices of a stack that one rank has whole need no exchange, and come first.
 
     Args:
         small_numel: matrices of at most so many elements are packed.
         nbytes: most bytes of whole matrices that an owner gets in a round of packed batches.
         together: the owners work at the same time; False: one batch a round.
+        order: key by which the batches of an owner are sorted; the same on all ranks.
     """
-    lanes: dict[tuple[Any, ...], dict[int, list[Batch]]] = {}
+    lanes: dict[tuple[int, torch.dtype], dict[int, list[SharedBatch]]] = {}
     rounds = []
     for batch in batches:
-        if batch.parcel is None:
-            continue
-        if len(batch.parcel.holders) == 1:  # other ranks know nothing of it: it can have no part in what they share
+        if len(batch.parcel.holders) == 1:  # unknown to the other ranks, so it cannot be in a round with theirs
             rounds.append(ExchangedRound(index, [batch], f"matrices of one rank in group {index}"))
         else:
             key = (id(batch.domain), batch.momentum.dtype)
             lanes.setdefault(key, {}).setdefault(batch.parcel.owner, []).append(batch)
     for by_owner in lanes.values():
-        packs = []
-        for owner in sorted(by_owner):
-            mine = by_owner[owner]
-            if mine[0].runtime is None:
-                mine = sorted(mine, key=_longest_first)
-            packs.append(_packed(mine, small_numel, nbytes))
-        for number, found in enumerate(zip_longest(*packs, fillvalue=())):
-            members = [batch for pack in found for batch in pack]
+        packs = [_packed(sorted(by_owner[owner], key=order), small_numel, nbytes) for owner in sorted(by_owner)]
+        for number, of_owners in enumerate(zip_longest(*packs, fillvalue=())):
+            members = [batch for pack in of_owners for batch in pack]
             for some in [members] if together else [[batch] for batch in members]:
                 count = sum(batch.count for batch in some)
                 what = f"round {number} of group {index}: {count} matrices"
@@ -210,16 +218,21 @@ def exchanged_rounds(
     return rounds
 
 
-def _longest_first(batch: Batch) -> tuple[int, int]:
+def in_model_order(batch: Batch) -> tuple[int, int]:
+    """The order in which updated weights are wanted next."""
+    return batch.position, batch.first
+
+
+def longest_first(batch: Batch) -> tuple[int, int]:
+    """Begin with what takes longest, so that owners compute alike batches at the same time."""
     m, n = batch.shape
     return -batch.count * m * n * min(m, n), batch.position
 
 
-def _packed(batches: Sequence[Batch], small_numel: int, nbytes: int) -> list[list[Batch]]:
-    packs: list[list[Batch]] = []
+def _packed(batches: Sequence[SharedBatch], small_numel: int, nbytes: int) -> list[list[SharedBatch]]:
+    packs: list[list[SharedBatch]] = []
     room = 0
     for batch in batches:
-        assert batch.parcel is not None
         size = batch.parcel.numel * batch.momentum.element_size()
         if batch.shape[0] * batch.shape[1] <= small_numel and size <= room:
             packs[-1].append(batch)

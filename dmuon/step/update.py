@@ -53,11 +53,11 @@ class Orthogonalized:
 def orthogonalize(
     group: Mapping[str, Any], batch: Batch, run_of: tuple[int, int], momentum: Tensor, timer: PhaseTimer
 ) -> Orthogonalized:
-    """Fold gradients into ``momentum``, and orthogonalize, what this rank has whole.
+    """Fold gradients into ``momentum``, and orthogonalize it, for matrices that this rank has whole.
 
     Args:
-        run_of: range of the parameters.
-        momentum: their rows.
+        run_of: range of the batch's parameters.
+        momentum: theirs, ``(k, m, n)``.
     """
     params = batch.params[run_of[0] : run_of[1]]
     choice = _Choice.of(group, batch, len(momentum), momentum.dtype, momentum.device)
@@ -76,7 +76,7 @@ def orthogonalize(
 
 
 def orthogonalize_whole(group: Mapping[str, Any], batch: Batch, x: Tensor, timer: PhaseTimer) -> Orthogonalized:
-    """Orthogonalize what was gathered, ``(k, m, n)``, which is not kept."""
+    """Orthogonalize whole matrices that were gathered, ``(k, m, n)``; their memory may be reused."""
     choice = _Choice.of(group, batch, len(x), x.dtype, x.device)
     with timer.phase("momentum"):
         normal, norms = normalize(x, choice.storage, group["eps"])
@@ -86,15 +86,15 @@ def orthogonalize_whole(group: Mapping[str, Any], batch: Batch, x: Tensor, timer
 
 
 def kept(ready: Orthogonalized) -> Orthogonalized:
-    """``ready`` with an update that further runs of Newton–Schulz leave alone: replayed ones share a buffer."""
+    """``ready`` with an update of its own: replayed runs of Newton–Schulz all leave theirs in one buffer."""
     return Orthogonalized(ready.done, ready.update.clone()) if ready.done.variant.replay else ready
 
 
 def folded(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> Tensor:
-    """What is to be orthogonalized, as this rank's parts ``(k, …)``; gradients that are missing here count as zero.
+    """This rank's parts of what is to be orthogonalized, ``(k, …)``. A gradient that this rank lacks counts as zero.
 
     Args:
-        present: per parameter, whether any rank has a gradient; zero where none has.
+        present: per parameter, whether any rank has a gradient; the result is zero for those that none has.
     """
     if not len(batch.momentum):
         return torch.zeros_like(batch.momentum)
@@ -123,10 +123,10 @@ def apply(
     *,
     scale: float | None = None,
 ) -> None:
-    """Subtract the updates, shaped as this rank's parts, from the weights; ``lr`` is a float.
+    """Subtract ``update``, ``(k, …)``, shaped as this rank's parts, from the weights; ``lr`` must be a float.
 
     Args:
-        scale: of the learning rate; None follows from the shape of the whole matrices.
+        scale: factor on the learning rate; None: as the shape of the whole matrices says.
     """
     with timer.phase("apply"):
         apply_update_(
@@ -139,7 +139,7 @@ def apply(
 
 
 def wire_dtype(group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which updates travel, which is the one in which Newton-Schulz leaves them."""
+    """The dtype in which updates travel: that in which Newton-Schulz leaves them."""
     return carrier_dtype(device, storage_dtype(dtype, device, group["ns_dtype"]))
 
 
@@ -166,13 +166,8 @@ def _grad(param: Tensor) -> Tensor:
 
 def _planned_variant(batch: Batch, k: int) -> str:
     """How the plan says that ``k`` matrices of ``batch`` run, or nothing."""
-    planned = batch.runtime or batch.domain
-    if planned is None:
-        return ""
-    small, large = sorted(batch.shape)
-    variants: Mapping[int, str] = planned.variants.get((small, large), {})
-    smaller = [size for size in variants if size <= k]
-    return variants[max(smaller)] if smaller else ""
+    smaller = [size for size in batch.variants if size <= k]
+    return batch.variants[max(smaller)] if smaller else ""
 
 
 @lru_cache(maxsize=4096)
@@ -184,7 +179,7 @@ def _variant(
     storage: torch.dtype,
     device: torch.device,
 ) -> Variant:
-    """The planned variant, made safe for these coefficients, or the rule's where there is none or it cannot run."""
+    """The planned variant, made safe for these coefficients. Without one that can run here, the rule's choice."""
     if planned:
         variant = Variant.parse(planned)
         fault = variant_fault(variant, shape, device, storage)

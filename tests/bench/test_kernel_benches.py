@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 MODELS = ("llama-3-8b", "qwen2.5-7b", "gpt2-1.5b", "pi0")
@@ -36,25 +40,45 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize("interpreted", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_gpu_script_runs_end_to_end_without_a_gpu(models: Path, tmp_path: Path, interpreted: bool) -> None:
+@pytest.fixture
+def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The GPU script as a module, on a machine without a GPU."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    threads = torch.get_num_threads()
+    yield importlib.import_module("gpu_kernels")
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_the_gpu_script_runs_its_kernels_in_the_interpreter(models: Path, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    arguments = ["--dry", "--models", str(models), "--json", str(path), "--seconds", "3" if interpreted else "60"]
-    done = run("gpu_kernels.py", *arguments, **({"TRITON_INTERPRET": "1"} if interpreted else {}))
+    arguments = ["--dry", "--models", str(models), "--json", str(path), "--seconds", "3"]
+    done = run("gpu_kernels.py", *arguments, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr + done.stdout
     found = json.loads(path.read_text())
-    assert found["dry"] and len(found["checks"]) >= (40 if interpreted else 16)
+    assert found["dry"] and len(found["checks"]) >= 40
     assert all(check["ok"] for check in found["checks"])
-    if not interpreted:
-        assert [row["model"] for row in found["models"]] == list(MODELS)
-        for row in found["models"]:
-            assert {"dmuon", "cuBLAS standard", "cuBLAS gram", "torch.optim.Muon"} <= row["ms"].keys()
-            assert all(max(shape["errors"].values()) < 2e-2 for shape in row["shapes"].values())
 
 
-def test_without_a_gpu_the_gpu_script_wants_to_be_told_that_it_is_dry(models: Path) -> None:
-    done = run("gpu_kernels.py", "--models", str(models), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2 and "--dry runs the script without one" in done.stderr
+def test_the_gpu_script_runs_end_to_end_without_a_gpu(gpu_kernels: ModuleType, models: Path, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    assert gpu_kernels.main(["--dry", "--models", str(models), "--json", str(path), "--seconds", "60"]) == 0
+    found = json.loads(path.read_text())
+    assert found["dry"] and len(found["checks"]) >= 16
+    assert all(check["ok"] for check in found["checks"])
+    assert [row["model"] for row in found["models"]] == list(MODELS)
+    for row in found["models"]:
+        assert {"dmuon", "cuBLAS standard", "cuBLAS gram", "torch.optim.Muon"} <= row["ms"].keys()
+        assert all(max(shape["errors"].values()) < 2e-2 for shape in row["shapes"].values())
+
+
+def test_without_a_gpu_the_gpu_script_wants_to_be_told_that_it_is_dry(
+    gpu_kernels: ModuleType, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu_kernels.main(["--models", str(models)])
+    assert ended.value.code == 2 and "--dry runs the script without one" in capsys.readouterr().err
 
 
 @pytest.mark.slow

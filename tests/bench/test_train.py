@@ -269,7 +269,7 @@ def test_a_diverging_run_fails_with_its_step_and_what_to_do(text: Path, tmp_path
 
 def test_several_seeds_give_means_and_differences() -> None:
     sys.path.insert(0, str(SCRIPT.parent))
-    import report
+    from training import report
 
     step = {"step_ms": 100.0, "optimizer_ms": 5.0}
     runs = [

@@ -144,7 +144,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
     monkeypatch.delenv("RANK", raising=False)
     assert main(["--device", "cpu", "--json", str(tmp_path / "absent" / "x.json")]) == 2
     said = capsys.readouterr()
-    assert "name a file in a folder that exists" in said.err
+    assert "no such folder" in said.err
     assert not lines_of(said.out)
 
 

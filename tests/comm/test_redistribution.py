@@ -256,7 +256,7 @@ def strided_as_fsdp_has_it(rank: int, world: int) -> None:
         fully_shard(layer, mesh=mesh["dp"])
         weight = layer.weight
         assert isinstance(weight, DTensor) and isinstance(weight.placements[0], _StridedShard)
-        assert place_dtensor(weight, "w").ranks == tuple(range(world))
+        assert place_dtensor(weight, "w", rank).ranks == tuple(range(world))
         for owner in range(world):
             found = config.gather_fn(weight, owner, config.state)
             assert (found is not None) == (rank == owner)

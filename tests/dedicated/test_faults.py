@@ -25,6 +25,7 @@ from harness.toy import LR, Reference, Toy, assert_equal_weights, batch, build, 
 
 import dmuon
 import dmuon.comm.monitor
+from dmuon.dedicated.dedication import dedications
 
 LAYOUTS.setdefault("1d-3", Layout((("shard", 3),), fsdp=False))
 LAYOUTS.setdefault("1d-3-fsdp", Layout((("shard", 3),)))
@@ -56,7 +57,7 @@ ACTS = {"killed": kill, "stopped": stop, "raising": throw}
 
 
 def at_fault_step(model: nn.Module, act: Callable[[], None]) -> Callable[..., None]:
-    monitor = model._dmuon_dedication.runtime.comm.monitor
+    monitor = dedications(model)[0].runtime.comm.monitor
 
     def hook(*_: Any) -> None:
         if monitor.step == FAULT_STEP:
@@ -67,7 +68,7 @@ def at_fault_step(model: nn.Module, act: Callable[[], None]) -> Callable[..., No
 
 def arm(model: nn.Module, where: str, act: Callable[[], None]) -> None:
     """Do ``act`` at one place of the step FAULT_STEP."""
-    hook, runtime = at_fault_step(model, act), model._dmuon_dedication.runtime
+    hook, runtime = at_fault_step(model, act), dedications(model)[0].runtime
     match where:
         case "forward":
             model.blocks[1].mix.register_forward_pre_hook(hook)
@@ -80,9 +81,14 @@ def arm(model: nn.Module, where: str, act: Callable[[], None]) -> None:
             model.blocks[1].up.register_state_dict_pre_hook(hook)
 
 
+def be_impatient(model: nn.Module, seconds: float) -> None:
+    """Wait for what the other ranks report for as short as this file's limits on time assume."""
+    dedications(model)[0].runtime.comm.monitor.patience = seconds
+
+
 def prepared(layout: str, model: nn.Module, **options: Any) -> tuple[Laid, dmuon.Muon]:
-    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE
     laid = lay(layout, model, comm=dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT), **options))
+    be_impatient(model, PATIENCE)
     return laid, dmuon.Muon(model, **OPTIONS)
 
 
@@ -187,11 +193,11 @@ UNLIKE = {"swapped blocks": (1, 0, 2), "skipped block": (0, 2)}
 
 def out_of_step(rank: int, world: int, layout: str, keep: bool, what: str, transport: str) -> None:
     """Rank 1 does something else at FAULT_STEP; nobody may take the step after it."""
-    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE + 2
     torch.manual_seed(0)
     model = Ordered()
     options = dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT), transport=transport)  # type: ignore[arg-type]
     laid = lay(layout, model, keep=keep, comm=options)
+    be_impatient(model, PATIENCE + 2)
     optimizer = dmuon.Muon(model, **OPTIONS)
     for step in range(FAULT_STEP + 3):
         other = rank == 1 and step == FAULT_STEP
@@ -269,13 +275,13 @@ class Failing:
 
 def failing_collective(rank: int, world: int, layout: str, kind: str, when: str) -> None:
     """The second block's fill, publication or reduction fails on all ranks; what follows raises at once."""
-    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE
     model = build()
     laid = lay(layout, model)
+    be_impatient(model, PATIENCE)
     optimizer = dmuon.Muon(model, **OPTIONS)
     loss_of(model, *laid.part(batch(0))).backward()
     optimizer.step()
-    runtime = model._dmuon_dedication.runtime
+    runtime = dedications(model)[0].runtime
     monitor = runtime.comm.monitor
     start = monitor.start
 
@@ -309,7 +315,7 @@ def failing_collective(rank: int, world: int, layout: str, kind: str, when: str)
             action()
     optimizer.zero_grad()
     assert not runtime._backwards and not any(block.at_work for block in runtime.blocks)
-    assert all(group._fill is None and group._publication is None for group in runtime.groups if not group.keep)
+    assert all(b._fill is None and b._publication is None for b in runtime.buffers if not b.keep)
 
 
 @pytest.mark.pitfall("P26", "P49")
@@ -326,7 +332,7 @@ def out_of_memory(rank: int, world: int, layout: str, where: str) -> None:
     model = build()
     laid = lay(layout, model)
     optimizer = dmuon.Muon(model, **OPTIONS, weight_decay=0.1)
-    runtime = model._dmuon_dedication.runtime
+    runtime = dedications(model)[0].runtime
     monitor, gradients = runtime.comm.monitor, runtime.gradients
     start, finish = monitor.start, gradients.finish
     armed: list[str] = []
@@ -478,12 +484,14 @@ def test_a_restarted_run_goes_on_from_the_last_whole_checkpoint(
 # -- the journal --------------------------------------------------------------------------------------------------
 
 
-def monitors(*journals: list[tuple[str, str]]) -> list[dmuon.comm.monitor.Monitor]:
+def monitors(*journals: list[tuple[str, str]], patience: float = 5.0) -> list[dmuon.comm.monitor.Monitor]:
     """One per rank, with these lanes and collectives."""
     store = torch.distributed.HashStore()
     ranks = range(len(journals))
     made = [
-        dmuon.comm.monitor.Monitor(ranks, rank, store, "test", device=torch.device("cpu"), asynchronous=True)
+        dmuon.comm.monitor.Monitor(
+            ranks, rank, store, "test", device=torch.device("cpu"), asynchronous=True, patience=patience
+        )
         for rank in ranks
     ]
     for monitor, journal in zip(made, journals, strict=True):
@@ -544,9 +552,8 @@ def test_a_rank_that_is_behind_is_no_difference() -> None:
         )
 
 
-def test_silent_ranks_are_named_once_and_nothing_starts_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dmuon.comm.monitor, "_PATIENCE_SECONDS", 0.1)
-    monitor = monitors([], [], [])[1]
+def test_silent_ranks_are_named_once_and_nothing_starts_afterwards() -> None:
+    monitor = monitors([], [], [], patience=0.1)[1]
     with pytest.raises(
         dmuon.CollectiveError, match=r"^rank 1, step 0: fill x failed: gone\. Silent: rank 0, 2 \(killed"
     ):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
 STEPS = 4
@@ -83,7 +84,7 @@ def run_matrix(rank: int, _world: int, name: str, half: bool) -> dict[str, tuple
                         loss = loss_of(laid.model, t, y) / micro
                     loss.backward()
                 optimizer.step()
-            masters = {e.master.dtype for e in laid.model._dmuon_dedication.runtime.entries()}
+            masters = {e.master.dtype for e in dedications(laid.model)[0].runtime.entries()}
             assert masters == {torch.float32}
             found[f"keep={keep} micro={micro}"] = full_state(laid.model), 0, 0
     return found

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 
 OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "ns_coefficients": "classic"}
 STAGES, LAYERS, MICRO, STEPS, MAX_NORM = 2, 4, 4, 3, 0.5
@@ -71,7 +72,7 @@ def run_stage(
         dmuon.fully_shard(model, mesh=mesh)
     optimizer = dmuon.Muon(model, **OPTIONS)
     flight: list[int] = []
-    first = model._dmuon_dedication.runtime.blocks[0]
+    first = dedications(model)[0].runtime.blocks[0]
     model.blocks[0].register_forward_hook(lambda *_: flight.append(first.calls))
     stage = PipelineStage(model, index, STAGES, torch.device("cpu"), group=whole.get_group("pp"))
     pipeline = SCHEDULES[schedule](stage, MICRO, loss_fn=cross_entropy)

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 
 OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "ns_coefficients": "classic"}
 MODES = pytest.mark.parametrize(("fsdp", "keep"), [(True, False), (True, True), (False, False), (False, True)])
@@ -46,7 +47,7 @@ def dedicate(model: nn.Module, world: int, fsdp: bool = True, keep: bool = False
 
 
 def runtime_of(model: nn.Module) -> Any:
-    return model._dmuon_dedication.runtime
+    return dedications(model)[0].runtime
 
 
 def assert_same_on_all_ranks(results: list[dict[str, Tensor]]) -> None:
@@ -189,7 +190,7 @@ def run_variants(rank: int, world: int, kinds: list[str], fsdp: bool, keep: bool
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, *shard(batch(step), rank, world)).backward()
-            assert keep or all(g.state.name == "FREED" for g in runtime_of(model).groups)
+            assert keep or all(g.state.name == "FREED" for g in runtime_of(model).buffers)
             optimizer.step()
         found[kind] = plain_names(full_state(model))
     return found
@@ -590,7 +591,7 @@ def run_placement(rank: int, world: int, keep: bool) -> dict[str, Any]:
     model = build()
     optimizer = dedicate(model, world, keep=keep)
     runtime = runtime_of(model)
-    owners = model._dmuon_dedication.plan.owners
+    owners = dedications(model)[0].plan.owners
     tokens, targets = shard(batch(0), rank, world)
     inside: list[int] = []
     for block in model.blocks:
@@ -600,9 +601,9 @@ def run_placement(rank: int, world: int, keep: bool) -> dict[str, Any]:
         for param in dmuon.owned_parameters(model):
             held = param._local_tensor.untyped_storage().nbytes()
             assert held == (param.numel() * 4 if owners[param.fqn] == rank else 0), param.fqn
-        assert _filled(runtime) == filled, [g.buffer_nbytes for g in runtime.groups]
+        assert _filled(runtime) == filled, [g.buffer_nbytes for g in runtime.buffers]
 
-    kept = len(runtime.groups) if keep else 0
+    kept = len(runtime.buffers) if keep else 0
     check(0)
     for _ in range(2):
         out = loss_of(model, tokens, targets)
@@ -614,7 +615,7 @@ def run_placement(rank: int, world: int, keep: bool) -> dict[str, Any]:
             grad = entry.rest.grad
             assert grad._local_tensor.shape == (entry.shape if entry.owner == rank else (0, entry.shape[1]))
         optimizer.step()
-        check(len(runtime.groups) if keep else 1)  # published: prefetch depth 1
+        check(len(runtime.buffers) if keep else 1)  # published: prefetch depth 1
         with torch.no_grad():
             model(tokens)
         check(kept)
@@ -622,7 +623,7 @@ def run_placement(rank: int, world: int, keep: bool) -> dict[str, Any]:
 
 
 def _filled(runtime: Any) -> int:
-    return sum(g.buffer_nbytes > 0 for g in runtime.groups)
+    return sum(g.buffer_nbytes > 0 for g in runtime.buffers)
 
 
 @pytest.mark.pitfall("P14", "P27", "P59")

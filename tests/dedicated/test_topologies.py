@@ -53,6 +53,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 
 OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "ns_coefficients": "classic"}
 MERGED = 10**6  # bytes: all blocks of a toy model together
@@ -94,10 +95,10 @@ def run_kinds(_rank: int, _world: int, name: str, keep: bool, comm: Options, kin
         laid, optimizer = laid_out(name, Variant(kind), comm, keep=keep)
         train(laid, optimizer)
         resident = keep or LAYOUTS[name].dims[0] == ("replicate", LAYOUTS[name].world)
-        for group in runtime_of(laid.model).groups:
-            group.free()  # also what the last step published: nothing may still be at work
-            assert group.buffer_nbytes == 0
-        assert resident or not any(g.at_work for g in runtime_of(laid.model).groups)
+        for buffer in runtime_of(laid.model).buffers:
+            buffer.free()  # also what the last step published: nobody may still use it
+            assert buffer.buffer_nbytes == 0
+        assert resident or not any(buffer.in_use for buffer in runtime_of(laid.model).buffers)
         found[kind] = plain_names(full_state(laid.model))
     return found
 
@@ -222,7 +223,7 @@ Sequence = Callable[[nn.Module, Any, Loss], None]
 
 
 def dedicated(model: nn.Module) -> bool:
-    return hasattr(model, "_dmuon_dedication")
+    return bool(dedications(model))
 
 
 def accumulate(model: nn.Module, kind: str) -> None:

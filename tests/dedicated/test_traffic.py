@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 from dmuon.report.accounting import expected_memory, expected_traffic
 
 KINDS = {"broadcast_": "weights", "_allgather_base_": "weights", "reduce_": "reduce", "_reduce_scatter_base_": "reduce"}
@@ -54,7 +55,7 @@ def count_step(
                 loss_of(model, tokens, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return count.calls, count.nbytes, expected_traffic(model._dmuon_dedication.runtime, micro)
+    return count.calls, count.nbytes, expected_traffic(dedications(model)[0].runtime, micro)
 
 
 CASES = [
@@ -120,7 +121,7 @@ def measure_memory(_rank: int, _world: int, name: str, keep: bool, half: bool) -
             loss_of(laid.model, *laid.part(batch(step))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    memory = expected_memory(laid.model._dmuon_dedication.runtime)
+    memory = expected_memory(dedications(laid.model)[0].runtime)
     rest = sum(_local_bytes(p) for p in laid.model.parameters() if not hasattr(p, "owner"))
     live = _live_storage() - before
     freed = original() is None

@@ -22,7 +22,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dmuon
-import dmuon.comm.monitor
 import dmuon.comm.redistribution
 import dmuon.exchanged.layouts
 from dmuon import DistributedConfig, create_dtensor_config
@@ -79,11 +78,18 @@ def at_place(optimizer: dmuon.Muon, where: str, act: Callable[..., None]) -> Non
     monitor.start, monitor.watch = before_start, before_watch  # type: ignore[method-assign]
 
 
+def be_impatient(optimizer: dmuon.Muon) -> None:
+    """Wait for what the other ranks report for as short as this file's limits on time assume."""
+    assert optimizer._exchange is not None
+    for domain, _ in optimizer._exchange.domains:
+        domain.monitor.patience = PATIENCE
+
+
 def steps_of_generated(rank: int, world: int, where: str, act: str, victim: int, options: dict[str, Any]) -> None:
-    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE
     params = sharded(world)
     config = create_dtensor_config(costs="flops", small_param_numel_threshold=0, **options)
     optimizer = dmuon.Muon(params, distributed_config=config)
+    be_impatient(optimizer)
     for step in range(FAULT_STEP + 2):
         if rank == victim and step == FAULT_STEP:
             at_place(optimizer, where, ACTS[act])
@@ -165,7 +171,6 @@ class Users:
 
 
 def steps_of_users(rank: int, world: int, where: str, act: str, victim: int) -> None:
-    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE
     users = Users(rank, world, where, act, victim)
     params = [nn.Parameter(torch.ones(2, 4 + i)) for i in range(3)]
     config = DistributedConfig(
@@ -175,6 +180,7 @@ def steps_of_users(rank: int, world: int, where: str, act: str, victim: int) -> 
         {"parts": [p.shape for p in params]},
     )
     optimizer = dmuon.Muon(params, distributed_config=config)
+    be_impatient(optimizer)
     for step in range(FAULT_STEP + 2):
         users.step = step
         give_gradients(params, step)
@@ -211,10 +217,10 @@ def test_what_fails_in_a_users_function_is_named(world: int, where: str, act: st
 
 def launches(rank: int, world: int) -> None:
     """A collective that fails on all ranks is issued once; the weights stay, and no later step does anything."""
-    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE
     params = sharded(world)
     config = create_dtensor_config(costs="flops", prefetch_count=0)
     optimizer = dmuon.Muon(params, distributed_config=config)
+    be_impatient(optimizer)
     give_gradients(params, 0)
     optimizer.step()
     assert optimizer._exchange is not None
@@ -249,7 +255,6 @@ def test_nothing_is_tried_again_or_done_alone(ranks: RankPool) -> None:
 
 def silent_rank(rank: int, world: int) -> str:
     """Rank 1 takes no step: rank 0 ends when its own group times out."""
-    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE
     make = dmuon.comm.domain.make_domain
 
     def impatient(ranks: Any, device: torch.device) -> Any:
@@ -259,6 +264,7 @@ def silent_rank(rank: int, world: int) -> str:
     try:
         params = sharded(world)
         optimizer = dmuon.Muon(params, distributed_config=create_dtensor_config(costs="flops"))
+        be_impatient(optimizer)
     finally:
         dmuon.exchanged.layouts.make_domain = make  # type: ignore[attr-defined]
     give_gradients(params, 0)
@@ -373,13 +379,13 @@ def test_a_rank_without_gradients_takes_part(ranks: RankPool) -> None:
 
 def beside_fsdp(rank: int, world: int, victim: int) -> None:
     """A rank is killed in the scatter of a step of a whole training loop."""
-    dmuon.comm.monitor._PATIENCE_SECONDS = PATIENCE
     model: Toy = build()
     mesh = init_device_mesh("cpu", (world,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = dmuon.Muon(model, distributed_config=create_dtensor_config(costs="flops"))
+    be_impatient(optimizer)
     for step in range(FAULT_STEP + 2):
         if rank == victim and step == FAULT_STEP:
             at_place(optimizer, "scatter of round", kill)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from functools import lru_cache
 from typing import Any
@@ -39,6 +40,7 @@ from harness.toy import (
     full_state,
     loss_of,
     reference_weights,
+    shard,
 )
 from test_traffic import Count
 from torch import Tensor
@@ -52,7 +54,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import dmuon
 from dmuon import create_dtensor_config, create_processgroup_config
 from dmuon.layout.parcels import travels
-from dmuon.step.pipeline import started_first
 
 LENGTHS = pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
 MAX_NORM = 0.5  # below the norm of every step
@@ -115,16 +116,36 @@ def train_half(_rank: int, _world: int, name: str, steps: int) -> dict[str, Tens
     return weights
 
 
+def half_reference(world: int, steps: int) -> dict[str, Tensor]:
+    """One process with fp32 weights that computes every rank's part of a batch with bf16 copies of them."""
+    model = build()
+    optimizer = Reference(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(world):
+            half = copy.deepcopy(model).to(torch.bfloat16)
+            half.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(half, *shard(batch(step), rank, world))
+            loss.backward()
+            for param, rounded in zip(model.parameters(), half.parameters(), strict=True):
+                assert rounded.grad is not None
+                part = rounded.grad.float() / world
+                param.grad = part if param.grad is None else param.grad + part
+        optimizer.step()
+    return {n: p.detach().clone() for n, p in model.state_dict().items()}
+
+
 @pytest.mark.pitfall("P42")
 @pytest.mark.parametrize("name", ["fsdp-2", "hsdp"])
 def test_half_precision_equals_a_single_process_that_rounds_as_well(ranks: RankPool, name: str) -> None:
-    """As in ``test_parity``: matrices within 1e-3, biases, which start at zero, within what AdamW makes of it."""
+    """Matrices within what bf16 sums in another order make of them, biases, which start at zero, of AdamW as well."""
     steps = 4
-    single = reference_weights(steps, half=True)
+    single = half_reference(WORLDS[name], steps)
     vectors = {n for n, t in single.items() if t.ndim < 2}
     results = ranks(WORLDS[name], train_half, name, steps)
     for weights in results:
-        for names, tolerance in ((single.keys() - vectors, 1e-3), (vectors, 3e-2)):
+        for names, tolerance in ((single.keys() - vectors, 3e-4), (vectors, 1e-2)):
             assert_equal_weights({n: weights[n] for n in names}, {n: single[n] for n in names}, tolerance)
     assert_same_bits(results)
 
@@ -172,7 +193,7 @@ def train_stages(rank: int, _world: int, given: bool) -> tuple[dict[str, Tensor]
     ]
     optimizer = dmuon.Muon(groups, distributed_config=config, **OPTIONS)
     calls = []
-    for step in range(5):
+    for step in range(STEPS):
         optimizer.zero_grad()
         tokens, targets = (part.chunk(2)[rank % 2] for part in batch(step))
         if first:
@@ -196,13 +217,13 @@ def train_stages(rank: int, _world: int, given: bool) -> tuple[dict[str, Tensor]
 @pytest.mark.parametrize("given", [True, False], ids=["groups", "dtensors"])
 def test_pipeline_stages_do_not_meet(ranks: RankPool, given: bool) -> None:
     results = ranks(4, train_stages, given)
-    single = expected(True, 5)
+    single = expected(True)
     for weights, _ in results:
         assert_equal_weights(weights, {name: single[name] for name in weights})
     assert results[0][0].keys() | results[2][0].keys() == single.keys()
     for one, other, count in ((0, 1, 5), (2, 3, 10)):
         assert_same_bits([results[one][0], results[other][0]])
-        assert [a + b for a, b in zip(results[one][1], results[other][1], strict=True)] == [count] * 5
+        assert [a + b for a, b in zip(results[one][1], results[other][1], strict=True)] == [count] * STEPS
 
 
 # -- traffic --------------------------------------------------------------------------------------------------------
@@ -226,7 +247,7 @@ def count_step(_rank: int, _world: int, names: list[str], options: dict[str, Any
             for way in ("to_owner", "from_owner")
         ]
         exchange = optimizer._exchange
-        held = zip(exchange._params, exchange.owners, strict=True)
+        held = zip(exchange.params, exchange.owners, strict=True)
         local = [(p.numel(), p._local_tensor.numel() if isinstance(p, DTensor) else p.numel(), o) for p, o in held]
         found[name] = {
             "calls": count.calls,
@@ -294,24 +315,6 @@ def test_the_schedule_changes_no_bit(ranks: RankPool, name: str, schedules: list
             assert calls == results[0][1]
             for fqn, tensor in results[0][0].items():
                 assert torch.equal(weights[fqn], tensor), f"{fqn} with {options}"
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
-def test_collectives_of_a_domain_start_in_one_order_whatever_lies_between(prefetch: int) -> None:
-    """Every rank starts the gathers and scatters of ``a`` in one order, with rounds of other domains or without."""
-
-    def order(domains: str, of: str) -> list[str]:
-        found, started = [], set()
-        place = {turn: i for i, turn in enumerate(turn for turn, d in enumerate(domains) if d == of)}
-        for turn, first in enumerate(started_first([ord(d) for d in domains], prefetch)):
-            assert turn in first
-            found += [f"gather {place[i]}" for i in first if i in place and i not in started]
-            started |= {*first}
-            found += [f"scatter {place[turn]}"] if turn in place else []
-        return found
-
-    for between in ("abaabbba", "baacab", "abbbbba", "cabcabcab", "aaabbb", "bbbaaa"):
-        assert order(between, "a") == order("a" * between.count("a"), "a"), between
 
 
 def several_domains(rank: int, _world: int, prefetch: int) -> tuple[dict[str, Tensor], int]:

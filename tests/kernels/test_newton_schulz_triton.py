@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("interpreted_newton_schulz.py")
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the interpreter
 
 
 @pytest.fixture(scope="module")
-def results() -> Any:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def results(interpreted) -> Any:
+    return json.loads(interpreted(__name__))
 
 
 @pytest.mark.pitfall("P39", "P45", "P47")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,22 +24,16 @@ PLAIN = {"decoding_covers_the_lower_triangle", "roots_are_exact_at_every_edge", 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("nn", "nt", "tn", "tt")
 
-# The first test waits for the whole interpreter process: 20 s of work, more on a busy machine.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the interpreter
 
 
 @pytest.fixture(scope="module")
-def results() -> dict:
+def results(interpreted) -> dict:
     """What ``interpreted_symmetric.py`` printed, by case."""
-    script = Path(__file__).parent / "interpreted_symmetric.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=380)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = [json.loads(line) for line in interpreted(__name__).splitlines()]
     if lines and "unusable" in lines[0]:
         pytest.skip(f"Triton's interpreter does not work here: {lines[0]['unusable']}")
-    found = {line.pop("case"): line for line in lines}
-    assert done.returncode == 0, f"after {len(found)} of {len(CASES)} cases: {done.stderr[-2000:]}"
-    return found
+    return {line.pop("case"): line for line in lines}
 
 
 @pytest.mark.pitfall("P43", "P44", "P45")

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,14 +26,13 @@ OUT_ERROR = {torch.float32: 5e-7, torch.float16: 2.0**-11 + 1e-5, torch.bfloat16
 BROKEN = ("nan", "inf", "both infinities")
 
 
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the interpreter
+
+
 @pytest.fixture(scope="module")
-def results() -> dict:
+def results(interpreted) -> dict:
     """What ``interpreted_update.py`` printed."""
-    script = Path(__file__).parent / "interpreted_update.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(interpreted(__name__))
 
 
 @pytest.mark.pitfall("P32", "P35", "P44")

@@ -1,15 +1,20 @@
-"""Which ranks hold a parameter and which elements each has, on real meshes and process groups."""
+"""Which ranks hold a parameter and which elements each has: every rank's view, worked out in one process."""
 
 from __future__ import annotations
 
-from itertools import product
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise, product
+from math import prod
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from harness.pool import RankPool
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,12 +22,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dmuon.comm.group_grid import grid_of_groups
 from dmuon.layout.parameters import ParameterLayout, place, place_dtensor, place_replicated
-from dmuon.layout.rank_grid import RankGrid, grid_of_mesh
+from dmuon.layout.rank_grid import ROLES, RankGrid
 from dmuon.layout.shards import Piece
 
 SHAPES = [(1, 1), (1, 7), (5, 3), (6, 1), (8, 4)]
+
+Nested = Sequence[Any]
+Placed = Mapping[int, tuple[ParameterLayout | None, Tensor]]  # by rank, where a parameter lies, and the local tensor
 
 
 def numbered(*shape: int) -> Tensor:
@@ -32,29 +39,36 @@ def numbered(*shape: int) -> Tensor:
 def part_of(whole: Tensor, piece: Piece) -> Tensor:
     """The local tensor of a piece."""
     local = torch.full(piece.shape, -1.0)
-    for here, there in piece.blocks():
-        local[here] = whole[there]
+    for block, of_whole in piece.blocks():
+        local[block] = whole[of_whole]
     return local
 
 
-def assert_placed(*cases: tuple[ParameterLayout | None, Tensor, Tensor]) -> None:
-    """Of each parameter, its whole and the local tensor: this rank's piece is what it has, and what the pieces of a
-    copy have makes up the whole."""
-    sent: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sent, [(local, placed) for placed, _, local in cases])
-    for case, (placed, whole, local) in enumerate(cases):
-        assert placed is not None
-        assert placed.layout.shape == tuple(whole.shape)
-        assert list(placed.ranks) == sorted(set(placed.ranks))
-        mine = placed.ranks.index(dist.get_rank())
-        assert torch.equal(part_of(whole, placed.layout.pieces[mine]), local), f"{placed} gives not {local}"
+def mesh_on(rank: int, ranks: Nested) -> DeviceMesh:
+    """The mesh as ``rank`` has it, without process groups."""
+    return DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
+
+
+def dtensor_on(rank: int, whole: Tensor, ranks: Nested, placements: Sequence[Placement]) -> DTensor:
+    """What ``rank`` has of ``whole``, cut by torch."""
+    return distribute_tensor(whole, mesh_on(rank, ranks), placements, src_data_rank=None)
+
+
+def assert_placed(whole: Tensor, placed: Placed) -> None:
+    """All ranks see one layout; its pieces are what the ranks have, and those of each copy make up the whole."""
+    layouts = {id(layout): layout for layout, _ in placed.values()}.values()
+    first = next(iter(layouts))
+    assert first is not None and all(layout == first for layout in layouts), "ranks differ on where the parameter lies"
+    assert first.layout.shape == tuple(whole.shape)
+    assert first.ranks == tuple(sorted(placed))
+    for rank, piece in zip(first.ranks, first.layout.pieces, strict=True):
+        assert torch.equal(part_of(whole, piece), placed[rank][1]), f"{first} gives rank {rank} not {placed[rank][1]}"
+    for position in range(len(first.ranks)):
         together = torch.full(whole.shape, -1.0)
-        for i in placed.layout.sources(mine):
-            of_rank, same = sent[placed.ranks[i]][case]
-            assert same == placed, "ranks differ on where the parameter lies"
-            for here, there in placed.layout.pieces[i].blocks():
-                assert (together[there] == -1).all(), "pieces overlap"
-                together[there] = of_rank[here]
+        for i in first.layout.sources(position):
+            for block, of_whole in first.layout.pieces[i].blocks():
+                assert (together[of_whole] == -1).all(), "pieces overlap"
+                together[of_whole] = placed[first.ranks[i]][1][block]
         assert torch.equal(together, whole)
 
 
@@ -62,40 +76,75 @@ def no_share(_: object) -> list[object]:
     raise AssertionError("nothing has to be gathered")
 
 
-def share(value: object) -> list[object]:
-    """Gathers over all ranks, which are in the order of the grids below."""
-    found: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+class Told(Exception):
+    """A rank has told the others what it has, and waits."""
 
 
-def line_groups(sizes: dict[str, int]) -> dict[str, dist.ProcessGroup]:
-    """Groups of all ranks along each dimension of a grid, in row-major order of ``sizes``."""
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return {name: mesh.get_group(name) for name in sizes}
+def place_on_all(
+    grid: RankGrid, params: Mapping[int, Sequence[Tensor]], shard_dims: Any, names: Callable[[int], list[str]]
+) -> dict[int, list[ParameterLayout | None]]:
+    """What ``place`` gives each rank of ``grid``: once up to what it tells the others, and once with what all told."""
+    told: dict[int, object] = {}
+
+    def tell(item: object) -> list[object]:
+        told[rank] = item
+        raise Told
+
+    placed = {}
+    for rank in grid.ranks:
+        with suppress(Told):
+            placed[rank] = place(params[rank], names(rank), grid, rank, shard_dims, tell)
+    assert not (placed and told), "some ranks wait for others that told nothing"
+    for rank in told:
+        shares = iter([[told[other] for other in grid.ranks]])  # once
+        placed[rank] = place(params[rank], names(rank), grid, rank, shard_dims, lambda _, shares=shares: next(shares))
+    return placed
+
+
+def place_one(grid: RankGrid, params: Mapping[int, Tensor], shard_dims: Any = None) -> Placed:
+    placed = place_on_all(grid, {r: [p] for r, p in params.items()}, shard_dims, lambda _: ["w"])
+    return {rank: (layout, params[rank]) for rank, (layout,) in placed.items()}
 
 
 # -- DTensors -------------------------------------------------------------------------------------------------------
 
 
-def dtensors(rank: int, world: int) -> int:
-    """Every placement of every shape on every mesh of this world."""
-    cases: list[tuple[ParameterLayout | None, Tensor, Tensor]] = []
-    for sizes in [(world,), (2, 2), (1, world)] if world == 4 else [(world,), (1, world), (world, 1)]:
-        mesh = init_device_mesh("cpu", sizes)
-        choices: list[Placement] = [Shard(0), Shard(1), Replicate()]
-        for shape, placements in product(SHAPES, product(choices, repeat=len(sizes))):
-            whole = numbered(*shape)
-            param = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            cases.append((place_dtensor(param, "w"), whole, param.to_local()))
-    assert_placed(*cases)
-    return len(cases)
+@pytest.mark.pitfall("P14")
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1, 3), (4,), (2, 2), (1, 4), (4, 1)])
+def test_a_dtensor_lies_where_torch_put_it(sizes: tuple[int, ...]) -> None:
+    """Every placement of every shape."""
+    ranks = torch.arange(prod(sizes)).view(sizes).tolist()
+    choices: list[Placement] = [Shard(0), Shard(1), Replicate()]
+    for shape, placements in product(SHAPES, product(choices, repeat=len(sizes))):
+        whole = numbered(*shape)
+        params = {rank: dtensor_on(rank, whole, ranks, placements) for rank in range(prod(sizes))}
+        assert_placed(whole, {r: (place_dtensor(p, "w", r), p.to_local()) for r, p in params.items()})
+
+
+@st.composite
+def dtensor_cases(draw: st.DrawFn) -> tuple[Nested, tuple[int, ...], list[Placement]]:
+    """Ranks of a mesh in any order, a shape with empty shards, and placements, strided ones as FSDP makes them."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    ranks = draw(st.permutations(range(0, 2 * prod(sizes), 2)))
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    cuts = st.none() | st.integers(0, len(shape) - 1)
+    dims = [draw(cuts) for _ in sizes]
+    placements: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    if len(sizes) == 2 and dims[0] is not None and dims[0] == dims[1] and draw(st.booleans()):
+        placements[0] = _StridedShard(dims[0], split_factor=sizes[1])
+    return torch.tensor(ranks).view(sizes).tolist(), shape, placements
 
 
 @pytest.mark.pitfall("P14")
-@pytest.mark.parametrize("world", [1, 3, 4])
-def test_a_dtensor_lies_where_torch_put_it(ranks: RankPool, world: int) -> None:
-    assert ranks(world, dtensors) == [15 + 2 * 45] * world
+@given(dtensor_cases())
+@settings(max_examples=150, deadline=None)
+def test_a_dtensor_lies_where_torch_put_it_on_any_mesh(
+    case: tuple[Nested, tuple[int, ...], list[Placement]],
+) -> None:
+    ranks, shape, placements = case
+    whole = numbered(*shape)
+    params = {r: dtensor_on(r, whole, ranks, placements) for r in torch.tensor(ranks).flatten().tolist()}
+    assert_placed(whole, {r: (place_dtensor(p, "w", r), p.to_local()) for r, p in params.items()})
 
 
 class Pair(nn.Module):
@@ -105,68 +154,63 @@ class Pair(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
 
-def fsdp_over_tp(rank: int, world: int) -> int:
+def fsdp_over_tp(rank: int, world: int) -> list[dict[str, tuple[ParameterLayout, Tensor, Tensor, bool]]]:
     """FSDP2 over tensor parallelism, even and uneven: some of its shards are strided, some empty."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("fsdp", "tp"))
-    strided = 0
+    models = []
     for width, hidden in [(8, 8), (5, 7), (3, 2), (1, 6)]:
         torch.manual_seed(1)
         model = Pair(width, hidden)
         wholes = {name: param.detach().clone() for name, param in model.named_parameters()}
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["fsdp"])
+        placed = {}
         for name, param in model.named_parameters():
             assert isinstance(param, DTensor)
-            placed = place_dtensor(param, name)
-            assert placed.ranks == tuple(range(world))
-            assert_placed((placed, wholes[name], param.to_local().detach()))
-            strided += any(isinstance(placement, _StridedShard) for placement in param.placements)
-    return strided
+            strided = any(isinstance(placement, _StridedShard) for placement in param.placements)
+            placed[name] = (place_dtensor(param, name, rank), wholes[name], param.to_local().detach(), strided)
+        models.append(placed)
+    return models
 
 
 def test_fsdp_over_tensor_parallelism_lies_where_its_shards_are(ranks: RankPool) -> None:
-    assert ranks(4, fsdp_over_tp) == [8] * 4
-
-
-def meshes_in_turn(rank: int, world: int) -> list[tuple[int, ...]]:
-    """Meshes of one shape with the ranks in another order each time."""
-    found = []
-    whole = numbered(5, 2)
-    for order in ([[0, 1], [2, 3]], [[3, 1], [2, 0]], [[0, 2], [1, 3]]):
-        param = distribute_tensor(whole, DeviceMesh("cpu", order), [Shard(0), Replicate()], src_data_rank=None)
-        placed = place_dtensor(param, "w")
-        assert_placed((placed, whole, param.to_local()))
-        found.append(tuple(piece.numel for piece in placed.layout.pieces))
-    return found
+    strided = 0
+    for models in zip(*ranks(4, fsdp_over_tp), strict=True):
+        for name, (_, whole, _, of_fsdp) in models[0].items():
+            assert_placed(whole, {rank: model[name][:1] + model[name][2:3] for rank, model in enumerate(models)})
+            strided += of_fsdp
+    assert strided == 8
 
 
 @pytest.mark.pitfall("P24")
-def test_a_new_mesh_of_the_same_shape_places_anew(ranks: RankPool) -> None:
-    expected = [(6, 6, 4, 4), (4, 6, 4, 6), (6, 4, 6, 4)]
-    assert ranks(4, meshes_in_turn) == [expected] * 4
+def test_a_new_mesh_of_the_same_shape_places_anew() -> None:
+    """Meshes of one shape with the ranks in another order each time."""
+    whole = numbered(5, 2)
+    numels = []
+    for order in ([[0, 1], [2, 3]], [[3, 1], [2, 0]], [[0, 2], [1, 3]]):
+        params = {rank: dtensor_on(rank, whole, order, [Shard(0), Replicate()]) for rank in range(4)}
+        layouts = {rank: place_dtensor(param, "w", rank) for rank, param in params.items()}
+        assert_placed(whole, {rank: (layouts[rank], param.to_local()) for rank, param in params.items()})
+        numels.append(tuple(piece.numel for piece in layouts[0].layout.pieces))
+    assert numels == [(6, 6, 4, 4), (4, 6, 4, 6), (6, 4, 6, 4)]
 
 
-def refused_dtensors(rank: int, world: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (2,))
-    far = DeviceMesh("cpu", [1 - rank], _init_backend=False)
-    cases = [
-        DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]),
-        DTensor.from_local(torch.ones(1 + 2 * rank, 2), mesh, [Shard(0)], shape=torch.Size((4, 2)), stride=(2, 1)),
-        DTensor.from_local(torch.ones(2, 2), far, [Replicate()], run_check=False),
-    ]
-    found = []
-    for param in cases:
-        with pytest.raises(ValueError, match=r"parameter 'layer\.w' is a DTensor") as caught:
-            place_dtensor(param, "layer.w")
-        found.append(str(caught.value))
-    return found
-
-
-def test_dtensors_without_elements_here_are_refused_by_name(ranks: RankPool) -> None:
-    for rank, (partial, uneven, far) in enumerate(ranks(2, refused_dtensors)):
-        assert "redistribute it to Shard or Replicate" in partial
-        assert f"rank {rank} has shape ({1 + 2 * rank}, 2), torch's chunks have (2, 2)" in uneven
-        assert f"without this rank, {rank}" in far
+@pytest.mark.parametrize("rank", range(2))
+def test_dtensors_without_elements_on_a_rank_are_refused_by_name(rank: int) -> None:
+    mesh = mesh_on(rank, [0, 1])
+    for param, message in [
+        (DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]), "redistribute it to Shard or Replicate"),
+        (
+            DTensor.from_local(torch.ones(1 + 2 * rank, 2), mesh, [Shard(0)], shape=torch.Size((4, 2)), stride=(2, 1)),
+            rf"rank {rank} has shape \({1 + 2 * rank}, 2\), torch's chunks have \(2, 2\)",
+        ),
+        (
+            DTensor.from_local(torch.ones(2, 2), mesh_on(rank, [1 - rank]), [Replicate()], run_check=False),
+            f"without this rank, {rank}",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=rf"parameter 'layer\.w' is a DTensor.*{message}"):
+            place_dtensor(param, "layer.w", rank)
 
 
 def test_replicas_are_whole_and_named_once() -> None:
@@ -177,294 +221,205 @@ def test_replicas_are_whole_and_named_once() -> None:
         place_replicated(torch.ones(3, 2), [2, 1, 2])
 
 
-# -- grids ----------------------------------------------------------------------------------------------------------
+# -- parameters on a grid -------------------------------------------------------------------------------------------
 
 
-def grids(rank: int, world: int, sizes: dict[str, int]) -> RankGrid:
-    found = grid_of_groups({**line_groups(sizes), "cp": None})
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    assert found == grid_of_mesh(mesh, list(sizes))
-    return found
+TP_FSDP = RankGrid(("tp", "fsdp"), (2, 2), (0, 2, 1, 3))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "roles", "order"),
-    [
-        ({"fsdp": 2, "tp": 2}, ("tp", "fsdp"), [(0, 2, 1, 3)] * 4),
-        ({"dp": 2, "fsdp": 2}, ("fsdp", "dp"), [(0, 2, 1, 3)] * 4),
-        ({"ep": 2, "fsdp": 2}, ("ep", "fsdp"), [(0, 1, 2, 3)] * 4),
-        ({"fsdp": 4, "tp": 1}, ("fsdp",), [(0, 1, 2, 3)] * 4),
-        ({"pp": 2, "fsdp": 2}, ("fsdp",), [(0, 1), (0, 1), (2, 3), (2, 3)]),
-        ({"tp": 2, "pp": 2}, ("tp",), [(0, 2), (1, 3), (0, 2), (1, 3)]),
-        ({"tp": 1}, (), [(0,)]),
-    ],
-)
-def test_groups_and_meshes_make_one_grid(
-    ranks: RankPool, sizes: dict[str, int], roles: tuple[str, ...], order: list[tuple[int, ...]]
-) -> None:
-    found = ranks(len(order), grids, sizes)
-    assert found == [RankGrid(roles, found[0].sizes, of_rank) for of_rank in order]
-    assert found[0].sizes == tuple(sizes[role] for role in roles)
+@st.composite
+def grids(draw: st.DrawFn) -> RankGrid:
+    """Of any roles but stages, whose global ranks are in any order."""
+    roles = draw(st.lists(st.sampled_from(ROLES[:-1]), min_size=1, max_size=3, unique=True))
+    sizes = [draw(st.integers(2, 3)) for _ in roles]
+    ranks = draw(st.permutations(range(1, 3 * prod(sizes), 3)))
+    return RankGrid(tuple(sorted(roles, key=ROLES.index)), tuple(sizes), tuple(ranks))
 
 
-def overlapping(rank: int, world: int, groups: dict[str, list[list[int]]]) -> None:
-    made: dict[str, dist.ProcessGroup | None] = {}
-    for role, lines in groups.items():
-        for line in lines:
-            group = dist.new_group(line)
-            if rank in line:
-                made[role] = group
-    grid_of_groups(made)
+def coordinates(grid: RankGrid) -> dict[int, tuple[int, ...]]:
+    return dict(zip(grid.ranks, product(*map(range, grid.sizes)), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("world", "groups", "message"),
-    [
-        (
-            4,
-            {"fsdp": [[0, 1, 2, 3]], "dp": [[0, 1], [2, 3]]},
-            r"fsdp_pg holds ranks \[0, 1, 2, 3\] and dp_pg ranks \[0, 1\] on rank 0: both hold \[0, 1\]",
-        ),
-        (2, {"fsdp": [[0, 1]], "tp": [[0, 1]]}, r"tp_pg holds ranks \[0, 1\] and fsdp_pg ranks \[0, 1\]"),
-        (  # any two groups of a rank share that rank only, but three of them span four ranks
-            4,
-            {"tp": [[0, 1], [2, 3]], "fsdp": [[0, 2], [1, 3]], "dp": [[0, 3], [1, 2]]},
-            r"tp_pg with ranks .* are not lines of one grid: 4 ranks \[0, 1, 2, 3\] where extents \(2, 2, 2\) make 8",
-        ),
-        (  # ranks 1 and 3 have one group, which alone is a grid
-            4,
-            {"tp": [[0, 1], [2, 3]], "fsdp": [[0, 2], [1], [3]]},
-            r"tp_pg with ranks .* are not lines of one grid.*any two groups of a rank must share that rank only",
-        ),
-        (4, {"pp": [[0, 1], [2, 3]], "fsdp": [[0, 1], [2, 3]]}, r"fsdp_pg holds ranks .* and pp_pg ranks .*: both"),
-        (  # the groups of the second stage are a grid
-            4,
-            {"pp": [[0, 2], [1, 3]], "fsdp": [[0, 1], [2, 3]], "cp": [[0, 1], [2], [3]]},
-            r"fsdp_pg holds ranks \[0, 1\] and cp_pg ranks \[0, 1\] on rank 0",
-        ),
-    ],
-)
-def test_groups_that_are_no_grid_are_refused_on_all_ranks(
-    ranks: RankPool, world: int, groups: dict[str, list[list[int]]], message: str
-) -> None:
-    ranks(world, overlapping, groups, expect=ValueError, match=message)
+def random_lengths(source: random.Random, length: int, count: int) -> list[int]:
+    """``length`` in parts of any size, some of them empty."""
+    bounds = [0, *sorted(source.randint(0, length) for _ in range(count - 1)), length]
+    return [stop - start for start, stop in pairwise(bounds)]
 
 
-def strangers(rank: int, world: int) -> list[str]:
-    other = [dist.new_group([r]) for r in range(world)][1 - rank]
-    found = []
-    for groups, kind in [
-        ({"fsdp": other}, ValueError),
-        ({"fsdp": dist.group.WORLD, "zero": dist.group.WORLD}, ValueError),
-        ({"fsdp": init_device_mesh("cpu", (2,))}, TypeError),
-    ]:
-        with pytest.raises(kind) as caught:
-            grid_of_groups(groups)
-        found.append(str(caught.value))
-    return found
-
-
-def test_a_group_without_this_rank_is_refused_before_anything_communicates(ranks: RankPool) -> None:
-    for rank, (stranger, unknown, mesh) in enumerate(ranks(2, strangers)):
-        assert f"fsdp_pg does not contain this rank, {rank}" in stranger
-        assert "'zero'" in unknown and "tp, ep, fsdp" in unknown
-        assert "fsdp_pg must be a torch.distributed ProcessGroup, got DeviceMesh" in mesh
-
-
-def roles_of_names(rank: int, world: int, cases: list[tuple[list[str], Any]]) -> None:
-    mesh = DeviceMesh("cpu", [[0, 1]])
-    two = DeviceMesh("cpu", [[0], [1]])
-    for names, expected in cases:
-        if isinstance(expected, str):
-            with pytest.raises(ValueError, match=expected):
-                grid_of_mesh(mesh, names)
-        else:
-            assert grid_of_mesh(mesh, names).roles == expected, names
-            assert grid_of_mesh(two, names[::-1]).roles == expected, names
-
-
-def test_names_of_mesh_dimensions_tell_their_roles(ranks: RankPool) -> None:
-    names = {
-        "tp": ("tp", "tensor", "tensor_parallel"),
-        "fsdp": ("fsdp", "dp_shard", "shard", "dp_shard_cp"),
-        "dp": ("replicate", "dp_replicate", "ddp", "dp", "data_parallel"),
-        "cp": ("cp", "context"),
-        "ep": ("ep", "expert"),
-    }
-    cases: list[tuple[list[str], Any]] = [(["pp", name], (role,)) for role, of in names.items() for name in of]
-    cases += [(["dp", "pipeline"], ()), (["dp", "mystery"], "'mystery' has no known role.*'shard'")]
-    cases += [(["dp"], r"2 dimensions and names \('dp',\)")]
-    ranks(2, roles_of_names, cases)
-
-
-def two_of_one_role(rank: int, world: int) -> RankGrid:
-    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
-    return grid_of_mesh(mesh, ["dp_replicate", "dp"])
-
-
-def test_a_mesh_may_have_two_dimensions_of_a_role(ranks: RankPool) -> None:
-    assert ranks(4, two_of_one_role) == [RankGrid(("dp", "dp"), (2, 2), (0, 1, 2, 3))] * 4
-
-
-# -- parameters -----------------------------------------------------------------------------------------------------
-
-
-def one(param: Tensor, grid: RankGrid, shard_dims: Any = None, gather: Any = no_share) -> ParameterLayout | None:
-    (placed,) = place([param], ["w"], grid, shard_dims, gather)
-    return placed
-
-
-def gathered_over(grid: RankGrid) -> Any:
-    """Gathers from the ranks of a grid in their order."""
-
-    def gather(value: object) -> list[object]:
-        everything = share(value)
-        return [everything[rank] for rank in grid.ranks]
-
-    return gather
-
-
-def uneven_shards(rank: int, world: int) -> None:
-    """FSDP cuts rows, unevenly and down to none; tensor parallelism cuts columns, or the same rows before it."""
-    grid = grid_of_groups(line_groups({"fsdp": 2, "tp": 2}))
-    f, t = divmod(rank, 2)
-    gather = gathered_over(grid)
-    whole = numbered(5, 7)
-    for rows, columns in [([4, 1], [3, 4]), ([5, 0], [7, 0]), ([0, 5], [1, 6])]:
-        local = whole.split(rows)[f].split(columns, 1)[t]
-        placed = one(local, grid, {"fsdp": 0, "tp": -1}, gather)
-        assert_placed((placed, whole, local))
-    for outer, inner in [([3, 2], [[2, 1], [0, 2]]), ([5, 0], [[1, 4], [0, 0]])]:
-        local = whole.split(outer)[t].split(inner[t])[f]
-        placed = one(local, grid, lambda param: {"fsdp": 0, "tp": 0}, gather)
-        assert_placed((placed, whole, local))
-    placed = one(whole, grid, {"fsdp": None, "tp": None})
-    assert placed is not None and set(placed.layout.replicas) == {0, 1, 2, 3}
-    assert_placed((placed, whole, whole))
-    local = whole.split([1, 4])[f]
-    both = place([local, whole, local.T], ["a", "b", "c"], grid, lambda p: dims_of(p, whole, local), gather)
-    assert_placed(*zip(both, [whole, whole, whole.T], [local, whole, local.T], strict=True))
-
-
-def dims_of(param: Tensor, whole: Tensor, local: Tensor) -> dict[str, int | None]:
-    if param is whole:
-        return {"fsdp": None, "tp": None}
-    return {"fsdp": 0 if param is local else 1, "tp": None}
+def hand_cut(
+    whole: Tensor, grid: RankGrid, dims: Mapping[int, int | None], source: random.Random
+) -> dict[tuple[int, ...], Tensor]:
+    """The shard of each coordinate: the dimensions of the grid cut one after the other, each part in its own way."""
+    lengths: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
+    shards = {}
+    for at in product(*map(range, grid.sizes)):
+        shard = whole
+        for i, dim in dims.items():
+            if dim is not None:
+                outer = tuple(at[j] for j, other in dims.items() if j < i and other == dim)
+                of_part = lengths.setdefault((i, dim, outer), random_lengths(source, shard.shape[dim], grid.sizes[i]))
+                shard = shard.split(of_part, dim)[at[i]]
+        shards[at] = shard
+    return shards
 
 
 @pytest.mark.pitfall("P14")
-def test_plain_shards_of_any_lengths_are_placed(ranks: RankPool) -> None:
-    ranks(4, uneven_shards)
+@given(grids(), st.lists(st.integers(1, 7), min_size=1, max_size=3), st.data())
+@settings(max_examples=150, deadline=None)
+def test_plain_shards_of_any_lengths_are_placed_on_any_grid(
+    grid: RankGrid, shape: list[int], data: st.DataObject
+) -> None:
+    """Uneven and empty shards, several cuts of one dimension, copies, and experts that differ between ranks."""
+    source = random.Random(data.draw(st.integers(0, 2**32)))
+    choices = {
+        role: data.draw(
+            st.none()
+            | st.integers(0, len(shape) - 1)
+            | (st.just("unsaid") if role in ("dp", "cp", "ep") else st.none())
+        )
+        for role in grid.roles
+    }
+    shard_dims = {role: dim for role, dim in choices.items() if dim != "unsaid"}
+    dims = {i: shard_dims.get(role) for i, role in enumerate(grid.roles) if role != "ep" or role in shard_dims}
+    apart = [i for i in range(len(grid.sizes)) if i not in dims]
+    at = coordinates(grid)
+    wholes, shards = {}, {}
+    for first in {grid.line(rank, dims) for rank in grid.ranks}:  # one tensor each
+        expert = sum(at[first[0]][i] for i in apart)
+        whole = numbered(*shape[:-1], shape[-1] + expert)
+        of_line = hand_cut(whole, grid, dims, source)
+        wholes[first] = whole
+        shards |= {rank: of_line[at[rank]] for rank in first}
+    placed = place_one(grid, shards, shard_dims)
+    copies = prod(grid.sizes[i] for i, dim in dims.items() if dim is None)
+    for line, whole in wholes.items():
+        if len(line) == 1:
+            assert placed[line[0]][0] is None
+            continue
+        assert_placed(whole, {rank: placed[rank] for rank in line})
+        layout = placed[line[0]][0]
+        assert layout is not None and len(set(layout.layout.replicas)) == copies
 
 
-def copies_beside(rank: int, world: int, role: str) -> list[Any]:
-    """FSDP over pairs of ranks, and ``role`` across the pairs."""
-    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
-    pair = DeviceMesh("cpu", mesh.mesh[rank % 2].tolist(), _init_backend=False)
-    groups: list[dist.ProcessGroup] = [mesh.get_group(dim) for dim in (1, 0)]
-    grid = grid_of_groups({"fsdp": groups[0], role: groups[1]})
-    whole = numbered(3, 2)
-    param = DTensor.from_local(
-        whole.split([2, 1])[rank // 2], pair, [Shard(0)], shape=whole.shape, stride=(2, 1), run_check=False
-    )
-    placed = one(param, grid)
-    assert placed is not None
-    assert_placed((placed, whole, param.to_local()))
-    everywhere = one(distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None), grid)
-    assert everywhere is not None
-    return [placed.ranks, placed.layout.replicas, everywhere.layout.replicas]
+@given(grids(), st.tuples(st.integers(1, 7), st.integers(1, 7)), st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_dtensor_has_copies_along_what_its_mesh_does_not_reach(
+    grid: RankGrid, shape: tuple[int, int], data: st.DataObject
+) -> None:
+    """FSDP on a mesh of its own beside others that hold the same shards; experts are nobody's copies."""
+    along = [i for i in range(len(grid.sizes)) if data.draw(st.booleans())] or [0]
+    placements = [data.draw(st.sampled_from([Shard(0), Shard(1), Replicate()])) for _ in along]
+    copied = [i for i, role in enumerate(grid.roles) if i not in along and role != "ep"]
+    whole = numbered(*shape)
+    params = {}
+    for rank in grid.ranks:
+        mesh = torch.tensor(grid.line(rank, along)).view([grid.sizes[i] for i in along]).tolist()
+        params[rank] = dtensor_on(rank, whole, mesh, placements)
+    placed = {rank: place([param], ["w"], grid, rank, None, no_share)[0] for rank, param in params.items()}
+    copies = prod(grid.sizes[i] for i in copied)
+    copies *= prod(grid.sizes[i] for i, one in zip(along, placements, strict=True) if one == Replicate())
+    for line in {grid.line(rank, {*along, *copied}) for rank in grid.ranks}:
+        assert_placed(whole, {rank: (placed[rank], params[rank].to_local()) for rank in line})
+        layout = placed[line[0]]
+        assert layout is not None and len(set(layout.layout.replicas)) == copies
+
+
+@pytest.mark.pitfall("P14")
+def test_a_function_says_how_each_plain_parameter_is_cut() -> None:
+    whole = numbered(5, 7)
+    halves = {rank: whole.split([1, 4])[rank // 2] for rank in range(4)}
+    params = {rank: [half, whole, half.T] for rank, half in halves.items()}
+
+    def dims_of(param: Tensor) -> dict[str, int | None]:
+        if param is whole:
+            return {"fsdp": None, "tp": None}
+        return {"fsdp": 1 if param.shape[0] == 7 else 0, "tp": None}
+
+    placed = place_on_all(TP_FSDP, params, dims_of, lambda _: ["a", "b", "c"])
+    for i, tensor in enumerate([whole, whole, whole.T]):
+        assert_placed(tensor, {rank: (placed[rank][i], params[rank][i]) for rank in range(4)})
 
 
 @pytest.mark.parametrize("role", ["cp", "dp", "tp"])
-def test_a_dtensor_has_copies_where_its_mesh_does_not_reach(ranks: RankPool, role: str) -> None:
-    """Ranks of one sequence hold the same FSDP shards, on a mesh of their own."""
-    assert ranks(4, copies_beside, role) == [[(0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 0, 1)]] * 4
+def test_shards_beside_copies_count_the_copies_alike(role: str) -> None:
+    """Ranks of one sequence hold the same FSDP shards; two meshes that say so differently place them alike."""
+    grid = (
+        RankGrid((role, "fsdp"), (2, 2), (0, 2, 1, 3))
+        if role == "tp"
+        else RankGrid(("fsdp", role), (2, 2), (0, 1, 2, 3))
+    )
+    whole = numbered(3, 2)
+    pairs = {r: dtensor_on(r, whole, [r % 2, r % 2 + 2], [Shard(0)]) for r in range(4)}
+    everywhere = {r: dtensor_on(r, whole, [[0, 2], [1, 3]], [Replicate(), Shard(0)]) for r in range(4)}
+    for params in (pairs, everywhere):
+        placed = place_one(grid, params)
+        assert_placed(whole, {rank: (layout, params[rank].to_local()) for rank, (layout, _) in placed.items()})
+        assert all(layout is not None and layout.layout.replicas == (0, 1, 0, 1) for layout, _ in placed.values())
 
 
-def experts(rank: int, world: int) -> list[Any]:
-    """Expert parallelism over neighbours, FSDP across; the experts of each have sizes of their own."""
-    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
-    pair = DeviceMesh("cpu", [rank % 2, rank % 2 + 2], _init_backend=False)
-    groups: list[dist.ProcessGroup] = [mesh.get_group(dim) for dim in range(2)]
-    grid = grid_of_groups({"ep": groups[1], "fsdp": groups[0]})
-    whole = numbered(3 + rank % 2, 2)
-    local = whole.split([1, whole.shape[0] - 1])[rank // 2]
-    plain = one(local, grid, {"fsdp": 0}, gathered_over(grid))
-    param = distribute_tensor(whole, pair, [Shard(0)], src_data_rank=None)
-    placed = one(param, grid)
-    assert placed is not None and plain is not None
-    assert torch.equal(part_of(whole, plain.layout.pieces[rank // 2]), local)
-    assert torch.equal(part_of(whole, placed.layout.pieces[rank // 2]), param.to_local())
-    stack = numbered(3, 4, 2)
-    mine = stack.split([1, 2])[rank % 2].split([3, 1], 1)[rank // 2]
-    cut = one(mine, grid, {"ep": 0, "fsdp": 1}, gathered_over(grid))
-    assert_placed((cut, stack, mine))
-    alone = grid_of_groups({"ep": groups[1]})
-    return [plain.ranks, placed.ranks, one(whole, alone)]
+def test_all_plain_shards_are_told_of_at_once() -> None:
+    grid = RankGrid(("fsdp",), (2,), (0, 1))
+    for dims, calls in (({"fsdp": 0}, 1), ({"fsdp": None}, 0)):
+        told: list[object] = []
+
+        def share(item: object, told: list[object] = told) -> list[object]:
+            told.append(item)
+            return [item, item]
+
+        place([torch.ones(2, 2) for _ in range(3)], ["a", "b", "c"], grid, 0, dims, share)
+        assert len(told) == calls
 
 
-def test_experts_are_independent_of_those_of_other_ranks(ranks: RankPool) -> None:
-    assert ranks(4, experts) == [[(rank % 2, rank % 2 + 2)] * 2 + [None] for rank in range(4)]
+WHOLE = numbered(4, 4)
+FSDP = {rank: RankGrid(("fsdp",), (2,), (rank % 2, rank % 2 + 2)) for rank in range(4)}
 
 
-def gatherings(rank: int, world: int) -> list[int]:
-    grid = grid_of_groups({"fsdp": dist.group.WORLD})
-    counts = []
-    for dims in ({"fsdp": 0}, {"fsdp": None}):
-        calls: list[object] = []
-
-        def counted(value: object, calls: list[object] = calls) -> list[object]:
-            calls.append(value)
-            return share(value)
-
-        place([torch.ones(2, 2) for _ in range(3)], ["a", "b", "c"], grid, dims, counted)
-        counts.append(len(calls))
-    return counts
-
-
-def test_all_plain_shards_are_told_of_at_once(ranks: RankPool) -> None:
-    assert ranks(2, gatherings) == [[1, 0]] * 2
-
-
-def refused(rank: int, world: int) -> list[str]:
-    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
-    groups: list[dist.ProcessGroup] = [mesh.get_group(dim) for dim in range(2)]
-    grid = grid_of_groups({"fsdp": groups[0], "tp": groups[1]})
-    line = grid_of_groups({"fsdp": groups[0]})
-    experts = grid_of_groups({"fsdp": groups[0], "ep": groups[1]})
-    whole = numbered(4, 4)
-    across = DeviceMesh("cpu", [[0, 3], [1, 2]][rank in (1, 2)], _init_backend=False)
-    ragged = torch.ones(2, 2 + (rank == 3))
-    cases: list[tuple[Tensor, RankGrid, Any]] = [
-        (whole, line, None),
-        (whole, grid, {"fsdp": 0}),
-        (whole, grid, {"fsdp": 2, "tp": None}),
-        (whole, grid, {"zero": 0}),
-        (whole, grid, {"pp": 0}),
-        (distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=None), line, None),
-        (distribute_tensor(whole, across, [Shard(0)], src_data_rank=None), grid, None),
-        (ragged, experts, {"fsdp": 0}),
-    ]
-    found = []
-    for param, of_case, dims in cases:
-        with pytest.raises(ValueError) as caught:
-            one(param, of_case, dims, gathered_over(of_case))
-        found.append(str(caught.value))
-    with pytest.raises(ValueError) as caught:
-        place([whole], [f"w{rank // 2}"], grid, {"fsdp": 0, "tp": 1}, gathered_over(grid))
-    return [*found, str(caught.value)]
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize(
+    ("param", "grid", "dims", "message"),
+    [
+        (WHOLE, None, None, r"'w' is a plain tensor, and fsdp_pg=… shards it.*\{'fsdp': 0\}"),
+        (WHOLE, TP_FSDP, {"fsdp": 0}, "tp_pg=… shards it along a dimension that nothing says"),
+        (
+            WHOLE,
+            TP_FSDP,
+            {"fsdp": 2, "tp": None},
+            r"'w'.*shard_dims=\{'fsdp': 2\} cuts along a dimension that it lacks",
+        ),
+        (WHOLE, TP_FSDP, {"zero": 0}, "shard_dims names 'zero'"),
+        (WHOLE, TP_FSDP, {"pp": 0}, "shard_dims names 'pp'"),
+        (
+            [[0, 1], [2, 3]],
+            None,
+            None,
+            r"'w'.*over ranks \[0, 1, 2, 3\], but the given process groups join ranks \[{even}, {odd}\].*tp_pg=…",
+        ),
+        ([[0, 3], [1, 2]], TP_FSDP, None, "parameter 'w'.*run across the process groups"),
+    ],
+)
+def test_what_has_no_place_is_refused_by_name(
+    rank: int, param: Any, grid: RankGrid | None, dims: Any, message: str
+) -> None:
+    if isinstance(param, list):
+        line = param if grid is None else next(line for line in param if rank in line)
+        placements = [Shard(0), Shard(1)][: torch.tensor(line).ndim]
+        param = dtensor_on(rank, WHOLE, line, placements)
+    expected = message.replace("{even}", str(rank % 2)).replace("{odd}", str(rank % 2 + 2))
+    with pytest.raises(ValueError, match=expected):
+        place([param], ["w"], grid or FSDP[rank], rank, dims, no_share)
 
 
-def test_what_has_no_place_is_refused_by_name(ranks: RankPool) -> None:
-    for rank, found in enumerate(ranks(4, refused)):
-        unsaid, half, beyond, unknown, stage, unreached, across, ragged, unlike = found
-        assert "parameter 'w' is a plain tensor, and fsdp_pg=… shards it" in unsaid and "{'fsdp': 0}" in unsaid
-        assert "tp_pg=… shards it along a dimension that nothing says" in half
-        assert "'w'" in beyond and "shard_dims={'fsdp': 2} cuts along a dimension that it lacks" in beyond
-        assert "shard_dims names 'zero'" in unknown and "shard_dims names 'pp'" in stage
-        line = [rank % 2, rank % 2 + 2]
-        assert f"over ranks [0, 1, 2, 3], but the given process groups join ranks {line}" in unreached
-        assert "'w'" in unreached and "tp_pg=…" in unreached
-        assert "parameter 'w'" in across and "run across the process groups" in across
-        assert "over ranks [1, 3]: the local tensor has shape (2, 2) at position 0 and (2, 3)" in ragged
-        assert "rank 2 has sharded parameters ['w1'] and rank 0 has ['w0']" in unlike
+def test_shards_that_no_tensor_was_cut_into_are_refused_on_all_ranks() -> None:
+    """Of experts that differ between ranks, also on those whose own are right."""
+    grid = RankGrid(("ep", "fsdp"), (2, 2), (0, 2, 1, 3))
+    told: list[object] = [[("w", (2, 2 + (rank == 3)))] for rank in grid.ranks]
+    for rank in grid.ranks:
+        with pytest.raises(ValueError, match=r"over ranks \[1, 3\]: .* \(2, 2\) at position 0 and \(2, 3\)"):
+            place([torch.ones(2, 2)], ["w"], grid, rank, {"fsdp": 0}, lambda _: told)
+
+
+def test_ranks_with_other_parameters_are_refused_on_all_ranks() -> None:
+    told: list[object] = [[(f"w{rank // 2}", (4, 4))] for rank in TP_FSDP.ranks]
+    for rank in TP_FSDP.ranks:
+        with pytest.raises(ValueError, match=r"rank 2 has sharded parameters \['w1'\] and rank 0 has \['w0'\]"):
+            place([WHOLE], [f"w{rank // 2}"], TP_FSDP, rank, {"fsdp": 0, "tp": 1}, lambda _: told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dmuon.model.config import config_path, read_model
+from dmuon.model.config import ModelConfig, read_model
 from dmuon.model.matrix_shape import MatrixShape
 from dmuon.solver import CostTable, Matrix, plan
 
@@ -157,13 +158,23 @@ def test_a_file_that_is_not_json_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     for data in (b"\xff{", b"{", b"", b"[" * 100_000):
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"model.json: not JSON"):
+        with pytest.raises(ValueError, match=r"model.json: corrupt or truncated JSON .*; pass a model's config.json"):
             read_model(path)
+
+
+def test_a_field_that_appears_twice_is_refused_and_infinities_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text('{"model_type": "gpt2", "model_type": "llama"}')
+    with pytest.raises(ValueError, match=r"model.json: field 'model_type' appears twice; pass a model's config.json"):
+        read_model(path)
+    path.write_text(json.dumps({**GPT2, "time_step_limit": [0.0, math.inf]}))  # as some Hugging Face configs have it
+    assert read_model(path)
 
 
 def test_a_folder_stands_for_the_config_in_it(tmp_path: Path) -> None:
     assert read(tmp_path, GPT2) == read_model(tmp_path)
-    assert config_path(tmp_path) == config_path(tmp_path / "config.json") == tmp_path / "config.json"
+    assert read_model(tmp_path / "config.json") == read_model(tmp_path)
+    assert ModelConfig.load(tmp_path).path == tmp_path / "config.json"
 
 
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
@@ -171,5 +182,5 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"{name}: no such file; pass a model's config.json, or the folder"):
             read_model(path)
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(ValueError, match=r"config.json: cannot be read \(Is a directory\); pass a model's config.json"):
+    with pytest.raises(ValueError, match=r"config.json: not a file; pass a model's config.json"):
         read_model(tmp_path)

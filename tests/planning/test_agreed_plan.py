@@ -31,6 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
 from dmuon.planning import agreed_plan as plan_module
+from dmuon.planning import owner_plan
 from dmuon.platform import host as place_module
 from dmuon.solver import Plan, SolveOptions
 
@@ -259,7 +260,7 @@ class _AnotherModel:
 
 
 def tampered(rank: int, world: int, reader: type) -> None:
-    with replaced(plan_module, "Plan", reader if rank == 1 else Plan):
+    with replaced(owner_plan, "Plan", reader if rank == 1 else Plan):
         dmuon.dedicate_params(build(), init_device_mesh("cpu", (world,)), costs="flops")
 
 

@@ -231,8 +231,8 @@ T = "entries/64x256/1"
         (broken(f"{T}/median_ns", 100.5), r"median_ns' is 100.5"),
         (broken(f"{T}/median_ns", "100"), r"median_ns' is '100'"),
         (broken(f"{T}/median_ns", None), r"median_ns' is None"),
-        (broken(f"{T}/median_ns", float("nan")), r"value NaN is no number"),
-        (broken(f"{T}/median_ns", float("inf")), r"value Infinity is no number"),
+        (broken(f"{T}/median_ns", float("nan")), r"median_ns' is nan, not an integer from 1 to"),
+        (broken(f"{T}/median_ns", float("inf")), r"median_ns' is inf, not an integer from 1 to"),
         (broken(f"{T}/median_ns", 10**16), r"median_ns' is 10{16}, not an integer from 1 to"),
         (broken(f"{T}/median_ns", 98), r"p10 99, median 98, p90 103 not in order"),
         (broken(f"{T}/n", 0), r"n' is 0"),
@@ -255,7 +255,7 @@ def test_an_invalid_file_is_refused_naming_file_field_and_remedy(tmp_path, data,
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     with pytest.raises(CostCacheError, match=r"nothing.json: no such file; write it with dmuon-profile --out"):
         CostCache.load(tmp_path / "nothing.json")
-    with pytest.raises(CostCacheError, match="cannot be read"):
+    with pytest.raises(CostCacheError, match=f"{tmp_path}: not a file; .*check the path"):
         CostCache.load(tmp_path)
 
 

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import dmuon
 from dmuon import OwnerPlan
 from dmuon.cli.plan import main as plan_command
+from dmuon.dedicated.dedication import dedications
 from dmuon.planning import agreed_plan as plan_module
 from dmuon.planning.cost_lookup import FoundCosts
 from dmuon.platform import files
@@ -188,7 +189,7 @@ def test_a_tampered_file_is_refused_by_file_and_field(
         (b"\xff\xfe\x00", "corrupt or truncated JSON"),
         (b"[]", "holds no JSON object"),
         (b'{"schema": 1, "schema": 1}', "field 'schema' appears twice"),
-        (b'{"schema": NaN}', "value NaN is no number"),
+        (b'{"schema": NaN}', "field 'schema' is nan, this version of dmuon reads"),
         (b'{"schema": ' + 100_000 * b"[", "corrupt or truncated JSON"),
     ],
 )
@@ -399,7 +400,7 @@ def odd_plan_applied(rank: int, world: int, path: str) -> tuple[str, str, tuple[
     model = build(seed=rank)
     policy = MixedPrecisionPolicy(param_dtype=torch.float64)
     plan = dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), plan=path, mp_policy=policy)
-    owners = [entry.owner for entry in model._dmuon_dedication.runtime.entries()]
+    owners = [entry.owner for entry in dedications(model)[0].runtime.entries()]
     assert plan.owners == rotated(toy_plan(world)).owners
     assert all(m.nbytes == 8 * m.rows * m.cols for m in (*plan.matrices, *plan.solution.matrices)), "of this run"
     return plan.digest, dmuon.explain(model), tuple(owners.count(r) for r in range(world))

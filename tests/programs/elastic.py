@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness.toy import LR, batch, build, full_state, loss_of, shard
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 
 
 class Trainer:
@@ -81,7 +82,7 @@ def arm(trainer: Trainer, step: int, where: str) -> None:
         return
     match where:
         case "step":
-            runtime = trainer.model._dmuon_dedication.runtime
+            runtime = dedications(trainer.model)[0].runtime
             begin = runtime.begin_update
             runtime.begin_update = lambda params: (begin(params), kill())
         case "collect":

@@ -36,8 +36,9 @@ from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon.dedicated.block import Phase
-from dmuon.dedicated.dedicate import dedications
+from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.runtime import runtime_of
 from dmuon.layout.topology import topology_of
 
 OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "ns_coefficients": "classic"}
@@ -349,9 +350,10 @@ def _gradient(param: nn.Parameter) -> Tensor | None:
     grad = param.grad
     assert grad is not None
     if isinstance(param, OwnedTensor):
-        assert param.runtime is not None
-        entry = param.runtime.entry_of(param)
-        if entry.owner != param.runtime.comm.position:
+        runtime = runtime_of(param)
+        assert runtime is not None
+        entry = runtime.entry_of(param)
+        if entry.owner != runtime.comm.position:
             return None
         return _local(grad) if entry.tensor is None else entry.tensor.wrap(_local(grad), entry.shape).full_tensor()
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
@@ -389,7 +391,7 @@ def check_weights(run: Run) -> dict[str, Tensor]:
 
 
 def check_rest(run: Run, filled: int | None = None) -> None:
-    """Nothing is under way, no block is open, and of weights that are not kept at most ``filled`` groups hold memory.
+    """Nothing is under way, no block is open, and of weights that are not kept at most ``filled`` buffers have memory.
 
     A step may have published as many as are prefetched: the default.
     """
@@ -403,7 +405,7 @@ def check_rest(run: Run, filled: int | None = None) -> None:
             left = entry.full.grad is not None or entry.partial is not None or entry.unreduced
             assert not left, f"{entry.fqn} has an unreduced gradient"
         allowed = run.mode.comm.prefetch if filled is None else filled
-        holding = [group.name for group in runtime.groups if group.buffer_nbytes and not group.keep]
+        holding = [b.name for b in runtime.buffers if b.buffer_nbytes and not b.keep]
         assert len(holding) <= allowed, f"blocks {holding} hold whole weights at rest"
 
 

@@ -15,16 +15,16 @@ from harness.topologies import lay
 from harness.toy import batch, build, loss_of
 
 import dmuon
-import dmuon.comm.monitor
+from dmuon.dedicated.dedication import dedications
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    dmuon.comm.monitor._PATIENCE_SECONDS = 2.0
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     model = build()
     laid = lay("1d-two-lines", model, comm=dmuon.CommOptions(prefetch=2, timeout=timedelta(seconds=20)))
+    dedications(model)[0].runtime.comm.monitor.patience = 2.0
     optimizer = dmuon.Muon(model)
     try:
         for step in range(4):

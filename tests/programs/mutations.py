@@ -171,8 +171,8 @@ MUTATIONS = (
     Mutation(
         "generation_not_raised",
         "dmuon/dedicated",
-        "        self.comm.streams.join()\n        self.weights_changed()",
-        "        self.comm.streams.join()",
+        "        self.comm.publish_stream.join()\n        self.weights_changed()",
+        "        self.comm.publish_stream.join()",
         STEPS_DEDICATED,
     ),
     Mutation(
@@ -185,15 +185,15 @@ MUTATIONS = (
     Mutation(
         "prefetch",
         "dmuon/dedicated",
-        "        for _ in range(self.comm.options.prefetch):",
-        "        for _ in range(1):",
+        "islice(buffers, 1, 1 + self.comm.options.prefetch)",
+        "islice(buffers, 1, 2)",
         OPTIONS,
     ),
     Mutation(
         "prefetch_of_a_step",
         "dmuon/dedicated",
-        "self._to_fill = self.comm.options.prefetch",
-        "self._to_fill = 1",
+        "self._fill_budget = self.comm.options.prefetch",
+        "self._fill_budget = 1",
         OPTIONS,
     ),
     Mutation(
@@ -206,15 +206,15 @@ MUTATIONS = (
     Mutation(
         "merge_bytes",
         "dmuon/dedicated",
-        "_nbytes(weights[dtype] + added, dtype) > comm.options.merge_bytes:",
-        "_nbytes(weights[dtype] + added, dtype) > 0:",
+        "_nbytes(growing[dtype] + weights, dtype) > comm.options.merge_bytes:",
+        "_nbytes(growing[dtype] + weights, dtype) > 0:",
         OPTIONS,
     ),
     Mutation(
         "merge_bytes_of_one_block_only",
         "dmuon/dedicated",
-        "_nbytes(weights[dtype] + added, dtype) > comm.options.merge_bytes:",
-        "_nbytes(weights[dtype], dtype) > comm.options.merge_bytes:",
+        "_nbytes(growing[dtype] + weights, dtype) > comm.options.merge_bytes:",
+        "_nbytes(growing[dtype], dtype) > comm.options.merge_bytes:",
         OPTIONS,
     ),
     Mutation(

@@ -19,7 +19,7 @@ from dmuon.exchanged.config import DistributedConfig
 from dmuon.report.accounting import expected_exchange
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from ledger import Ledger
+from common.ledger import Ledger
 
 SLACK_BYTES = 2048  # votes, norms, and numbers of AdamW: none of them grows with the matrices
 TENSOR = {"tp": 2, "fsdp-tp": 2}

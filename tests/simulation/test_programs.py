@@ -247,8 +247,7 @@ def test_report_says_what_a_reader_needs(llama: Path) -> None:
     assert "estimated for 3 of 3 shapes" in text
     assert "to come within 1.0% of AdamW" in text
     assert "link bandwidth       not reachable by this alone" in text
-    assert "design" not in text
-    assert "what its design would take" in prediction(llama, 16, replicate=2).report()
+    assert "(replicate 2 × shard 8 × tp 1)" in prediction(llama, 16, replicate=2).report().splitlines()[0]
 
 
 def test_what_does_not_belong_together_is_named(llama: Path) -> None:

@@ -30,8 +30,8 @@ def chosen(shape, steps=5, dtype=torch.float16, method="auto") -> Iteration:
     return make_iteration(variant, coefficients, dtype)
 
 
-def update_ns(device, shape, k, symmetric=False) -> int:
-    return _update_ns(device, shape, k, chosen(shape), symmetric)
+def update_ns(device, shape, k) -> int:
+    return _update_ns(device, shape, k, chosen(shape))
 
 
 def flops(shape) -> int:
@@ -54,47 +54,46 @@ def test_five_gram_steps_with_a_restart_are_eighteen_products_sixteen_of_them_sy
     products, others = _kernels(WIDE, chosen(WIDE))
     # NUMERICS: 8α + 28, or 6α + 14 with halves, in m³: two XXᵀ, two QX, fourteen squares.
     assert len(products) == 18
-    assert sum(product.symmetric for product in products) == 16
+    assert sum(product.rows == product.columns for product in products) == 16
     assert sum(product.addend for product in products) == 14
     assert others == 2  # aI is added to the first Z of either block in place
 
 
-def test_the_products_of_a_square_matrix_tell_xxt_from_zx():
-    assert chosen(SQUARE).method == "standard"
-    products, others = _kernels(SQUARE, chosen(SQUARE))
-    assert [product.symmetric for product in products] == [True, True, False] * 5
+def test_a_standard_step_is_two_symmetric_products_and_one_that_is_not():
+    products, others = _kernels(WIDE, chosen(WIDE, method="standard"))
+    assert [product.rows == product.columns for product in products] == [True, True, False] * 5
     assert others == 0
+    squares, _ = _kernels(SQUARE, chosen(SQUARE, method="standard"))
+    assert [product.addend for product in squares] == [product.addend for product in products]
 
 
-def test_half_of_the_tiles_and_the_diagonal_are_left_with_symmetric_products():
-    product = _Product(1024, 4096, 1024, addend=False, symmetric=True)
-    assert product.tiles(half=False) == 64
-    assert product.tiles(half=True) == 36
-    assert replace(product, symmetric=False).tiles(half=True) == 64
+def test_tiles_that_are_not_full_count():
+    assert _Product(1024, 4096, 1024, addend=False).tiles == 64
+    assert _Product(1025, 4096, 1, addend=False).tiles == 9
 
 
 @pytest.mark.parametrize("name", sorted(DEVICES))
 def test_batches_within_one_wave_take_equal_product_time(name):
     device = replace(DEVICES[name], memory_bandwidth=1e15)  # so that arithmetic alone bounds
-    product = _Product(512, 8192, 512, addend=True, symmetric=True)  # 16 tiles
+    product = _Product(512, 8192, 512, addend=True)  # 16 tiles
     in_one_wave = device.sms // 16
-    times = [_product_s(device, product, k, False) for k in range(1, 3 * in_one_wave)]
+    times = [_product_s(device, product, k) for k in range(1, 3 * in_one_wave)]
     assert len(set(times[:in_one_wave])) == 1
     assert times[in_one_wave] == pytest.approx(2 * times[0])
     assert len(set(times)) == len({math.ceil(k * 16 / device.sms) for k in range(1, 3 * in_one_wave)})
 
 
 def test_memory_bounds_a_product_with_little_arithmetic():
-    product = _Product(8192, 16, 8192, addend=True, symmetric=False)
+    product = _Product(8192, 16, 8192, addend=True)
     moved = 2 * (2 * 8192 * 16 + 2 * 8192 * 8192)
-    assert _product_s(H200, product, 3, False) == pytest.approx(3 * moved / H200.memory_bandwidth)
+    assert _product_s(H200, product, 3) == pytest.approx(3 * moved / H200.memory_bandwidth)
 
 
-@given(device=devices, shape=shapes, a=st.integers(1, 64), b=st.integers(1, 64), symmetric=st.booleans())
+@given(device=devices, shape=shapes, a=st.integers(1, 64), b=st.integers(1, 64))
 @settings(max_examples=200, deadline=None)
-def test_costs_are_isotonic_and_sub_additive(device, shape, a, b, symmetric):
-    together = update_ns(device, shape, a + b, symmetric)
-    apart = [update_ns(device, shape, k, symmetric) for k in (a, b)]
+def test_costs_are_isotonic_and_sub_additive(device, shape, a, b):
+    together = update_ns(device, shape, a + b)
+    apart = [update_ns(device, shape, k) for k in (a, b)]
     assert max(apart) <= together <= sum(apart), f"{device.name} {shape} {a} + {b}"
 
 
@@ -105,23 +104,11 @@ def test_a_batch_lies_between_its_arithmetic_and_its_matrices_one_by_one(device,
     assert bound <= update_ns(device, shape, k) <= k * update_ns(device, shape, 1)
 
 
-@given(shape=shapes, k=st.integers(1, 64))
-@settings(max_examples=50, deadline=None)
-def test_symmetric_products_never_cost_more(shape, k):
-    assert update_ns(H200, shape, k, symmetric=True) <= update_ns(H200, shape, k)
-
-
-def test_full_products_are_the_default():
-    assert wave_costs(H200, {WIDE: 8}) == wave_costs(H200, {WIDE: 8}, symmetric=False)
-    halves = wave_costs(H200, {(4096, 16384): 1}, symmetric=True).cost((4096, 16384), 1)
-    assert halves < 0.75 * wave_costs(H200, {(4096, 16384): 1}).cost((4096, 16384), 1)
-
-
 @pytest.mark.parametrize("name", sorted(DEVICES))
 def test_products_of_large_matrices_approach_the_efficiency(name):
     device = DEVICES[name]
-    product = _Product(8192, 8192, 8192, addend=False, symmetric=False)
-    reached = product.flops / _product_s(device, product, 1, False) / device.peak_flops
+    product = _Product(8192, 8192, 8192, addend=False)
+    reached = product.flops / _product_s(device, product, 1) / device.peak_flops
     assert 0.95 * device.matmul_efficiency < reached <= device.matmul_efficiency
 
 
@@ -160,7 +147,7 @@ def test_more_steps_cost_more_and_bf16_takes_the_standard_form():
     five = wave_costs(H200, {WIDE: 1}).cost(WIDE, 1)
     assert wave_costs(H200, {WIDE: 1}, options=NsOptions(steps=3)).cost(WIDE, 1) < five
     bf16 = wave_costs(H200, {WIDE: 1}, options=NsOptions(dtype=torch.bfloat16)).cost(WIDE, 1)
-    assert bf16 == _update_ns(H200, WIDE, 1, chosen(WIDE, dtype=torch.bfloat16), False) > five
+    assert bf16 == _update_ns(H200, WIDE, 1, chosen(WIDE, dtype=torch.bfloat16)) > five
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, True, None])

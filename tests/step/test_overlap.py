@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 from dmuon.step import rounds
 from dmuon.step.batches import Batch
 
@@ -154,12 +155,12 @@ def test_what_tensor_parallelism_splits_waits_for_the_step(ranks: RankPool) -> N
 def late_owner(rank: int, _world: int) -> dict[str, float]:
     """Rank 1 takes a second for every matrix of the last block; when each rank passed what, by one clock."""
     first = lay("1d-two-lines", build())
-    plan = first.model._dmuon_dedication.plan
+    plan = dedications(first.model)[0].plan
     plan = replace(plan, chunks=dict.fromkeys(plan.chunks, 1), variants={})
     laid = lay("1d-two-lines", build(), plan=plan, costs=None)
     late = {
         id(e.rest)
-        for e in laid.model._dmuon_dedication.runtime.entries()
+        for e in dedications(laid.model)[0].runtime.entries()
         if e.fqn.startswith("blocks.2") and e.owner == 1
     }
     optimizer = dmuon.Muon(laid.model, **OPTIONS)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +15,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-EXCHANGE = "dmuon.comm.redistribution"
+from dmuon.comm import redistribution
+
+# All methods of the exchange, whatever they are called.
+_EXCHANGE = [
+    (kind, name)
+    for kind in vars(redistribution).values()
+    if inspect.isclass(kind) and kind.__module__ == redistribution.__name__
+    for name, method in vars(kind).items()
+    if inspect.isfunction(method)
+]
+assert _EXCHANGE, "matrices are exchanged elsewhere: name the module here"
 
 
 class Ledger(TorchDispatchMode):
@@ -24,7 +37,7 @@ class Ledger(TorchDispatchMode):
             others, of a reduction to one rank its part of every other rank, of an all-reduce twice what is not a
             rank's own.
         peak: most bytes that were alive at once of what was allocated inside.
-        in_flight: the same, of moments inside of ``dmuon.comm.redistribution``: no workspace is alive then,
+        in_flight: the same, of moments inside of a method of ``dmuon.comm.redistribution``: no workspace is alive then,
             but the parts, whole matrices and updates that are packed, on their way, or put together are.
     """
 
@@ -36,6 +49,30 @@ class Ledger(TorchDispatchMode):
         self.peak = 0
         self.in_flight = 0
         self._live: dict[int, int] = {}  # by the identity of the storage
+        self._depth = 0  # of methods of the exchange that run now
+        self._restore = ExitStack()
+
+    def __enter__(self) -> Ledger:
+        for kind, name in _EXCHANGE:
+            self._restore.callback(setattr, kind, name, vars(kind)[name])  # perhaps another ledger's
+            setattr(kind, name, self._observed(vars(kind)[name]))
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        self._restore.close()
+
+    def _observed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return observed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -49,7 +86,7 @@ class Ledger(TorchDispatchMode):
                 weakref.finalize(storage, self._live.pop, key, None)
         live = sum(list(self._live.values()))
         self.peak = max(self.peak, live)
-        if live > self.in_flight and _inside(EXCHANGE):
+        if live > self.in_flight and self._depth:
             self.in_flight = live
         return found
 
@@ -79,7 +116,7 @@ class Ledger(TorchDispatchMode):
             case "wait_tensor" | "_wrap_tensor_autograd":
                 return
             case _:
-                raise NotImplementedError(f"no rule says how many bytes {name} moves; add one to bench/ledger.py")
+                raise NotImplementedError(f"no rule says how many bytes {name} moves; add one here")
         self.calls[name] += 1
         self.received[name] += received
         self.sent[name] += sent
@@ -94,12 +131,3 @@ def _plain(tensor: Tensor) -> Tensor:
     for name in ("_local_tensor", "elem"):
         tensor = getattr(tensor, name, tensor)
     return tensor
-
-
-def _inside(module: str) -> bool:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import report
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from data import EVALUATION_WINDOWS, load_corpus
-from model import GPT
-from settings import Job, Settings
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +22,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
+
+from training import report
+from training.data import EVALUATION_WINDOWS, load_corpus
+from training.model import GPT
+from training.settings import Job, Settings
 
 if TYPE_CHECKING:
     from dmuon import OwnerPlan

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import copy
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from model import GPT, GPTConfig
-from step import Program, Settings, adamw, build, data
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from training.model import GPT
 
+from common.programs import (
+    ADAMW,
+    DEDICATED,
+    GATHER,
+    Mode,
+    Program,
+    Sizes,
+    adamw,
+    build_dedicated,
+    build_stock,
+    data,
+    initial_model,
+)
+from common.ranks import collect, in_turn, over_ranks, share, timed
+from common.results import origin, without_home
 from dmuon.planning.cost_lookup import find_costs
 from dmuon.simulation.network import Collective, Ring, Topology
 from dmuon.simulation.programs import ProgramName, simulate
@@ -28,11 +40,12 @@ from dmuon.simulation.workload import Block, Workload
 
 __all__ = ["MeasuredNetwork", "validate"]
 
+KEEP = "dedicated keep"
 PROGRAMS: dict[str, ProgramName] = {
-    "dedicated": "dedicated",
-    "dedicated keep": "dedicated keep",
-    "gather-then-compute": "gather",
-    "fsdp2 + adamw": "adamw",
+    DEDICATED: "dedicated",
+    KEEP: "dedicated keep",
+    GATHER: "gather",
+    ADAMW: "adamw",
 }
 _SMALL, _LARGE = 1 << 14, 1 << 22  # bytes of the two messages that fix latency and bandwidth
 _STEPS = 3  # timed together, so that publication overlaps the next forward
@@ -51,51 +64,45 @@ class MeasuredNetwork:
         return calls * latency + nbytes * per_byte
 
 
-def validate(rank: int, settings: Settings, quantile: float) -> dict[str, Any]:
+def validate(rank: int, sizes: Sizes, quantile: float) -> dict[str, Any]:
     """Measure constants and programs in turns, and predict each program; needs a process group. Seconds everywhere.
 
     Args:
         quantile: of the samples of constants and of programs alike; 0.5 is the median.
     """
-    mesh = init_device_mesh("cpu", (settings.world,))
-    torch.manual_seed(settings.seed)
-    initial = GPT(GPTConfig(settings.layers, settings.width, settings.heads, settings.context))
-    programs = [build(name, initial, mesh, settings) for name in PROGRAMS]
-    plan = programs[0].model._dmuon_dedication.plan
-    samples, found = measure(programs, Probe(initial), settings, rank, quantile)
-
-    def share(item: object) -> list[object]:
-        items: list[object] = [None] * settings.world
-        dist.all_gather_object(items, item)
-        return items
-
+    mesh = init_device_mesh("cpu", (sizes.world,))
+    initial = initial_model(sizes)
+    programs = [
+        build_dedicated(name, Mode(keep=True), copy.deepcopy(initial), sizes)
+        if name == KEEP
+        else build_stock(name, initial, mesh, sizes)
+        for name in PROGRAMS
+    ]
+    plan = programs[0].plan
+    samples, constants = measure(programs, Probe(initial), sizes, rank, quantile)
     shapes = dict(Counter(m.shape for m in plan.matrices))
-    costs = find_costs(
-        shapes, world=settings.world, rank=rank, device=torch.device("cpu"), costs=settings.costs, share=share
-    )
+    costs = find_costs(shapes, world=sizes.world, rank=rank, device=torch.device("cpu"), costs=sizes.costs, share=share)
     scenario = Scenario(
-        workload=workload(initial, settings, found),
+        workload=workload(initial, sizes, constants),
         plan=plan.solution,
         costs=costs.table,
         machine=Machine(
             flops_per_s=1.0,  # the workload holds seconds
-            copy_bytes_per_s=1 / found["copy per byte"],
-            adamw_elements_per_s=1 / found["adamw per element"],
-            network=MeasuredNetwork({kind: _alpha_beta(found, kind) for kind in get_args(Collective)}),
+            copy_bytes_per_s=1 / constants["copy per byte"],
+            adamw_elements_per_s=1 / constants["adamw per element"],
+            network=MeasuredNetwork({kind: _alpha_beta(constants, kind) for kind in get_args(Collective)}),
             communication_computes=True,
         ),
-        topology=Topology(settings.world, gpus_per_node=settings.world),
+        topology=Topology(sizes.world, gpus_per_node=sizes.world),
     )
     predicted = {name: simulate(model, scenario).step_s for name, model in PROGRAMS.items()}
     measured = {name: float(np.quantile(values, quantile)) for name, values in samples.items()}
     return {
-        "settings": asdict(settings),
-        "cpu": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "cost_source": costs.source.replace(str(Path.home()), "~"),
+        "settings": asdict(sizes),
+        **origin(),
+        "cost_source": without_home(costs.source),
         "quantile": quantile,
-        "constants_s": found,
+        "constants_s": constants,
         "predicted_s": predicted,
         "measured_s": measured,
         "error": {name: predicted[name] / measured[name] - 1 for name in PROGRAMS},
@@ -109,52 +116,36 @@ def report(result: dict[str, Any]) -> str:
     for name, error in result["error"].items():
         predicted, measured = result["predicted_s"][name], result["measured_s"][name]
         lines.append(f"{name:<22}{1e3 * predicted:>14.1f}{1e3 * measured:>13.1f}{error:>+8.1%}")
-    adamw_s = {kind: result[f"{kind}_s"]["fsdp2 + adamw"] for kind in ("predicted", "measured")}
+    adamw_s = {kind: result[f"{kind}_s"][ADAMW] for kind in ("predicted", "measured")}
     for name in PROGRAMS:
-        if name != "fsdp2 + adamw":
+        if name != ADAMW:
             ratios = [result[f"{kind}_s"][name] / adamw_s[kind] for kind in ("predicted", "measured")]
-            lines.append(f"{name} over fsdp2 + adamw: predicted {ratios[0]:.2f}, measured {ratios[1]:.2f}")
+            lines.append(f"{name} over {ADAMW}: predicted {ratios[0]:.2f}, measured {ratios[1]:.2f}")
     return "\n".join(lines)
 
 
-def slowest(work: Callable[[], object]) -> float:
-    """Seconds of ``work`` from a common start to the end of the slowest rank."""
-    dist.barrier()
-    start = time.perf_counter()
-    work()
-    spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return float(spent)
-
-
 def measure(
-    programs: list[Program], probe: Probe, settings: Settings, rank: int, quantile: float
+    programs: list[Program], probe: Probe, sizes: Sizes, rank: int, quantile: float
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds per step of each program, and a quantile of each constant; in turns, for the machine drifts."""
-    samples: dict[str, list[float]] = {program.name: [] for program in programs}
-    constants: dict[str, list[float]] = {}
-    for index in range(settings.warmup + settings.rounds):
-        tokens, targets = data(settings, index, rank)
-        took = probe.sample(tokens, targets)
-        seconds: dict[str, float] = {}
-        order = programs[index % len(programs) :] + programs[: index % len(programs)]
-        for program in order:
 
-            def steps(count: int, program: Program = program, x: Tensor = tokens, y: Tensor = targets) -> None:
+    def sample(index: int) -> dict[tuple[str, str], float]:
+        batch = data(sizes, index, rank)
+        took = {("constant", name): value for name, value in probe.sample(*batch).items()}
+        for program in in_turn(programs, index):
+
+            def steps(count: int, program: Program = program) -> None:
                 for _ in range(count):
-                    program.step(x, y)
+                    program.step(*batch)
 
             steps(1)
-            seconds[program.name] = slowest(lambda steps=steps: steps(_STEPS)) / _STEPS
-        if index < settings.warmup:
-            continue
-        for name, value in seconds.items():
-            samples[name].append(value)
-        for name, value in took.items():
-            constants.setdefault(name, []).append(value)
-    found = torch.tensor([float(np.quantile(values, quantile)) for values in constants.values()], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return samples, dict(zip(constants, found.tolist(), strict=True))
+            took["step", program.name] = timed(lambda steps=steps: steps(_STEPS)) / _STEPS
+        return took
+
+    samples = collect(sizes.warmup, sizes.rounds, sample)
+    constants = {name: np.quantile(values, quantile) for (kind, name), values in samples.items() if kind == "constant"}
+    largest = over_ranks([float(value) for value in constants.values()])
+    return {p.name: samples["step", p.name] for p in programs}, dict(zip(constants, largest, strict=True))
 
 
 class Probe:
@@ -170,13 +161,13 @@ class Probe:
     def sample(self, tokens: Tensor, targets: Tensor) -> dict[str, float]:
         """One sample of every constant."""
         took = forward_backward(self._model, tokens, targets)
-        took["adamw per element"] = slowest(self._optimizer.step) / self._elements
+        took["adamw per element"] = timed(self._optimizer.step) / self._elements
         self._optimizer.zero_grad()
         # Into fresh memory, as buffers are given back and allocated anew.
-        took["copy per byte"] = slowest(lambda: torch.empty_like(self._source).copy_(self._source)) / (2 * _LARGE)
+        took["copy per byte"] = timed(lambda: torch.empty_like(self._source).copy_(self._source)) / (2 * _LARGE)
         for kind, call in self._calls.items():
             for name, n in (("small", _SMALL), ("large", _LARGE)):
-                took[f"{kind} {name}"] = slowest(lambda call=call, n=n: call(n))
+                took[f"{kind} {name}"] = timed(lambda call=call, n=n: call(n))
         return took
 
 
@@ -209,26 +200,26 @@ def forward_backward(model: GPT, tokens: Tensor, targets: Tensor) -> dict[str, f
     return {**spent, "ends": max(0.0, total - len(model.blocks) * sum(spent.values()))}
 
 
-def workload(model: GPT, settings: Settings, found: dict[str, float]) -> Workload:
+def workload(model: GPT, sizes: Sizes, constants: dict[str, float]) -> Workload:
     """The model's elements, and measured seconds in place of FLOPs."""
     blocks = [
         Block(
             f"blocks.{index}",
-            found["block forward"],
-            found["block backward"],
+            constants["block forward"],
+            constants["block backward"],
             sum(p.numel() for p in block.parameters() if p.ndim == 2),
             sum(p.numel() for p in block.parameters() if p.ndim < 2),
         )
         for index, block in enumerate(model.blocks)
     ]
     outside = sum(p.numel() for p in model.parameters()) - sum(b.matrix_elements + b.other_elements for b in blocks)
-    ends = Block("ends", found["ends"], 0.0, 0, outside)
-    return Workload(tuple(blocks), ends, settings.batch * settings.context, param_bytes=4, reduce_bytes=4)
+    ends = Block("ends", constants["ends"], 0.0, 0, outside)
+    return Workload(tuple(blocks), ends, sizes.tokens, param_bytes=4, reduce_bytes=4)
 
 
-def _alpha_beta(found: dict[str, float], kind: Collective) -> tuple[float, float]:
+def _alpha_beta(constants: dict[str, float], kind: Collective) -> tuple[float, float]:
     """Latency and seconds per byte, from the times of a small and a large message."""
-    small, large = found[f"{kind} small"], found[f"{kind} large"]
+    small, large = constants[f"{kind} small"], constants[f"{kind} large"]
     per_byte = max(0.0, large - small) / (_LARGE - _SMALL)
     return max(0.0, small - _SMALL * per_byte), per_byte
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from model import GPTConfig
+from training.model import GPTConfig
 
 OPTIMIZERS = ("adamw", "dmuon")
 DTYPES = ("float32", "bfloat16")

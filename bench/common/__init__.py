@@ -1,0 +1,1 @@
+"""What several benches share: ranks, turns, options, results, and the programs that are timed."""

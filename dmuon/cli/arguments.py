@@ -1,0 +1,81 @@
+"""What the commands share: exit statuses, values of arguments, and files that are to be written."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NoReturn
+
+__all__ = ["BAD_INPUT", "FAILED", "BadArgument", "Parser", "count", "number", "positive", "require_target", "subset"]
+
+FAILED, BAD_INPUT = 1, 2  # exit statuses
+
+
+class BadArgument(ValueError):
+    """Names the argument and the remedy."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Whose errors are one line, as those of the commands themselves."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
+
+
+def count(text: str) -> int:
+    """A positive integer, as the ``type`` of an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: ``text`` is something else, or of more than nine digits.
+    """
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
+
+
+def number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """A finite number that ``fits``, as the ``type`` of an argument; messages call it ``what``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and fits(value)):
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+        return value
+
+    return parse
+
+
+positive = number("positive number", lambda value: value > 0)
+
+
+def subset(names: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Some of ``names`` between commas, as the ``type`` of an argument: at least one, and each once."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        parts = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+        unknown = [part for part in parts if part not in names]
+        if unknown or not parts:
+            raise argparse.ArgumentTypeError(f"{unknown[0] if unknown else text!r} is not one of {', '.join(names)}")
+        return parts
+
+    return parse
+
+
+def require_target(flag: str, path: Path, suffix: str = "") -> None:
+    """Refuse a path that no file can be written to, before minutes are spent on what it is to hold.
+
+    Raises:
+        BadArgument: it is a folder, it lies in none, or its name does not end in ``suffix``.
+    """
+    if path.is_dir():
+        raise BadArgument(f"{flag} {path}: is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise BadArgument(f"{flag} {path}: no such folder {path.parent}; create it")
+    if suffix and path.suffix.lower() != suffix:
+        raise BadArgument(f"{flag} {path}: what is written is a {suffix[1:].upper()}; let the name end in {suffix}")

@@ -1,0 +1,115 @@
+"""Owned matrices as an optimizer sees them: whole on their owner, or split by tensor parallelism."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
+from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.runtime import Runtime, runtime_of
+from dmuon.platform.torch_private import local_tensor
+from dmuon.step.batches import Batch, SharedBatch
+from dmuon.step.residency import Residency
+from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
+from dmuon.step.task import Shared, Task
+
+__all__ = ["Dedicated", "dedicated_residencies"]
+
+
+def dedicated_residencies(params: Iterable[Tensor]) -> list[Dedicated]:
+    """One for each dedicated model that owns some of ``params``, in the order in which they come."""
+    members: dict[Runtime, list[Tensor]] = {}
+    for param in params:
+        runtime = runtime_of(param)
+        if runtime is not None:
+            members.setdefault(runtime, []).append(param)
+    return [Dedicated(runtime, of_model) for runtime, of_model in members.items()]
+
+
+def owned_tasks(runtime: Runtime) -> list[Task]:
+    """What this rank orthogonalizes of one dedicated model, or has tensor-parallel parts of, in forward order."""
+    tasks = []
+    for position, matrix in enumerate(runtime.entries()):
+        if matrix.owner != runtime.comm.position:
+            continue
+        m, n = matrix.shape
+        sides = min(m, n), max(m, n)
+        shared = None
+        if matrix.parcel is not None:
+            assert runtime.tensor_domain is not None
+            shared = Shared(runtime.tensor_domain, matrix.parcel)
+        variants = runtime.variants.get(sides, {})
+        tasks.append(Task(matrix.rest, position, (m, n), runtime.chunks[sides], variants, slice(0, 1), shared=shared))
+    return tasks
+
+
+class Dedicated(Residency):
+    """The matrices of one dedicated model that are in one optimizer. Its runtime moves the weights."""
+
+    def __init__(self, runtime: Runtime, params: Sequence[Tensor]) -> None:
+        self.params = list(params)
+        self._runtime = runtime
+
+    def tasks(self) -> list[Task]:
+        return owned_tasks(self._runtime)
+
+    def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
+        """In the order of the model: what a round completes is published for the next forward at once."""
+        rounds: list[Round] = []
+        for index, of_group in enumerate(batches):
+            rounds += [AloneRound(index, batch) for batch in of_group if not isinstance(batch, SharedBatch)]
+            split = [batch for batch in of_group if isinstance(batch, SharedBatch)]
+            rounds += exchanged_rounds(index, split, small_numel=0, nbytes=0, together=True, order=in_model_order)
+        return sorted(rounds, key=lambda round_: min(batch.position for batch in round_.batches))
+
+    def listen(self, landed: Callable[[Sequence[Tensor]], None]) -> None:
+        self._runtime.gradients.listeners.append(weakref.WeakMethod(landed))
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def before_step(self, changed: bool) -> set[int] | None:
+        self._runtime.at_rest("step()")
+        name = self._runtime.unreduced()
+        if name is not None:
+            raise RuntimeError(
+                f"the gradient of {name!r} is not reduced: the last backward before step() must run outside no_sync()"
+            )
+        return super().before_step(changed)
+
+    def begin_update(self, params: Iterable[Tensor]) -> None:
+        self._runtime.begin_update(params)
+
+    def updated(self, params: Iterable[Tensor]) -> None:
+        self._runtime.updated(params)
+
+    def end_update(self) -> None:
+        self._runtime.end_update()
+
+    def drop_gradients(self) -> None:
+        self._runtime.drop_gradients()
+
+    # -- momentum --------------------------------------------------------------------------------------------------
+
+    def shown(self, param: Tensor, local: Tensor) -> Tensor:
+        matrix = self._runtime.entry_of(param)
+        return matrix.like_rest(local, f"{matrix.fqn}.momentum_buffer")
+
+    def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
+        """An even row-sharded DTensor."""
+        return owned_to_even(local_tensor(momentum), self._runtime.entry_of(param), self._runtime.comm)
+
+    def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
+        matrix = self._runtime.entry_of(param)
+        if isinstance(momentum, OwnedTensor) and momentum.owner == matrix.owner:
+            return local_tensor(momentum)
+        if momentum.shape != param.shape:
+            return momentum
+        return even_to_owned(momentum, matrix, self._runtime.comm, torch.promote_types(param.dtype, torch.float32))
+
+    def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
+        return [(self._runtime.comm.control, {id(param) for param in self.params})]

@@ -1,0 +1,118 @@
+"""What a step asks of the places where matrices live."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dmuon.platform.torch_private import local_tensor
+from dmuon.step.batches import Batch
+from dmuon.step.parts import like_param, part_like
+from dmuon.step.rounds import AloneRound, Round
+from dmuon.step.task import Task, unplanned_batch_size
+
+__all__ = ["Alone", "Residency"]
+
+
+class Residency(ABC):
+    """Some of an optimizer's matrices, which live in one way.
+
+    It says what this rank takes part in orthogonalizing (:meth:`tasks`), how that travels (:meth:`rounds`), and follows
+    the step: :meth:`before_step`, :meth:`begin_update`, :meth:`updated` after every round, :meth:`end_update`. The
+    defaults are those of matrices that need no attention, and that lie as torch says.
+
+    Attributes:
+        params: the matrices, whether or not this rank has a task of them.
+    """
+
+    params: Sequence[Tensor]
+
+    @abstractmethod
+    def tasks(self) -> list[Task]:
+        """What this rank orthogonalizes, and what it has parts of."""
+
+    @abstractmethod
+    def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
+        """The order of a step. Rounds with collectives come in one order on all ranks that share them.
+
+        Args:
+            batches: made of :meth:`tasks`, for each group of the optimizer.
+        """
+
+    def listen(self, landed: Callable[[Sequence[Tensor]], None]) -> None:
+        """Call the method ``landed`` with parameters whose gradients were reduced, as long as its object lives."""
+
+    def report(self) -> list[str]:
+        """The plans behind the owners, for people."""
+        return []
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def before_step(self, changed: bool) -> set[int] | None:
+        """Ids of the parameters to update: some rank has a gradient. None if they lie differently than in the tasks.
+
+        Args:
+            changed: this rank's optimizer has other parameters than those that it made its residencies for.
+
+        Raises:
+            RuntimeError: weights or gradients are in no state for a step.
+        """
+        return {id(param) for param in self.params if param.grad is not None}
+
+    def begin_update(self, params: Iterable[Tensor]) -> None:
+        """The weights of ``params``, of whatever residency, are about to change."""
+
+    def updated(self, params: Iterable[Tensor]) -> None:
+        """The weights of ``params``, of whatever residency, have their new values on this rank."""
+
+    def end_update(self) -> None:
+        """All weights have their new values on this rank."""
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that wait for a synchronizing backward."""
+
+    # -- momentum --------------------------------------------------------------------------------------------------
+
+    def shown(self, param: Tensor, local: Tensor) -> Tensor:
+        """``local``, this rank's momentum of ``param``, as the optimizer's state shows it; shares its storage."""
+        return like_param(param, local)
+
+    def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
+        """A copy of ``momentum``, as shown, for a state dict. Collective over :meth:`loading_groups`."""
+        return momentum.clone()  # a view would save the whole stack
+
+    def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
+        """This rank's part of ``momentum``, which lies in any way. Collective over :meth:`loading_groups`.
+
+        Args:
+            momentum: shaped as ``param``, or this rank's part already.
+            name: of ``param``, for errors.
+        """
+        return part_like(param, momentum, name)
+
+    def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
+        """Ranks that must load the same kind of value for some parameters, and the ids of these."""
+        return []
+
+
+class Alone(Residency):
+    """Matrices that this rank has to itself."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = list(params)
+
+    def tasks(self) -> list[Task]:
+        tasks = []
+        for position, param in enumerate(self.params):
+            local = local_tensor(param)
+            count = len(local) if local.ndim == 3 else 1
+            shape = local.shape[-2], local.shape[-1]
+            if count:
+                tasks.append(Task(param, position, shape, unplanned_batch_size(shape), {}, slice(0, count)))
+        return tasks
+
+    def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
+        return [AloneRound(index, batch) for index, of_group in enumerate(batches) for batch in of_group]

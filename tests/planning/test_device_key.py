@@ -1,0 +1,102 @@
+"""What makes a measured cost valid: the digest of the code that was timed, and the keys of shipped profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmuon.planning.cost_cache import CostCache, shipped_profiles
+from dmuon.planning.device_key import code_digest, device_key, options_of
+
+RULE = '''"""How fast it goes."""
+
+import math
+
+from .limits import most
+
+__all__ = ["speed"]
+
+_FACTOR = 2.5  # measured
+
+
+def speed(x: float, y: float = 1.0) -> float:
+    """Of ``x``, at most ``most()``."""
+    # The smaller one.
+    return min(_FACTOR * math.sqrt(x) + y, most())
+'''
+LIMITS = '''"""How fast it may go."""
+
+from __future__ import annotations
+
+
+def most() -> float:
+    return 3.0
+'''
+KERNELS = Path(__file__).parents[2] / "kernels"
+
+
+def digest(rule: str = RULE, limits: str = LIMITS) -> str:
+    return code_digest([rule, limits])
+
+
+def changed(old: str, new: str) -> str:
+    assert old in RULE
+    return RULE.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        changed('"""How fast it goes."""', '"""Speed."""'),
+        changed('    """Of ``x``, at most ``most()``."""\n', ""),
+        changed("  # measured", ""),
+        changed("    # The smaller one.\n", ""),
+        "# A licence.\n" + RULE,
+        changed("from .limits import most", "from .bounds import most"),
+        changed("import math\n\nfrom .limits import most", "from .limits import most\n\nimport math"),
+        changed('["speed"]', '["_FACTOR", "speed"]'),
+        changed("x: float, y: float = 1.0)", "\n    x: float,\n    y: float = 1.0,\n)"),
+    ],
+)
+def test_words_layout_and_names_of_files_leave_the_digest(rule: str) -> None:
+    assert digest(rule) == digest()
+
+
+def test_the_order_of_files_leaves_the_digest() -> None:
+    assert code_digest([LIMITS, RULE]) == code_digest([RULE, LIMITS])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        changed("2.5", "2.25"),
+        changed("= 1.0", "= 1"),
+        changed("_FACTOR * math.sqrt(x) + y", "_FACTOR * (math.sqrt(x) + y)"),
+        changed("min(", "max("),
+        changed("import math\n", "import cmath as math\n"),
+        changed("def speed", "@cache\ndef speed"),
+    ],
+)
+def test_what_is_computed_changes_the_digest(rule: str) -> None:
+    assert digest(rule) != digest()
+    assert digest(limits=LIMITS.replace("3.0", "4.0")) != digest()
+
+
+def test_the_key_holds_the_digest_of_the_kernels() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in KERNELS.glob("*.py")]
+    assert len(sources) > 10
+    key = device_key(torch.device("cpu"), options_of(profiles()[0][1].key, ""))
+    assert key.kernels == code_digest(sources)
+
+
+def profiles() -> list[tuple[str, CostCache]]:
+    return [(name, CostCache.parse(data, name)) for name, data in shipped_profiles()]
+
+
+@pytest.mark.parametrize(("name", "profile"), profiles())
+def test_a_shipped_profile_was_measured_with_todays_kernels(name: str, profile: CostCache) -> None:
+    key = device_key(torch.device("cpu"), options_of(profile.key, name))
+    for field in ("kernels", "dtype", "coefficients", "steps"):
+        assert getattr(profile.key, field) == getattr(key, field), f"{name}: measure anew with dmuon-profile"

@@ -17,7 +17,7 @@ train: $(STAMP)
 	$(VENV)/bin/python bench/train.py $(ARGS)
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(VENV)/bin/python tests/run.py -m "not slow" $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+import torch
 from harness.pool import RankPool
 
 _cache = pytest.StashKey[str]()
@@ -22,10 +23,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_cache] = tempfile.mkdtemp(prefix="dmuon-test-cache-")
     os.environ["XDG_CACHE_HOME"] = config.stash[_cache]  # no test reads or writes the user's cache
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ["OMP_NUM_THREADS"] = "1"  # of programs that tests start; matrices are small, and threads would spin
+    torch.set_num_threads(1)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_cache], ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
 
 
 @pytest.fixture(scope="session")

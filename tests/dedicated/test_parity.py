@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
-from harness.toy import Reference, assert_equal_weights, batch, build, full_state, loss_of, reference_weights
+from harness.toy import assert_equal_weights, batch, build, full_state, loss_of, reference_weights
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -90,18 +90,6 @@ def run_matrix(rank: int, _world: int, name: str, half: bool) -> dict[str, tuple
     return found
 
 
-def half_reference() -> dict[str, Tensor]:
-    model = build()
-    optimizer = Reference(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, *batch(step))
-        loss.backward()
-        optimizer.step()
-    return {n: p.detach().clone() for n, p in model.state_dict().items()}
-
-
 PARITY = ["1d", "hsdp", "ddp-2", "ddp-4", "tp", "tp-fsdp"]
 
 
@@ -119,7 +107,7 @@ def test_parity_matrix(ranks: RankPool, name: str, half: bool) -> None:
     Four steps may then differ by 1e-3 of a matrix; biases start at zero and move by AdamW's normalised steps only.
     """
     results = ranks(LAYOUTS[name].world, run_matrix, name, half, timeout=100)
-    expected = half_reference() if half else reference_weights(STEPS)
+    expected = reference_weights(STEPS, half)
     for case in results[0]:
         for result in results:
             found = result[case][0]
@@ -179,6 +167,7 @@ def test_transports_are_exact(ranks: RankPool, name: str, transport: str) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("keep", [False, True], ids=["reshard", "keep"])
 def test_eight_ranks_of_hsdp_and_tensor_parallelism(keep: bool) -> None:

@@ -606,7 +606,7 @@ def run_two_dtypes(_rank: int, _world: int, name: str, comm: Options) -> dict[st
     [("hsdp-two-lines", {}), ("ddp-2", {"merge_bytes": MERGED}), ("1d-two-lines", {"merge_bytes": MERGED})],
 )
 def test_two_dtypes_in_one_block(ranks: RankPool, name: str, comm: Options) -> None:
-    expected = reference_weights(3, build(block=TwoDtypes))
+    expected = reference_weights(3, block=TwoDtypes)
     for weights in ranks(LAYOUTS[name].world, run_two_dtypes, name, comm):
         assert_equal_weights(weights, expected)
 
@@ -711,7 +711,7 @@ def test_parts_of_the_world_are_independent(ranks: RankPool, alone: bool) -> Non
     assert [len(r) for r in results] == ([0, 0, 1, 1] if alone else [1] * 4)
     for rank, found in enumerate(results):
         for weights in found:
-            assert_equal_weights(weights, reference_weights(3, build(seed=rank // 2)))
+            assert_equal_weights(weights, reference_weights(3, seed=rank // 2))
 
 
 def run_again(rank: int, world: int) -> list[dict[str, Tensor]]:

@@ -31,6 +31,7 @@ from harness.exchanged_layouts import (
 from harness.pool import RankPool
 from harness.toy import (
     LR,
+    Block,
     Reference,
     Toy,
     assert_equal_weights,
@@ -54,13 +55,12 @@ import dmuon
 from dmuon import create_dtensor_config, create_processgroup_config
 from dmuon.layout.parcels import travels
 
-STEPS = 20
+LENGTHS = pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
 MAX_NORM = 0.5  # below the norm of every step
 
 
-@lru_cache
-def expected(thin: bool, steps: int = STEPS) -> dict[str, Tensor]:
-    return reference_weights(steps, build(block=ThinBlock) if thin else build(), matrix=is_matrix)
+def expected(thin: bool, steps: int) -> dict[str, Tensor]:
+    return reference_weights(steps, matrix=is_matrix, block=ThinBlock if thin else Block)
 
 
 def assert_same_bits(results: list[dict[str, Tensor]]) -> None:
@@ -72,11 +72,11 @@ def assert_same_bits(results: list[dict[str, Tensor]]) -> None:
 # -- trajectories ---------------------------------------------------------------------------------------------------
 
 
-def train(_rank: int, _world: int, name: str, steps: int = STEPS) -> tuple[dict[str, Tensor], list[int]]:
+def train(_rank: int, _world: int, name: str, steps: int) -> tuple[dict[str, Tensor], list[int]]:
     return run(lay(name, toy(name)), steps)
 
 
-def check_run(results: list[Any], name: str, steps: int = STEPS) -> None:
+def check_run(results: list[Any], name: str, steps: int) -> None:
     for weights, _ in results:
         assert_equal_weights(weights, expected("tp" not in name, steps))
     assert_same_bits([weights for weights, _ in results])
@@ -86,8 +86,9 @@ def check_run(results: list[Any], name: str, steps: int = STEPS) -> None:
 
 @pytest.mark.pitfall("P01", "P04", "P11", "P14")
 @pytest.mark.parametrize("name", [name for name, world in WORLDS.items() if world <= 4])
-def test_steps_equal_single_process(ranks: RankPool, name: str) -> None:
-    check_run(ranks(WORLDS[name], train, name), name)
+@LENGTHS
+def test_steps_equal_single_process(ranks: RankPool, name: str, steps: int) -> None:
+    check_run(ranks(WORLDS[name], train, name, steps), name, steps)
 
 
 @pytest.mark.slow
@@ -97,11 +98,12 @@ def test_a_hundred_steps_equal_single_process(ranks: RankPool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.timeout(400)
 def test_eight_ranks_of_hsdp_and_tensor_parallelism() -> None:
     pool = RankPool(most=8)
     try:
-        check_run(pool(8, train, "hsdp-tp", timeout=300), "hsdp-tp")
+        check_run(pool(8, train, "hsdp-tp", 20, timeout=300), "hsdp-tp", 20)
     finally:
         pool.close()
 
@@ -656,10 +658,11 @@ def train_mixed(rank: int, world: int, steps: int) -> tuple[dict[str, Tensor], i
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_one_model_may_mix_both_residencies(ranks: RankPool, world: int) -> None:
-    results = ranks(world, train_mixed, STEPS)
+@LENGTHS
+def test_one_model_may_mix_both_residencies(ranks: RankPool, world: int, steps: int) -> None:
+    results = ranks(world, train_mixed, steps)
     for weights, *_ in results:
-        assert_equal_weights(weights, expected(True))
+        assert_equal_weights(weights, expected(True, steps))
     assert_same_bits([weights for weights, *_ in results])
     assert sum(calls for _, calls, _ in results) == 15
     assert results[0][2] == 10

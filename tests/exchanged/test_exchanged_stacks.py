@@ -298,8 +298,10 @@ def train_experts(rank: int, world: int, plain: bool, steps: int) -> tuple[dict[
 
 @pytest.mark.pitfall("P06")
 @pytest.mark.parametrize(("world", "plain"), [(2, False), (3, False), (2, True)])
-def test_expert_parallelism_beside_fsdp_equals_single_process(ranks: RankPool, world: int, plain: bool) -> None:
-    steps = 20
+@pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_expert_parallelism_beside_fsdp_equals_single_process(
+    ranks: RankPool, world: int, plain: bool, steps: int
+) -> None:
     model = MoE()
     reference = Reference(model, matrix=lambda name: is_dense_matrix(name) or "experts.weights" in name, decay=DECAY)
     for step in range(steps):

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 from harness.pool import RankFailure, RankPool
 
+pytestmark = pytest.mark.ranks  # beside which no other pool may run
+
 
 @pytest.fixture
 def fresh() -> Iterator[RankPool]:

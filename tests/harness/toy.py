@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -136,13 +137,33 @@ class Reference:
         self.adamw.zero_grad()
 
 
-def reference_weights(steps: int = 5, model: nn.Module | None = None, **kwargs: Any) -> dict[str, Tensor]:
-    """Weights of a single process after ``steps`` on the global batches."""
-    model = build() if model is None else model
-    optimizer = Reference(model, **kwargs)
+def reference_weights(
+    steps: int = 5,
+    half: bool = False,
+    matrix: Callable[[str], bool] = is_matrix,
+    nesterov: bool = True,
+    **building: Any,
+) -> dict[str, Tensor]:
+    """Weights of a single process after ``steps`` on the global batches, computed once for equal arguments.
+
+    Args:
+        half: forward and backward run under autocast to bf16.
+        building: what :func:`build` takes.
+    """
+    return dict(_reference_weights(steps, half, matrix, nesterov, **building))
+
+
+@cache
+def _reference_weights(
+    steps: int, half: bool, matrix: Callable[[str], bool], nesterov: bool, **building: Any
+) -> dict[str, Tensor]:
+    model = build(**building)
+    optimizer = Reference(model, matrix=matrix, nesterov=nesterov)
     for step in range(steps):
         optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = loss_of(model, *batch(step))
+        loss.backward()
         optimizer.step()
     return {n: p.detach().clone() for n, p in model.state_dict().items()}
 

@@ -435,7 +435,7 @@ def test_meshes_over_parts_of_the_world_do_not_involve_the_rest(ranks: RankPool,
             assert weights is None
             continue
         job = rank // 2
-        assert_equal_weights(weights, reference_weights(2, model=build(seed=100 * job, layers=2 + job)))
+        assert_equal_weights(weights, reference_weights(2, seed=100 * job, layers=2 + job))
 
 
 # -- explain ------------------------------------------------------------------------------------------------------

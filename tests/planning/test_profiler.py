@@ -53,24 +53,31 @@ def test_the_budget_is_kept_and_what_does_not_fit_is_left_out():
     assert measure({}, device=CPU) == {}
 
 
-def test_threads_and_random_state_are_left_alone():
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield 2
+    torch.set_num_threads(before)
+
+
+def test_threads_and_random_state_are_left_alone(two_threads):
+    state = torch.get_rng_state()
     during = []
     measure({(8, 8): (1,)}, device=CPU, budget_s=1, progress=lambda *_: during.append(torch.get_num_threads()))
     assert during == [1]
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == two_threads
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_threads_are_restored_when_measuring_fails(monkeypatch):
+def test_threads_are_restored_when_measuring_fails(monkeypatch, two_threads):
     def fail(*_, **__):
         raise RuntimeError("no")
 
     monkeypatch.setattr(profiler, "muon_update_", fail)
-    threads = torch.get_num_threads()
     with pytest.raises(RuntimeError, match="no"):
         measure({(8, 8): (1,)}, device=CPU, budget_s=1)
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == two_threads
 
 
 def test_a_batch_that_does_not_fit_in_memory_is_left_out(monkeypatch):

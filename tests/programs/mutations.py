@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED_ELSEWHERE = ("solver", "kernels", "profiles")  # folders that are packages of dmuon
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 900  # a hang is noticed too
 
 
 @dataclass(frozen=True)

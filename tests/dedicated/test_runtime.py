@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
+from dmuon.check.traffic import Traffic
 from dmuon.dedicated.dedication import dedications
 
 OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "ns_coefficients": "classic"}
@@ -665,31 +666,18 @@ def test_ranks_that_own_nothing(ranks: RankPool) -> None:
 # -- collectives --------------------------------------------------------------------------------------------------
 
 
-def run_counts(rank: int, world: int, keep: bool, micro: int) -> list[tuple[str, int]]:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Count(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ops: dict[str, int] = {}
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == "c10d":
-                name = func.overloadpacket.__name__
-                self.ops[name] = self.ops.get(name, 0) + 1
-            return func(*args, **(kwargs or {}))
-
+def run_counts(rank: int, world: int, keep: bool, micro: int) -> dict[str, int]:
     model = build()
     optimizer = dedicate(model, world, fsdp=False, keep=keep)
     tokens, targets = shard(batch(0), rank, world)
     for _ in range(2):
-        with Count() as count:
+        with Traffic() as traffic:
             for i in range(micro):
                 dmuon.set_requires_gradient_sync(model, i == micro - 1)
                 loss_of(model, tokens, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return sorted(count.ops.items())
+    return traffic.operations()
 
 
 @pytest.mark.pitfall("P12", "P26")
@@ -701,7 +689,7 @@ def test_collective_counts(ranks: RankPool, keep: bool, micro: int) -> None:
     results = ranks(2, run_counts, keep, micro)
     fills = blocks if keep else 2 * micro * blocks
     for counts in results:
-        assert dict(counts) == {
+        assert counts == {
             "broadcast_": fills * owners_per_block,
             "reduce_": blocks * owners_per_block,
             "allreduce_": 2,  # one bucket of replicated gradients, one exchange of what was used

@@ -20,13 +20,12 @@ _CACHES = shutil.ignore_patterns("__pycache__")
 _log = logging.getLogger("mkdocs.hooks.reference")  # a warning of mkdocs' loggers fails a strict build
 
 
-def on_config(config: Any) -> Any:
-    """Lay the sources out as they install."""
+def on_startup(command: str, dirty: bool) -> None:
+    """Lay the sources out as they install, before mkdocstrings looks for them."""
     shutil.rmtree(_PACKAGE, ignore_errors=True)
     shutil.copytree(_ROOT / "dmuon", _PACKAGE, ignore=_CACHES)
     for name in _OUTSIDE:
         shutil.copytree(_ROOT / name, _PACKAGE / name, ignore=_CACHES)
-    return config
 
 
 def on_post_build(config: Any) -> None:

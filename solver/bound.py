@@ -70,9 +70,9 @@ def _check_room(problem: Problem) -> None:
     for s, (rows, cols, pool) in enumerate(problem.classes):
         room = int(ranks @ most[s])
         if room < problem.members[s]:
-            where = f" of pool {pool!r}" if pool else ""
+            suffix = f" of pool {pool!r}" if pool else ""
             raise Infeasible(
-                f"{problem.members[s]} matrices of shape {rows}x{cols}{where} need owners, but memory and spread_cap "
+                f"{problem.members[s]} matrices of shape {rows}x{cols}{suffix} need owners, but memory and spread_cap "
                 f"leave room for {room}; raise memory or spread_cap, or add ranks"
             )
     for what, weights, room in zip(("memory", "spread_cap"), problem.weights, problem.room, strict=False):

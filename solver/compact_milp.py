@@ -80,13 +80,13 @@ def _model(
     if choose:
         model += pulp.lpSum(weigh.randrange(1, _WEIGHTS) / _WEIGHTS * v for v in x.values())
     for r, kind in enumerate(kinds):
-        mine = [(s, k) for s in classes for k in range(1, int(most[s, kind]) + 1)]
+        sizes = [(s, k) for s in classes for k in range(1, int(most[s, kind]) + 1)]
         for s in classes:
             model += pulp.lpSum(x[s, r, k] for k in range(int(most[s, kind]) + 1)) == 1
-        model += pulp.lpSum(float(problem.costs[s][kind, k]) * unit * x[s, r, k] for s, k in mine) <= _SCALE * _ROOM
+        model += pulp.lpSum(float(problem.costs[s][kind, k]) * unit * x[s, r, k] for s, k in sizes) <= _SCALE * _ROOM
         for weights, room in zip(problem.weights.tolist(), problem.room[:, kind].tolist(), strict=True):
             if sum(weight * int(k) for weight, k in zip(weights, most[:, kind], strict=True)) > room:
-                model += pulp.lpSum(k * weights[s] * (_SCALE / room) * x[s, r, k] for s, k in mine) <= _SCALE
+                model += pulp.lpSum(k * weights[s] * (_SCALE / room) * x[s, r, k] for s, k in sizes) <= _SCALE
     for s, members in enumerate(problem.members):
         owned = [k * x[s, r, k] for r, kind in enumerate(kinds) for k in range(1, int(most[s, kind]) + 1)]
         model += pulp.lpSum(owned) == members
@@ -101,7 +101,7 @@ def _counts(problem: Problem, x: dict[tuple[int, int, int], Any], capacity: int)
             counts[r, s] += k
     if not problem.is_complete(counts):
         raise SolverFailed("no assignment of every matrix came back")
-    found = problem.makespan(counts)
-    if found > capacity * _ROOM + 1:
-        raise SolverFailed(f"the solver claims an assignment within {capacity} ns; it takes {found} ns")
+    makespan = problem.makespan(counts)
+    if makespan > capacity * _ROOM + 1:
+        raise SolverFailed(f"the solver claims an assignment within {capacity} ns; it takes {makespan} ns")
     return counts

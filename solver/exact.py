@@ -162,16 +162,16 @@ class _Search:
                     break
                 group.append(rank)
             seconds = min(_REPACK_S, self.deadline - time.monotonic())
-            status, found = assign_within(self._part(group), goal, solver, seconds, choose_s=seconds)
+            status, rows = assign_within(self._part(group), goal, solver, seconds, choose_s=seconds)
             self.clocked |= status in ("feasible", "unknown")
-            if found is None:
+            if rows is None:
                 failures += 1
                 if len(group) == len(order):
                     return  # the whole problem: other samples are the same
                 continue
             failures = 0
             counts = self.counts.copy()
-            counts[group] = found
+            counts[group] = rows
             before = self.makespan
             self._adopt(counts, "milp")
             if self.makespan == before:
@@ -183,7 +183,7 @@ class _Search:
         What is asked next depends on yes and no alone, never on the counts that come back: solvers agree on those.
         """
         upper, capacity = self.makespan, self._goal()  # there are counts within upper
-        found = None
+        best = None
         while not _within(upper, self.bound, self.options):
             status, counts = assign_within(self.problem, capacity, solver, self.deadline - time.monotonic())
             if status == "unknown":
@@ -191,22 +191,22 @@ class _Search:
             if counts is None:
                 self.bound = max(self.bound, capacity + 1)
             else:
-                upper, found = capacity, counts
+                upper, best = capacity, counts
             capacity = min(upper - 1, max(self._goal(), (self.bound + upper) // 2))
-        if found is not None:
+        if best is not None:
             left = self.deadline - time.monotonic()
             status, chosen = assign_within(self.problem, upper, solver, left, choose_s=min(_CHOOSE_S, left))
             self.clocked |= status != "optimal"
-            self._adopt(found if chosen is None else chosen, "milp")
+            self._adopt(best if chosen is None else chosen, "milp")
 
     def _adopt(self, counts: Counts, stage: str) -> None:
         counts = shorten(self.problem, counts, self.bound)
-        found = self.problem.makespan(counts)
-        if found < self.bound:
+        makespan = self.problem.makespan(counts)
+        if makespan < self.bound:
             claimed, self.bound = self.bound, self.envelope
-            raise SolverFailed(f"a bound of {claimed} ns was claimed; an assignment takes {found} ns")
-        if found < self.makespan:
-            self.counts, self.makespan, self.stage = counts, found, stage
+            raise SolverFailed(f"a bound of {claimed} ns was claimed; an assignment takes {makespan} ns")
+        if makespan < self.makespan:
+            self.counts, self.makespan, self.stage = counts, makespan, stage
 
     def _part(self, ranks: list[int]) -> Problem:
         return part_of(self.problem, self.counts[ranks].sum(axis=0).tolist(), ranks)

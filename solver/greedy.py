@@ -19,21 +19,21 @@ def longest_first(problem: Problem) -> Counts:
     A rank whose limits are reached takes no more; what no rank can take goes to the first, and its load says so.
     """
     counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
-    load, held = [0] * problem.ranks, np.zeros((problem.ranks, len(problem.weights)), dtype=np.int64).tolist()
+    load, owned = [0] * problem.ranks, np.zeros((problem.ranks, len(problem.weights)), dtype=np.int64).tolist()
     for s in _longest_class_first(problem):
         single = problem.costs[s][problem.kind_of, min(1, problem.members[s])].tolist()
 
         def finish(rank: int, _n: int, single: list[int] = single) -> int:
             return load[rank] + single[rank]
 
-        _deal(problem, s, counts, held, load, finish)
+        _deal(problem, s, counts, owned, load, finish)
     return counts
 
 
 def batch_greedy(problem: Problem) -> Counts:
     """The longest class next, each matrix to the rank that would then finish first, given what batching saves."""
     counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
-    load, held = [0] * problem.ranks, np.zeros((problem.ranks, len(problem.weights)), dtype=np.int64).tolist()
+    load, owned = [0] * problem.ranks, np.zeros((problem.ranks, len(problem.weights)), dtype=np.int64).tolist()
     for s in _longest_class_first(problem):
         costs, base = problem.costs[s].tolist(), list(load)
         cost_of = [costs[kind] for kind in problem.kind_of.tolist()]
@@ -45,7 +45,7 @@ def batch_greedy(problem: Problem) -> Counts:
         ) -> int:
             return base[rank] + cost_of[rank][min(n, last)]
 
-        _deal(problem, s, counts, held, load, finish)
+        _deal(problem, s, counts, owned, load, finish)
     return counts
 
 
@@ -63,7 +63,7 @@ def round_robin(problem: Problem, order: Sequence[int]) -> list[int]:
 
 
 def _deal(
-    problem: Problem, s: int, counts: Counts, held: list[list[int]], load: list[int], finish: Callable[[int, int], int]
+    problem: Problem, s: int, counts: Counts, owned: list[list[int]], load: list[int], finish: Callable[[int, int], int]
 ) -> None:
     """Hand out class ``s``; ``finish(rank, n)`` is when a rank would be done with its n-th matrix of it.
 
@@ -73,12 +73,12 @@ def _deal(
     room = problem.most(FORBIDDEN - 1)[s].tolist()
     kinds, limits = problem.kind_of.tolist(), problem.room.T.tolist()
     taken = [0] * problem.ranks
-    heap = [(finish(rank, 1), held[rank], rank) for rank in range(problem.ranks)]
+    heap = [(finish(rank, 1), owned[rank], rank) for rank in range(problem.ranks)]
     heapq.heapify(heap)
     for left in range(problem.members[s], 0, -1):
         while heap:
             at, _, rank = heap[0]
-            after = [have + more for have, more in zip(held[rank], weights, strict=True)]
+            after = [have + more for have, more in zip(owned[rank], weights, strict=True)]
             if taken[rank] < room[kinds[rank]] and all(map(le, after, limits[kinds[rank]])):
                 break
             heapq.heappop(heap)  # full, and will stay so
@@ -86,8 +86,8 @@ def _deal(
             taken[0] += left
             break
         taken[rank] += 1
-        load[rank], held[rank] = at, after
-        heapq.heapreplace(heap, (finish(rank, taken[rank] + 1), held[rank], rank))
+        load[rank], owned[rank] = at, after
+        heapq.heapreplace(heap, (finish(rank, taken[rank] + 1), owned[rank], rank))
     counts[:, s] = taken
 
 

@@ -37,8 +37,8 @@ class _Patterns:
     def counts(self, problem: Problem) -> Counts:
         result = np.empty((problem.ranks, self.rows.shape[1]), dtype=np.int64)
         for kind in range(problem.kinds):
-            mine = self.kinds == kind
-            result[problem.kind_of == kind] = np.repeat(self.rows[mine], self.times[mine], axis=0)
+            alike = self.kinds == kind
+            result[problem.kind_of == kind] = np.repeat(self.rows[alike], self.times[alike], axis=0)
         return result
 
     def replace(self, first: int, second: int, delta: Ints) -> None:
@@ -54,8 +54,8 @@ class _Patterns:
     def _merged(self) -> _Patterns:
         kept = self.times > 0
         keyed = np.column_stack([self.kinds, self.rows])[kept]
-        merged, where = np.unique(keyed, axis=0, return_inverse=True)
-        times = np.bincount(where.ravel(), weights=self.times[kept]).astype(np.int64)
+        merged, inverse = np.unique(keyed, axis=0, return_inverse=True)
+        times = np.bincount(inverse.ravel(), weights=self.times[kept]).astype(np.int64)
         return _Patterns(np.ascontiguousarray(merged[:, 1:]), np.ascontiguousarray(merged[:, 0]), times)
 
 
@@ -122,22 +122,22 @@ def level_bytes(problem: Problem, counts: Counts, limit: int) -> Counts:
 
 def _levelling_move(problem: Problem, patterns: _Patterns, limit: int) -> tuple[int, int, Ints] | None:
     """The move that levels the heaviest donor most: ``(donor, receiver, delta)``."""
-    held = problem.rank_bytes(patterns.rows)
-    for donor in np.argsort(-held, kind="stable").tolist():
-        best, choice = int(held[donor]), None
+    nbytes = problem.rank_bytes(patterns.rows)
+    for donor in np.argsort(-nbytes, kind="stable").tolist():
+        best, choice = int(nbytes[donor]), None
         for s in np.flatnonzero(patterns.rows[donor]).tolist():
             for step in _steps(int(patterns.rows[donor, s]), problem.chunks[s]):
                 delta = np.zeros(len(problem.classes), dtype=np.int64)
                 delta[s] = step
                 moved = step * int(problem.nbytes[s])
                 # The receiver must end below where the donor began, or the two would trade places for ever.
-                able = np.flatnonzero(held + moved < held[donor])
+                able = np.flatnonzero(nbytes + moved < nbytes[donor])
                 if len(able):
                     able = able[problem.loads(patterns.rows[able] + delta, patterns.kinds[able]) <= limit]
                 if not len(able):
                     continue
-                receiver = int(able[held[able].argmin()])
-                reached = max(int(held[donor]) - moved, int(held[receiver]) + moved)
+                receiver = int(able[nbytes[able].argmin()])
+                reached = max(int(nbytes[donor]) - moved, int(nbytes[receiver]) + moved)
                 if reached < best:
                     best, choice = reached, (donor, receiver, delta)
         if choice is not None:
@@ -150,17 +150,17 @@ def _exchanges(problem: Problem, row: Ints) -> Ints:
     gives = [(s, step) for s in np.flatnonzero(row).tolist() for step in _steps(int(row[s]), problem.chunks[s])]
     takes = [
         (t, step)
-        for t, (members, mine) in enumerate(zip(problem.members, row.tolist(), strict=True))
-        for step in _steps(members - mine, problem.chunks[t])
+        for t, (members, count) in enumerate(zip(problem.members, row.tolist(), strict=True))
+        for step in _steps(members - count, problem.chunks[t])
     ]
-    given, taken = np.array(gives, dtype=np.int64).reshape(-1, 2), np.array(takes, dtype=np.int64).reshape(-1, 2)
-    first, second = np.divmod(np.arange(len(given) * len(taken)), max(1, len(taken)))
-    swaps = np.flatnonzero(given[first, 0] != taken[second, 0])
+    donated, taken = np.array(gives, dtype=np.int64).reshape(-1, 2), np.array(takes, dtype=np.int64).reshape(-1, 2)
+    first, second = np.divmod(np.arange(len(donated) * len(taken)), max(1, len(taken)))
+    swaps = np.flatnonzero(donated[first, 0] != taken[second, 0])
     first, second = first[swaps], second[swaps]
-    result = np.zeros((len(given) + len(swaps), len(row)), dtype=np.int64)
-    result[np.arange(len(given)), given[:, 0]] = given[:, 1]
-    below = len(given) + np.arange(len(swaps))
-    result[below, given[first, 0]] = given[first, 1]
+    result = np.zeros((len(donated) + len(swaps), len(row)), dtype=np.int64)
+    result[np.arange(len(donated)), donated[:, 0]] = donated[:, 1]
+    below = len(donated) + np.arange(len(swaps))
+    result[below, donated[first, 0]] = donated[first, 1]
     result[below, taken[second, 0]] -= taken[second, 1]
     return result
 

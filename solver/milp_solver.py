@@ -63,5 +63,5 @@ class MilpSolver:
         # points CBC's sol_status says the same as of a time-out.
         if model.status == pulp.LpStatusInfeasible:
             return "infeasible"
-        known: dict[int, Status] = {pulp.LpSolutionOptimal: "optimal", pulp.LpSolutionIntegerFeasible: "feasible"}
-        return known.get(model.sol_status, "unknown")
+        statuses: dict[int, Status] = {pulp.LpSolutionOptimal: "optimal", pulp.LpSolutionIntegerFeasible: "feasible"}
+        return statuses.get(model.sol_status, "unknown")

@@ -14,7 +14,7 @@ __all__ = ["multifit"]
 _PERMUTED_CLASSES = 4  # 24 orders; more classes are tried in a few orders only
 
 
-def multifit(problem: Problem, bound: int, known: int) -> Counts | None:
+def multifit(problem: Problem, bound: int, makespan: int) -> Counts | None:
     """The best packing found by bisecting the capacity, or ``None`` if none is below ``known``.
 
     Args:
@@ -23,7 +23,7 @@ def multifit(problem: Problem, bound: int, known: int) -> Counts | None:
     """
     best = None
     for order in _class_orders(problem):
-        low, high = bound, known
+        low, high = bound, makespan
         # Packing is not monotone in the capacity: bisection finds a good capacity, not the least one.
         while low < high:
             capacity = (low + high) // 2
@@ -31,9 +31,9 @@ def multifit(problem: Problem, bound: int, known: int) -> Counts | None:
             if counts is None:
                 low = capacity + 1
                 continue
-            best, known = counts, problem.makespan(counts)
-            high = known
-        if known <= bound:
+            best, makespan = counts, problem.makespan(counts)
+            high = makespan
+        if makespan <= bound:
             break
     return best
 

@@ -163,11 +163,11 @@ class PatternPool:
         if search_space(rest, capacity) > _SMALL:
             return False
         seconds = min(_FINISH_S, self.deadline - time.monotonic())
-        status, found = assign_within(rest, capacity, self.solver, seconds, choose_s=seconds)
+        status, rows = assign_within(rest, capacity, self.solver, seconds, choose_s=seconds)
         self.clocked |= status in ("feasible", "unknown")
-        if found is None:
+        if rows is None:
             return False
-        counts[ranks] = found
+        counts[ranks] = rows
         return True
 
     def _fewest(self, capacity: int, members: Ints, ranks: Ints) -> list[tuple[Pattern, float]]:
@@ -178,12 +178,12 @@ class PatternPool:
             for row in knapsack.singles():
                 self.add(kind, row)
         for _ in range(_ROUNDS):
-            known = self._within(capacity)
-            cover = self._price(known, members, ranks, fewest=True)
-            found = [self.add(kind, knapsack.best(cover.prices)[1]) for kind, knapsack in enumerate(knapsacks)]
-            if not any(found) or time.monotonic() > self.deadline:
+            patterns = self._within(capacity)
+            cover = self._price(patterns, members, ranks, fewest=True)
+            added = [self.add(kind, knapsack.best(cover.prices)[1]) for kind, knapsack in enumerate(knapsacks)]
+            if not any(added) or time.monotonic() > self.deadline:
                 break
-        return [(key, times) for key, times in zip(known, cover.times, strict=True) if times > 0]
+        return [(key, times) for key, times in zip(patterns, cover.times, strict=True) if times > 0]
 
     def _within(self, capacity: int) -> list[Pattern]:
         return [key for key, cost in self._pool.items() if cost <= capacity]
@@ -195,7 +195,7 @@ class PatternPool:
         self.add(kind, row)
         return True
 
-    def _price(self, known: Sequence[Pattern], members: Ints, ranks: Ints, *, fewest: bool = False) -> _Cover:
+    def _price(self, patterns: Sequence[Pattern], members: Ints, ranks: Ints, *, fewest: bool = False) -> _Cover:
         """Cover as much of ``members`` as ``ranks`` can with patterns in fractions, ``fewest``: with few of them."""
         problem, pulp = self.problem, self.solver.pulp
         value = [
@@ -205,7 +205,7 @@ class PatternPool:
         total = float(np.dot(value, members)) / int(members.sum())  # so that prices are about one
         weigh = random.Random(2)
         model = pulp.LpProblem("cover", pulp.LpMinimize)
-        columns = [pulp.LpVariable(f"y_{i}", 0) for i in range(len(known))]
+        columns = [pulp.LpVariable(f"y_{i}", 0) for i in range(len(patterns))]
         missing = [pulp.LpVariable(f"m_{s}", 0) for s in range(len(value))]
         model += pulp.lpSum(v / total * m for v, m in zip(value, missing, strict=True)) + (
             pulp.lpSum(_USE * int(members.sum()) / float(ranks.sum()) * (1 + weigh.random() / 100) * y for y in columns)
@@ -215,10 +215,10 @@ class PatternPool:
         for s, wanted in enumerate(members.tolist()):
             # Slightly more than there are, by amounts without a pattern: the prices are unique then, whatever solves.
             wanted *= 1 + 1e-4 * weigh.uniform(0.5, 1.0)
-            covered = pulp.lpSum(row[s] * y for (_, row), y in zip(known, columns, strict=True) if row[s])
+            covered = pulp.lpSum(row[s] * y for (_, row), y in zip(patterns, columns, strict=True) if row[s])
             model += covered + missing[s] >= wanted, f"class_{s}"
         for kind, count in enumerate(ranks.tolist()):
-            model += pulp.lpSum(y for (g, _), y in zip(known, columns, strict=True) if g == kind) <= count
+            model += pulp.lpSum(y for (g, _), y in zip(patterns, columns, strict=True) if g == kind) <= count
         if self.solver.solve(model, max(1.0, self.deadline - time.monotonic())) != "optimal":
             raise SolverFailed("the covering problem, which always has an optimum, came back without one")
         prices = np.array([max(0.0, model.constraints[f"class_{s}"].pi or 0.0) for s in range(len(value))])
@@ -232,21 +232,21 @@ class PatternPool:
     def _cover(self, capacity: int) -> Counts | None:
         """The integer program over the patterns within ``capacity``."""
         problem, pulp = self.problem, self.solver.pulp
-        known = self._within(capacity)
+        patterns = self._within(capacity)
         weigh = random.Random(3)
         model = pulp.LpProblem("owners", pulp.LpMinimize)
         ranks = problem.ranks_per_kind
-        columns = [pulp.LpVariable(f"y_{i}", 0, ranks[kind], pulp.LpInteger) for i, (kind, _) in enumerate(known)]
+        columns = [pulp.LpVariable(f"y_{i}", 0, ranks[kind], pulp.LpInteger) for i, (kind, _) in enumerate(patterns)]
         # As in the compact MILP: a pseudo-random weight makes the answer one and the same for all solvers.
         model += pulp.lpSum((1 + weigh.randrange(_WEIGHTS) / _WEIGHTS) * y for y in columns)
         for s, members in enumerate(problem.members):
-            model += pulp.lpSum(row[s] * y for (_, row), y in zip(known, columns, strict=True) if row[s]) >= members
+            model += pulp.lpSum(row[s] * y for (_, row), y in zip(patterns, columns, strict=True) if row[s]) >= members
         for kind, count in enumerate(ranks):
-            model += pulp.lpSum(y for (g, _), y in zip(known, columns, strict=True) if g == kind) <= count
+            model += pulp.lpSum(y for (g, _), y in zip(patterns, columns, strict=True) if g == kind) <= count
         status = self.solver.solve(model, self.deadline - time.monotonic())
         if status in ("infeasible", "unknown"):
             return None
-        chosen = [(key, round(y.value() or 0.0)) for key, y in zip(known, columns, strict=True)]
+        chosen = [(key, round(y.value() or 0.0)) for key, y in zip(patterns, columns, strict=True)]
         counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
         free = {kind: np.flatnonzero(problem.kind_of == kind).tolist() for kind in range(problem.kinds)}
         for (kind, row), times in chosen:

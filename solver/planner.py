@@ -167,8 +167,8 @@ def _quota(problem: Problem, counts: Counts) -> dict[ClassKey, list[int]]:
 def _starts(problem: Problem, bound: int) -> list[tuple[str, Counts]]:
     """What the heuristics find, by name."""
     starts = [("lpt", longest_first(problem)), ("greedy", batch_greedy(problem))]
-    known = min(problem.makespan(counts) for _, counts in starts)
-    packed = multifit(problem, bound, known)
+    makespan = min(problem.makespan(counts) for _, counts in starts)
+    packed = multifit(problem, bound, makespan)
     return starts if packed is None else [*starts, ("multifit", packed)]
 
 
@@ -194,12 +194,12 @@ def _most_even(
     makespan = problem.makespan(solution.counts)
     slack = min(int(makespan * (1 + options.byte_slack)), int(solution.bound / (1 - options.gap_target)))
     limit = max(makespan, slack)
-    found = [replace(solution, counts=level_bytes(problem, solution.counts, limit))]
+    candidates = [replace(solution, counts=level_bytes(problem, solution.counts, limit))]
     for stage, counts in starts:
         if problem.makespan(counts) <= limit and not np.array_equal(counts, solution.counts):
             note = "; ".join(filter(None, (solution.note, "its bytes are more even than those of what was shorter")))
-            found.append(replace(solution, counts=level_bytes(problem, counts, limit), stage=stage, note=note))
-    return sorted(found, key=lambda item: int(problem.rank_bytes(item.counts).max()))
+            candidates.append(replace(solution, counts=level_bytes(problem, counts, limit), stage=stage, note=note))
+    return sorted(candidates, key=lambda item: int(problem.rank_bytes(item.counts).max()))
 
 
 def _pool_ranks(matrices: Sequence[Matrix], ranks: Sequence[Rank]) -> dict[str, int]:

@@ -171,9 +171,9 @@ def _spreadable(matrices: Sequence[Matrix], caps: Mapping[str, int]) -> int:
     taken: dict[str, int] = {}
     count = 0
     for m in sorted(matrices, key=lambda m: m.nbytes):
-        held = taken.get(m.block, 0) + m.nbytes
-        if held <= caps[m.block]:
-            taken[m.block] = held
+        nbytes = taken.get(m.block, 0) + m.nbytes
+        if nbytes <= caps[m.block]:
+            taken[m.block] = nbytes
             count += 1
     return count
 

@@ -92,10 +92,10 @@ def _peers(ranks: Sequence[Rank]) -> list[_Ints]:
 def _rows(matrices: Sequence[Matrix], owners: Mapping[str, int], ranks: int) -> _Ints:
     """Bytes per rank of each block, then of each pair of consecutive blocks, ``(2 blocks - 1, ranks)``."""
     order = {block: i for i, block in enumerate(sorted({m.block for m in matrices}, key=_natural))}
-    held = np.zeros((len(order), ranks), dtype=np.int64)
+    nbytes = np.zeros((len(order), ranks), dtype=np.int64)
     for m in matrices:
-        held[order[m.block], owners[m.name]] += m.nbytes
-    return np.concatenate([held, held[1:] + held[:-1]])
+        nbytes[order[m.block], owners[m.name]] += m.nbytes
+    return np.concatenate([nbytes, nbytes[1:] + nbytes[:-1]])
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -104,15 +104,15 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [*parts, (1, 0, name)]
 
 
-def _traffic(rows: _Ints, where: _Ints) -> _Ints:
+def _traffic(rows: _Ints, link_of: _Ints) -> _Ints:
     """Bytes per row and node, or lane; ``where`` names it per rank."""
-    links = np.zeros((len(rows), int(where.max()) + 1), dtype=np.int64)
-    np.add.at(links.T, where, rows.T)
+    links = np.zeros((len(rows), int(link_of.max()) + 1), dtype=np.int64)
+    np.add.at(links.T, link_of, rows.T)
     return links
 
 
 def _cost(rows: _Ints, label: _Ints, grid: tuple[_Ints, _Ints]) -> int:
-    return sum(int(_traffic(rows, where[label]).max(axis=1).sum()) for where in grid)
+    return sum(int(_traffic(rows, link_of[label]).max(axis=1).sum()) for link_of in grid)
 
 
 def _xor_order(ranks: Sequence[Rank]) -> _Ints:
@@ -135,21 +135,21 @@ def _place(rows: _Ints, grid: tuple[_Ints, _Ints], peers: Sequence[_Ints]) -> _I
     unit = int(rows.max()) // 2**20 + 1  # keeps products of bytes within 64 bits, and exact
     label = np.zeros(rows.shape[1], dtype=np.int64)
     free = np.ones(rows.shape[1], dtype=bool)
-    links = [(where, np.zeros((len(rows), int(where.max()) + 1), dtype=np.int64)) for where in grid]
+    links = [(link_of, np.zeros((len(rows), int(link_of.max()) + 1), dtype=np.int64)) for link_of in grid]
     most = np.where(rows.any(axis=0), rows[: (len(rows) + 1) // 2].argmax(axis=0), len(rows))
     for rank in np.lexsort((-rows.sum(axis=0), most)).tolist():
         touched = np.flatnonzero(rows[:, rank])
-        mine = rows[touched, rank][:, None]
+        own = rows[touched, rank][:, None]
         able = peers[rank][free[peers[rank]]]
         added, shared = np.zeros((2, len(able)), dtype=np.int64)
-        for where, traffic in links:
+        for link_of, traffic in links:
             now = traffic[touched]
-            added += np.maximum(now + mine - now.max(axis=1, keepdims=True), 0).sum(axis=0)[where[able]]
-            shared += ((mine // unit) * (now // unit)).sum(axis=0)[where[able]]
+            added += np.maximum(now + own - now.max(axis=1, keepdims=True), 0).sum(axis=0)[link_of[able]]
+            shared += ((own // unit) * (now // unit)).sum(axis=0)[link_of[able]]
         chosen = int(able[np.lexsort((shared, added))[0]])
         label[rank], free[chosen] = chosen, False
-        for where, traffic in links:
-            traffic[touched, where[chosen]] += mine[:, 0]
+        for link_of, traffic in links:
+            traffic[touched, link_of[chosen]] += own[:, 0]
     return label
 
 
@@ -158,30 +158,30 @@ def _swap(rows: _Ints, label: _Ints, grid: tuple[_Ints, _Ints], peers: Sequence[
 
     Each turn takes a row, its most crowded node or lane, and a rank there, and tries a batch of partners.
     """
-    links = [(where, _traffic(rows, where[label])) for where in grid]
+    links = [(link_of, _traffic(rows, link_of[label])) for link_of in grid]
     cells = sum(traffic.size for _, traffic in links)
     best = sum(int(traffic.max(axis=1).sum()) for _, traffic in links)
     budget, turn, idle = _BUDGET, 0, 0
     while budget > 0 and idle < 2 * len(links) * len(rows):
-        where, traffic = links[turn % 2]
+        link_of, traffic = links[turn % 2]
         row = turn // 2 % len(rows)
-        crowd = np.flatnonzero(where[label] == traffic[row].argmax())
+        crowd = np.flatnonzero(link_of[label] == traffic[row].argmax())
         rank = int(crowd[np.argsort(-rows[row, crowd], kind="stable")[turn // 2 // len(rows) % len(crowd)]])
         count = min(max(1, _BATCH // cells), len(peers[rank]))
         partners = peers[rank][(turn * _STRIDE + np.arange(count)) % len(peers[rank])]
         moved = (rows[:, partners] - rows[:, [rank]]).T
         costs = np.zeros(count, dtype=np.int64)
-        for where, traffic in links:
+        for link_of, traffic in links:
             trial = np.repeat(traffic[None], count, axis=0)
-            trial[np.arange(count), :, where[label[rank]]] += moved
-            trial[np.arange(count), :, where[label[partners]]] -= moved
+            trial[np.arange(count), :, link_of[label[rank]]] += moved
+            trial[np.arange(count), :, link_of[label[partners]]] -= moved
             costs += trial.max(axis=2).sum(axis=1)
         budget -= cells * count + _CALL
         turn, idle = turn + 1, idle + 1
         i = int(costs.argmin())
         if costs[i] < best:
             best, idle, partner = int(costs[i]), 0, int(partners[i])
-            for where, traffic in links:
-                traffic[:, where[label[rank]]] += moved[i]
-                traffic[:, where[label[partner]]] -= moved[i]
+            for link_of, traffic in links:
+                traffic[:, link_of[label[rank]]] += moved[i]
+                traffic[:, link_of[label[partner]]] -= moved[i]
             label[[rank, partner]] = label[[partner, rank]]

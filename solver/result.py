@@ -93,10 +93,10 @@ class Plan:
     @property
     def rank_bytes(self) -> tuple[int, ...]:
         """Bytes per rank."""
-        held = [0] * self.world
+        nbytes = [0] * self.world
         for m in self.matrices:
-            held[self.owners[m.name]] += m.nbytes
-        return tuple(held)
+            nbytes[self.owners[m.name]] += m.nbytes
+        return tuple(nbytes)
 
     @property
     def block_balance(self) -> dict[str, tuple[int, int]]:
@@ -165,8 +165,8 @@ class Plan:
             ValueError: another schema, a field missing or ill-typed, or content that does not match its digest.
         """
         if not isinstance(data, Mapping) or data.get("schema") != _SCHEMA:
-            found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"plan: schema is {found!r}, not {_SCHEMA}; write it again with Plan.to_json")
+            schema = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"plan: schema is {schema!r}, not {_SCHEMA}; write it again with Plan.to_json")
         try:
             rows = [(Matrix(*row[:6]), row[6]) for row in data["matrices"]]
             result = cls(

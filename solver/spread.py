@@ -47,9 +47,9 @@ def spread_blocks(
     above = np.array([(caps or {}).get(block, _NO_CAP) for block in table.blocks], dtype=np.int64)
     least, best, counts = _least(table), (_NO_CAP, _NO_CAP), table.quota[None]
     enough = (0, _bound(table, least) * (_NEAR + 1) // _NEAR)
-    for value, found in (item for start in _STARTS for item in _improve(table, _fill(table, start), least, above)):
+    for value, candidate in (item for start in _STARTS for item in _improve(table, _fill(table, start), least, above)):
         if value < best:
-            best, counts = value, found
+            best, counts = value, candidate
         if best <= enough:
             break
     owners: dict[str, int] = {}
@@ -128,19 +128,19 @@ def _fill(table: _Table, start: str) -> _Ints:
     """
     left, members = table.quota.copy(), table.demand.sum(axis=0)
     counts = np.zeros((*table.demand.shape, left.shape[1]), dtype=np.int64)
-    for demand, given in zip(table.demand, counts, strict=True):
+    for demand, dealt in zip(table.demand, counts, strict=True):
         want = np.zeros(left.shape[1], dtype=np.int64)
         if start != "even":
-            held = table.sizes @ left
-            want = (held * (int(demand @ table.sizes) / int(held.sum()))).astype(np.int64)
+            left_bytes = table.sizes @ left
+            want = (left_bytes * (int(demand @ table.sizes) / int(left_bytes.sum()))).astype(np.int64)
         if start == "floor":
-            given += demand[:, None] * left // np.maximum(members, 1)[:, None]
-            want -= table.sizes @ given
+            dealt += demand[:, None] * left // np.maximum(members, 1)[:, None]
+            want -= table.sizes @ dealt
         for k in np.flatnonzero(demand).tolist():
-            more = _pour(int(demand[k] - given[k].sum()), int(table.sizes[k]), want, left[k] - given[k])
-            given[k] += more
+            more = _pour(int(demand[k] - dealt[k].sum()), int(table.sizes[k]), want, left[k] - dealt[k])
+            dealt[k] += more
             want -= more * table.sizes[k]
-        left -= given
+        left -= dealt
         members = members - demand
     return counts
 
@@ -180,18 +180,18 @@ def _bound(table: _Table, least: _Ints) -> int:
 
 def _least(table: _Table) -> _Ints:
     """Per block, bytes that its largest owner cannot go below, ``(blocks,)``."""
-    rows, where = np.unique(table.demand, axis=0, return_inverse=True)
-    return np.array([_least_of(row, table) for row in rows], dtype=np.int64)[where.ravel()]
+    rows, inverse = np.unique(table.demand, axis=0, return_inverse=True)
+    return np.array([_least_of(row, table) for row in rows], dtype=np.int64)[inverse.ravel()]
 
 
 def _least_of(demand: _Ints, table: _Table) -> int:
     kinds = np.flatnonzero(demand)
-    held = table.sizes[kinds] @ table.quota[kinds]
-    least = _level(held, int(demand @ table.sizes))
+    nbytes = table.sizes[kinds] @ table.quota[kinds]
+    least = _level(nbytes, int(demand @ table.sizes))
     for k in kinds.tolist():
         least = max(least, int(table.sizes[k]) * _level(table.quota[k], int(demand[k])))
     # Of the j·R+1 largest matrices, some rank owns j+1: at least the j+1 smallest of them.
-    sizes, ranks = np.repeat(table.sizes, demand), int((held > 0).sum())
+    sizes, ranks = np.repeat(table.sizes, demand), int((nbytes > 0).sum())
     for j in range(1, (len(sizes) - 1) // ranks + 1):
         least = max(least, int(sizes[j * ranks - j : j * ranks + 1].sum()))
     return least

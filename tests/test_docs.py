@@ -132,7 +132,9 @@ def test_commands_exist() -> None:
             if not (ROOT / script).is_file():
                 wrong.append((place, f"{command}: {script} is no file"))
             else:
-                source = (ROOT / script).read_text()
+                shared = (ROOT / "bench" / "common").glob("*.py") if script.startswith("bench/") else ()
+                files = [ROOT / script, *shared]
+                source = "".join(file.read_text() for file in files)
                 wrong += [(place, f"{script} has no {o}") for o in options if not takes(source, o)]
     assert not wrong
 

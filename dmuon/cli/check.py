@@ -71,8 +71,8 @@ def _run(board: Board, settings: Settings, path: str | None) -> int:
     if not stopped:
         try:
             run_checks(board, settings, hosts)
-        except Stopped as where:
-            board.say("skip", "all further", "", f"the ranks no longer run the same collectives after {where}")
+        except Stopped as stop:
+            board.say("skip", "all further", "", f"the ranks no longer run the same collectives after {stop}")
             stopped = True
     failed, total = board.failed, sum(line.status in ("pass", "fail") for line in board.lines)
     board.say("fail" if failed else "pass", "all", "", f"{failed} of {total} failed" if failed else f"{total} checks")

@@ -82,8 +82,8 @@ def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any 
     """Exchange one status per rank, so that a fault on one rank ends all of them before any data moves.
 
     Args:
-        error: what is wrong on this rank, or None. An exception is raised here as it is, so that its type and its
-            traceback survive.
+        error: what is wrong on this rank, or None. This rank raises its own exception as it is, so that its type and
+            its traceback survive.
         payload: any picklable object.
 
     Returns:
@@ -93,28 +93,28 @@ def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any 
         ValueError: on every rank when any of them reported an error; names the rank.
         CollectiveError: the exchange failed.
     """
-    said = error
+    report = error
     if isinstance(error, Exception):
-        said = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
+        report = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
     statuses: list[Any] = [None] * dist.get_world_size(group)
     ranks = ranks_of(group)
     try:
-        dist.all_gather_object(statuses, (said, payload), group=group)
+        dist.all_gather_object(statuses, (report, payload), group=group)
     except RuntimeError as fault:
         raise CollectiveError(
             f"rank {this_rank()}: the exchange of what ranks {list(ranks)} were given failed: "
             f"{first_line(fault)}. A rank was killed, raised elsewhere, or is late: see the logs of "
-            f"the others{f'. This rank would have reported: {said}' if said is not None else ''}"
+            f"the others{f'. This rank would have reported: {report}' if report is not None else ''}"
         ) from fault
     faults = [f"rank {rank}: {fault}" for rank, (fault, _) in zip(ranks, statuses, strict=True) if fault is not None]
     if isinstance(error, Exception):
         raise error
     if faults:
-        raise ValueError(said if said is not None and len(faults) == len(statuses) else "; ".join(faults))
+        raise ValueError(report if report is not None and len(faults) == len(statuses) else "; ".join(faults))
     return [status[1] for status in statuses]
 
 
-_Here = TypeVar("_Here")
+_Payload = TypeVar("_Payload")
 
 
 def require_same(
@@ -122,21 +122,21 @@ def require_same(
     ranks: Sequence[GlobalRank],
     error: Exception | None,
     description: list[tuple[str, str]],
-    here: _Here | None,
-) -> list[_Here]:
-    """Raise on every rank unless all have the same description and no error; what every rank says of itself."""
+    payload: _Payload | None,
+) -> list[_Payload]:
+    """Raise on every rank unless all have the same description and no error; every rank's payload, in rank order."""
     digest = hashlib.sha256(repr(description).encode()).hexdigest()
-    found = agree(group, error, (digest, here))
-    if len({theirs for theirs, _ in found}) == 1:
-        return [there for _, there in found]
+    answers = agree(group, error, (digest, payload))
+    if len({digest for digest, _ in answers}) == 1:
+        return [payload for _, payload in answers]
     descriptions = agree(group, None, description)
     first = dict(descriptions[0])
     for rank, items in zip(ranks, descriptions, strict=True):
-        theirs = dict(items)
-        name = next((n for n in [*first, *theirs] if first.get(n) != theirs.get(n)), None)
+        other = dict(items)
+        name = next((n for n in [*first, *other] if first.get(n) != other.get(n)), None)
         if name is not None:
             raise ValueError(
-                f"{name} is {theirs.get(name, 'absent')} on rank {rank} and {first.get(name, 'absent')} on rank "
+                f"{name} is {other.get(name, 'absent')} on rank {rank} and {first.get(name, 'absent')} on rank "
                 f"{ranks[0]}; build the same model with the same options on every rank"
             )
     raise ValueError("the parameters come in another order on some ranks; build the same model on every rank")

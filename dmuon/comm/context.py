@@ -24,7 +24,13 @@ __all__ = ["Comm", "make_comm", "tensor_domain"]
 
 @dataclass(frozen=True, slots=True)
 class Comm:
-    """What blocks need to communicate. Groups are dmuon's own, so that a user's collectives cannot interleave.
+    """What a dedicated model needs to communicate.
+
+    All process groups are dmuon's own: collectives of one group must come in one order on all its ranks, which no one
+    could promise for a group that a user communicates over as well. There are several because collectives of one group
+    also run one after the other: weights must not wait behind gradients (two groups in each :class:`Line`), reductions
+    of what nobody shards start from backward while others block (``average_group`` and ``group``), and a vote must
+    reach every rank of the model (``control``).
 
     Attributes:
         mesh: the data-parallel mesh.
@@ -37,12 +43,14 @@ class Comm:
         fill_stream: whole weights are gathered along the row, while the block before them computes.
         publish_stream: updated weights are sent along the column, while the optimizer updates the next ones.
         reduce_stream: gradients are reduced and averaged, while backward computes the next ones.
-        row: the ranks over which weights are sharded; None if they are not.
-        column: those that hold the same shard in every replica; None with one replica.
-        group: over ``ranks``: averages of what nobody shards, and whatever blocks.
-        average_group: over ``ranks``: all-reduces of gradients that nobody shards.
-        control: over all ranks of the topology, tensor parallelism included.
-        tensor: over the tensor-parallel ranks at this coordinate; None without.
+        streams: of the device, on which fills, publications and reductions start, so that they overlap with compute.
+        row: the ranks over which weights are sharded: fills and reductions. None if weights are not sharded.
+        column: those that hold the same shard in every replica: publications and reductions. None with one replica.
+        group: over ``ranks``: broadcasts of initial values, state dicts, and other collectives that block.
+        average_group: over ``ranks``: all-reduces of gradients of parameters that nobody shards.
+        control: over all ranks of the topology, tensor parallelism included: agreement on plans, and votes.
+        tensor: over the tensor-parallel ranks at this coordinate: pieces of matrices, to their owners and back. None
+            without tensor parallelism.
     """
 
     mesh: DeviceMesh
@@ -122,8 +130,8 @@ def make_comm(
         monitor=Monitor(
             topology.ranks, rank, default_store(), control.group_name, device=device, asynchronous=options.asynchronous
         ),
-        row=_lane(device.type, topology, "s", rank, options),
-        column=_lane(device.type, topology, "r", rank, options),
+        row=_line(device.type, topology, "s", rank, options),
+        column=_line(device.type, topology, "r", rank, options),
         group=group,
         average_group=make_group(device.type, topology.partition("rs"), "average", options),
         control=control,
@@ -135,8 +143,8 @@ def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: 
     """``mesh`` with the dimension of tensor parallelism behind its own."""
     if tensor_mesh is None:
         return mesh
-    where = [topology.of(rank) for rank in mesh.mesh.flatten().tolist()]
-    ranks = torch.tensor([[topology.rank_at(at.r, at.s, t) for t in range(topology.tensor)] for at in where])
+    coordinates = [topology.of(rank) for rank in mesh.mesh.flatten().tolist()]
+    ranks = torch.tensor([[topology.rank_at(at.r, at.s, t) for t in range(topology.tensor)] for at in coordinates])
     names = mesh.mesh_dim_names or tuple(f"dmuon_{i}" for i in range(mesh.ndim))
     return DeviceMesh.from_group(
         [mesh.get_group(dim) for dim in range(mesh.ndim)] + [tensor_mesh.get_group()],
@@ -146,7 +154,7 @@ def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: 
     )
 
 
-def _lane(
+def _line(
     device_type: str, topology: Topology, along: Literal["r", "s"], rank: GlobalRank, options: CommOptions
 ) -> Line | None:
     partition = topology.partition(along)

@@ -31,24 +31,24 @@ def grid_of_groups(groups: Mapping[str, dist.ProcessGroup | None]) -> RankGrid:
             group without this rank.
         ValueError: on all ranks alike, for groups that are not the lines of a grid.
     """
-    given = _checked(groups)
-    along = {role: group for role, group in given.items() if role != "pp"}
-    lines = {role: ranks_of(group) for role, group in given.items()}
+    checked = _checked(groups)
+    along = {role: group for role, group in checked.items() if role != "pp"}
+    lines = {role: ranks_of(group) for role, group in checked.items()}
     sizes = tuple(len(lines[role]) for role in along)
-    seen: list[tuple[GlobalRank, str]] = _gathered((this_rank(), _overlap(lines)), along.values())
-    grid = RankGrid(tuple(along), sizes, tuple(rank for rank, _ in seen))
+    views: list[tuple[GlobalRank, str]] = _gathered((this_rank(), _overlap(lines)), along.values())
+    grid = RankGrid(tuple(along), sizes, tuple(rank for rank, _ in views))
     # A rank whose view all ranks in it share has seen all that the groups join. So either all of them share one view
     # or none finds that they do, and what one raises they all raise.
-    views = _gathered(hashlib.sha256(repr((grid, seen)).encode()).hexdigest(), along.values())
-    fault = next((found for _, found in seen if found), "")
-    if not fault and (len(set(grid.ranks)) < prod(sizes) or len(set(views)) > 1):
+    digests = _gathered(hashlib.sha256(repr((grid, views)).encode()).hexdigest(), along.values())
+    fault = next((fault for _, fault in views if fault), "")
+    if not fault and (len(set(grid.ranks)) < prod(sizes) or len(set(digests)) > 1):
         fault = (
             f"{_named(lines)} are not lines of one grid: {len(set(grid.ranks))} ranks {sorted(set(grid.ranks))} where "
             f"extents {sizes} make {prod(sizes)}, or ranks with other groups"
         )
-    if "pp" in given:
-        of_stages = _gathered(fault, [given["pp"]])
-        fault = next((found for found in [fault, *of_stages] if found), "")
+    if "pp" in checked:
+        of_stages = _gathered(fault, [checked["pp"]])
+        fault = next((one for one in [fault, *of_stages] if one), "")
     if fault:
         raise ValueError(f"{fault}; any two groups of a rank must share that rank only, as those of a DeviceMesh do")
     return grid
@@ -70,8 +70,8 @@ def _checked(groups: Mapping[str, dist.ProcessGroup | None]) -> dict[str, dist.P
             )
         if not isinstance(member, dist.ProcessGroup):
             raise TypeError(f"{role}_pg must be a torch.distributed ProcessGroup, got {type(member).__name__}")
-    found = {role: groups.get(role) for role in ROLES}
-    return {role: group for role, group in found.items() if group is not None and group.size() > 1}
+    ordered = {role: groups.get(role) for role in ROLES}
+    return {role: group for role, group in ordered.items() if group is not None and group.size() > 1}
 
 
 def _overlap(lines: Mapping[str, tuple[GlobalRank, ...]]) -> str:
@@ -92,9 +92,9 @@ def _named(lines: Mapping[str, tuple[GlobalRank, ...]]) -> str:
 
 def _gathered(value: _T, groups: Iterable[dist.ProcessGroup]) -> list[_T]:
     """``value`` of each rank of a grid, in row-major order; ``groups`` from the outermost dimension inwards."""
-    held = [value]
+    values = [value]
     for group in reversed(list(groups)):
-        found: list[list[_T]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(found, held, group=group)
-        held = [one for of_rank in found for one in of_rank]
-    return held
+        of_ranks: list[list[_T]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(of_ranks, values, group=group)
+        values = [one for of_rank in of_ranks for one in of_rank]
+    return values

@@ -52,14 +52,14 @@ def make_group(
         return new_named_group(
             ranks, _group_name(purpose, ranks, number), options.timeout, pg_options, f"dmuon_{purpose}"
         )
-    mine = None
+    own = None
     for members in partition:
         group = dist.new_group(
             list(members), timeout=options.timeout, pg_options=pg_options, group_desc=f"dmuon_{purpose}"
         )
-        mine = group if rank in members else mine
-    assert isinstance(mine, dist.ProcessGroup)
-    return mine
+        own = group if rank in members else own
+    assert isinstance(own, dist.ProcessGroup)
+    return own
 
 
 def _group_name(purpose: str, ranks: Sequence[int], number: int) -> str:

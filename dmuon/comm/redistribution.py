@@ -139,9 +139,9 @@ def _each(block: tuple[slice, ...]) -> tuple[slice, ...]:
     return slice(None), *block
 
 
-def _cut(tensor: Tensor, held: Piece, piece: Piece) -> Tensor:
-    """``(count, …)`` of ``piece``, from what ``held`` has: the same, or the whole. A view where it is one block."""
-    if piece == held:
+def _cut(tensor: Tensor, source: Piece, piece: Piece) -> Tensor:
+    """``(count, …)`` of ``piece``, from what ``source`` has: the same, or the whole. A view where it is one block."""
+    if piece == source:
         return tensor
     blocks = piece.blocks()
     if len(blocks) == 1:

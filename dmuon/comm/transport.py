@@ -79,16 +79,16 @@ def reduce(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: 
         Where this rank's own part arrives, and the works.
     """
     average = dist.ReduceOp.AVG
-    mine = parts[line.position]
+    own = parts[line.position]
     match transport:
         case "single":
-            out = torch.empty_like(mine)
+            out = torch.empty_like(own)
             return out, [_work(reduce_scatter_single(out, region, op=average, group=line.gradients, async_op=True))]
         case "list":
-            out = torch.empty_like(mine)
+            out = torch.empty_like(own)
             return out, [_work(dist.reduce_scatter(out, list(parts), op=average, group=line.gradients, async_op=True))]
         case _:
-            return mine, [
+            return own, [
                 _work(dist.reduce(part, line.ranks[i], average, group=line.gradients, async_op=True))
                 for i, part in enumerate(parts)
                 if part.numel()

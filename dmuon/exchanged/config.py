@@ -15,12 +15,7 @@ from dmuon.platform.options import check_flag, check_integer
 __all__ = ["LAYOUTS", "OWN_ENTRIES", "DistributedConfig", "Waitable", "owners_from"]
 
 LAYOUTS = "dmuon.layouts"  # in ``state``: what generated functions know of an optimizer's parameters
-OWN_ENTRIES = (
-    "rank",
-    "param_names",
-    "assignments",
-    LAYOUTS,
-)  # of ``state``, which one optimizer sets once for all calls
+OWN_ENTRIES = ("rank", "param_names", "assignments", LAYOUTS)  # of ``state``, set once by each optimizer
 
 
 @runtime_checkable

@@ -160,14 +160,14 @@ def cells(layout: ShardLayout) -> list[Cell]:
             for i in range(index[start], index[stop]):
                 holders[i].append(Position(position))
     layouts: dict[tuple[tuple[Piece, ...], tuple[int, ...]], ShardLayout] = {}
-    found: list[Cell] = []  # at each bound a run begins or ends, so that no two neighbours have equal holders
+    of_stack: list[Cell] = []  # at each bound a run begins or ends, so that no two neighbours have equal holders
     for (start, stop), of_cell in zip(pairwise(bounds), map(tuple, holders), strict=True):
         pieces = tuple(of_matrix[i] for i in of_cell)
         replicas = tuple(layout.replicas[i] for i in of_cell)  # all of them: every copy has every matrix
         if (pieces, replicas) not in layouts:
             layouts[pieces, replicas] = ShardLayout(layout.shape[1:], pieces, replicas)
-        found.append(Cell(start, stop, of_cell, layouts[pieces, replicas]))
-    return found
+        of_stack.append(Cell(start, stop, of_cell, layouts[pieces, replicas]))
+    return of_stack
 
 
 # -- runs -----------------------------------------------------------------------------------------------------------
@@ -306,13 +306,13 @@ def _assembled(
     """The layout over a grid, from the runs of each dimension by the coordinates that cut it."""
     copies = [size for size, dim in zip(sizes, dims, strict=True) if dim is None]
     number = {at: i for i, at in enumerate(product(*map(range, copies)))}
-    known: dict[tuple[tuple[int, ...], ...], Piece] = {}
+    distinct: dict[tuple[tuple[int, ...], ...], Piece] = {}
     pieces, replicas = [], []
     for at in product(*map(range, sizes)):
         key = tuple(_along(at, dims, dim) for dim in range(len(shape)))
-        if key not in known:
-            known[key] = Piece(tuple(line[part] for line, part in zip(lines, key, strict=True)))
-        pieces.append(known[key])
+        if key not in distinct:
+            distinct[key] = Piece(tuple(line[part] for line, part in zip(lines, key, strict=True)))
+        pieces.append(distinct[key])
         replicas.append(number[_along(at, dims, None)])
     return ShardLayout(shape, tuple(pieces), tuple(replicas))
 

@@ -65,15 +65,15 @@ class Topology:
 
     def with_tensor_parallel(self, groups: Iterable[Sequence[GlobalRank]]) -> Topology:
         """The same replicas and shards, each of whose ranks is the first of ``groups`` that holds it, in that order."""
-        where: dict[GlobalRank, Coordinate] = {}
+        coordinates: dict[GlobalRank, Coordinate] = {}
         size = 1
         for group in groups:
-            known = [self.of(rank) for rank in group if rank in self.ranks]
+            members = [self.of(rank) for rank in group if rank in self.ranks]
             for t, rank in enumerate(group):
-                where[rank] = Coordinate(known[0].r, known[0].s, t)
+                coordinates[rank] = Coordinate(members[0].r, members[0].s, t)
             size = len(group)
-        ranks = tuple(sorted(where))
-        return Topology(ranks, tuple(where[rank] for rank in ranks), self.replicas, self.shards, size)
+        ranks = tuple(sorted(coordinates))
+        return Topology(ranks, tuple(coordinates[rank] for rank in ranks), self.replicas, self.shards, size)
 
 
 def topology_of(mesh: DeviceMesh) -> Topology:
@@ -89,11 +89,13 @@ def topology_of(mesh: DeviceMesh) -> Topology:
     dims = sorted(range(mesh.ndim), key=lambda i: weights[i] == "shards")  # replicas first, the rest in order
     replicas = prod(mesh.size(i) for i in range(mesh.ndim) if weights[i] == "copies")
     grid: torch.Tensor = mesh.mesh.permute(dims).reshape(replicas, -1)
-    where = {GlobalRank(rank): Coordinate(r, s) for r, row in enumerate(grid.tolist()) for s, rank in enumerate(row)}
-    ranks = tuple(sorted(where))
+    coordinates = {
+        GlobalRank(rank): Coordinate(r, s) for r, row in enumerate(grid.tolist()) for s, rank in enumerate(row)
+    }
+    ranks = tuple(sorted(coordinates))
     if any(list(line) != sorted(line) for line in [*grid.tolist(), *grid.T.tolist()]):
         raise ValueError(f"mesh holds ranks {mesh.mesh.tolist()}, which do not ascend along every dimension; sort them")
-    return Topology(ranks, tuple(where[rank] for rank in ranks), replicas, grid.shape[1])
+    return Topology(ranks, tuple(coordinates[rank] for rank in ranks), replicas, grid.shape[1])
 
 
 def _weights(mesh: DeviceMesh) -> list[Literal["copies", "shards"]]:

@@ -21,7 +21,7 @@ def find_blocks(
         return list(_stack_elements(model, "", True)) or list(_stack_elements(model, "", False))
     named = [(canonical_fqn(n), m) for n, m in model.named_modules() if n]
     if callable(blocks) and not isinstance(blocks, nn.Module):
-        given = [(n, m) for n, m in named if blocks(n, m)]
+        chosen = [(n, m) for n, m in named if blocks(n, m)]
     else:
         if not isinstance(blocks, Iterable):
             raise TypeError(
@@ -31,18 +31,18 @@ def find_blocks(
         for module in blocks:
             if id(module) not in names:
                 raise ValueError(f"blocks: {type(module).__name__} is not a submodule of the model; pass modules of it")
-        given = [(names[id(m)], m) for m in blocks]
-    for name, module in given:
+        chosen = [(names[id(m)], m) for m in blocks]
+    for name, module in chosen:
         if not _is_callable(module):
             raise ValueError(
                 f"blocks: {name!r} is a {type(module).__name__}, which nobody calls, so that its weights would never "
                 "be fetched; pass its elements"
             )
         inside = {id(sub) for sub in module.modules()} - {id(module)}
-        for other_name, other in given:
+        for other_name, other in chosen:
             if id(other) in inside:
                 raise ValueError(f"blocks: {other_name!r} lies inside {name!r}; pass one of them")
-    return given
+    return chosen
 
 
 def _is_callable(module: nn.Module) -> bool:
@@ -100,9 +100,9 @@ def _element_blocks(element: nn.Module, name: str, repeated: bool) -> Iterator[t
 def _between_stem_and_head(elements: list[tuple[str, nn.Module]], repeated: bool) -> list[tuple[str, nn.Module]]:
     """In a Sequential that mixes a stem, blocks and a head, the blocks span from the first to the last that repeats."""
     kinds = [_kind(m) for _, m in elements]
-    where = [i for i, kind in enumerate(kinds) if kinds.count(kind) > 1]
-    if where:
-        return elements[where[0] : where[-1] + 1]
+    positions = [i for i, kind in enumerate(kinds) if kinds.count(kind) > 1]
+    if positions:
+        return elements[positions[0] : positions[-1] + 1]
     return [] if repeated else elements
 
 

@@ -117,10 +117,10 @@ def _why_none(select: Select | None, blocks: Sequence[nn.Module] | BlockPredicat
 
 def _embedding_ids(model: nn.Module) -> dict[int, str]:
     """``id(param) -> reason`` for embeddings, what is tied to them, and declared input and output embeddings."""
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, _EMBEDDINGS):
-            found[id(module.weight)] = f"embedding {canonical_fqn(name) or type(module).__name__}"
+            reasons[id(module.weight)] = f"embedding {canonical_fqn(name) or type(module).__name__}"
     for getter, reason in (
         ("get_input_embeddings", "input embedding"),
         ("get_output_embeddings", "output head"),
@@ -131,8 +131,8 @@ def _embedding_ids(model: nn.Module) -> dict[int, str]:
             continue  # not there, or not the method that Hugging Face models have
         weight = getattr(module, "weight", None)
         if weight is not None:
-            found.setdefault(id(weight), reason)
-    return found
+            reasons.setdefault(id(weight), reason)
+    return reasons
 
 
 def _parameters_with_sites(

@@ -143,18 +143,18 @@ def cached_entries(key: CacheKey) -> tuple[Entries, str]:
 
     Warns of invalid files and of costs measured with another driver, torch or CUDA.
     """
-    found: list[tuple[bool, str, CostCache]] = []
+    caches: list[tuple[bool, str, CostCache]] = []
     for path in user_cache_files(key):
         try:
-            found.append((True, str(path), CostCache.load(path)))
+            caches.append((True, str(path), CostCache.load(path)))
         except CostCacheError as error:
             warnings.warn(f"{error}; measuring anew")
     for name, data in shipped_profiles():
         try:
-            found.append((False, name, CostCache.parse(data, name)))
+            caches.append((False, name, CostCache.parse(data, name)))
         except CostCacheError as error:
             warnings.warn(f"{error}; not used")
-    usable = [(cache.matches(key), user, name, cache) for user, name, cache in found]
+    usable = [(cache.matches(key), user, name, cache) for user, name, cache in caches]
     usable = [item for item in usable if item[0] != "no"]
     usable.sort(key=lambda item: (item[0] == "exact", item[1]))  # later wins
     entries: Entries = {}
@@ -230,9 +230,9 @@ def _explicit(path: str | os.PathLike[str], key: CacheKey, shapes: Iterable[Shap
     cache = CostCache.load(path)
     match cache.matches(key):
         case "no":
-            field, (theirs, ours) = next(iter(cache.key.strict.differences(key.strict).items()))
+            field, (recorded, own) = next(iter(cache.key.strict.differences(key.strict).items()))
             raise CostCacheError(
-                f"cost cache {os.fspath(path)}: key field {field!r} is {theirs!r}, this run's is {ours!r}; "
+                f"cost cache {os.fspath(path)}: key field {field!r} is {recorded!r}, this run's is {own!r}; "
                 "measure on this device with dmuon-profile"
             )
         case "compatible":
@@ -246,8 +246,8 @@ def _explicit(path: str | os.PathLike[str], key: CacheKey, shapes: Iterable[Shap
     return cache.entries
 
 
-def _warn_compatible(name: str, theirs: CacheKey, ours: CacheKey) -> None:
-    changes = ", ".join(f"{field} {old} → {new}" for field, (old, new) in theirs.differences(ours).items())
+def _warn_compatible(name: str, cached: CacheKey, key: CacheKey) -> None:
+    changes = ", ".join(f"{field} {old} → {new}" for field, (old, new) in cached.differences(key).items())
     warnings.warn(f"cost cache {name} was measured with other versions ({changes}); run dmuon-profile to renew it")
 
 
@@ -266,19 +266,19 @@ def _measure_together(
         other = next(r for r in range(len(keys)) if r not in workers)
         warnings.warn(f"rank {other} has another device than rank 0 ({keys[other]}); costs are those of rank 0's")
     load = dict.fromkeys(workers, 0)
-    mine: dict[Shape, list[int]] = {}
+    work: dict[Shape, list[int]] = {}
     cost = {(shape, k): k * _flops(shape, options, device) for shape, sizes in missing.items() for k in sizes}
     for (shape, k), flops in sorted(cost.items(), key=lambda item: (-item[1], item[0])):
         worker = min(workers, key=lambda r: (load[r], r))
         load[worker] += flops
         if worker == rank:
-            mine.setdefault(shape, []).append(k)
+            work.setdefault(shape, []).append(k)
     outcome: tuple[str | None, Entries, list[tuple[Shape, int]]] = (None, {}, [])
     full: list[tuple[Shape, int]] = []
     try:
-        with _progress(mine, len(cost), rank, keys[0].device, budget_s) as progress:
+        with _progress(work, len(cost), rank, keys[0].device, budget_s) as progress:
             entries = measure(
-                mine,
+                work,
                 device=device,
                 options=options,
                 budget_s=budget_s,
@@ -302,31 +302,33 @@ def _measure_together(
 
 @contextlib.contextmanager
 def _progress(
-    mine: Mapping[Shape, list[int]], batches: int, rank: int, name: str, budget_s: float
+    work: Mapping[Shape, list[int]], batches: int, rank: int, name: str, budget_s: float
 ) -> Iterator[Callable[[Shape, int], None] | None]:
     if rank != 0 or not sys.stderr.isatty():
         if rank == 0:
             _log.info("timing %d batches of the Muon update on %s, %g s per rank at most", batches, name, budget_s)
         yield None
         return
-    with timing_bar(mine, name) as progress:
+    with timing_bar(work, name) as progress:
         yield progress
 
 
 def _table(counts: Mapping[Shape, int], entries: Entries, options: NsOptions, device: torch.device) -> CostTable:
     """Measured costs; a shape without one is scaled by FLOPs from the measured shape that is nearest in FLOPs."""
-    known = {shape: {k: t.median_ns for k, t in timings.items()} for shape, timings in entries.items() if 1 in timings}
-    if not known:
+    medians = {
+        shape: {k: t.median_ns for k, t in timings.items()} for shape, timings in entries.items() if 1 in timings
+    }
+    if not medians:
         return CostTable.from_flops(counts)
 
-    flops = {shape: _flops(shape, options, device) for shape in {*counts, *known}}
+    flops = {shape: _flops(shape, options, device) for shape in {*counts, *medians}}
     table, sources = {}, {}
     for shape in sorted(counts):
-        if shape in known:
-            table[shape], sources[shape] = known[shape], "measured"
+        if shape in medians:
+            table[shape], sources[shape] = medians[shape], "measured"
         else:
-            near = min(known, key=lambda other: (abs(math.log(flops[other] / flops[shape])), other))
-            table[shape] = {1: max(1, known[near][1] * flops[shape] // flops[near])}
+            near = min(medians, key=lambda other: (abs(math.log(flops[other] / flops[shape])), other))
+            table[shape] = {1: max(1, medians[near][1] * flops[shape] // flops[near])}
             sources[shape] = "estimated"
     return CostTable(table, sources)
 

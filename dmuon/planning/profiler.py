@@ -197,8 +197,8 @@ def _agrees(batch: _Batch, options: NsOptions, variant: Variant) -> bool:
     run = partial(orthogonalize, coefficients=options.coefficients, steps=options.steps, dtype=options.dtype)
     plain = partial(run, method="standard", backend="torch")
     x = plain(batch.momentum)
-    expected, found = plain(x), run(x, variant=variant)
-    error = float(((found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)).max())
+    expected, result = plain(x), run(x, variant=variant)
+    error = float(((result - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)).max())
     dtype = storage_dtype(torch.float32, batch.device, options.dtype)
     if not error <= _AGREEMENT[dtype]:
         warnings.warn(f"Newton–Schulz variant {variant} differs from the standard form by {error:.2g}; not used")

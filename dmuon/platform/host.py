@@ -24,22 +24,22 @@ class HostShare:
     @classmethod
     def here(cls) -> HostShare:
         """This process."""
-        known = hasattr(os, "sched_getaffinity")  # not on every system
-        cpus = os.sched_getaffinity(0) if known else range(os.cpu_count() or 1)
+        has_affinity = hasattr(os, "sched_getaffinity")  # not on every system
+        cpus = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
         return cls(socket.gethostname(), torch.get_num_threads(), frozenset(cpus))
 
 
-def warn_if_oversubscribed(places: Sequence[HostShare], rank: int) -> None:
+def warn_if_oversubscribed(shares: Sequence[HostShare], rank: int) -> None:
     """Warn, on the first rank of a host, if its ranks compute with more threads than the host has CPUs for them.
 
     Threads that wait for each other spin: two ranks of two threads on two CPUs take several times as long as of one.
     """
-    here = places[rank]
-    neighbours = [r for r, place in enumerate(places) if place.host == here.host]
-    threads = sum(places[r].threads for r in neighbours)
-    cpus = len(frozenset().union(*(places[r].cpus for r in neighbours)))
+    host = shares[rank].host
+    neighbours = [r for r, share in enumerate(shares) if share.host == host]
+    threads = sum(shares[r].threads for r in neighbours)
+    cpus = len(frozenset().union(*(shares[r].cpus for r in neighbours)))
     if rank == neighbours[0] and threads > cpus and len(neighbours) > 1:
         warnings.warn(
-            f"{len(neighbours)} ranks on host {here.host} compute with {threads} threads on {cpus} CPUs, which slows "
+            f"{len(neighbours)} ranks on host {host} compute with {threads} threads on {cpus} CPUs, which slows "
             f"all of them; set OMP_NUM_THREADS={max(1, cpus // len(neighbours))}, or call torch.set_num_threads with it"
         )

@@ -7,7 +7,7 @@ reads or writes is protected in one of three ways:
 
 1. Somebody keeps a reference until the first stream has waited for the second: whoever starts a collective keeps what
    it sends and receives.
-2. Where nobody knows when the last reference goes, the reader tells the allocator in advance, by
+2. Where nobody knows when the last reference goes, the reader announces it in advance, by
    ``Stream.beside(reads)``: a user may clear a gradient from which an update is being computed.
 3. The flat buffers of owned weights never lose their last reference. Their storage is resized instead, and only by the
    stream that computes, after it has waited for every collective on them.

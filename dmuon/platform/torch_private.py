@@ -142,8 +142,8 @@ def replicate_group(module: nn.Module) -> dist.ProcessGroup | None:
     state: Any = replicate.state(module)
     wrapper = getattr(state, "_ddp_weakref", lambda: None)()
     if wrapper is not None:  # it exists from the first forward on
-        found: dist.ProcessGroup = wrapper.process_group
-        return found
+        replicas: dist.ProcessGroup = wrapper.process_group
+        return replicas
     mesh, group = state._init_kwargs.get("device_mesh"), state._init_kwargs.get("process_group")
     default: dist.ProcessGroup | None = dist.group.WORLD
     return mesh.get_group() if mesh is not None else group or default

@@ -103,9 +103,9 @@ def _least_factor(
     tried = f"up to × {_FACTORS[-1]}"
     least, below = overhead(changed(1.0)), 1.0
     for factor in _FACTORS:
-        found = overhead(changed(factor))
-        least = min(least, found)
-        if found >= target:
+        reached = overhead(changed(factor))
+        least = min(least, reached)
+        if reached >= target:
             below = factor
             continue
         above = float(factor)
@@ -113,10 +113,10 @@ def _least_factor(
             middle = math.sqrt(below * above)
             now = overhead(changed(middle))
             if now < target:
-                above, found = middle, now
+                above, reached = middle, now
             else:
                 below = middle
-        return Change(quantity, above, found, tried, value(changed(above)))
+        return Change(quantity, above, reached, tried, value(changed(above)))
     return Change(quantity, None, least, tried)
 
 
@@ -130,10 +130,10 @@ def _first(
     least = math.inf
     for factor, build in scenarios.items():
         scenario = build()
-        found = overhead(scenario)
-        if found < target:
-            return Change(quantity, factor, found, tried, value(scenario))
-        least = min(least, found)
+        reached = overhead(scenario)
+        if reached < target:
+            return Change(quantity, factor, reached, tried, value(scenario))
+        least = min(least, reached)
     return Change(quantity, None, least, tried)
 
 

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dmuon.platform.options import is_integer
 from dmuon.simulation.hardware import Hardware, Link
 
 __all__ = ["AlphaBeta", "Collective", "Network", "Ring", "Topology"]
@@ -51,7 +52,7 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("world", "gpus_per_node", "replicate", "tp"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_integer(value, 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if self.world % (self.replicate * self.tp):
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +103,24 @@ def assert_same_on_all_ranks(results: list[dict[str, Tensor]]) -> None:
 # -- between topologies --------------------------------------------------------------------------------------------
 
 
-def save(_rank: int, _world: int, path: str, name: str, keep: bool) -> None:
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint after ``SAVED`` steps: its folder, and by rank whole weights and state, which rank 0 alone holds."""
+
+    folder: str
+    whole: list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+def save(_rank: int, _world: int, path: str, name: str, keep: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     run = start(name, keep=keep)
     run.train(range(SAVED))
     before = run.local_tensors()
     assert any(key.endswith(".grad") for key in before)
     weights, state = get_state_dict(run.model, run.optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    weights, state = get_state_dict(run.model, run.optimizer, options=FULL_ON_RANK_0)
     assert_same_tensors(run.local_tensors(), before)
+    return dict(weights), dict(state)
 
 
 def load(run: Run, path: str) -> None:
@@ -119,28 +130,26 @@ def load(run: Run, path: str) -> None:
     set_state_dict(run.model, run.optimizer, model_state_dict=weights, optim_state_dict=loaded["optimizer"])
 
 
-def resume(rank: int, _world: int, path: str, name: str, keep: bool) -> dict[str, Tensor]:
+def resume(rank: int, _world: int, paths: list[str], name: str, keep: bool) -> list[dict[str, Tensor]]:
+    """Weights after the rest of the steps from each checkpoint, one after the other."""
     run = start(name, seed=50 + rank, keep=keep)
     run.train(range(1))  # buffers and momentum hold something to be overwritten
-    load(run, path)
-    run.train(range(SAVED, TOTAL))
-    return full_state(run.model)
-
-
-Saved = Callable[[str, bool], str]
+    resumed = []
+    for path in paths:
+        load(run, path)
+        run.train(range(SAVED, TOTAL))
+        resumed.append(full_state(run.model))
+    return resumed
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """The folder of a checkpoint of some topology after ``SAVED`` steps."""
-    folders: dict[tuple[str, bool], str] = {}
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved]:
+    """The checkpoint of a topology."""
 
-    def checkpoint(name: str, keep: bool = False) -> str:
-        if (name, keep) not in folders:
-            folder = str(tmp_path_factory.mktemp(name))
-            ranks(world_of(name), save, folder, name, keep)
-            folders[name, keep] = folder
-        return folders[name, keep]
+    @cache
+    def checkpoint(name: str, keep: bool = False) -> Saved:
+        folder = str(tmp_path_factory.mktemp(name))
+        return Saved(folder, ranks(world_of(name), save, folder, name, keep))
 
     return checkpoint
 
@@ -166,21 +175,33 @@ SLOW = (
 )
 
 
+@pytest.fixture(scope="module")
+def resumed(ranks: RankPool, saved: Callable[..., Saved]) -> Callable[..., Any]:
+    """By source, and whether it keeps whole weights, what a target made of it on each rank; all sources in one call."""
+
+    @cache
+    def of_target(target: str, keep: bool, cases: tuple[Any, ...]) -> dict[tuple[str, bool], list[dict[str, Tensor]]]:
+        sources = [case[:2] for case in cases if case[2:] == (target, keep)]
+        folders = [saved(*source).folder for source in sources]
+        results = ranks(world_of(target), resume, folders, target, keep, timeout=100)
+        return {source: [of_rank[i] for of_rank in results] for i, source in enumerate(sources)}
+
+    return of_target
+
+
 @pytest.mark.pitfall("P28", "P29", "P30")
 @pytest.mark.parametrize(
-    ("source", "source_keep", "target", "target_keep"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ("case", "cases"),
+    [
+        *((case, tuple(QUICK)) for case in QUICK),
+        *(pytest.param(case, tuple(SLOW), marks=pytest.mark.slow) for case in SLOW),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value[0], str) else "",
 )
 def test_resume_on_another_topology_continues_the_uninterrupted_run(
-    ranks: RankPool,
-    saved: Saved,
-    uninterrupted: dict[str, Tensor],
-    source: str,
-    source_keep: bool,
-    target: str,
-    target_keep: bool,
+    resumed: Callable[..., Any], uninterrupted: dict[str, Tensor], case: tuple[str, bool, str, bool], cases: Any
 ) -> None:
-    results = ranks(world_of(target), resume, saved(source, source_keep), target, target_keep)
+    results = resumed(*case[2:], cases)[case[:2]]
     assert_same_on_all_ranks(results)
     assert_equal_weights(results[0], uninterrupted)
 
@@ -232,21 +253,13 @@ def plain() -> Plain:
     return Plain(SAVED)
 
 
-def export(_rank: int, _world: int, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    run = start(name)
-    run.train(range(SAVED))
-    weights, state = get_state_dict(run.model, run.optimizer, options=FULL_ON_RANK_0)
-    return dict(weights), dict(state)
-
-
 @pytest.mark.pitfall("P27", "P33")
 @pytest.mark.parametrize("name", NAMES)
 def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
-    ranks: RankPool, plain: Plain, uninterrupted: dict[str, Tensor], name: str
+    saved: Callable[..., Saved], plain: Plain, uninterrupted: dict[str, Tensor], name: str
 ) -> None:
-    results = ranks(world_of(name), export, name)
-    weights, state = results[0]
-    assert all(result == ({}, {}) for result in results[1:]), "rank 0 alone holds what was moved to its CPU"
+    (weights, state), *others = saved(name).whole
+    assert all(result == ({}, {}) for result in others), "rank 0 alone holds what was moved to its CPU"
     assert list(weights) == list(plain.weights())
     assert_equal_weights(weights, plain.weights())
     assert_equal_weights(tensors_of(state), tensors_of(plain.state()))
@@ -257,20 +270,24 @@ def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
 
 
 def adopt(
-    rank: int, _world: int, name: str, keep: bool, weights: dict[str, Tensor], state: dict[str, Any], from_rank0: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Load whole state dicts, give them back, and train on."""
+    rank: int, _world: int, name: str, keep: bool, weights: dict[str, Tensor], state: dict[str, Any], ways: list[bool]
+) -> dict[bool, tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]]:
+    """Load whole state dicts, from all ranks or from rank 0, give them back, and train on."""
     run = start(name, seed=50 + rank, keep=keep)
     run.train(range(1))
     ours = get_optimizer_state_dict(run.model, run.optimizer, options=FULL)
     given = {"state": state["state"], "param_groups": ours["param_groups"]}
-    options = FROM_RANK_0 if from_rank0 else FULL
-    silent = from_rank0 and rank > 0
-    set_model_state_dict(run.model, {} if silent else dict(weights), options=options)
-    set_optimizer_state_dict(run.model, run.optimizer, {} if silent else given, options=options)
-    found, kept = copy.deepcopy(get_state_dict(run.model, run.optimizer, options=FULL))  # AdamW's is no copy yet
-    run.train(range(SAVED, TOTAL))
-    return dict(found), tensors_of(dict(kept)), full_state(run.model)
+    adopted = {}
+    for from_rank0 in ways:
+        options = FROM_RANK_0 if from_rank0 else FULL
+        silent = from_rank0 and rank > 0
+        model, optimizer = ({}, {}) if silent else copy.deepcopy((dict(weights), given))
+        set_model_state_dict(run.model, model, options=options)
+        set_optimizer_state_dict(run.model, run.optimizer, optimizer, options=options)
+        found, kept = copy.deepcopy(get_state_dict(run.model, run.optimizer, options=FULL))  # AdamW's is no copy yet
+        run.train(range(SAVED, TOTAL))
+        adopted[from_rank0] = dict(found), tensors_of(dict(kept)), full_state(run.model)
+    return adopted
 
 
 ADOPTING = [
@@ -283,16 +300,28 @@ ADOPTING[ADOPTING.index(("tp-fsdp", RESHARD, False))] = ("tp-two-lines", RESHARD
 OTHERS = ("1d-4", "hsdp-two-lines", "ddp-4", "cp", "tp-ddp")
 
 
+@pytest.fixture(scope="module")
+def adopted(ranks: RankPool, plain: Plain) -> Callable[[str, bool], list[Any]]:
+    """What each rank of a topology made of whole state dicts, both ways in one call."""
+
+    @cache
+    def by_rank(name: str, keep: bool) -> list[Any]:
+        ways = [way for other, kept, way in ADOPTING if (other, kept) == (name, keep)] or [True]
+        return ranks(world_of(name), adopt, name, keep, plain.weights(), plain.state(), ways)
+
+    return by_rank
+
+
 @pytest.mark.pitfall("P28", "P33")
 @pytest.mark.parametrize(
     ("name", "keep", "from_rank0"),
     [*ADOPTING, *(pytest.param(name, KEEP, True, marks=pytest.mark.slow) for name in OTHERS)],
 )
 def test_full_state_dicts_load(
-    ranks: RankPool, plain: Plain, uninterrupted: dict[str, Tensor], name: str, keep: bool, from_rank0: bool
+    adopted: Any, plain: Plain, uninterrupted: dict[str, Tensor], name: str, keep: bool, from_rank0: bool
 ) -> None:
     weights, state = plain.weights(), plain.state()
-    results = ranks(world_of(name), adopt, name, keep, weights, state, from_rank0)
+    results = [of_rank[from_rank0] for of_rank in adopted(name, keep)]
     for found, found_state, _ in results:
         assert_same_tensors(found, weights)
         assert_same_tensors(found_state, tensors_of(state))
@@ -461,51 +490,75 @@ NAMED = {
 }  # fmt: skip
 
 
-def load_with_fault(rank: int, world: int, name: str, fault: str, strict: bool) -> str:
+def load_with_faults(rank: int, world: int, name: str, faults: list[str]) -> dict[tuple[str, bool], str]:
+    """By fault and ``strict``, what the rank was told, or nothing."""
     run = start(name)
-    state = given_state(run, fault, rank == world - 1)
-    try:
-        run.model.load_state_dict(state, strict=strict)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    told = {}
+    for fault in faults:
+        for strict in (True, False):
+            state = given_state(run, fault, rank == world - 1)
+            try:
+                run.model.load_state_dict(state, strict=strict)
+                told[fault, strict] = ""
+            except RuntimeError as error:
+                told[fault, strict] = str(error)
+    return told
+
+
+FAULTS_ON = {
+    "hsdp": list(NAMED), "tp": ["missing", "shape, not owned"], "tp-two-lines": list(NAMED), "ddp-2": list(NAMED),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def told(ranks: RankPool) -> Callable[[str], list[dict[tuple[str, bool], str]]]:
+    """What each rank of a topology was told of all its faults, in one call."""
+    return cache(lambda name: ranks(world_of(name), load_with_faults, name, FAULTS_ON[name], timeout=60.0))
 
 
 @pytest.mark.pitfall("P27", "P48")
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        *(("hsdp", fault) for fault in NAMED),
-        *(("tp", fault) for fault in ("missing", "shape, not owned")),
+        *((name, fault) for name in ("hsdp", "tp") for fault in FAULTS_ON[name]),
         *(pytest.param(name, f, marks=pytest.mark.slow) for name in ("tp-two-lines", "ddp-2") for f in NAMED),
     ],
 )
-def test_fault_on_one_rank_raises_on_all(ranks: RankPool, name: str, fault: str) -> None:
-    for message in ranks(world_of(name), load_with_fault, name, fault, True, timeout=30.0):
-        assert NAMED[fault] in message
-    for message in ranks(world_of(name), load_with_fault, name, fault, False, timeout=30.0):
-        assert (NAMED[fault] in message) == (fault != "unexpected"), "ranks must not load different keys"
+def test_fault_on_one_rank_raises_on_all(told: Callable[[str], Any], name: str, fault: str) -> None:
+    for of_rank in told(name):
+        assert NAMED[fault] in of_rank[fault, True]
+        assert (NAMED[fault] in of_rank[fault, False]) == (fault != "unexpected"), "ranks must not load different keys"
 
 
-def load_from_faulty_rank_0(rank: int, _world: int, name: str, fault: str) -> None:
+def load_from_faulty_rank_0(rank: int, _world: int, name: str) -> dict[str, Exception | None]:
+    """By fault, what was raised."""
     run = start(name)
-    weights = build(seed=1).state_dict()
-    match fault:
-        case "missing":
-            del weights[KEY]
-        case "unexpected":
-            weights["blocks.7.up.weight"] = torch.zeros(3)
-        case "shape":
-            weights[KEY] = weights[KEY][:-1]
-    set_model_state_dict(run.model, weights if rank == 0 else {}, options=FROM_RANK_0)
+    raised: dict[str, Exception | None] = {}
+    for fault in FAULTS_OF_RANK_0:
+        weights = build(seed=1).state_dict()
+        match fault:
+            case "missing":
+                del weights[KEY]
+            case "unexpected":
+                weights["blocks.7.up.weight"] = torch.zeros(3)
+            case "shape":
+                weights[KEY] = weights[KEY][:-1]
+        raised[fault] = None
+        try:
+            set_model_state_dict(run.model, weights if rank == 0 else {}, options=FROM_RANK_0)
+        except (RuntimeError, ValueError) as error:
+            raised[fault] = error
+    return raised
+
+
+FAULTS_OF_RANK_0 = {"missing": RuntimeError, "unexpected": RuntimeError, "shape": ValueError}
 
 
 @pytest.mark.pitfall("P27", "P48")
-@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape"])
-def test_fault_of_rank_0_raises_on_all(ranks: RankPool, fault: str) -> None:
-    key = NAMED[fault].replace(".", r"\.")
-    kind = ValueError if fault == "shape" else RuntimeError
-    ranks(4, load_from_faulty_rank_0, "hsdp", fault, timeout=30.0, expect=kind, match=key)
+def test_fault_of_rank_0_raises_on_all(ranks: RankPool) -> None:
+    for raised in ranks(4, load_from_faulty_rank_0, "hsdp", timeout=60.0):
+        for fault, kind in FAULTS_OF_RANK_0.items():
+            assert isinstance(raised[fault], kind) and NAMED[fault] in str(raised[fault]), (fault, raised[fault])
 
 
 WAYS = ("everywhere", "from-rank-0", "submodule")

@@ -33,7 +33,7 @@ LAYOUTS.setdefault("1d-3-fsdp", Layout((("shard", 3),)))
 OPTIONS: dict[str, Any] = {"lr": LR, "ns_coefficients": "classic"}
 FAULT_STEP = 2
 TIMEOUT = 8.0  # of process groups
-PATIENCE = 2.0  # for what the other ranks report
+PATIENCE = 1.0  # for what the other ranks report
 SLACK = 12.0  # for a busy machine
 
 
@@ -197,7 +197,7 @@ def out_of_step(rank: int, world: int, layout: str, keep: bool, what: str, trans
     model = Ordered()
     options = dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT), transport=transport)  # type: ignore[arg-type]
     laid = lay(layout, model, keep=keep, comm=options)
-    be_impatient(model, PATIENCE + 2)
+    be_impatient(model, PATIENCE + 3)
     optimizer = dmuon.Muon(model, **OPTIONS)
     for step in range(FAULT_STEP + 3):
         other = rank == 1 and step == FAULT_STEP

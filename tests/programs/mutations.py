@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED_ELSEWHERE = ("solver", "kernels", "profiles")  # folders that are packages of dmuon
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 900  # a hang is noticed too
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ MUTATIONS = (
     Mutation(
         "a_gather_is_not_waited_for",
         "dmuon/comm",
-        "        self._pending.wait()\n        arrived = _Arrived(",
-        "        arrived = _Arrived(",
+        "        self._pending.wait()\n        arrived = {",
+        "        arrived = {",
         "tests/comm/test_redistribution.py",
     ),
     Mutation(
@@ -242,8 +242,8 @@ MUTATIONS = (
     Mutation(
         "cost_of_a_byte_is_nominal",
         "dmuon/exchanged",
-        "link_ns_per_byte(domain)\n        return",
-        "_NOMINAL_NS_PER_BYTE\n        return",
+        'if options.costs == "flops" else link_ns_per_byte(domain)',
+        "",
         "tests/exchanged/test_bounds.py",
     ),
     Mutation(
@@ -256,22 +256,22 @@ MUTATIONS = (
     Mutation(
         "another_owner_than_planned",
         "dmuon/exchanged",
-        "parcel = Parcel(1, placed.layout, everyone, domain.ranks.index(owner))\n            found",
-        "parcel = Parcel(1, placed.layout, everyone, 0)\n            found",
+        "Parcel(1, placed.layout, positions(len(placed.ranks)), position_in(placed.ranks, owner))",
+        "Parcel(1, placed.layout, positions(len(placed.ranks)), positions(1)[0])",
         "tests/exchanged/test_exchanged.py -k a_step_is_one_vote",
     ),
     Mutation(
         "a_stale_layout_is_kept",
         "dmuon/exchanged",
-        "changed = changed or any(_lies(p) != laid for p, laid in zip(self._params, self._laid, strict=True))\n",
+        "changed = changed or any(_lies(p) != laid for p, laid in zip(self.params, self._laid, strict=True))\n",
         "",
         "tests/exchanged/test_exchanged.py -k another_placement_is_planned_anew",
     ),
     Mutation(
-        "a_scatter_of_the_wrong_part",
+        "what_travels_is_the_wrong_part",
         "dmuon/comm",
-        "outgoing[position].append(_cut(whole[i], piece))",
-        "outgoing[position].append(_cut(whole[i].flip(1), piece))",
+        "view: Tensor = tensor[_each(blocks[0][1])]",
+        "view: Tensor = tensor.flip(1)[_each(blocks[0][1])]",
         "tests/comm/test_redistribution.py",
     ),
     # -- optimizer
@@ -321,7 +321,7 @@ MUTATIONS = (
     Mutation(
         "checksum_of_a_plan_is_not_checked",
         "dmuon/planning",
-        "if found != document[_CHECKSUM]:",
+        "if checksum != document[_CHECKSUM]:",
         "if not document[_CHECKSUM]:",
         "tests/planning/test_owner_plan.py",
     ),

@@ -26,7 +26,7 @@ def check(result: Plan, ranks: list[Rank]) -> None:
 
 
 @given(limited_problems())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_limits_hold_and_bound_and_makespan_enclose_the_optimum(case: Case) -> None:
     matrices, ranks, costs = case
     optimum = exact_makespan(matrices, ranks, costs)

@@ -25,7 +25,7 @@ Problem = tuple[list[Matrix], int, CostTable]
 
 
 @given(problems())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_bound_is_below_and_makespan_above_the_optimum_and_no_heuristic_is_better(problem: Problem) -> None:
     matrices, ranks, costs = problem
     result = plan(matrices, ranks, costs, SolveOptions(byte_slack=0.0))
@@ -37,7 +37,7 @@ def test_bound_is_below_and_makespan_above_the_optimum_and_no_heuristic_is_bette
 
 
 @given(problems())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_every_matrix_has_one_owner_and_the_loads_are_those_of_the_owners(problem: Problem) -> None:
     matrices, ranks, costs = problem
     result = plan(matrices, ranks, costs, GREEDY)

@@ -76,6 +76,14 @@ def replaced_momentum(laid: Laid, optimizer: dmuon.Muon) -> None:
         state["momentum_buffer"] = torch.ones_like(state["momentum_buffer"])
 
 
+def some_replaced_and_others_edited(laid: Laid, optimizer: dmuon.Muon) -> None:
+    owned = sorted(dmuon.owned_parameters(laid.model), key=lambda param: param.fqn)
+    state = optimizer.state[owned[0]]
+    state["momentum_buffer"] = torch.ones_like(state["momentum_buffer"])
+    for param in owned[1:]:
+        optimizer.state[param]["momentum_buffer"].mul_(0.5)
+
+
 def loaded(laid: Laid, optimizer: dmuon.Muon) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -91,7 +99,10 @@ def dropped_by_the_model(laid: Laid, optimizer: dmuon.Muon) -> None:
 
 
 STILL_RIGHT = [nothing, other_lr, another_backward, dropped, dropped_by_the_model]  # what landed last counts
-STALE = [clip, clip_by_value, scaled_in_place, replaced, other_momentum, edited_momentum, replaced_momentum, loaded]
+STALE = [
+    clip, clip_by_value, scaled_in_place, replaced, other_momentum, edited_momentum, replaced_momentum,
+    some_replaced_and_others_edited, loaded,
+]  # fmt: skip
 
 
 def train(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +23,10 @@ class Recorded:
 
     index = 0
 
-    def __init__(self, name: str, events: list[Event], domains: dict[str, object]) -> None:
+    def __init__(self, name: str, events: list[Event]) -> None:
         self.name = name
         self.exchanged = name[0] != ALONE
-        self.batches = [SimpleNamespace(domain=domains.setdefault(name[0], object()))]
+        self.queue = ord(name[0])
         self._events = events
 
     def start(self, *_: Any) -> None:
@@ -45,10 +44,9 @@ def driven(domains: str, prefetch: int) -> list[Event]:
     """What happens on a rank with these rounds, each named by its domain and its number within that."""
     events: list[Event] = []
     count: Counter[str] = Counter()
-    made: dict[str, object] = {}
     rounds = []
     for domain in domains:
-        rounds.append(Recorded(f"{domain}{count[domain]}", events, made))
+        rounds.append(Recorded(f"{domain}{count[domain]}", events))
         count[domain] += 1
     done = [
         round_

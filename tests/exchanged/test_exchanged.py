@@ -35,6 +35,7 @@ from harness.toy import (
     Reference,
     Toy,
     assert_equal_weights,
+    assert_same_bits,
     batch,
     build,
     full_state,
@@ -61,12 +62,6 @@ MAX_NORM = 0.5  # below the norm of every step
 
 def expected(thin: bool, steps: int) -> dict[str, Tensor]:
     return reference_weights(steps, matrix=is_matrix, block=ThinBlock if thin else Block)
-
-
-def assert_same_bits(results: list[dict[str, Tensor]]) -> None:
-    for weights in results[1:]:
-        for name, tensor in results[0].items():
-            assert torch.equal(weights[name], tensor), f"{name} differs between ranks"
 
 
 # -- trajectories ---------------------------------------------------------------------------------------------------

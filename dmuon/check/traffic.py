@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,25 +34,38 @@ class Amount:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the collectives of this rank while it is entered, by name of the process group."""
+    """Counts the collectives of this rank while it is entered, by process group and by operator of the back end."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._operations: Counter[str] = Counter()
-        self._nbytes: Counter[str] = Counter()
+        self._operations: Counter[tuple[str, str]] = Counter()  # by name of the group and operator
+        self._nbytes: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace == "c10d":
-            group = next((name for name in map(_group_name, args) if name), "")
-            self._operations[group] += 1
-            self._nbytes[group] += _region_nbytes(func.overloadpacket.__name__, args)
+            operator = func.overloadpacket.__name__
+            key = next((name for name in map(_group_name, args) if name), ""), operator
+            self._operations[key] += 1
+            self._nbytes[key] += _region_nbytes(operator, args)
         return func(*args, **(kwargs or {}))
 
-    def over(self, group: dist.ProcessGroup) -> Amount:
-        """What went over one group."""
-        return Amount(self._operations[group.group_name], self._nbytes[group.group_name])
+    def over(self, *groups: dist.ProcessGroup) -> Amount:
+        """What went over some groups."""
+        names = {group.group_name for group in groups}
+        return self._amount(key for key in self._operations if key[0] in names)
+
+    def operations(self) -> dict[str, int]:
+        """How many there were, by operator of ``torch.ops.c10d``."""
+        return {operator: amount.operations for operator, amount in self.by_operator().items()}
+
+    def by_operator(self) -> dict[str, Amount]:
+        """What went over any group, by operator of ``torch.ops.c10d``, such as ``broadcast_``."""
+        return {
+            operator: self._amount(key for key in self._operations if key[1] == operator)
+            for operator in sorted({operator for _, operator in self._operations})
+        }
 
     def of(self, comm: Comm) -> dict[str, Amount]:
         """What went over dmuon's own groups for owned matrices, by purpose."""
@@ -63,13 +76,14 @@ class Traffic(TorchDispatchMode):
                 purposes["reduce"].append(lane.gradients)
         if comm.tensor is not None:
             purposes["exchange"].append(comm.tensor)
-        return {
-            purpose: Amount(
-                sum(self._operations[group.group_name] for group in groups),
-                sum(self._nbytes[group.group_name] for group in groups),
-            )
-            for purpose, groups in purposes.items()
-        }
+        return {purpose: self.over(*groups) for purpose, groups in purposes.items()}
+
+    def _amount(self, keys: Iterable[tuple[str, str]]) -> Amount:
+        operations, nbytes = 0, 0
+        for key in keys:
+            operations += self._operations[key]
+            nbytes += self._nbytes[key]
+        return Amount(operations, nbytes)
 
 
 def compare_traffic(found: dict[str, Amount], runtime: Runtime) -> Reading:

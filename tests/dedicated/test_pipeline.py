@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.pool import RankPool
-from harness.toy import LR, Reference, assert_equal_weights, batch, build, full_state, loss_of, shard
+from harness.toy import OPTIONS, Reference, assert_equal_weights, batch, build, full_state, loss_of, shard
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -18,7 +17,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import dmuon
 from dmuon.dedicated.dedication import dedications
 
-OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "ns_coefficients": "classic"}
 STAGES, LAYERS, MICRO, STEPS, MAX_NORM = 2, 4, 4, 3, 0.5
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 CLIPS = "pp_mesh" in inspect.signature(dmuon.clip_grad_norm_).parameters

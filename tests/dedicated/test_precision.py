@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from harness.pool import RankPool
 from harness.toy import (
+    OPTIONS,
     Reference,
     assert_equal_weights,
     batch,
@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 import dmuon
 from dmuon.dedicated.owned_tensor import OwnedTensor
 
-OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
 BF16 = torch.bfloat16
 
 

@@ -13,14 +13,15 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.pool import RankPool
-from harness.topologies import LAYOUTS, Laid, lay
+from harness.topologies import LAYOUTS, Laid, lay, runtime_of
 from harness.toy import (
-    LR,
+    OPTIONS,
     WIDTH,
     Block,
     Reference,
     Toy,
     assert_equal_weights,
+    assert_same_bits,
     batch,
     build,
     full_state,
@@ -28,12 +29,10 @@ from harness.toy import (
     loss_of,
     reference_weights,
 )
-from test_runtime import (
+from programs.unusual import (
     KINDS,
     Optional,
     Variant,
-    _SingleProcess,
-    assert_same_on_all_ranks,
     dropped_batch,
     exceptions,
     forwards_that_never_run_backward,
@@ -41,7 +40,6 @@ from test_runtime import (
     plain_names,
     reference_variant,
     retained_graph,
-    runtime_of,
     step_twice,
     two_forwards_one_backward,
     two_forwards_two_backwards,
@@ -55,7 +53,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dmuon
 from dmuon.dedicated.dedication import dedications
 
-OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "ns_coefficients": "classic"}
 MERGED = 10**6  # bytes: all blocks of a toy model together
 
 Options = dict[str, Any]
@@ -108,7 +105,7 @@ def check_kinds(
 ) -> list[dict[str, Any]]:
     results = ranks(LAYOUTS[name].world, run_kinds, name, keep, comm, kinds, timeout=100)
     for kind in kinds:
-        assert_same_on_all_ranks([r[kind] for r in results])
+        assert_same_bits([r[kind] for r in results])
         try:
             assert_equal_weights(results[0][kind], _reference_variant(kind))
         except AssertionError as error:
@@ -204,7 +201,7 @@ def test_options_of_communication_change_no_bit(ranks: RankPool, name: str, keep
 def test_asynchronous_equals_synchronous_bitwise(ranks: RankPool, name: str, keep: bool) -> None:
     found = ranks(LAYOUTS[name].world, run_synchronous, name, keep, timeout=100)
     for one, other in found:
-        assert_same_on_all_ranks([one, other])
+        assert_same_bits([one, other])
 
 
 def run_synchronous(_rank: int, _world: int, name: str, keep: bool) -> list[dict[str, Tensor]]:
@@ -402,10 +399,10 @@ def test_sequences_equal_single_process(ranks: RankPool, sequence: Sequence) -> 
     modes: list[Any] = ALONE if sequence in WITHOUT_FSDP else [*ALONE[2:], ("hsdp", False, {})]
     results = ranks(4, run_sequence, sequence, modes, timeout=100)
     model = build()
-    sequence(model, _SingleProcess(model), lambda i: loss_of(model, *batch(i)))
+    sequence(model, Reference(model), lambda i: loss_of(model, *batch(i)))
     expected = {n: p.detach() for n, p in model.state_dict().items()}
     for index, mode in enumerate(modes):
-        assert_same_on_all_ranks([r[index] for r in results])
+        assert_same_bits([r[index] for r in results])
         try:
             assert_equal_weights(results[0][index], expected)
         except AssertionError as error:
@@ -455,7 +452,7 @@ def test_dropped_gradients_of_a_skipped_block_stay_dropped(ranks: RankPool, kind
     results = ranks(4, run_drop_then_skip, kind, modes)
     torch.manual_seed(0)
     model = Skipping()
-    drop_then_skip(model, _SingleProcess(model), lambda i: loss_of(model, *batch(i)), kind)
+    drop_then_skip(model, Reference(model), lambda i: loss_of(model, *batch(i)), kind)
     expected = {n: p.detach() for n, p in model.state_dict().items()}
     for found in results:
         for mode, weights in zip(modes, found, strict=True):
@@ -570,7 +567,7 @@ def run_compiled(_rank: int, _world: int, name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["ddp-2", pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_compiled_blocks_are_exact_and_compile_once(ranks: RankPool, name: str) -> None:
     model = build()
-    optimizer = _SingleProcess(model)
+    optimizer = Reference(model)
     for step in (0, 0, 1, 2):
         optimizer.zero_grad()
         loss_of(model, *batch(step)).backward()
@@ -682,7 +679,7 @@ def test_sequence_parallel_norms_and_copied_matrices(ranks: RankPool, kind: str,
     for weights, _, muon in results:
         assert len(muon) == 9 and all(map(is_matrix, muon)), "norms stay on AdamW"
         assert_equal_weights(weights, reference_weights(3))
-    assert_same_on_all_ranks([weights for weights, *_ in results])
+    assert_same_bits([weights for weights, *_ in results])
     assert sum(calls for _, calls, _ in results) == 9
 
 

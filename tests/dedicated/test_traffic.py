@@ -14,48 +14,34 @@ from harness.toy import WIDTH, Block, Toy, batch, build, loss_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
+from dmuon.check.traffic import Amount, Traffic
 from dmuon.dedicated.dedication import dedications
 from dmuon.report.accounting import expected_memory, expected_traffic
 
-KINDS = {"broadcast_": "weights", "_allgather_base_": "weights", "reduce_": "reduce", "_reduce_scatter_base_": "reduce"}
-
-
-class Count(TorchDispatchMode):
-    """Calls and bytes of collectives, by operator; ``*_base_`` operators count their larger side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[str, int] = {}
-        self.nbytes: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func.overloadpacket.__name__
-            tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, Tensor)]
-            size = tensors[0].nbytes if name == "alltoall_base_" else max((t.nbytes for t in tensors), default=0)
-            self.calls[name] = self.calls.get(name, 0) + 1
-            self.nbytes[name] = self.nbytes.get(name, 0) + size
-        return func(*args, **(kwargs or {}))
+OPERATORS = {
+    ("fill", "publish"): ("broadcast_", "_allgather_base_"),
+    ("reduce",): ("reduce_", "_reduce_scatter_base_"),
+    ("exchange",): ("alltoall_base_",),
+}
 
 
 def count_step(
     _rank: int, _world: int, name: str, keep: bool, micro: int, transport: Any
-) -> tuple[dict[str, int], dict[str, int], Any]:
+) -> tuple[dict[str, Amount], Any]:
     laid = lay(name, build(), keep=keep, comm=dmuon.CommOptions(transport=transport))
     model = laid.model
     optimizer = dmuon.Muon(model)
     tokens, targets = laid.part(batch(0))
     for _ in range(2):
-        with Count() as count:
+        with Traffic() as traffic:
             for i in range(micro):
                 dmuon.set_requires_gradient_sync(model, i == micro - 1)
                 loss_of(model, tokens, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return count.calls, count.nbytes, expected_traffic(dedications(model)[0].runtime, micro)
+    return traffic.by_operator(), expected_traffic(dedications(model)[0].runtime, micro)
 
 
 CASES = [
@@ -78,15 +64,12 @@ CASES = [
 def test_collectives_and_bytes_equal_the_formula(
     ranks: RankPool, name: str, keep: bool, micro: int, transport: str
 ) -> None:
-    for calls, nbytes, expected in ranks(LAYOUTS[name].world, count_step, name, keep, micro, transport):
-        for kinds, purposes in (
-            (("broadcast_", "_allgather_base_"), ("fill", "publish")),
-            (("reduce_", "_reduce_scatter_base_"), ("reduce",)),
-            (("alltoall_base_",), ("exchange",)),
-        ):
-            found = sum(calls.get(k, 0) for k in kinds), sum(nbytes.get(k, 0) for k in kinds)
+    for amounts, expected in ranks(LAYOUTS[name].world, count_step, name, keep, micro, transport):
+        for purposes, operators in OPERATORS.items():
+            counted = [amounts.get(operator, Amount()) for operator in operators]
+            found = sum(a.operations for a in counted), sum(a.nbytes for a in counted)
             wanted = sum(expected.calls.get(p, 0) for p in purposes), sum(expected.nbytes.get(p, 0) for p in purposes)
-            assert found == wanted, f"{purposes}: {found} calls and bytes, the formula says {wanted}; all: {calls}"
+            assert found == wanted, f"{purposes}: {found} calls and bytes, the formula says {wanted}; all: {amounts}"
 
 
 def _live_storage() -> int:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from harness.pool import RankPool
-from harness.toy import assert_equal_weights, batch, build, full_state, loss_of, reference_weights, shard
+from harness.toy import OPTIONS, assert_equal_weights, batch, build, full_state, loss_of, reference_weights, shard
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-
-OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
 
 
 def train(

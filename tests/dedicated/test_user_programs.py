@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn as nn
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
-from harness.toy import Reference, Toy, assert_equal_weights, batch, build, full_state, loss_of, shard
+from harness.toy import OPTIONS, Reference, Toy, assert_equal_weights, batch, build, full_state, loss_of, shard
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-
-OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -35,6 +35,7 @@ from harness.toy import (
     Reference,
     Toy,
     assert_equal_weights,
+    assert_same_bits,
     batch,
     build,
     full_state,
@@ -42,7 +43,6 @@ from harness.toy import (
     reference_weights,
     shard,
 )
-from test_traffic import Count
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -53,6 +53,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
 from dmuon import create_dtensor_config, create_processgroup_config
+from dmuon.check.traffic import Amount, Traffic
 from dmuon.layout.parcels import travels
 
 LENGTHS = pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
@@ -61,12 +62,6 @@ MAX_NORM = 0.5  # below the norm of every step
 
 def expected(thin: bool, steps: int) -> dict[str, Tensor]:
     return reference_weights(steps, matrix=is_matrix, block=ThinBlock if thin else Block)
-
-
-def assert_same_bits(results: list[dict[str, Tensor]]) -> None:
-    for weights in results[1:]:
-        for name, tensor in results[0].items():
-            assert torch.equal(weights[name], tensor), f"{name} differs between ranks"
 
 
 # -- trajectories ---------------------------------------------------------------------------------------------------
@@ -172,7 +167,7 @@ class Stage(nn.Module):
         return x if self.first else self.head(self.norm(x))
 
 
-def train_stages(rank: int, _world: int, given: bool) -> tuple[dict[str, Tensor], list[int]]:
+def train_stages(rank: int, _world: int, given: bool, steps: int) -> tuple[dict[str, Tensor], list[int]]:
     """Ranks 0 and 1 shard the first block, ranks 2 and 3 the others; activations and their gradients travel."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
     first, peer = rank < 2, (rank + 2) % 4
@@ -193,7 +188,7 @@ def train_stages(rank: int, _world: int, given: bool) -> tuple[dict[str, Tensor]
     ]
     optimizer = dmuon.Muon(groups, distributed_config=config, **OPTIONS)
     calls = []
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         tokens, targets = (part.chunk(2)[rank % 2] for part in batch(step))
         if first:
@@ -215,15 +210,16 @@ def train_stages(rank: int, _world: int, given: bool) -> tuple[dict[str, Tensor]
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["groups", "dtensors"])
-def test_pipeline_stages_do_not_meet(ranks: RankPool, given: bool) -> None:
-    results = ranks(4, train_stages, given)
-    single = expected(True)
+@LENGTHS
+def test_pipeline_stages_do_not_meet(ranks: RankPool, given: bool, steps: int) -> None:
+    results = ranks(4, train_stages, given, steps)
+    single = expected(True, steps)
     for weights, _ in results:
         assert_equal_weights(weights, {name: single[name] for name in weights})
     assert results[0][0].keys() | results[2][0].keys() == single.keys()
     for one, other, count in ((0, 1, 5), (2, 3, 10)):
         assert_same_bits([results[one][0], results[other][0]])
-        assert [a + b for a, b in zip(results[one][1], results[other][1], strict=True)] == [count] * STEPS
+        assert [a + b for a, b in zip(results[one][1], results[other][1], strict=True)] == [count] * steps
 
 
 # -- traffic --------------------------------------------------------------------------------------------------------
@@ -238,7 +234,7 @@ def count_step(_rank: int, _world: int, names: list[str], options: dict[str, Any
         for step in range(2):
             optimizer.zero_grad()
             laid.backward(step)
-            with no_whole_tensors(), Count() as count:
+            with no_whole_tensors(), Traffic() as traffic:
                 optimizer.step()
         exchanged = [r for r in optimizer._rounds if r.exchanged]
         rounds = [
@@ -250,8 +246,8 @@ def count_step(_rank: int, _world: int, names: list[str], options: dict[str, Any
         held = zip(exchange.params, exchange.owners, strict=True)
         local = [(p.numel(), p._local_tensor.numel() if isinstance(p, DTensor) else p.numel(), o) for p, o in held]
         found[name] = {
-            "calls": count.calls,
-            "received": count.nbytes.get("alltoall_base_", 0),
+            "calls": traffic.operations(),
+            "received": traffic.by_operator().get("alltoall_base_", Amount()).nbytes,
             "rounds": len(exchanged),
             "exchanges": sum(travels(routes) for routes, _ in rounds),
             "by the rounds": 4 * sum(sum(route.numel_in(at).values()) for routes, at in rounds for route in routes),

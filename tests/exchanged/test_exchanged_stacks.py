@@ -21,7 +21,6 @@ from harness.exchanged_layouts import (
 )
 from harness.pool import RankPool
 from harness.toy import DECAY, VOCAB, WIDTH, Reference, assert_equal_weights, batch, full_state, loss_of
-from test_traffic import Count
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import dmuon
 from dmuon import create_dtensor_config, create_processgroup_config
+from dmuon.check.traffic import Traffic
 
 SHAPES = [(5, 6, 4), (3, 4, 9), (1, 7, 7), (4, 1, 8)]
 MATRICES = [(7, 5), (9, 5)]
@@ -150,10 +150,14 @@ def count_local(rank: int, world: int, kind: str) -> tuple[dict[str, int], list[
     optimizer = dmuon.Muon([{"params": params, "use_muon": True}], distributed_config=config, **OPTIONS)
     for param in params:
         param.grad = torch.ones_like(param)
-    with no_whole_tensors(), Count() as count:
+    with no_whole_tensors(), Traffic() as traffic:
         optimizer.step()
     assert [optimizer.state[p]["momentum_buffer"].shape for p in params] == [p.shape for p in params]
-    return count.calls, [p.shape[0] for p in params], optimizer.last_step.ns_matrices
+    return (
+        traffic.operations(),
+        [p.shape[0] for p in params],
+        optimizer.last_step.ns_matrices,
+    )
 
 
 @pytest.mark.pitfall("P13")

@@ -20,10 +20,20 @@ from torch.distributed.tensor.placement_types import Placement
 import dmuon
 from dmuon import DistributedConfig, create_devicemesh_config, create_dtensor_config, create_processgroup_config
 from harness.topologies import tensor_parallel
-from harness.toy import DECAY, LR, WIDTH, Block, Toy, batch, build, fp32_newton_schulz, full_state, loss_of, shard
-
-OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "ns_coefficients": "classic"}
-
+from harness.toy import (
+    DECAY,
+    LR,
+    OPTIONS,
+    WIDTH,
+    Block,
+    Toy,
+    batch,
+    build,
+    fp32_newton_schulz,
+    full_state,
+    loss_of,
+    shard,
+)
 
 # -- models ---------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
+from dmuon.dedicated.dedication import dedications
 from harness.toy import shard
 
 
@@ -114,3 +115,7 @@ def lay(
     for position, extent in zip(coordinate, mesh.mesh.shape, strict=True):
         rank = rank * extent + position
     return Laid(model, mesh, rank, mesh.size())
+
+
+def runtime_of(model: nn.Module) -> Any:
+    return dedications(model)[0].runtime

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 VOCAB, WIDTH, HIDDEN = 17, 13, 29
 LR, DECAY = 2e-3, 0.1
+OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "ns_coefficients": "classic"}  # of dmuon.Muon
 
 
 class Block(nn.Module):
@@ -132,9 +133,9 @@ class Reference:
             self.muon.step()
         self.adamw.step()
 
-    def zero_grad(self) -> None:
-        self.muon.zero_grad()
-        self.adamw.zero_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.muon.zero_grad(set_to_none)
+        self.adamw.zero_grad(set_to_none)
 
 
 def reference_weights(
@@ -189,3 +190,10 @@ def assert_equal_weights(found: dict[str, Tensor], expected: dict[str, Tensor], 
     errors = relative_errors(found, expected)
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] <= tolerance, f"{worst}: relative error {errors[worst]:.2e} > {tolerance:.0e}; all: {errors}"
+
+
+def assert_same_bits(results: Sequence[Mapping[str, Tensor]]) -> None:
+    """Of every rank's weights."""
+    for weights in results[1:]:
+        for name, tensor in results[0].items():
+            assert torch.equal(weights[name], tensor), f"{name} differs between ranks"

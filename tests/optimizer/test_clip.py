@@ -16,7 +16,19 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.pool import RankPool
 from harness.topologies import lay
-from harness.toy import Block, Reference, Toy, assert_equal_weights, batch, build, full_state, is_matrix, loss_of, shard
+from harness.toy import (
+    OPTIONS,
+    Block,
+    Reference,
+    Toy,
+    assert_equal_weights,
+    batch,
+    build,
+    full_state,
+    is_matrix,
+    loss_of,
+    shard,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -33,7 +45,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dmuon
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
 
-OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
 STEPS = 4
 MAX_NORM = 0.5  # below the norm of every step, so that each one is clipped
 ORDERS = [2.0, 1.0, 3.5, 0.5, 0.0, math.inf, -math.inf, -1.0, -2.5]

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from harness.pool import RankPool
 from harness.toy import (
+    OPTIONS,
     Reference,
     Toy,
     assert_equal_weights,
@@ -35,7 +36,6 @@ import dmuon
 from dmuon.step import update
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
-OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
 
 
 def train(model: nn.Module, optimizer: Any, steps: range) -> None:

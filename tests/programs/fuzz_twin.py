@@ -16,8 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from harness.topologies import tensor_parallel
 from harness.toy import (
-    DECAY,
     LR,
+    OPTIONS,
     Block,
     Reference,
     Toy,
@@ -41,7 +41,6 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import runtime_of
 from dmuon.layout.topology import topology_of
 
-OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "ns_coefficients": "classic"}
 TOLERANCE = 1e-5  # relative, per tensor; rounding alone stays below 2e-6
 
 

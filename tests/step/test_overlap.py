@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, Laid, lay
-from harness.toy import batch, build, full_state, loss_of
+from harness.toy import OPTIONS, batch, build, full_state, loss_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,9 +19,6 @@ import dmuon
 from dmuon.dedicated.dedication import dedications
 from dmuon.step import rounds
 from dmuon.step.batches import Batch
-
-OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
-
 
 # -- Newton-Schulz during backward ---------------------------------------------------------------------------------
 

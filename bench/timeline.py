@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from training.model import GPT, GPTConfig
 
 import dmuon
+from dmuon.platform.figures import new_figure, save_png
 
 Span = tuple[str, float, float]  # name, start and end in milliseconds
 
@@ -102,13 +103,8 @@ def lane(name: str) -> tuple[str, str] | None:
 
 
 def draw(everyone: list[list[Span]], out: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
-
-    figure, axes = plt.subplots(figsize=(12, 1.2 + 1.3 * len(everyone)))
+    figure = new_figure(12, 1.2 + 1.3 * len(everyone), layout="tight")
+    axes = figure.subplots()
     labels = []
     for rank, spans in enumerate(everyone):
         start = min(begin for _, begin, _ in spans)
@@ -137,13 +133,14 @@ def draw(everyone: list[list[Span]], out: Path) -> None:
         "reduce": "reduce (to owners)",
         "rest": "FSDP2",
     }
+    from matplotlib.patches import Patch
+
     handles = [Patch(color=colour, label=names.get(kind, kind)) for kind, colour in COLOURS.items()]
     axes.legend(handles=handles, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=110)
+    save_png(figure, out)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
+from dmuon.platform.figures import new_figure, save_png
+
 Record = dict[str, Any]
 WARMUP_STEPS = 5  # not timed: allocation, first use of each kernel
 BASELINE = "adamw"
@@ -107,12 +109,8 @@ def format_table(runs: Sequence[Run]) -> str:
 
 def plot(runs: Sequence[Run], path: Path) -> None:
     """Writes a PNG: training and validation loss against step, and against training time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    figure = new_figure(12, 4.5, layout="tight")
+    axes = figure.subplots(1, 2, sharey=True)
     optimizers = list(dict.fromkeys(run.optimizer for run in runs))
     first_seed = runs[0].seed
     for run in runs:
@@ -133,9 +131,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     axes[0].legend()
     for axis in axes:
         axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save_png(figure, path)
 
 
 def _column(records: Iterable[Record], key: str) -> list[float]:

@@ -18,6 +18,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import coefficient_sequence, update_scale
 from dmuon.model.names import canonical_fqn
 from dmuon.model.routing import Select, route_parameters
+from dmuon.platform.options import check_flag, is_number
 from dmuon.platform.torch_private import flattened_by_fsdp1, replicate_group, unwrapped_for_ddp
 
 __all__ = [
@@ -192,8 +193,7 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 def _check_muon_options(group: Mapping[str, Any]) -> None:
     _in_range("momentum", group["momentum"], 0.0, 1.0, open_above=True)
-    if not isinstance(group["nesterov"], bool):
-        raise TypeError(f"nesterov must be True or False, got {group['nesterov']!r}")
+    check_flag("nesterov", group["nesterov"])
     if group["ns_dtype"] is not None and not isinstance(group["ns_dtype"], torch.dtype):
         raise TypeError(f"ns_dtype must be a torch.dtype or None, got {group['ns_dtype']!r}")
     coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
@@ -228,10 +228,9 @@ def _check_param(param: Tensor, use_muon: bool) -> None:
 
 
 def _in_range(name: str, value: Any, low: float, high: float, *, open_above: bool = False) -> None:
-    number = value if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) else None
-    if number is None:
+    if not (isinstance(value, Tensor) or is_number(value)):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    number = float(number)
+    number = float(value)
     if not (low <= number and (number < high if open_above else number <= high)):
         bound = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g}{')' if open_above else ']'}"
         raise ValueError(f"{name} must be {bound}, got {number}")

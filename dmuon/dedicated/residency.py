@@ -14,7 +14,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch
-from dmuon.step.residency import Residency
+from dmuon.step.residency import MOMENTUM, Residency
 from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
 from dmuon.step.task import Shared, Task
 
@@ -97,7 +97,7 @@ class Dedicated(Residency):
 
     def shown(self, param: Tensor, local: Tensor) -> Tensor:
         matrix = self._runtime.entry_of(param)
-        return matrix.like_rest(local, f"{matrix.fqn}.momentum_buffer")
+        return matrix.like_rest(local, f"{matrix.fqn}.{MOMENTUM}")
 
     def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
         """An even row-sharded DTensor."""

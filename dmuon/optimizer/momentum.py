@@ -14,11 +14,9 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import agree
 from dmuon.dedicated.state_dict import describe
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.residency import Residency
+from dmuon.step.residency import MOMENTUM, Residency
 
-__all__ = ["MOMENTUM", "Momentum"]
-
-MOMENTUM = "momentum_buffer"
+__all__ = ["Momentum"]
 
 _State = MutableMapping[Any, Any]  # `optimizer.state`: a dict of values by parameter
 

@@ -14,7 +14,9 @@ from dmuon.step.parts import like_param, part_like
 from dmuon.step.rounds import AloneRound, Round
 from dmuon.step.task import Task, unplanned_batch_size
 
-__all__ = ["Alone", "Residency"]
+__all__ = ["MOMENTUM", "Alone", "Residency"]
+
+MOMENTUM = "momentum_buffer"  # in the optimizer's state
 
 
 class Residency(ABC):

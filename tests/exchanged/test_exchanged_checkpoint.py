@@ -252,7 +252,7 @@ def exchange_momentum(
     run = start(name, seed=4)
     set_model_state_dict(run.model, weights if rank == 0 else {}, options=FROM_RANK_0)
     matrices = [p for n, p in inner(run).named_parameters() if is_matrix(n)]
-    config = run.optimizer._given_config and dmuon.create_dtensor_config(costs="flops")
+    config = run.optimizer._config and dmuon.create_dtensor_config(costs="flops")
     optimizer = dmuon.Muon(matrices, lr=1.0, distributed_config=config)
     optimizer.load_state_dict(muon)
     given = {i: values[MOMENTUM] for i, values in muon["state"].items()}
@@ -455,7 +455,7 @@ def train_with_edit(_rank: int, _world: int, name: str, how: str, saving: bool) 
         edit(run, how)
     if saving:  # what is saved is what the next step would use
         state = run.optimizer.state_dict()
-        config = run.optimizer._given_config and dmuon.create_dtensor_config(costs="flops")
+        config = run.optimizer._config and dmuon.create_dtensor_config(costs="flops")
         run = Run(run.model, dmuon.Muon(run.model, **OPTIONS, distributed_config=config), run.part)
         run.optimizer.load_state_dict(state)
     run.train(range(2, 4))

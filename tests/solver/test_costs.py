@@ -103,3 +103,11 @@ def test_unknown_sources_and_shapes_are_refused() -> None:
         CostTable({S: {1: 1}}, {(8, 8): "estimated"})
     with pytest.raises(ValueError, match=r"no cost for shape \(8, 8\); measure it with dmuon-profile"):
         CostTable({S: {1: 1}}).cost((8, 8), 1)
+
+
+def test_a_transfer_is_paid_for_each_matrix_of_a_batch() -> None:
+    table = CostTable({(4, 8): {1: 100, 2: 150, 4: 260}, (8, 8): {1: 10}}, {(4, 8): "measured", (8, 8): "estimated"})
+    dearer = table.with_transfer({(4, 8): 7})
+    assert dearer.costs == {(4, 8): {1: 107, 2: 164, 4: 288}, (8, 8): {1: 10}}
+    assert dearer.sources == table.sources
+    assert table.costs[4, 8][2] == 150, "the table itself stays"

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from harness.pool import RankPool
-from harness.toy import OPTIONS, assert_equal_weights, batch, build, full_state, loss_of, reference_weights, shard
+from harness.topologies import runtime_of
+from harness.toy import (
+    OPTIONS,
+    assert_equal_weights,
+    assert_same_bits,
+    batch,
+    build,
+    full_state,
+    loss_of,
+    reference_weights,
+    shard,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -39,6 +50,7 @@ def train(
             (loss_of(model, t, y) / micro).backward()
         optimizer.step()
         calls += optimizer.last_step.ns_matrices
+    assert {entry.master.dtype for entry in runtime_of(model).entries()} == {torch.float32}
     return full_state(model), calls, len(dmuon.owned_parameters(model))
 
 
@@ -51,9 +63,7 @@ def test_five_steps_equal_single_process(ranks: RankPool, world: int, keep: bool
     expected = reference_weights()
     for weights, _, _ in results:
         assert_equal_weights(weights, expected)
-    for name, tensor in results[0][0].items():
-        for weights, _, _ in results[1:]:
-            assert torch.equal(weights[name], tensor), f"{name} differs between ranks"
+    assert_same_bits([weights for weights, *_ in results])
     owned = results[0][2]
     assert owned == 9
     assert sum(calls for _, calls, _ in results) == 5 * owned, "every matrix is orthogonalized once a step"
@@ -69,4 +79,5 @@ def test_accumulation_equals_one_big_batch(ranks: RankPool, no_sync: bool, fsdp:
     for weights, calls, owned in results:
         assert_equal_weights(weights, expected)
         assert calls <= 5 * owned
+    assert_same_bits([weights for weights, *_ in results])
     assert sum(calls for _, calls, _ in results) == 5 * 9, "once a step, not once a micro-batch"

@@ -265,8 +265,8 @@ MUTATIONS = (
     Mutation(
         "a_stale_layout_is_kept",
         "dmuon/exchanged",
-        "changed = changed or any(_lies(p) != laid for p, laid in zip(self.params, self._laid, strict=True))\n",
-        "",
+        "changed = changed or any(_lies(p) != laid for p, laid in zip(self.params, self._laid, strict=True))",
+        "changed = bool(changed)",
         "tests/exchanged/test_exchanged.py -k another_placement_is_planned_anew",
     ),
     Mutation(

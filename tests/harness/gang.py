@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -18,10 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "dmuon"]
-)
+from harness.forks import CONTEXT
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ def run(
         logs = [Path(folder) / f"{rank}.log" for rank in range(world)]
         port = Path(folder) / "port" if store is None else store.port
         processes = [
-            _context.Process(target=_main, args=(rank, world, port, timeout, str(log), program, args), daemon=True)
+            CONTEXT.Process(target=_main, args=(rank, world, port, timeout, str(log), program, args), daemon=True)
             for rank, log in enumerate(logs)
         ]
         ended: dict[int, float] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import pickle
 import re
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from harness.forks import CONTEXT
 from harness.worker import Call, dump, load, qualified_name, work
 
 MAX_WORLD = 4
@@ -64,7 +64,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Worker:
-    process: Any  # multiprocessing.context.SpawnProcess
+    process: Any  # multiprocessing.context.ForkServerProcess
     connection: Connection
     log: Path
 
@@ -84,7 +84,6 @@ class RankPool:
         self._renew = renew
         self._generations: Counter[int] = Counter()
         self._directory = tempfile.TemporaryDirectory(prefix="dmuon-ranks-")
-        self._context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
         self._store: dist.TCPStore | None = None  # type: ignore[name-defined]
         self._calls = itertools.count()
@@ -205,10 +204,10 @@ class RankPool:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         started = []
         for rank in range(len(self._workers), world):
-            ours, theirs = self._context.Pipe()
+            ours, theirs = CONTEXT.Pipe()
             log = Path(self._directory.name) / f"worker{next(self._logs)}.log"
             log.touch()
-            process = self._context.Process(target=work, args=(rank, theirs, str(log)), name=f"rank{rank}", daemon=True)
+            process = CONTEXT.Process(target=work, args=(rank, theirs, str(log)), name=f"rank{rank}", daemon=True)
             process.start()
             theirs.close()
             started.append(_Worker(process, ours, log))

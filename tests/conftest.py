@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
+        if item.path.parent.name == "dedicated":
+            item.add_marker("dedicated")
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,6 @@ class Comm:
         fill_stream: whole weights are gathered along the row, while the block before them computes.
         publish_stream: updated weights are sent along the column, while the optimizer updates the next ones.
         reduce_stream: gradients are reduced and averaged, while backward computes the next ones.
-        streams: of the device, on which fills, publications and reductions start, so that they overlap with compute.
         row: the ranks over which weights are sharded: fills and reductions. None if weights are not sharded.
         column: those that hold the same shard in every replica: publications and reductions. None with one replica.
         group: over ``ranks``: broadcasts of initial values, state dicts, and other collectives that block.

@@ -13,7 +13,7 @@ Transport = Literal["auto", "broadcast", "single", "list"]
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """Offsets in elements; weights and gradients of a group share it.
+    """Offsets in elements; the weights of a buffer and their gradients share it.
 
     Attributes:
         row, column: how segments travel along a row, and parts of a segment along a column.

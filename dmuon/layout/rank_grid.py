@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -11,9 +12,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.layout.ranks import GlobalRank
 
-__all__ = ["COPIES", "ROLES", "MeshDim", "RankGrid", "ShardDims", "grid_of_mesh", "mesh_dim"]
+__all__ = [
+    "COPIES",
+    "ROLES",
+    "MeshDim",
+    "RankGrid",
+    "ShardDims",
+    "Weights",
+    "grid_of_mesh",
+    "mesh_dim",
+    "weights_laid_out",
+]
 
 ROLES = ("tp", "ep", "fsdp", "dp", "cp", "pp")  # what cuts a parameter first comes first
+
+Weights = Literal["copies", "shards", "parts", "as laid out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +44,7 @@ class MeshDim:
     """
 
     role: str
-    weights: Literal["copies", "shards", "parts", "as laid out"]
+    weights: Weights
     parts: tuple[str, ...]
 
 
@@ -40,10 +53,10 @@ _DIMS = (
     MeshDim("dp", "as laid out", ("rep", "ddp")),  # before "ep", whose letters are in it
     MeshDim("fsdp", "shards", ("fsdp", "hsdp", "shard")),  # before "dp": "dp_shard" shards
     MeshDim("tp", "parts", ("tensor", "tp")),
-    MeshDim("ep", "parts", ("expert", "ep")),
-    MeshDim("pp", "parts", ("pipe", "pp")),
-    MeshDim("dp", "as laid out", ("dp", "data")),
     MeshDim("cp", "copies", ("context", "cp")),  # ranks of one sequence
+    MeshDim("ep", "parts", ("expert", "ep")),
+    MeshDim("pp", "parts", ("pipe", "pipeline", "pp")),
+    MeshDim("dp", "as laid out", ("dp", "data")),
 )
 # Roles along which plain tensors are copies unless shard_dims tells otherwise.
 COPIES = frozenset(dim.role for dim in _DIMS if dim.weights in ("copies", "as laid out"))
@@ -114,6 +127,19 @@ def grid_of_mesh(mesh: DeviceMesh, names: Sequence[str], rank: GlobalRank) -> Ra
 def mesh_dim(name: str) -> MeshDim | None:
     """What the name of a mesh's dimension says that it is for; None where it says nothing."""
     return next((dim for dim in _DIMS if any(part in name.lower() for part in dim.parts)), None)
+
+
+def weights_laid_out(name: str) -> Weights:
+    """What ``dedicate_params`` makes of the weights along a dimension: shards, unless the name says something else.
+
+    A name with ``replicate`` in it says copies. Any other must say one thing alone: ``cp`` and ``context_parallel`` are
+    copies, ``tp`` and ``pipeline`` are parts, whereas ``dp_cp``, ``expert_dp`` and ``step`` are shards.
+    """
+    dim = mesh_dim(name)
+    if dim is None or dim.weights == "as laid out":
+        return "shards"
+    words = set(re.findall("[a-z]+", name.lower())) - {"parallel"}
+    return dim.weights if "replicate" in dim.parts or words <= set(dim.parts) else "shards"
 
 
 def _role_of(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.layout.rank_grid import mesh_dim
+from dmuon.layout.rank_grid import Weights, mesh_dim, weights_laid_out
 from dmuon.layout.ranks import GlobalRank
 
 __all__ = ["Coordinate", "Topology", "topology_of"]
@@ -98,7 +98,7 @@ def topology_of(mesh: DeviceMesh) -> Topology:
     return Topology(ranks, tuple(coordinates[rank] for rank in ranks), replicas, grid.shape[1])
 
 
-def _weights(mesh: DeviceMesh) -> list[Literal["copies", "shards"]]:
+def _weights(mesh: DeviceMesh) -> list[Weights]:
     """What the ranks along each dimension are to hold."""
     names = mesh.mesh_dim_names
     if names is None:
@@ -107,16 +107,14 @@ def _weights(mesh: DeviceMesh) -> list[Literal["copies", "shards"]]:
                 f"mesh has {mesh.ndim} dimensions without names; name them: those that contain 'replicate' replicate, "
                 "the others shard"
             )
-        unnamed: list[Literal["copies", "shards"]] = ["copies", "shards"]
+        unnamed: list[Weights] = ["copies", "shards"]
         return unnamed[-mesh.ndim :]
-    weights: list[Literal["copies", "shards"]] = []
     for name in names:
         dim = mesh_dim(name)
-        if dim is not None and dim.weights == "parts":
+        if dim is not None and weights_laid_out(name) == "parts":
             raise ValueError(
                 f"mesh dimension {name!r} is one of {_PARALLELISM[dim.role]} parallelism; pass the data-parallel "
                 "dimensions only, for example mesh['replicate', 'shard'] (tensor parallelism is read off the "
                 "parameters; pipeline stages and expert groups are dedicated on their own)"
             )
-        weights.append("copies" if dim is not None and dim.weights == "copies" else "shards")
-    return weights
+    return [weights_laid_out(name) for name in names]

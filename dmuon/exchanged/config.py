@@ -25,7 +25,7 @@ class Waitable(Protocol):
     def wait(self) -> object: ...
 
 
-Task = Mapping[int, int] | Mapping[int, list[int] | tuple[int, ...]]
+Owners = Mapping[int, int] | Mapping[int, list[int] | tuple[int, ...]]
 Returned = Tensor | None | Waitable | tuple[Tensor | None, Waitable | None]
 
 
@@ -81,7 +81,7 @@ class DistributedConfig:
         TypeError, ValueError: a field of the wrong type or out of its range, by name.
     """
 
-    assign_fn: Callable[..., Task]
+    assign_fn: Callable[..., Owners]
     gather_fn: Callable[..., Returned]
     redistribute_fn: Callable[..., Returned]
     state: dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def exchange_for(
             owners, fault = _asked(config, params)
             planned: Layouts | None = state[LAYOUTS]  # by a generated function, if the user's one has called that
             if layouts is not None and planned is not None and planned.alike(layouts):
-                layouts = planned
+                layouts = replace(layouts, plans=planned.plans)
     domains: list[tuple[Domain, list[Tensor]]] = []
     if layouts is not None:
         domains = [(domain, layouts.members(domain)) for domain in layouts.domains.values()]
@@ -153,7 +153,7 @@ class Exchanged:
     owner: GlobalRank
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Exchange(Residency):
     """The assignment of an optimizer's matrices to ranks. Made anew when parameters or layouts change.
 
@@ -237,7 +237,7 @@ class Exchange(Residency):
             )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LayoutExchange(Exchange):
     """By generated functions: many matrices at once, by the layouts of the parameters.
 
@@ -287,7 +287,7 @@ class LayoutExchange(Exchange):
         return [f"ranks {' '.join(map(str, ranks))}: {plan.report()}" for ranks, plan in plans]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class UserExchange(Exchange):
     """By a user's ``gather_fn`` and ``redistribute_fn``, or one of them: one parameter of each owner at a time.
 

@@ -24,7 +24,7 @@ __all__ = ["Layouts", "Ranks", "lay_out"]
 Ranks = tuple[GlobalRank, ...]  # ascending
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Layouts:
     """What one rank knows of its parameters once all ranks that share one of them agree on it.
 

@@ -37,11 +37,15 @@ class Route:
 
     def numel_out(self, position: Position) -> dict[Position, int]:
         """Elements that the rank at ``position`` sends to each other one."""
-        return {to: self._numel(position, to) for to in self.receivers if position in self.senders and to != position}
+        if position not in self.senders:
+            return {}
+        return {to: self._numel(position, to) for to in self.receivers if to != position}
 
     def numel_in(self, position: Position) -> dict[Position, int]:
         """Elements that the rank at ``position`` gets from each other one."""
-        return {of: self._numel(of, position) for of in self.senders if position in self.receivers and of != position}
+        if position not in self.receivers:
+            return {}
+        return {of: self._numel(of, position) for of in self.senders if of != position}
 
     def _numel(self, sender: Position, receiver: Position) -> int:
         return self.count * self.piece(sender, receiver).numel

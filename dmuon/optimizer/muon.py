@@ -210,11 +210,13 @@ class Muon(torch.optim.Optimizer):
         self._laid_out = self._param_ids()
 
     def _find_residencies(self, muon: list[Tensor]) -> list[Residency]:
-        """Where the parameters in ``muon`` live. Collective, as building the optimizer is."""
-        last, self._exchange, self._residencies = self._exchange, None, []
+        """Where the parameters in ``muon`` live. Collective, as building the optimizer is.
+
+        What cannot be laid out leaves the optimizer as it was, so that a caller may take it out again.
+        """
         others = [p for p in muon if not isinstance(p, OwnedTensor)]
         names = [self._names[id(p)] for p in others]
-        self._exchange = exchange_for(self._config, self._copies, others, names, self._device, last)
+        self._exchange = exchange_for(self._config, self._copies, others, names, self._device, self._exchange)
         if self._exchange is None:
             self._prefetch = 1
             return [*dedicated_residencies(muon), Alone(others)]

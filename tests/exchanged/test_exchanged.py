@@ -800,3 +800,27 @@ def test_schedulers_reach_both_routes_and_closures_work(ranks: RankPool) -> None
         assert_equal_weights(weights, dict(model.state_dict()))
         assert losses == [0.0, 1.0, 2.0, 3.0]
         assert rates == [LR / 16, LR / 8, LR / 8]
+
+
+def refused_group(_rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """Weights after a step, of an optimizer that refused a group which was taken out again, and of one beside it."""
+    mesh = init_device_mesh("cpu", (world,))
+    weights = []
+    for refuse in (True, False):
+        weight = parameter(noise(0, 6, 5), mesh, [Shard(0)])
+        optimizer = dmuon.Muon([weight], distributed_config=create_dtensor_config(costs="flops"), **OPTIONS)
+        if refuse:
+            unreduced = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+            with pytest.raises(ValueError, match="Partial"):
+                optimizer.add_param_group({"params": [unreduced], "use_muon": True})
+            optimizer.param_groups.pop()
+        give(weight, noise(1, 6, 5))
+        optimizer.step()
+        weights.append(whole(weight))
+    assert not torch.equal(weights[1], noise(0, 6, 5))
+    return weights[0], weights[1]
+
+
+def test_a_refused_group_that_is_taken_out_again_changes_nothing(ranks: RankPool) -> None:
+    for refused, beside in ranks(2, refused_group):
+        assert torch.equal(refused, beside)

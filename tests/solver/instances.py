@@ -1,4 +1,4 @@
-"""Small planning problems, and their exact answers by exhaustion."""
+"""Small planning problems, their exact answers by exhaustion, and the matrices of large models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from itertools import product
 from hypothesis import strategies as st
 
 from dmuon.solver import CostTable, Matrix, Plan, Rank
+from dmuon.solver.problem import Problem, build_problem
 
+Case = tuple[list[Matrix], int, CostTable]
+LimitedCase = tuple[list[Matrix], list[Rank], CostTable]
 SHAPES = [(64, 64), (64, 256), (128, 128)]
 
 
@@ -25,9 +28,49 @@ def make_matrices(counts: Sequence[int], blocks: int = 2) -> list[Matrix]:
     ]
 
 
+def decoder(layers: int, hidden: int, narrow: int, inner: int) -> list[Matrix]:
+    """A Llama-like model: attention with few key and value heads, and a gated MLP."""
+    sides = {"q": (hidden, hidden), "k": (narrow, hidden), "v": (narrow, hidden), "o": (hidden, hidden)}
+    sides |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    return [Matrix(f"{i}.{name}", *shape, f"layers.{i}") for i in range(layers) for name, shape in sides.items()]
+
+
+LLAMA_8B, LLAMA_70B = (4096, 1024, 14336), (8192, 1024, 28672)
+
+
 def linear_costs(*single: int) -> CostTable:
     """A batch costs its matrices one by one."""
-    return CostTable({SHAPES[s]: {1: cost} for s, cost in enumerate(single)})
+    return shape_costs(*({1: cost} for cost in single))
+
+
+def shape_costs(*batches: dict[int, int]) -> CostTable:
+    """What batches of the i-th shape cost; of a shape that has no matrices, nothing."""
+    return CostTable({SHAPES[s]: costs for s, costs in enumerate(batches) if costs})
+
+
+BATCHED = shape_costs({1: 70, 4: 200}, {1: 110, 4: 390}, {1: 130, 4: 500})
+STEEP = shape_costs({1: 100, 4: 110}, {1: 60, 2: 66}, {1: 130})
+ALMOST_FREE = shape_costs(*[{1: 100, 2: 105, 4: 110}] * 3)  # a batch of four costs little more than one
+GRAHAM = make_matrices([2, 2, 3]), 3, linear_costs(5, 4, 3)  # the worst case of LPT on three ranks: 11 ns, not 9
+
+
+def wave_costs(matrices: Sequence[Matrix]) -> CostTable:
+    """Whole waves of 132 processors, 20 µs each, over 128 x 128 tiles."""
+    tiles = {m.shape: math.ceil(m.rows / 128) * math.ceil(m.cols / 128) for m in matrices}
+    return CostTable(
+        {
+            shape: {k: 20_000 * math.ceil(k * count / 132) + 50_000 for k in (1, 2, 4, 8, 16, 32)}
+            for shape, count in tiles.items()
+        }
+    )
+
+
+def built(matrices: Sequence[Matrix], ranks: int | Sequence[Rank], costs: CostTable) -> Problem:
+    return build_problem(tuple(matrices), owners_of(ranks), costs)
+
+
+def owners_of(ranks: int | Sequence[Rank]) -> list[Rank]:
+    return [Rank(i) for i in range(ranks)] if isinstance(ranks, int) else list(ranks)
 
 
 def exact_makespan(matrices: Sequence[Matrix], ranks: int | Sequence[Rank], costs: CostTable) -> int | None:
@@ -35,7 +78,7 @@ def exact_makespan(matrices: Sequence[Matrix], ranks: int | Sequence[Rank], cost
     members = Counter(m.key for m in matrices)
     classes = sorted(members)
     state = {m.key: m.state_bytes for m in matrices}
-    owners = [Rank(i) for i in range(ranks)] if isinstance(ranks, int) else list(ranks)
+    owners = owners_of(ranks)
 
     def load(rank: Rank, row: tuple[int, ...]) -> float:
         held = [(key, n) for key, n in zip(classes, row, strict=True) if n]
@@ -71,7 +114,7 @@ def recomputed_loads(plan: Plan, costs: CostTable) -> list[int]:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[Matrix], int, CostTable]:
+def problems(draw: st.DrawFn) -> Case:
     """Two or three shapes, two to four ranks, arbitrary batch costs.
 
     One shape or one rank is no problem at all, and left to itself the strategy draws little else.
@@ -101,7 +144,7 @@ def unequal_ranks(draw: st.DrawFn, matrices: Sequence[Matrix]) -> list[Rank]:
 
 
 @st.composite
-def limited_problems(draw: st.DrawFn) -> tuple[list[Matrix], list[Rank], CostTable]:
+def limited_problems(draw: st.DrawFn) -> LimitedCase:
     """As ``problems``, over unequal ranks, the matrices in one or two pools."""
     matrices, _, costs = draw(problems())
     pooled = [replace(m, pool=draw(st.sampled_from(["", "experts"]))) for m in matrices]

@@ -11,27 +11,21 @@ from typing import Any
 
 import pulp
 import pytest
-from instances import linear_costs, make_matrices
+from instances import GRAHAM, built, linear_costs, make_matrices
 
-from dmuon.solver import Plan, Rank, SolveOptions, exact, plan, planner
+from dmuon.solver import Plan, SolveOptions, baseline, exact, plan, planner
 from dmuon.solver.compact_milp import assign_within
 from dmuon.solver.milp_solver import MilpSolver
-from dmuon.solver.problem import Problem, build_problem
 
 EXACT = SolveOptions(gap_target=0.0, backend="cbc")
-REAL_SOLVE = pulp.PULP_CBC_CMD.actualSolve
-BACKENDS = [
-    "cbc",
-    pytest.param("highs", marks=pytest.mark.skipif(not importlib.util.find_spec("highspy"), reason="no HiGHS")),
-]
-
-
-@pytest.fixture
-def no_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Column generation proves and finds nothing, so that the compact MILP must."""
-    monkeypatch.setattr(exact.PatternPool, "refute", lambda self, capacity: "unknown")
-    monkeypatch.setattr(exact.PatternPool, "assign", lambda self, capacity: None)
-    monkeypatch.setattr(exact, "_REPACK_FAILURES", 0)
+GREEDY = SolveOptions(method="greedy", gap_target=0.0)
+each_backend = pytest.mark.parametrize(
+    "backend",
+    [
+        "cbc",
+        pytest.param("highs", marks=pytest.mark.skipif(not importlib.util.find_spec("highspy"), reason="no HiGHS")),
+    ],
+)
 
 
 def solve(options: SolveOptions = EXACT) -> Plan:
@@ -39,26 +33,22 @@ def solve(options: SolveOptions = EXACT) -> Plan:
     return plan(make_matrices([1, 2]), 2, linear_costs(10, 7), options)
 
 
-def built(counts: list[int], ranks: int, *single: int) -> Problem:
-    return build_problem(make_matrices(counts), [Rank(i) for i in range(ranks)], linear_costs(*single))
-
-
 def test_column_generation_closes_the_gap_that_the_envelope_leaves() -> None:
-    greedy, closed = solve(SolveOptions(method="greedy", gap_target=0.0)), solve()
+    greedy, closed = solve(GREEDY), solve()
     assert (greedy.bound_ns, greedy.makespan_ns) == (12, 14)
     assert (closed.bound_ns, closed.makespan_ns) == (14, 14)
     assert closed.reason == "proven within 0.00% of the optimum by column generation"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.usefixtures("no_patterns")
+@each_backend
+@pytest.mark.usefixtures("compact_only")
 def test_the_compact_milp_closes_it_too(backend: Any) -> None:
     result = solve(SolveOptions(gap_target=0.0, backend=backend))
     assert (result.bound_ns, result.makespan_ns) == (14, 14)
     assert "by the compact MILP" in result.reason
 
 
-@pytest.mark.usefixtures("no_patterns")
+@pytest.mark.usefixtures("compact_only")
 def test_milp_proves_a_start_that_is_already_the_optimum() -> None:
     # With the makespan capped exactly at 758 ns, CBC's preprocessing called such a model infeasible.
     with warnings.catch_warnings():
@@ -67,46 +57,33 @@ def test_milp_proves_a_start_that_is_already_the_optimum() -> None:
     assert (result.bound_ns, result.makespan_ns) == (758, 758)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_backend
 def test_a_capacity_that_is_exactly_the_optimum_is_possible_and_one_less_is_not(backend: Any) -> None:
-    problem, solver = built([2, 1], 2, 732, 26), MilpSolver(backend)
+    problem, solver = built(make_matrices([2, 1]), 2, linear_costs(732, 26)), MilpSolver(backend)
     status, counts = assign_within(problem, 758, solver, 10)
     assert status == "feasible" and counts is not None and problem.makespan(counts) == 758
     assert assign_within(problem, 757, solver, 10) == ("infeasible", None)
 
 
-def lpt_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "_starts", lambda p, bound: [("lpt", planner.longest_first(p))])
-    monkeypatch.setattr(planner, "shorten", lambda problem, counts, bound: counts)
-    monkeypatch.setattr(exact, "shorten", lambda problem, counts, bound: counts)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.usefixtures("no_patterns")
-def test_milp_finds_what_lpt_misses(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    lpt_only(monkeypatch)
-    matrices, costs = make_matrices([2, 2, 3]), linear_costs(5, 4, 3)  # Graham's worst case of LPT on three ranks
-    assert plan(matrices, 3, costs, SolveOptions(method="greedy")).makespan_ns == 11
-    result = plan(matrices, 3, costs, SolveOptions(gap_target=0.0, backend=backend))
-    assert (result.makespan_ns, result.bound_ns, result.stage) == (9, 9, "milp")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_patterns_find_what_lpt_misses(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    lpt_only(monkeypatch)
-    result = plan(make_matrices([2, 2, 3]), 3, linear_costs(5, 4, 3), SolveOptions(gap_target=0.0, backend=backend))
-    assert (result.makespan_ns, result.bound_ns, result.stage) == (9, 9, "patterns")
-
-
-@pytest.mark.usefixtures("no_patterns")
-def test_repacking_a_few_ranks_finds_what_lpt_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    lpt_only(monkeypatch)
-    monkeypatch.setattr(exact, "_REPACK_FAILURES", 12)
-    problem = planner.baseline("lpt", make_matrices([2, 2, 3]), 3, linear_costs(5, 4, 3))
-    assert problem.makespan_ns == 11
-    result = plan(make_matrices([2, 2, 3]), 3, linear_costs(5, 4, 3), EXACT)
-    assert (result.makespan_ns, result.stage) == (9, "milp")
-    assert "MILPs over a few ranks" in result.reason
+@each_backend
+@pytest.mark.parametrize(
+    ("missing", "stage", "reason"),
+    [
+        ((), "patterns", ""),
+        (("proofs", "finds", "repacking"), "milp", "by the compact MILP"),
+        (("proofs", "finds"), "milp", "MILPs over a few ranks"),
+    ],
+    ids=["patterns", "compact", "repacking"],
+)
+def test_exact_methods_find_what_lpt_misses(
+    leave_out: Callable[..., None], missing: tuple[str, ...], stage: str, reason: str, backend: Any
+) -> None:
+    assert baseline("lpt", *GRAHAM).makespan_ns == 11
+    leave_out("search", *missing)
+    assert plan(*GRAHAM, SolveOptions(method="greedy")).makespan_ns == 11
+    result = plan(*GRAHAM, SolveOptions(gap_target=0.0, backend=backend))
+    assert (result.makespan_ns, result.bound_ns, result.stage) == (9, 9, stage)
+    assert reason in result.reason
 
 
 def test_nothing_is_solved_when_the_envelope_already_proves_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,12 +94,12 @@ def test_nothing_is_solved_when_the_envelope_already_proves_the_plan(monkeypatch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = plan(make_matrices([8]), 4, linear_costs(10), SolveOptions(method="milp", backend="cbc"))
-        assert solve(SolveOptions(method="greedy")).gap > 0.1
-        assert solve(SolveOptions(method="greedy")).reason == "method 'greedy' runs no MILP"
+        greedy = solve(SolveOptions(method="greedy"))
     assert result.gap == 0.0
+    assert greedy.gap > 0.1 and greedy.reason == "method 'greedy' runs no MILP"
 
 
-@pytest.mark.usefixtures("no_patterns")
+@pytest.mark.usefixtures("compact_only")
 def test_auto_builds_no_compact_milp_above_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     result = solve(SolveOptions(gap_target=0.0, search_space_threshold=5))
     assert result.reason == "found nothing shorter; the gap stays 14.29%"
@@ -145,6 +122,9 @@ def test_an_explicit_back_end_that_is_missing_is_an_error(monkeypatch: pytest.Mo
     assert MilpSolver("auto").name == "CBC"
 
 
+# What CBC may do instead of solving.
+
+
 def crash(solver: Any, model: Any) -> int:
     raise pulp.PulpSolverError("Pulp: Error while trying to execute cbc")
 
@@ -154,58 +134,63 @@ def run_out_of_time(solver: Any, model: Any) -> int:
     return pulp.LpStatusNotSolved
 
 
-def call_nothing_optimal(solver: Any, model: Any) -> int:
-    model.assignVarsVals({v.name: 0 for v in model.variables()})
-    model.assignStatus(pulp.LpStatusOptimal, pulp.LpSolutionOptimal)
-    return pulp.LpStatusOptimal
+def call_optimal(*chosen: str) -> Callable[[Any, Any], int]:
+    """Declare as the optimum that these variables are 1 and all others 0."""
+
+    def answer(solver: Any, model: Any) -> int:
+        model.assignVarsVals({v.name: float(v.name in chosen) for v in model.variables()})
+        model.assignStatus(pulp.LpStatusOptimal, pulp.LpSolutionOptimal)
+        return pulp.LpStatusOptimal
+
+    return answer
 
 
-def call_too_long_optimal(solver: Any, model: Any) -> int:
-    """The dear matrix and a cheap one together, 17 ns, declared to fit."""
-    chosen = {"x_0_0_1", "x_1_0_1", "x_0_1_0", "x_1_1_1"}
-    model.assignVarsVals({v.name: float(v.name in chosen) for v in model.variables()})
-    model.assignStatus(pulp.LpStatusOptimal, pulp.LpSolutionOptimal)
-    return pulp.LpStatusOptimal
+TOO_LONG = ("x_0_0_1", "x_1_0_1", "x_0_1_0", "x_1_1_1")  # the dear matrix and a cheap one together
 
 
 @pytest.mark.pitfall("P51")
 @pytest.mark.parametrize(
-    ("fault", "says"),
+    ("fault", "missing", "options", "says"),
     [
-        (crash, "PulpSolverError: Pulp: Error while trying to execute cbc"),
-        (call_nothing_optimal, "no assignment of every matrix"),
-        (call_too_long_optimal, "claims an assignment within 1[23] ns; it takes 17 ns"),
+        *(
+            (fault, ("proofs", "finds", "repacking"), {"method": method}, f"the MILP failed: .*{says}")
+            for fault, says in (
+                (crash, "PulpSolverError: Pulp: Error while trying to execute cbc"),
+                (call_optimal(), "no assignment of every matrix"),
+                (call_optimal(*TOO_LONG), "claims an assignment within 1[23] ns; it takes 17 ns"),
+            )
+            for method in ("auto", "milp")
+        ),
+        (crash, (), {}, "the MILP failed: "),  # in column generation
+        (run_out_of_time, (), {}, "the MILP failed: "),
+        (None, (), {}, r"PuLP cannot be imported .* install pulp>=3.3,<4"),
+        (..., (), {"time_limit_s": 1e-9}, "the MILP stopped at the time limit of 1e-09 s. The plan is the best so far"),
     ],
 )
-@pytest.mark.parametrize("method", ["auto", "milp"])
-@pytest.mark.usefixtures("no_patterns")
 def test_a_failing_solver_leaves_the_heuristic_plan_and_a_warning(
-    monkeypatch: pytest.MonkeyPatch, fault: Callable[[Any, Any], int], says: str, method: Any
+    monkeypatch: pytest.MonkeyPatch,
+    leave_out: Callable[..., None],
+    fault: Any,
+    missing: tuple[str, ...],
+    options: dict[str, Any],
+    says: str,
 ) -> None:
-    heuristic = solve(SolveOptions(method="greedy", gap_target=0.0))
-    monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", fault)
-    with pytest.warns(UserWarning, match=f"the MILP failed: .*{says}"):
-        result = solve(SolveOptions(method=method, gap_target=0.0, backend="cbc"))
+    """``fault`` is what CBC does, None if PuLP is not installed, or ``...`` if nothing is wrong but the time."""
+    leave_out(*missing)
+    heuristic = solve(GREEDY)
+    if fault is None:
+        monkeypatch.setitem(sys.modules, "pulp", None)
+    elif fault is not ...:
+        monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", fault)
+    with pytest.warns(UserWarning, match=says):
+        result = solve(SolveOptions(gap_target=0.0, backend="cbc", **options))
     assert result.digest == heuristic.digest
     assert (result.bound_ns, result.makespan_ns) == (12, 14)
-    assert result.reason.startswith("failed")
+    assert result.reason.startswith("failed") or "failed" not in says
 
 
 @pytest.mark.pitfall("P51")
-@pytest.mark.parametrize("fault", [crash, run_out_of_time])
-def test_a_solver_that_fails_in_column_generation_leaves_the_heuristic_plan_and_a_warning(
-    monkeypatch: pytest.MonkeyPatch, fault: Callable[[Any, Any], int]
-) -> None:
-    heuristic = solve(SolveOptions(method="greedy", gap_target=0.0))
-    monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", fault)
-    with pytest.warns(UserWarning, match="the MILP failed: "):
-        result = solve()
-    assert result.digest == heuristic.digest
-    assert (result.bound_ns, result.makespan_ns) == (12, 14)
-
-
-@pytest.mark.pitfall("P51")
-@pytest.mark.usefixtures("no_patterns")
+@pytest.mark.usefixtures("compact_only")
 def test_a_solver_that_finds_nothing_in_time_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", run_out_of_time)
     result = solve()
@@ -213,31 +198,15 @@ def test_a_solver_that_finds_nothing_in_time_proves_nothing(monkeypatch: pytest.
 
 
 @pytest.mark.pitfall("P51")
-def test_a_time_limit_ends_the_search_with_a_warning_and_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    heuristic = solve(SolveOptions(method="greedy", gap_target=0.0))
-    with pytest.warns(UserWarning, match="the MILP stopped at the time limit of 1e-09 s. The plan is the best so far"):
-        result = solve(SolveOptions(gap_target=0.0, time_limit_s=1e-9))
-    assert result.digest == heuristic.digest
-    assert (result.bound_ns, result.makespan_ns) == (12, 14)
-
-
-@pytest.mark.pitfall("P51")
-def test_a_missing_solver_leaves_the_heuristic_plan_and_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    heuristic = solve(SolveOptions(method="greedy", gap_target=0.0))
-    monkeypatch.setitem(sys.modules, "pulp", None)
-    with pytest.warns(UserWarning, match=r"PuLP cannot be imported .* install pulp>=3.3,<4"):
-        result = solve()
-    assert result.digest == heuristic.digest
-
-
-@pytest.mark.pitfall("P51")
-def test_a_claim_that_an_assignment_refutes_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    lpt_only(monkeypatch)  # 11 ns, where 9 ns is possible
+def test_a_claim_that_an_assignment_refutes_ends_the_search(
+    monkeypatch: pytest.MonkeyPatch, leave_out: Callable[..., None]
+) -> None:
+    leave_out("search")  # 11 ns, where 9 ns is possible
     monkeypatch.setattr(exact, "_DIVES", (0.0,))
     monkeypatch.setattr(exact._Search, "_raise_bound", lambda self, pool: setattr(self, "bound", 10))
     monkeypatch.setattr(exact.PatternPool, "assign", lambda self, capacity: planner.multifit(self.problem, 9, 11))
     with pytest.warns(UserWarning, match="a bound of 10 ns was claimed; an assignment takes 9 ns"):
-        result = plan(make_matrices([2, 2, 3]), 3, linear_costs(5, 4, 3), EXACT)
+        result = plan(*GRAHAM, EXACT)
     assert (result.bound_ns, result.makespan_ns) == (9, 11)
 
 

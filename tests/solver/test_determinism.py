@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Callable
 
 import pytest
-from instances import SHAPES, linear_costs, make_matrices
-from test_pattern_milp import LLAMA, llama, staircase
+from instances import BATCHED, LLAMA_8B, STEEP, Case, decoder, linear_costs, make_matrices, wave_costs
 
-from dmuon.solver import CostTable, Matrix, Plan, SolveOptions, exact, plan, planner
+from dmuon.solver import Plan, SolveOptions, plan
 
-BATCHED = CostTable({SHAPES[0]: {1: 70, 4: 200}, SHAPES[1]: {1: 110, 4: 390}, SHAPES[2]: {1: 130, 4: 500}})
-CASES: dict[str, tuple[list[Matrix], int, CostTable]] = {
+LLAMA = decoder(40, *LLAMA_8B)
+CASES: dict[str, Case] = {
     "heuristic": (make_matrices([9, 7, 5]), 4, linear_costs(70, 110, 130)),
-    "column generation": (llama(40), 64, CostTable({shape: staircase(shape) for shape in LLAMA})),
+    "column generation": (LLAMA, 64, wave_costs(LLAMA)),
     "batched": (make_matrices([23, 17, 11], blocks=6), 7, BATCHED),
     "many ranks": (make_matrices([93, 71, 55], blocks=30), 40, BATCHED),
 }
@@ -34,17 +34,13 @@ def test_all_runs_give_one_digest(name: str, backend: str, runs: int) -> None:
 
 
 @pytest.mark.pitfall("P51")
-def test_small_milps_never_run_to_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("compact_only")
+def test_small_milps_never_run_to_the_time_limit() -> None:
     """Told to take one thread, CBC waited for it until the limit in one of five solves of this very model."""
-    monkeypatch.setattr(exact.PatternPool, "refute", lambda self, capacity: "unknown")
-    monkeypatch.setattr(exact.PatternPool, "assign", lambda self, capacity: None)
-    monkeypatch.setattr(exact, "_REPACK_FAILURES", 0)
-    costs = CostTable({SHAPES[0]: {1: 100, 4: 110}, SHAPES[1]: {1: 60, 2: 66}, SHAPES[2]: {1: 130}})
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         for _ in range(20):
-            result = plan(make_matrices([7, 5, 3], blocks=3), 3, costs, SolveOptions(backend="cbc"))
-            assert result.gap <= 0.01
+            assert plan(make_matrices([7, 5, 3], blocks=3), 3, STEEP, SolveOptions(backend="cbc")).gap <= 0.01
 
 
 both = pytest.mark.skipif(not importlib.util.find_spec("highspy"), reason="HiGHS is not installed")
@@ -63,18 +59,12 @@ def test_two_solvers_give_one_digest(name: str, gap: float) -> None:
 
 
 @both
-@pytest.mark.parametrize("stage", ["patterns", "milp"])
-def test_two_solvers_choose_the_same_of_many_optima(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+@pytest.mark.parametrize("missing", [(), ("finds",)], ids=["patterns", "milp"])
+def test_two_solvers_choose_the_same_of_many_optima(leave_out: Callable[..., None], missing: tuple[str, ...]) -> None:
     """From a poor start, so that the counts are the solver's own."""
-    monkeypatch.setattr(planner, "_starts", lambda p, bound: [("lpt", planner.longest_first(p))])
-    monkeypatch.setattr(planner, "shorten", lambda problem, counts, bound: counts)
-    monkeypatch.setattr(exact, "shorten", lambda problem, counts, bound: counts)
-    monkeypatch.setattr(exact, "_REPACK_FAILURES", 0)
-    if stage == "milp":
-        monkeypatch.setattr(exact.PatternPool, "assign", lambda self, capacity: None)
-    costs = CostTable({SHAPES[0]: {1: 100, 4: 110}, SHAPES[1]: {1: 60, 2: 66}, SHAPES[2]: {1: 130}})
+    leave_out("search", "repacking", *missing)
     results = [
-        plan(make_matrices([7, 5, 3], blocks=3), 3, costs, SolveOptions(backend=backend))  # type: ignore[arg-type]
+        plan(make_matrices([7, 5, 3], blocks=3), 3, STEEP, SolveOptions(backend=backend))  # type: ignore[arg-type]
         for backend in ("highs", "cbc")
     ]
     assert {r.stage for r in results} <= {"patterns", "milp"}

@@ -5,29 +5,29 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from instances import SHAPES, linear_costs, make_matrices, problems
+from instances import ALMOST_FREE, GRAHAM, Case, built, linear_costs, make_matrices, problems, shape_costs
 
-from dmuon.solver import CostTable, Matrix, Rank
+from dmuon.solver import CostTable
 from dmuon.solver.bound import lower_bound
 from dmuon.solver.greedy import batch_greedy, longest_first
 from dmuon.solver.local_search import level_bytes, shorten
 from dmuon.solver.multifit import multifit
-from dmuon.solver.problem import Problem, build_problem
+from dmuon.solver.problem import Problem
 
 
 def build(counts: list[int], ranks: int, costs: CostTable) -> Problem:
-    return build_problem(make_matrices(counts), [Rank(i) for i in range(ranks)], costs)
+    return built(make_matrices(counts), ranks, costs)
 
 
 def test_greedy_sees_a_batch_where_lpt_sees_single_matrices() -> None:
     # Six matrices in one batch cost less than the dear one beside them; LPT weighs them at 600 ns and splits them.
-    problem = build([6, 0, 1], 2, CostTable({SHAPES[0]: {1: 100, 2: 105, 4: 110}, SHAPES[2]: {1: 300}}))
+    problem = build([6, 0, 1], 2, shape_costs({1: 100, 2: 105, 4: 110}, {}, {1: 300}))
     makespans = problem.makespan(batch_greedy(problem)), problem.makespan(longest_first(problem))
     assert makespans == (300, 400)
 
 
 def test_multifit_keeps_batches_together_that_greedy_deals_out() -> None:
-    problem = build([4, 4, 4], 3, CostTable({shape: {1: 100, 2: 105, 4: 110} for shape in SHAPES}))
+    problem = build([4, 4, 4], 3, ALMOST_FREE)
     greedy = problem.makespan(batch_greedy(problem))
     packed = multifit(problem, lower_bound(problem), greedy)
     assert packed is not None
@@ -35,7 +35,7 @@ def test_multifit_keeps_batches_together_that_greedy_deals_out() -> None:
 
 
 def test_search_swaps_its_way_out_of_the_worst_case_of_lpt() -> None:
-    problem = build([2, 2, 3], 3, linear_costs(5, 4, 3))
+    problem = built(*GRAHAM)
     start = longest_first(problem)
     assert (problem.makespan(start), problem.makespan(shorten(problem, start, 9))) == (11, 9)
 
@@ -47,7 +47,7 @@ def test_search_empties_a_rank_that_holds_everything() -> None:
 
 
 def test_levelling_spreads_what_a_free_batch_lets_pile_up() -> None:
-    problem = build([16], 4, CostTable({SHAPES[0]: dict.fromkeys((1, 2, 4, 8, 16), 1000)}))
+    problem = build([16], 4, shape_costs(dict.fromkeys((1, 2, 4, 8, 16), 1000)))
     assert level_bytes(problem, np.array([[16], [0], [0], [0]]), 1000).tolist() == [[4]] * 4
 
 
@@ -61,15 +61,11 @@ def test_levelling_stops_at_the_limit() -> None:
 @pytest.mark.pitfall("P52")
 @given(problems())
 @settings(deadline=None, max_examples=100)
-def test_search_and_levelling_keep_every_matrix_and_never_lengthen(
-    problem: tuple[list[Matrix], int, CostTable],
-) -> None:
-    matrices, ranks, costs = problem
-    built = build_problem(matrices, [Rank(i) for i in range(ranks)], costs)
-    start = longest_first(built)
-    before = built.makespan(start)
-    shorter = shorten(built, start, lower_bound(built))
-    level = level_bytes(built, shorter, built.makespan(shorter))
-    assert built.is_complete(shorter) and built.is_complete(level)
-    assert built.makespan(level) <= built.makespan(shorter) <= before
-    assert built.rank_bytes(level).max() <= built.rank_bytes(shorter).max()
+def test_search_and_levelling_keep_every_matrix_and_never_lengthen(case: Case) -> None:
+    problem = built(*case)
+    start = longest_first(problem)
+    shorter = shorten(problem, start, lower_bound(problem))
+    level = level_bytes(problem, shorter, problem.makespan(shorter))
+    assert problem.is_complete(shorter) and problem.is_complete(level)
+    assert problem.makespan(level) <= problem.makespan(shorter) <= problem.makespan(start)
+    assert problem.rank_bytes(level).max() <= problem.rank_bytes(shorter).max()

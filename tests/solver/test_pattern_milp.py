@@ -10,19 +10,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instances import SHAPES, exact_makespan, limited_problems, linear_costs, make_matrices, problems
+from instances import (
+    BATCHED,
+    LLAMA_8B,
+    Case,
+    LimitedCase,
+    built,
+    decoder,
+    exact_makespan,
+    limited_problems,
+    linear_costs,
+    make_matrices,
+    problems,
+    wave_costs,
+)
 
-from dmuon.solver import CostTable, Infeasible, Matrix, Rank, SolveOptions, plan
+from dmuon.solver import Infeasible, Rank, SolveOptions, plan
 from dmuon.solver.bound import lower_bound
 from dmuon.solver.milp_solver import MilpSolver
 from dmuon.solver.pattern_milp import PatternPool, _Knapsack
-from dmuon.solver.problem import Problem, build_problem
-
-Case = tuple[list[Matrix], int, CostTable]
-
-
-def built(matrices: list[Matrix], ranks: int | list[Rank], costs: CostTable) -> Problem:
-    return build_problem(matrices, [Rank(i) for i in range(ranks)] if isinstance(ranks, int) else ranks, costs)
+from dmuon.solver.problem import Problem
 
 
 def pool(problem: Problem, backend: str = "auto") -> PatternPool:
@@ -39,7 +46,7 @@ def most_valuable(problem: Problem, kind: int, capacity: int, prices: np.ndarray
 @given(limited_problems(), st.integers(1, 2000), st.lists(st.integers(0, 50), min_size=8, max_size=8), st.data())
 @settings(deadline=None, max_examples=200)
 def test_the_relaxed_knapsack_is_an_upper_bound_and_the_strict_one_fits(
-    case: tuple[list[Matrix], list[Rank], CostTable], capacity: int, values: list[int], data: st.DataObject
+    case: LimitedCase, capacity: int, values: list[int], data: st.DataObject
 ) -> None:
     try:
         problem = built(*case)
@@ -64,7 +71,7 @@ def test_the_relaxed_knapsack_is_an_upper_bound_and_the_strict_one_fits(
 
 @given(problems())
 @settings(deadline=None, max_examples=100)
-def test_column_generation_refutes_no_capacity_that_suffices(case: Case) -> None:
+def test_patterns_refute_no_capacity_that_suffices_and_assign_every_matrix_within_it(case: Case) -> None:
     problem, optimum = built(*case), exact_makespan(*case)
     assert optimum is not None
     patterns = pool(problem)
@@ -72,13 +79,6 @@ def test_column_generation_refutes_no_capacity_that_suffices(case: Case) -> None
     envelope = lower_bound(problem)
     if envelope > 1:
         assert patterns.refute(envelope - 1) == "infeasible"
-
-
-@given(problems())
-@settings(deadline=None, max_examples=100)
-def test_patterns_assign_every_matrix(case: Case) -> None:
-    problem, optimum = built(*case), exact_makespan(*case)
-    assert optimum is not None
     counts = pool(problem).assign(optimum)
     assert counts is not None and problem.is_complete(counts)
 
@@ -92,34 +92,17 @@ def test_the_bound_sees_that_few_matrices_fit_a_rank() -> None:
     assert pool(wide).refute(19) == "infeasible"
 
 
-LLAMA = [(4096, 4096), (1024, 4096), (4096, 14336)]
-
-
-def staircase(shape: tuple[int, int]) -> dict[int, int]:
-    """Whole waves of 132 processors, 20 µs each, over 128 x 128 tiles."""
-    tiles = math.ceil(shape[0] / 128) * math.ceil(shape[1] / 128)
-    return {k: 20_000 * math.ceil(k * tiles / 132) + 50_000 for k in (1, 2, 4, 8, 16, 32)}
-
-
-def llama(layers: int) -> list[Matrix]:
-    parts = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096)}
-    parts |= {"gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)}
-    return [Matrix(f"{i}.{name}", *shape, f"{i}") for i in range(layers) for name, shape in parts.items()]
-
-
 @pytest.mark.parametrize("ranks", [24, 64, 100, 1024])
 def test_large_worlds_are_proven_within_one_percent(ranks: int) -> None:
-    costs = CostTable({shape: staircase(shape) for shape in LLAMA})
-    result = plan(llama(40), ranks, costs)
+    matrices = decoder(40, *LLAMA_8B)
+    result, greedy = (plan(matrices, ranks, wave_costs(matrices), SolveOptions(method=m)) for m in ("auto", "greedy"))
     assert result.gap <= 0.01
-    greedy = plan(llama(40), ranks, costs, SolveOptions(method="greedy"))
     assert greedy.bound_ns <= result.bound_ns <= result.makespan_ns <= greedy.makespan_ns
 
 
 def test_unequal_ranks_get_patterns_of_their_own() -> None:
     ranks = [Rank(i, speed=1.0 if i < 30 else 0.5) for i in range(40)]
-    costs = CostTable({SHAPES[0]: {1: 70, 4: 200}, SHAPES[1]: {1: 110, 4: 390}, SHAPES[2]: {1: 130, 4: 500}})
-    result = plan(make_matrices([93, 71, 55], blocks=30), ranks, costs)
+    result = plan(make_matrices([93, 71, 55], blocks=30), ranks, BATCHED)
     assert result.gap <= 0.01
     held = result.rank_matrices
     assert sum(held[:30]) / 30 > 1.2 * sum(held[30:]) / 10

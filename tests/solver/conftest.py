@@ -1,0 +1,36 @@
+"""Parts of the exact methods that can be left out, so that what remains must do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dmuon.solver import exact, planner
+
+LeaveOut = Callable[..., None]
+
+
+@pytest.fixture
+def leave_out(monkeypatch: pytest.MonkeyPatch) -> LeaveOut:
+    """``leave_out(*names)``: of "proofs" and "finds" by patterns, "repacking", and "search" (then LPT alone starts)."""
+
+    def leave(*names: str) -> None:
+        if "proofs" in names:
+            monkeypatch.setattr(exact.PatternPool, "refute", lambda self, capacity: "unknown")
+        if "finds" in names:
+            monkeypatch.setattr(exact.PatternPool, "assign", lambda self, capacity: None)
+        if "repacking" in names:
+            monkeypatch.setattr(exact, "_REPACK_FAILURES", 0)
+        if "search" in names:
+            monkeypatch.setattr(planner, "_starts", lambda p, bound: [("lpt", planner.longest_first(p))])
+            monkeypatch.setattr(planner, "shorten", lambda problem, counts, bound: counts)
+            monkeypatch.setattr(exact, "shorten", lambda problem, counts, bound: counts)
+
+    return leave
+
+
+@pytest.fixture
+def compact_only(leave_out: LeaveOut) -> None:
+    """Column generation proves and finds nothing, so that the compact MILP must."""
+    leave_out("proofs", "finds", "repacking")

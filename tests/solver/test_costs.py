@@ -39,25 +39,20 @@ def test_chunk_is_measured_and_within_three_percent_of_the_best_average(measured
     assert all(isotonic[k] / k > 1.03 * best * (1 - 1e-12) for k in measured if k < chunk)
 
 
-def test_cost_between_measurements_is_linear() -> None:
-    table = CostTable({S: {1: 100, 4: 160}})
-    assert [table.cost(S, n) for n in range(5)] == [0, 100, 120, 140, 160]
-
-
-def test_cost_beyond_a_chunk_is_chunks_and_a_remainder() -> None:
-    table = CostTable({S: {1: 100, 2: 120, 4: 240}})
-    assert table.chunk(S) == 2
-    assert [table.cost(S, n) for n in (2, 3, 4, 7)] == [120, 220, 240, 460]
-
-
-def test_a_longer_batch_within_three_percent_is_not_worth_waiting_for() -> None:
-    assert CostTable({S: {1: 100, 2: 120, 4: 234}}).chunk(S) == 2
-    assert CostTable({S: {1: 100, 2: 120, 4: 232}}).chunk(S) == 4
-
-
-def test_noise_that_makes_a_larger_batch_cheaper_is_flattened() -> None:
-    table = CostTable({S: {1: 100, 2: 180, 4: 170}})
-    assert [table.cost(S, n) for n in range(1, 5)] == [100, 180, 180, 180]
+@pytest.mark.parametrize(
+    ("measured", "chunk", "costs"),
+    [
+        ({1: 100, 4: 160}, 4, {0: 0, 1: 100, 2: 120, 3: 140, 4: 160}),  # linear between measurements
+        ({1: 100, 2: 120, 4: 240}, 2, {2: 120, 3: 220, 4: 240, 7: 460}),  # beyond: chunks and a remainder
+        ({1: 100, 2: 120, 4: 234}, 2, {}),  # a longer batch within three percent is not worth waiting for
+        ({1: 100, 2: 120, 4: 232}, 4, {}),
+        ({1: 100, 2: 180, 4: 170}, 4, {1: 100, 2: 180, 3: 180, 4: 180}),  # noise that makes it cheaper is flattened
+    ],
+)
+def test_costs_and_chunks_by_hand(measured: dict[int, int], chunk: int, costs: dict[int, int]) -> None:
+    table = CostTable({S: measured})
+    assert table.chunk(S) == chunk
+    assert {n: table.cost(S, n) for n in costs} == costs
 
 
 def test_flop_estimates_follow_the_cheaper_form() -> None:

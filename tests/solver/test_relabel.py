@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instances import LLAMA_8B, decoder
 
 from dmuon.solver import Matrix
 from dmuon.solver.inputs import Rank
@@ -27,12 +28,9 @@ def tasks(draw: st.DrawFn) -> Task:
     speeds = st.sampled_from([1.0, 1.0, 2.0])
     places = [node for node, size in enumerate(nodes) for _ in range(size)]
     ranks = [Rank(i, node=node, speed=draw(speeds)) for i, node in enumerate(places)]
-    matrices = [
-        Matrix(f"m{i}", *side, block=f"layers.{block}")
-        for i, (side, block) in enumerate(
-            draw(st.lists(st.tuples(st.sampled_from([(8, 8), (8, 16)]), st.integers(0, 11)), min_size=1, max_size=20))
-        )
-    ]
+    kinds = st.tuples(st.sampled_from([(8, 8), (8, 16)]), st.integers(0, 11))
+    drawn = draw(st.lists(kinds, min_size=1, max_size=20))
+    matrices = [Matrix(f"m{i}", *side, block=f"layers.{block}") for i, (side, block) in enumerate(drawn)]
     return matrices, {m.name: draw(st.integers(0, len(ranks) - 1)) for m in matrices}, ranks
 
 
@@ -102,13 +100,9 @@ def test_the_xor_rule_sends_consecutive_owners_to_other_nodes_and_lanes() -> Non
 
 
 def test_a_decoder_on_four_nodes_of_eight_costs_less_than_by_the_xor_rule() -> None:
-    sides = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 3
-    matrices = [Matrix(f"{b}.{i}", *side, block=f"{b}") for b in range(32) for i, side in enumerate(sides)]
-    rng, ranks = np.random.default_rng(0), grid(4, 8)
-    owners: dict[str, int] = {}
-    for block in range(32):
-        drawn = rng.permutation(32).tolist()
-        owners.update({f"{block}.{i}": drawn[i] for i in range(7)})
+    matrices, rng, ranks = decoder(32, *LLAMA_8B), np.random.default_rng(0), grid(4, 8)
+    drawn = [owner for _ in range(32) for owner in rng.permutation(32).tolist()[:7]]
+    owners = {m.name: owner for m, owner in zip(matrices, drawn, strict=True)}
     reached = link_cost(matrices, relabel(matrices, owners, ranks), ranks)
     assert reached < 0.97 * link_cost(matrices, xor_labels(owners, ranks), ranks)
     assert reached < 0.97 * link_cost(matrices, owners, ranks)

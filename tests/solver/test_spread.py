@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instances import SHAPES, linear_costs, make_matrices
+from instances import LLAMA_8B, SHAPES, decoder, linear_costs, make_matrices
 
 from dmuon.solver import CostTable, Matrix, SolveOptions, plan
 from dmuon.solver.spread import ClassKey, _bound, _least, _tabulate, block_bytes, spread_blocks
@@ -38,42 +38,24 @@ def spread_bound(matrices: Sequence[Matrix], quota: Quota) -> int:
     return _bound(table, _least(table))
 
 
-def decoder(layers: int, hidden: int, narrow: int, inner: int) -> list[Matrix]:
-    """A Llama-like model: attention with few key and value heads, and a gated MLP."""
-    sides = [(hidden, hidden)] * 2 + [(narrow, hidden)] * 2 + [(inner, hidden)] * 3
-    return [
-        Matrix(f"layers.{layer}.{i}", *side, block=f"layers.{layer}")
-        for layer in range(layers)
-        for i, side in enumerate(sides)
-    ]
+Task = tuple[list[Matrix], dict[str, int], int]
 
 
 @st.composite
-def tasks(draw: st.DrawFn) -> tuple[list[Matrix], dict[str, int], int]:
+def tasks(draw: st.DrawFn) -> Task:
     """Matrices of a few shapes, sizes and pools in a few blocks, owners at random, and the number of ranks."""
     ranks = draw(st.integers(1, 5))
+    kinds = st.tuples(st.sampled_from(SHAPES), st.integers(0, 3), st.sampled_from([0, 7]), st.sampled_from(["", "p"]))
     matrices = [
-        Matrix(f"m{i}", *SHAPES[shape], block=f"b{block}", nbytes=size, pool=pool)
-        for i, (shape, block, size, pool) in enumerate(
-            draw(
-                st.lists(
-                    st.tuples(
-                        st.integers(0, 2), st.integers(0, 3), st.sampled_from([0, 7]), st.sampled_from(["", "p"])
-                    ),
-                    min_size=1,
-                    max_size=24,
-                )
-            )
-        )
+        Matrix(f"m{i}", *shape, block=f"b{block}", nbytes=size, pool=pool)
+        for i, (shape, block, size, pool) in enumerate(draw(st.lists(kinds, min_size=1, max_size=24)))
     ]
     return matrices, {m.name: draw(st.integers(0, ranks - 1)) for m in matrices}, ranks
 
 
 @given(tasks(), st.one_of(st.none(), st.integers(1, 200_000)))
 @settings(deadline=None, max_examples=150)
-def test_every_rank_owns_exactly_its_quota_of_each_class(
-    task: tuple[list[Matrix], dict[str, int], int], cap: int | None
-) -> None:
+def test_every_rank_owns_exactly_its_quota_of_each_class(task: Task, cap: int | None) -> None:
     matrices, drawn, ranks = task
     quota = quota_of(matrices, drawn, ranks)
     caps = None if cap is None else {"b0": cap, "b1": cap}
@@ -84,9 +66,7 @@ def test_every_rank_owns_exactly_its_quota_of_each_class(
 
 @given(tasks(), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=50)
-def test_the_order_of_the_matrices_does_not_reach_the_owners(
-    task: tuple[list[Matrix], dict[str, int], int], random: Random
-) -> None:
+def test_the_order_of_the_matrices_does_not_reach_the_owners(task: Task, random: Random) -> None:
     matrices, drawn, ranks = task
     quota = quota_of(matrices, drawn, ranks)
     shuffled = random.sample(matrices, len(matrices))
@@ -151,7 +131,7 @@ def test_the_sum_of_the_largest_is_within_an_eighth_of_the_least_and_never_below
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 16, 64, 256])
-@pytest.mark.parametrize("sides", [(32, 4096, 1024, 14336), (28, 3584, 512, 18944)])
+@pytest.mark.parametrize("sides", [(32, *LLAMA_8B), (28, 3584, 512, 18944)])
 def test_a_decoder_is_spread_as_far_as_the_counts_allow(sides: tuple[int, int, int, int], ranks: int) -> None:
     matrices = decoder(*sides)
     result = plan(matrices, ranks, CostTable.from_flops({m.shape for m in matrices}), SolveOptions(method="greedy"))

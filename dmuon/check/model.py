@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LARGE_VOCABULARY", "SMALL", "Network", "Size", "batch", "build", "is_matrix", "loss_of"]
+__all__ = ["LARGE_VOCABULARY", "SMALL", "Block", "Network", "Size", "batch", "build", "is_matrix", "loss_of", "shard"]
 
 LARGE_VOCABULARY = 1024
 
@@ -44,10 +46,10 @@ class Block(nn.Module):
 class Network(nn.Module):
     """Token in, logits of the next one out."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, block: Callable[[Size], nn.Module] = Block) -> None:
         super().__init__()
         self.embed = nn.Embedding(size.vocabulary, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(block(size) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
@@ -59,16 +61,16 @@ class Network(nn.Module):
         return logits
 
 
-def build(size: Size, device: torch.device, seed: int = 0) -> Network:
+def build(size: Size, device: torch.device, seed: int = 0, block: Callable[[Size], nn.Module] = Block) -> Network:
     """The same initial weights on every device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Network(size).to(device)
+        return Network(size, block).to(device)
 
 
 def is_matrix(name: str) -> bool:
     """What belongs to Muon, said independently of dmuon's policy."""
-    return name.startswith("blocks.") and name.endswith((".mix.weight", ".up.weight", ".down.weight"))
+    return name.startswith("blocks.") and name.endswith(".weight") and "norm" not in name
 
 
 def batch(size: Size, rows: int, context: int, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -78,8 +80,13 @@ def batch(size: Size, rows: int, context: int, step: int, device: torch.device) 
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+def shard(tensors: tuple[Tensor, Tensor], part: int, parts: int) -> tuple[Tensor, Tensor]:
+    """Some rows of a batch; the parts are equal if their number divides that of the rows."""
+    return tensors[0].chunk(parts)[part], tensors[1].chunk(parts)[part]
+
+
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Mean cross entropy, computed under autocast to ``dtype`` unless that is fp32."""
-    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+    with torch.autocast(tokens.device.type, dtype=dtype) if dtype != torch.float32 else nullcontext():
         logits = model(tokens)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from math import prod
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
-from dmuon.check.model import Network
+from dmuon.check.model import Network, shard
 from dmuon.dedicated.dedication import Dedication, dedications
 
-__all__ = ["TOPOLOGIES", "Grid", "Laid", "grid_of", "lay", "mesh_of"]
+__all__ = ["TOPOLOGIES", "Grid", "Laid", "full_state", "grid_of", "lay", "mesh_of", "tensor_parallel"]
 
 TOPOLOGIES = ("1d", "hsdp", "ddp", "cp", "tp", "tp-hsdp", "fsdp2", "fsdp2-hsdp", "fsdp2-tp")
 
@@ -37,7 +39,19 @@ class Grid:
     dedicated: bool = True
 
     def __str__(self) -> str:
-        return f"{self.name} {'x'.join(str(extent) for _, extent in self.dims)}"
+        return f"{self.name} {'x'.join(map(str, self.extents))}"
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        return tuple(extent for _, extent in self.dims)
+
+    @property
+    def world(self) -> int:
+        return prod(self.extents)
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """A new one. Collective over all ranks."""
+        return init_device_mesh(device.type, self.extents, mesh_dim_names=tuple(name for name, _ in self.dims))
 
 
 def grid_of(name: str, world: int, hosts: int) -> Grid | str:
@@ -89,54 +103,51 @@ class Laid:
         return dedications(self.model)[0]
 
     def mine(self, tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        tokens, targets = tensors
-        return tokens.chunk(self.parts)[self.part], targets.chunk(self.parts)[self.part]
+        return shard(tensors, self.part, self.parts)
 
 
 def lay(
-    grid: Grid, model: Network, device: torch.device, *, keep: bool, dtype: torch.dtype, timeout: timedelta
+    grid: Grid,
+    model: Network,
+    mesh: DeviceMesh,
+    *,
+    keep: bool = False,
+    sharding: Mapping[str, Any] = MappingProxyType({}),
+    **dedication: Any,
 ) -> Laid:
     """Split, dedicate (if the grid says so) and shard ``model``. Collective over all ranks.
 
     Args:
-        dtype: of owned weights in forward and backward.
+        mesh: of the grid.
+        keep: whole weights stay after forward.
+        sharding: further options of ``fully_shard``.
+        dedication: further options of ``dedicate_params``.
     """
-    whole = mesh_of(grid, device)
     data = tuple(name for name, _ in grid.dims if name != "tp")
-    mesh = whole[data] if len(data) < len(grid.dims) else whole
+    along = mesh[data] if 0 < len(data) < len(grid.dims) else mesh
     if len(data) < len(grid.dims):
-        _split(model, whole["tp"])
+        tensor_parallel(model, mesh["tp"])
     if grid.dedicated:
-        dmuon.dedicate_params(
-            model,
-            mesh,
-            reshard_after_forward=not keep,
-            mp_policy=None if dtype == torch.float32 else MixedPrecisionPolicy(param_dtype=dtype),
-            costs="flops",
-            comm=dmuon.CommOptions(timeout=timeout),
-        )
+        dmuon.dedicate_params(model, along, reshard_after_forward=not keep, **dedication)
     if grid.fsdp:
         for block in model.blocks:
-            dmuon.fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
-        dmuon.fully_shard(model, mesh=mesh)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    part = 0
-    for position, extent in zip(coordinate, mesh.mesh.shape, strict=True):
-        part = part * extent + position
-    return Laid(model, mesh, part, prod(mesh.mesh.shape))
+            dmuon.fully_shard(block, mesh=along, reshard_after_forward=not keep, **sharding)
+        dmuon.fully_shard(model, mesh=along, **sharding)
+    part, parts = 0, 1
+    for name, extent in grid.dims:
+        if name != "tp":
+            part, parts = part * extent + mesh.get_local_rank(name), parts * extent
+    return Laid(model, along, part, parts)
 
 
 @cache
 def mesh_of(grid: Grid, device: torch.device) -> DeviceMesh:
     """One per grid, as long as the default process group lives: its groups serve all models on it."""
-    return init_device_mesh(
-        device.type, tuple(extent for _, extent in grid.dims), mesh_dim_names=tuple(name for name, _ in grid.dims)
-    )
+    return grid.mesh(device)
 
 
-def _split(model: Network, mesh: DeviceMesh) -> None:
-    """Tensor parallelism: columns, rows, and one that is gathered behind."""
+def tensor_parallel(model: Network, mesh: DeviceMesh) -> None:
+    """Split the blocks: columns, rows, and one that is gathered behind."""
     for block in model.blocks:
         parallelize_module(
             block,
@@ -147,3 +158,9 @@ def _split(model: Network, mesh: DeviceMesh) -> None:
                 "down": RowwiseParallel(),
             },
         )
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """Whole tensors on every rank, by stock means. Collective."""
+    state = {name: t for name, t in get_model_state_dict(model).items() if isinstance(t, Tensor)}
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in state.items()}

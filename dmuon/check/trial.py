@@ -9,9 +9,8 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
 import dmuon
@@ -19,7 +18,7 @@ from dmuon.check.memory import at_rest, placement
 from dmuon.check.model import SMALL, batch, build, is_matrix, loss_of
 from dmuon.check.reference import ADAMW_EPS, CONTEXT, DECAY, LR, MAX_NORM, MOMENTUM, STEPS, Twin, relative_difference
 from dmuon.check.report import Reading
-from dmuon.check.topologies import Grid, Laid, lay
+from dmuon.check.topologies import Grid, Laid, full_state, lay, mesh_of
 from dmuon.check.traffic import Traffic, compare_exchange, compare_traffic, owned_once
 
 __all__ = ["Kind", "Trial"]
@@ -75,7 +74,15 @@ class Trial:
     def _build(self, seed: int) -> tuple[Laid, dmuon.Muon]:
         kind = self._kind
         model = build(SMALL, kind.device, seed)
-        laid = lay(kind.grid, model, kind.device, keep=kind.keep, dtype=kind.dtype, timeout=kind.timeout)
+        laid = lay(
+            kind.grid,
+            model,
+            mesh_of(kind.grid, kind.device),
+            keep=kind.keep,
+            mp_policy=None if kind.dtype == torch.float32 else MixedPrecisionPolicy(param_dtype=kind.dtype),
+            costs="flops",
+            comm=dmuon.CommOptions(timeout=kind.timeout),
+        )
         optimizer = dmuon.Muon(
             laid.model,
             lr=LR,
@@ -109,7 +116,7 @@ class Trial:
             self._backward(self._laid, self._steps)
             self._step(self._laid, self._optimizer)
             self._steps += 1
-        found = whole_weights(self._laid)
+        found = full_state(self._laid.model)
         exact = self._kind.dtype == torch.float32 and self._kind.ns_dtype == torch.float32
         if exact:
             difference = self._difference("parity", "weights of one process", found, self._twin.trained)
@@ -141,12 +148,13 @@ class Trial:
         self._backward(self._laid, self._steps, micro=2)
         norm = float(dmuon.clip_grad_norm_(self._laid.model.parameters(), MAX_NORM))
         self._step(self._laid, self._optimizer)
+        found = full_state(self._laid.model)
         self._steps += 1
         error = abs(norm - self._twin.norm) / self._twin.norm
         what = f"norm {norm:.4f} of all gradients"
         return [
             Reading("clip", what, error, _NORM * self._kind.tolerance, "relative difference"),
-            self._difference("accumulate", "two micro-batches, clipped", whole_weights(self._laid), self._twin.clipped),
+            self._difference("accumulate", "two micro-batches, clipped", found, self._twin.clipped),
         ]
 
     def structure(self) -> list[Reading]:
@@ -154,7 +162,7 @@ class Trial:
         if not self._kind.grid.dedicated:
             return self._exchanges()
         runtime = self._laid.dedication.runtime
-        whole_weights(self._laid)  # nothing left under way from it in what follows
+        full_state(self._laid.model)  # nothing left under way from it in what follows
         self._backward(self._laid, self._steps)
         readings = placement(self._laid.dedication)
         self._step(self._laid, self._optimizer)
@@ -184,20 +192,14 @@ class Trial:
         )
         fresh, optimizer = self._build(seed=1)
         set_state_dict(fresh.model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-        loaded = _count_different(whole_weights(fresh), whole_weights(self._laid))
+        loaded = _count_different(full_state(fresh.model), full_state(self._laid.model))
         for laid, muon in ((self._laid, self._optimizer), (fresh, optimizer)):
             self._backward(laid, self._steps)
             self._step(laid, muon)
         self._steps += 1
-        stepped = _count_different(whole_weights(fresh), whole_weights(self._laid))
+        stepped = _count_different(full_state(fresh.model), full_state(self._laid.model))
         text = f"{loaded} tensors differ in a fresh model after loading, {stepped} after one more step"
         return [Reading("checkpoint", text, loaded + stepped, 0)]
-
-
-def whole_weights(laid: Laid) -> dict[str, Tensor]:
-    """Whole tensors on every rank, by stock means. Collective."""
-    state = {name: t for name, t in get_model_state_dict(laid.model).items() if isinstance(t, Tensor)}
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in state.items()}
 
 
 def digest(tensors: dict[str, Tensor]) -> str:

@@ -13,20 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
-from harness.toy import (
-    Block,
-    Reference,
-    Toy,
-    assert_equal_weights,
-    batch,
-    build,
-    full_state,
-    is_matrix,
-    loss_of,
-    reference_weights,
-    shard,
-)
+from harness.toy import batch, build
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -42,6 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dmuon
+from dmuon.check.model import Block, Network, Size, is_matrix, loss_of, shard
+from dmuon.check.topologies import full_state
 from dmuon.dedicated.owned_tensor import OwnedTensor
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
@@ -51,13 +43,13 @@ SAVED, TOTAL = 3, 5  # steps before the checkpoint, and in all
 
 
 class BufferedBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
         self.register_buffer("scale", torch.full((3,), 2.0))
         self.register_buffer("cache", torch.zeros(2), persistent=False)
 
 
-def dedicated(rank: int, world: int, mode: str = FSDP, keep: bool = False, seed: int = 0, **toy: Any) -> Toy:
+def dedicated(rank: int, world: int, mode: str = FSDP, keep: bool = False, seed: int = 0, **toy: Any) -> Network:
     model = build(seed=seed + rank, **toy)  # rank 0's weights count
     mesh = init_device_mesh("cpu", (world,))
     dmuon.dedicate_params(model, mesh, costs="flops", reshard_after_forward=not keep)
@@ -175,7 +167,7 @@ def test_optimizer_state_follows_names_when_reordered(
 
 
 def two_optimizers(rank: int, world: int, path: str) -> dict[str, Tensor]:
-    def fresh(seed: int) -> tuple[Toy, list[torch.optim.Optimizer]]:
+    def fresh(seed: int) -> tuple[Network, list[torch.optim.Optimizer]]:
         model = dedicated(rank, world, seed=seed)
         owned = dmuon.owned_parameters(model)
         rest = [p for p in model.parameters() if p not in owned]
@@ -186,7 +178,7 @@ def two_optimizers(rank: int, world: int, path: str) -> dict[str, Tensor]:
         adamw = torch.optim.AdamW(groups, lr=OPTIONS["lr"], betas=(0.9, 0.95))
         return model, [dmuon.Muon(owned, **OPTIONS), adamw]
 
-    def steps(model: Toy, optimizers: list[torch.optim.Optimizer], which: range) -> None:
+    def steps(model: Network, optimizers: list[torch.optim.Optimizer], which: range) -> None:
         for step in which:
             model.zero_grad()
             loss_of(model, *shard(batch(step), rank, world)).backward()

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
-from harness.toy import Reference, assert_equal_weights, batch, build, full_state, is_matrix, loss_of, reference_weights
+from harness.toy import batch, build
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
@@ -32,6 +34,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
+from dmuon.check.model import is_matrix, loss_of
+from dmuon.check.topologies import full_state
 from dmuon.dedicated import state_dict
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.platform.torch_private import local_tensor
@@ -160,6 +164,7 @@ def uninterrupted() -> dict[str, Tensor]:
 
 
 RESHARD, KEEP = False, True
+OTHERS = ("1d-4", "hsdp-two-lines", "ddp-4", "cp", "tp-ddp")
 QUICK = [(source, RESHARD, "hsdp", RESHARD) for source in NAMES] + [
     ("1d", RESHARD, "hsdp", KEEP), ("hsdp", KEEP, "tp", KEEP), ("tp-fsdp", RESHARD, "ddp-2", RESHARD),
 ]  # fmt: skip
@@ -171,7 +176,7 @@ SLOW = (
         if (source, RESHARD, target, KEEP) not in QUICK
     ]
     + [("hsdp", KEEP, "1d", KEEP)]
-    + [("hsdp", RESHARD, other, RESHARD) for other in LAYOUTS if other not in NAMES and world_of(other) <= 4]
+    + [("hsdp", RESHARD, other, RESHARD) for other in ("1d-two-lines", "tp-two-lines", *OTHERS)]
 )
 
 
@@ -297,7 +302,6 @@ ADOPTING = [
 ]
 # torch's distribute_tensor splits no uneven bias over FSDP2 and tensor parallelism; its broadcast does.
 ADOPTING[ADOPTING.index(("tp-fsdp", RESHARD, False))] = ("tp-two-lines", RESHARD, False)
-OTHERS = ("1d-4", "hsdp-two-lines", "ddp-4", "cp", "tp-ddp")
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from harness.pool import RankPool
 from harness.topologies import lay
-from harness.toy import HIDDEN, WIDTH, batch, build, loss_of
+from harness.toy import HIDDEN, WIDTH, batch, build
 
 import dmuon
+from dmuon.check.model import loss_of
 from dmuon.comm.monitor import Monitor, Pending
 
 LAYERS = 5
@@ -98,7 +99,7 @@ def second_step(_rank: int, _world: int, comm: dmuon.CommOptions) -> Seen:
                     )
                     for i, block in enumerate(model.blocks)
                 ]
-            loss = loss_of(model, *laid.part(batch(step)))
+            loss = loss_of(model, *laid.mine(batch(step)))
             for hook in hooks:
                 hook.remove()
             loss.backward()

@@ -19,16 +19,17 @@ import pytest
 import torch
 import torch.nn as nn
 from harness import gang
+from harness.assertions import assert_equal_weights
+from harness.oracle import Reference
 from harness.pool import RankPool
-from harness.topologies import LAYOUTS, Laid, Layout, lay
-from harness.toy import LR, Reference, Toy, assert_equal_weights, batch, build, full_state, loss_of
+from harness.topologies import LAYOUTS, Laid, lay
+from harness.toy import LR, SIZE, batch, build
 
 import dmuon
 import dmuon.comm.monitor
+from dmuon.check.model import Network, loss_of
+from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
-
-LAYOUTS.setdefault("1d-3", Layout((("shard", 3),), fsdp=False))
-LAYOUTS.setdefault("1d-3-fsdp", Layout((("shard", 3),)))
 
 OPTIONS: dict[str, Any] = {"lr": LR, "ns_coefficients": "classic"}
 FAULT_STEP = 2
@@ -99,7 +100,7 @@ def train(rank: int, world: int, layout: str, where: str, act: str, victim: int)
         arm(model, where, ACTS[act])
     for step in range(FAULT_STEP + 3):
         optimizer.zero_grad()
-        loss_of(model, *laid.part(batch(step))).backward()
+        loss_of(model, *laid.mine(batch(step))).backward()
         if where == "state_dict" and step == FAULT_STEP:
             model.state_dict()
         optimizer.step()
@@ -114,13 +115,13 @@ NAMED = re.compile(
 
 CASES = [
     ("1d-two-lines", "forward", "killed", 1),
-    ("1d-3", "backward", "killed", 1),
+    ("1d-3-two-lines", "backward", "killed", 1),
     pytest.param("ddp-2", "step", "killed", 1, marks=pytest.mark.slow),
-    pytest.param("1d-3", "state_dict", "killed", 0, marks=pytest.mark.slow),
+    pytest.param("1d-3-two-lines", "state_dict", "killed", 0, marks=pytest.mark.slow),
     pytest.param("ddp-2", "state_dict", "killed", 0, marks=pytest.mark.slow),
-    ("1d-3", "forward", "raising", 2),
+    ("1d-3-two-lines", "forward", "raising", 2),
     pytest.param("1d-two-lines", "backward", "raising", 0, marks=pytest.mark.slow),
-    pytest.param("1d-3", "backward", "stopped", 1, marks=pytest.mark.slow),
+    pytest.param("1d-3-two-lines", "backward", "stopped", 1, marks=pytest.mark.slow),
     pytest.param("hsdp-two-lines", "forward", "killed", 3, marks=pytest.mark.slow),
     pytest.param("hsdp-two-lines", "backward", "killed", 0, marks=pytest.mark.slow),
     pytest.param("hsdp-two-lines", "step", "killed", 2, marks=pytest.mark.slow),
@@ -159,7 +160,9 @@ def test_the_others_end_with_a_message(layout: str, where: str, act: str, victim
 @pytest.mark.pitfall("P49")
 @pytest.mark.parametrize("act", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_the_others_end_when_the_host_of_the_store_is_gone(act: str) -> None:
-    ended = gang.run(3, train, "1d-3", "forward", act, 0, limit=60, timeout=60, victims=(0,), rank_0_hosts_store=True)
+    ended = gang.run(
+        3, train, "1d-3-two-lines", "forward", act, 0, limit=60, timeout=60, victims=(0,), rank_0_hosts_store=True
+    )
     trouble = "is gone (DistNetworkError)" if act == "killed" else "does not answer"
     check_survivors(ended, 0, act, f"the store of the default process group, which carries such messages, {trouble}")
 
@@ -167,7 +170,7 @@ def test_the_others_end_when_the_host_of_the_store_is_gone(act: str) -> None:
 @pytest.mark.pitfall("P49")
 def test_the_others_end_beside_fsdp() -> None:
     """FSDP2's own collectives fail with torch's message."""
-    ended = gang.run(3, train, "1d-3-fsdp", "forward", "killed", 1, limit=45, timeout=TIMEOUT, victims=(1,))
+    ended = gang.run(3, train, "1d-3", "forward", "killed", 1, limit=45, timeout=TIMEOUT, victims=(1,))
     for rank in (0, 2):
         assert ended[rank].code == 1
         assert NAMED.search(ended[rank].text) or re.search("RuntimeError: .*gloo.* by peer", ended[rank].text)
@@ -176,7 +179,7 @@ def test_the_others_end_beside_fsdp() -> None:
 # -- ranks that do not do the same --------------------------------------------------------------------------------
 
 
-class Ordered(Toy):
+class Ordered(Network):
     """Blocks in the order ``order``."""
 
     order: tuple[int, ...] = (0, 1, 2)
@@ -194,7 +197,7 @@ UNLIKE = {"swapped blocks": (1, 0, 2), "skipped block": (0, 2)}
 def out_of_step(rank: int, world: int, layout: str, keep: bool, what: str, transport: str) -> None:
     """Rank 1 does something else at FAULT_STEP; nobody may take the step after it."""
     torch.manual_seed(0)
-    model = Ordered()
+    model = Ordered(SIZE)
     options = dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT), transport=transport)  # type: ignore[arg-type]
     laid = lay(layout, model, keep=keep, comm=options)
     be_impatient(model, PATIENCE + 3)
@@ -205,10 +208,10 @@ def out_of_step(rank: int, world: int, layout: str, keep: bool, what: str, trans
         model.order = UNLIKE.get(what, Ordered.order) if other else Ordered.order
         if other and what == "extra forward":
             with torch.no_grad():
-                loss_of(model, *laid.part(batch(9)))
+                loss_of(model, *laid.mine(batch(9)))
         if other and what == "extra backward":
-            loss_of(model, *laid.part(batch(9))).backward()
-        loss_of(model, *laid.part(batch(step))).backward()
+            loss_of(model, *laid.mine(batch(9))).backward()
+        loss_of(model, *laid.mine(batch(step))).backward()
         if other and what == "state dict":
             model.state_dict()
         if other and what == "extra step":
@@ -279,7 +282,7 @@ def failing_collective(rank: int, world: int, layout: str, kind: str, when: str)
     laid = lay(layout, model)
     be_impatient(model, PATIENCE)
     optimizer = dmuon.Muon(model, **OPTIONS)
-    loss_of(model, *laid.part(batch(0))).backward()
+    loss_of(model, *laid.mine(batch(0))).backward()
     optimizer.step()
     runtime = dedications(model)[0].runtime
     monitor = runtime.comm.monitor
@@ -299,7 +302,7 @@ def failing_collective(rank: int, world: int, layout: str, kind: str, when: str)
     monitor.start = sabotaged
     with pytest.raises(dmuon.CollectiveError) as caught:
         for step in range(2):
-            loss_of(model, *laid.part(batch(step))).backward()
+            loss_of(model, *laid.mine(batch(step))).backward()
             optimizer.step()
     message = str(caught.value)
     what = rf"rank {rank}, step \d: {kind}.* of block 'blocks\.1'( along the row)? failed: Connection closed by"
@@ -307,8 +310,8 @@ def failing_collective(rank: int, world: int, layout: str, kind: str, when: str)
     assert "The others, as they came: rank" in message, message
     monitor.start = start
     for action in (
-        lambda: loss_of(model, *laid.part(batch(0))).backward(),
-        lambda: loss_of(model, *laid.part(batch(0))).backward(),
+        lambda: loss_of(model, *laid.mine(batch(0))).backward(),
+        lambda: loss_of(model, *laid.mine(batch(0))).backward(),
         model.state_dict,
     ):
         with pytest.raises(dmuon.CollectiveError, match=r"was not started, because an earlier .*blocks\.1|Before that"):
@@ -351,9 +354,9 @@ def out_of_memory(rank: int, world: int, layout: str, where: str) -> None:
         if step == FAULT_STEP:
             armed.append(where)
             with pytest.raises(torch.OutOfMemoryError):
-                loss_of(model, *laid.part(batch(step))).backward()
+                loss_of(model, *laid.mine(batch(step))).backward()
             optimizer.zero_grad()
-        loss_of(model, *laid.part(batch(step))).backward()
+        loss_of(model, *laid.mine(batch(step))).backward()
         optimizer.step()
     model_of_one = build()
     alone = Reference(model_of_one)

@@ -6,22 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from harness.assertions import assert_equal_weights, assert_same_bits
+from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
-from harness.toy import (
-    OPTIONS,
-    assert_equal_weights,
-    assert_same_bits,
-    batch,
-    build,
-    full_state,
-    loss_of,
-    reference_weights,
-)
+from harness.toy import OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
+from dmuon.check.model import loss_of
+from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 
 STEPS = 4
@@ -45,7 +40,7 @@ def train(
     calls = 0
     for step in range(steps):
         optimizer.zero_grad()
-        tokens, targets = laid.part(batch(step))
+        tokens, targets = laid.mine(batch(step))
         for i, (t, y) in enumerate(zip(tokens.chunk(micro), targets.chunk(micro), strict=True)):
             last = i == micro - 1
             dmuon.set_requires_gradient_sync(model, last or sync != "no_sync")
@@ -80,7 +75,7 @@ def run_matrix(rank: int, _world: int, name: str, half: bool) -> dict[str, tuple
             optimizer = dmuon.Muon(laid.model, **OPTIONS)
             for step in range(STEPS):
                 optimizer.zero_grad()
-                tokens, targets = laid.part(batch(step))
+                tokens, targets = laid.mine(batch(step))
                 for t, y in zip(tokens.chunk(micro), targets.chunk(micro), strict=True):
                     with torch.autocast("cpu", torch.bfloat16, enabled=half):
                         loss = loss_of(laid.model, t, y) / micro

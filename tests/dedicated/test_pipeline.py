@@ -8,13 +8,17 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness.assertions import assert_equal_weights
+from harness.oracle import Reference
 from harness.pool import RankPool
-from harness.toy import OPTIONS, Reference, assert_equal_weights, batch, build, full_state, loss_of, shard
+from harness.toy import OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import dmuon
+from dmuon.check.model import loss_of, shard
+from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 
 STAGES, LAYERS, MICRO, STEPS, MAX_NORM = 2, 4, 4, 3, 0.5

@@ -8,26 +8,18 @@ import math
 import pytest
 import torch
 import torch.nn as nn
+from harness.assertions import assert_equal_weights, relative_errors
+from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
-from harness.toy import (
-    OPTIONS,
-    Reference,
-    assert_equal_weights,
-    batch,
-    build,
-    full_state,
-    is_matrix,
-    loss_of,
-    reference_weights,
-    relative_errors,
-    shard,
-)
+from harness.toy import OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import dmuon
+from dmuon.check.model import is_matrix, loss_of, shard
+from dmuon.check.topologies import full_state
 from dmuon.dedicated.owned_tensor import OwnedTensor
 
 BF16 = torch.bfloat16

@@ -20,20 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.oracle import reference_weights
 from harness.pool import RankPool
-from harness.toy import (
-    LR,
-    WIDTH,
-    Block,
-    Toy,
-    assert_equal_weights,
-    batch,
-    build,
-    full_state,
-    loss_of,
-    reference_weights,
-    shard,
-)
+from harness.toy import LR, SIZE, WIDTH, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
@@ -42,6 +32,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import dmuon
+from dmuon.check.model import Block, Network, loss_of, shard
+from dmuon.check.topologies import full_state
 
 OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "ns_coefficients": "classic"}
 
@@ -50,7 +42,7 @@ def default_mesh(world: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world,))
 
 
-def dedicated(world: int, **options: Any) -> Toy:
+def dedicated(world: int, **options: Any) -> Network:
     model = build()
     dmuon.dedicate_params(model, default_mesh(world), **{"costs": "flops", **options})
     return model
@@ -422,7 +414,7 @@ def fault_on_one_rank(rank: int, world: int, kind: str) -> None:
             case "missing block":
                 del model.blocks[2]
             case "extra block":
-                model.blocks.append(Block())
+                model.blocks.append(Block(SIZE))
             case "other order":
                 model.blocks[0]._modules = dict(reversed(model.blocks[0]._modules.items()))
             case "extra buffer":
@@ -667,7 +659,7 @@ def operations(rank: int, world: int) -> dict[str, str]:
     return found
 
 
-OPERATIONS: dict[str, Callable[[Toy, Any, DeviceMesh], Any]] = {
+OPERATIONS: dict[str, Callable[[Network, Any, DeviceMesh], Any]] = {
     "full_tensor": lambda m, w, mesh: w.full_tensor(),
     "redistribute": lambda m, w, mesh: w.redistribute(mesh, [Replicate()]),
     "to_local": lambda m, w, mesh: w.to_local().clone(),

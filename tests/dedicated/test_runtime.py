@@ -8,20 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.assertions import assert_equal_weights, assert_same_bits
+from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.topologies import runtime_of
-from harness.toy import (
-    OPTIONS,
-    WIDTH,
-    Reference,
-    assert_equal_weights,
-    assert_same_bits,
-    batch,
-    build,
-    full_state,
-    loss_of,
-    shard,
-)
+from harness.toy import OPTIONS, WIDTH, batch, build
 from programs.unusual import (
     KINDS,
     SEQUENCES,
@@ -38,6 +29,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
+from dmuon.check.model import loss_of, shard
+from dmuon.check.topologies import full_state
 from dmuon.check.traffic import Traffic
 from dmuon.dedicated.dedication import dedications
 

@@ -12,23 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from harness.assertions import assert_equal_weights, assert_same_bits
+from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, Laid, lay, runtime_of
-from harness.toy import (
-    OPTIONS,
-    WIDTH,
-    Block,
-    Reference,
-    Toy,
-    assert_equal_weights,
-    assert_same_bits,
-    batch,
-    build,
-    full_state,
-    is_matrix,
-    loss_of,
-    reference_weights,
-)
+from harness.toy import OPTIONS, SIZE, WIDTH, batch, build
 from programs.unusual import (
     KINDS,
     Optional,
@@ -51,6 +39,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import dmuon
+from dmuon.check.model import Block, Network, Size, is_matrix, loss_of
+from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 
 MERGED = 10**6  # bytes: all blocks of a toy model together
@@ -66,7 +56,7 @@ def laid_out(name: str, model: nn.Module, comm: Options, **options: Any) -> tupl
 def train(laid: Laid, optimizer: dmuon.Muon, steps: int = 3) -> None:
     for step in range(steps):
         optimizer.zero_grad()
-        loss_of(laid.model, *laid.part(batch(step))).backward()
+        laid.loss(step).backward()
         optimizer.step()
 
 
@@ -389,7 +379,7 @@ def run_sequence(_rank: int, _world: int, sequence: Sequence, modes: list[Any]) 
     found = []
     for name, keep, comm in modes:
         laid, optimizer = laid_out(name, build(), comm, keep=keep)
-        sequence(laid.model, optimizer, lambda i, laid=laid: loss_of(laid.model, *laid.part(batch(i))))
+        sequence(laid.model, optimizer, lambda i, laid=laid: laid.loss(i))
         found.append(full_state(laid.model))
     return found
 
@@ -409,7 +399,7 @@ def test_sequences_equal_single_process(ranks: RankPool, sequence: Sequence) -> 
             raise AssertionError(f"{mode}: {error}") from None
 
 
-class Skipping(Toy):
+class Skipping(Network):
     skipped: int | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -439,8 +429,8 @@ def run_drop_then_skip(_rank: int, _world: int, kind: str, modes: list[Any]) -> 
     found = []
     for name, comm in modes:
         torch.manual_seed(0)
-        laid, optimizer = laid_out(name, Skipping(), comm)
-        drop_then_skip(laid.model, optimizer, lambda i, laid=laid: loss_of(laid.model, *laid.part(batch(i))), kind)
+        laid, optimizer = laid_out(name, Skipping(SIZE), comm)
+        drop_then_skip(laid.model, optimizer, lambda i, laid=laid: laid.loss(i), kind)
         found.append(full_state(laid.model))
     return found
 
@@ -451,7 +441,7 @@ def test_dropped_gradients_of_a_skipped_block_stay_dropped(ranks: RankPool, kind
     modes = [("hsdp-two-lines", {}), ("hsdp-two-lines", {"merge_bytes": MERGED}), ("ddp-4", {"merge_bytes": MERGED})]
     results = ranks(4, run_drop_then_skip, kind, modes)
     torch.manual_seed(0)
-    model = Skipping()
+    model = Skipping(SIZE)
     drop_then_skip(model, Reference(model), lambda i: loss_of(model, *batch(i)), kind)
     expected = {n: p.detach() for n, p in model.state_dict().items()}
     for found in results:
@@ -524,7 +514,7 @@ def run_user_collectives(rank: int, world: int, name: str) -> dict[str, Tensor]:
         block.up.register_full_backward_hook(communicate)
     for step in range(3):
         optimizer.zero_grad()
-        loss = loss_of(laid.model, *laid.part(batch(step)))
+        loss = laid.loss(step)
         communicate()
         dist.barrier()
         loss.backward()
@@ -580,8 +570,8 @@ def test_compiled_blocks_are_exact_and_compile_once(ranks: RankPool, name: str) 
 
 
 class TwoDtypes(Block):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
         self.mix.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -621,7 +611,7 @@ class SequenceBlock(Block):
         return x + self.mix(x) + self.down(F.gelu(self.up(self.norm(along))))
 
 
-def split_sequence(model: Toy, mesh: DeviceMesh) -> None:
+def split_sequence(model: Network, mesh: DeviceMesh) -> None:
     for block in model.blocks:
         block.tensor_mesh = mesh
         plan = {
@@ -633,7 +623,7 @@ def split_sequence(model: Toy, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, plan)
 
 
-def copy_matrix(model: Toy, mesh: DeviceMesh) -> None:
+def copy_matrix(model: Network, mesh: DeviceMesh) -> None:
     """``mix`` is whole on every tensor-parallel rank, each of which sees a part of the sequence."""
 
     def scatter(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -648,7 +638,7 @@ def copy_matrix(model: Toy, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
 
 
-SPLITS: dict[str, tuple[Callable[[], Toy], Callable[[Toy, DeviceMesh], None]]] = {
+SPLITS: dict[str, tuple[Callable[[], Network], Callable[[Network, DeviceMesh], None]]] = {
     "sequence": (lambda: build(block=SequenceBlock), split_sequence),
     "copies": (build, copy_matrix),
 }
@@ -666,7 +656,7 @@ def run_split(_rank: int, world: int, kind: str, fsdp: bool) -> tuple[dict[str, 
             dmuon.fully_shard(block, mesh=mesh)
         dmuon.fully_shard(model, mesh=mesh)
     optimizer = dmuon.Muon(model, **OPTIONS)
-    train(Laid(model, mesh, mesh.get_local_rank(), mesh.size()), optimizer)
+    train(Laid(model, mesh, mesh.get_local_rank(), mesh.size(), model), optimizer)
     muon = [n for n, p in model.named_parameters() if p in dmuon.owned_parameters(model)]
     return full_state(model), optimizer.last_step.ns_matrices, muon
 
@@ -698,7 +688,7 @@ def run_parts_of_the_world(rank: int, _world: int, alone: bool) -> list[dict[str
     for block in model.blocks:
         dmuon.fully_shard(block, mesh=mesh)
     dmuon.fully_shard(model, mesh=mesh)
-    train(Laid(model, mesh, rank % 2, 2), dmuon.Muon(model, **OPTIONS))
+    train(Laid(model, mesh, rank % 2, 2, model), dmuon.Muon(model, **OPTIONS))
     return [full_state(model)]
 
 

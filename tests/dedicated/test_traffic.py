@@ -10,12 +10,13 @@ import pytest
 import torch
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
-from harness.toy import WIDTH, Block, Toy, batch, build, loss_of
+from harness.toy import batch, build
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
+from dmuon.check.model import loss_of
 from dmuon.check.traffic import Amount, Traffic
 from dmuon.dedicated.dedication import dedications
 from dmuon.report.accounting import expected_memory, expected_traffic
@@ -33,7 +34,7 @@ def count_step(
     laid = lay(name, build(), keep=keep, comm=dmuon.CommOptions(transport=transport))
     model = laid.model
     optimizer = dmuon.Muon(model)
-    tokens, targets = laid.part(batch(0))
+    tokens, targets = laid.mine(batch(0))
     for _ in range(2):
         with Traffic() as traffic:
             for i in range(micro):
@@ -93,7 +94,7 @@ def measure_memory(_rank: int, _world: int, name: str, keep: bool, half: bool) -
 
     before = _live_storage()
     torch.manual_seed(0)
-    model = Toy(layers=6, block=lambda: Block(WIDTH, 512))
+    model = build(layers=6, hidden=512)
     whole = sum(p.numel() * 4 for p in model.parameters())
     original = weakref.ref(model.blocks[0].up.weight)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None
@@ -101,7 +102,7 @@ def measure_memory(_rank: int, _world: int, name: str, keep: bool, half: bool) -
     optimizer = dmuon.Muon(laid.model)
     for step in range(2):
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            loss_of(laid.model, *laid.part(batch(step))).backward()
+            laid.loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
     memory = expected_memory(dedications(laid.model)[0].runtime)

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.assertions import assert_equal_weights, assert_same_bits
+from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import runtime_of
-from harness.toy import (
-    OPTIONS,
-    assert_equal_weights,
-    assert_same_bits,
-    batch,
-    build,
-    full_state,
-    loss_of,
-    reference_weights,
-    shard,
-)
+from harness.toy import OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
+from dmuon.check.model import loss_of, shard
+from dmuon.check.topologies import full_state
 
 
 def train(

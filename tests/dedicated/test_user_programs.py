@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
-from harness.toy import OPTIONS, Reference, Toy, assert_equal_weights, batch, build, full_state, loss_of, shard
+from harness.toy import OPTIONS, SIZE, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
+from dmuon.check.model import Network, loss_of, shard
+from dmuon.check.topologies import full_state
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -26,9 +30,9 @@ def drop_by_zeroing(_rank: int, _world: int) -> dict[str, Tensor]:
     optimizer = dmuon.Muon(laid.model, **OPTIONS)
     for step in range(2):
         with dmuon.no_sync(laid.model):
-            loss_of(laid.model, *laid.part(batch(50 + step))).backward()
+            loss_of(laid.model, *laid.mine(batch(50 + step))).backward()
         laid.model.zero_grad(set_to_none=False)
-        loss_of(laid.model, *laid.part(batch(step))).backward()
+        laid.loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
     return full_state(laid.model)
@@ -46,7 +50,7 @@ def test_gradients_that_wait_can_be_dropped_by_zeroing(ranks: RankPool) -> None:
         assert_equal_weights(found, weights(model))
 
 
-class SkipsABlock(Toy):
+class SkipsABlock(Network):
     skip = False
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -59,7 +63,7 @@ class SkipsABlock(Toy):
 
 def layer_drop(_rank: int, _world: int, name: str, sync: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    laid = lay(name, SkipsABlock())
+    laid = lay(name, SkipsABlock(SIZE))
     optimizer = dmuon.Muon(laid.model, **OPTIONS)
     for step in range(2):
         for i, part in enumerate((batch(step), batch(20 + step))):
@@ -67,7 +71,7 @@ def layer_drop(_rank: int, _world: int, name: str, sync: str) -> dict[str, Tenso
             dmuon.set_requires_gradient_sync(laid.model, last or sync != "no_sync")
             dmuon.set_requires_all_reduce(laid.model, last or sync != "no_all_reduce")
             laid.model.skip = last
-            loss_of(laid.model, *laid.part(part)).backward()
+            loss_of(laid.model, *laid.mine(part)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return full_state(laid.model)
@@ -79,7 +83,7 @@ def layer_drop(_rank: int, _world: int, name: str, sync: str) -> dict[str, Tenso
 )
 def test_a_block_that_the_last_micro_batch_skips_keeps_its_gradient(ranks: RankPool, name: str, sync: str) -> None:
     torch.manual_seed(0)
-    model = SkipsABlock()
+    model = SkipsABlock(SIZE)
     optimizer = Reference(model)
     for step in range(2):
         optimizer.zero_grad()
@@ -93,7 +97,7 @@ def test_a_block_that_the_last_micro_batch_skips_keeps_its_gradient(ranks: RankP
 
 def gradient_storage(_rank: int, _world: int, name: str) -> tuple[int, int]:
     laid = lay(name, build())
-    loss_of(laid.model, *laid.part(batch(0))).backward()
+    laid.loss(0).backward()
     grads = [p.grad._local_tensor for p in dmuon.owned_parameters(laid.model)]
     kept = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads if g.numel()}
     return sum(kept.values()), sum(-(-g.nbytes // 256) * 256 for g in grads)
@@ -122,7 +126,7 @@ def reset_momentum(_rank: int, _world: int, how: str) -> dict[str, Tensor]:
                     state.clear()
                 else:
                     state["momentum_buffer"].zero_()
-        loss_of(laid.model, *laid.part(batch(step))).backward()
+        laid.loss(step).backward()
         optimizer.step()
         optimizer.zero_grad()
     return full_state(laid.model)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness import gang
 from harness.pool import RankPool
-from harness.toy import Toy, batch, build, loss_of, shard
+from harness.toy import batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +25,7 @@ import dmuon
 import dmuon.comm.redistribution
 import dmuon.exchanged.layouts
 from dmuon import DistributedConfig, create_dtensor_config
+from dmuon.check.model import Network, loss_of, shard
 
 FAULT_STEP = 2
 PATIENCE = 1.0  # for what the other ranks report
@@ -379,7 +380,7 @@ def test_a_rank_without_gradients_takes_part(ranks: RankPool) -> None:
 
 def beside_fsdp(rank: int, world: int, victim: int) -> None:
     """A rank is killed in the scatter of a step of a whole training loop."""
-    model: Toy = build()
+    model: Network = build()
     mesh = init_device_mesh("cpu", (world,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

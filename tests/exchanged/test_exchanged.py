@@ -11,38 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.exchanged_layouts import (
-    OPTIONS,
-    WORLDS,
-    ThinBlock,
-    Twin,
-    assert_close,
-    give,
-    is_matrix,
-    lay,
-    matrices,
-    no_whole_tensors,
-    noise,
-    parameter,
-    run,
-    toy,
-    whole,
-)
+from harness.assertions import assert_close, assert_equal_weights, assert_same_bits
+from harness.dtensors import give, no_whole_tensors, noise, parameter, whole
+from harness.oracle import Reference, Twin, reference_weights
 from harness.pool import RankPool
-from harness.toy import (
-    LR,
-    Block,
-    Reference,
-    Toy,
-    assert_equal_weights,
-    assert_same_bits,
-    batch,
-    build,
-    full_state,
-    loss_of,
-    reference_weights,
-    shard,
-)
+from harness.topologies import EXCHANGED, LAYOUTS, Laid, lay
+from harness.toy import LR, OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -53,6 +27,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
 from dmuon import create_dtensor_config, create_processgroup_config
+from dmuon.check.model import Block, Network, Size, is_matrix, loss_of, shard
+from dmuon.check.topologies import full_state
 from dmuon.check.traffic import Amount, Traffic
 from dmuon.layout.parcels import travels
 
@@ -60,11 +36,44 @@ LENGTHS = pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mar
 MAX_NORM = 0.5  # below the norm of every step
 
 
+class ThinBlock(Block):
+    """With matrices of one row and of one column."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        self.gate = nn.Linear(size.width, 1, bias=False)
+        self.lift = nn.Linear(1, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.lift(self.gate(x))
+
+
+def toy(name: str) -> Network:
+    """With thin matrices, except where tensor parallelism leaves them whole on every rank."""
+    return build() if "tp" in name else build(block=ThinBlock)
+
+
+def matrices(name: str) -> int:
+    return 9 if "tp" in name else 15
+
+
 def expected(thin: bool, steps: int) -> dict[str, Tensor]:
     return reference_weights(steps, matrix=is_matrix, block=ThinBlock if thin else Block)
 
 
 # -- trajectories ---------------------------------------------------------------------------------------------------
+
+
+def run(laid: Laid, steps: int, **options: Any) -> tuple[dict[str, Tensor], list[int]]:
+    """Weights after ``steps``, whole, and matrices that this rank orthogonalized in each."""
+    optimizer = laid.optimizer(**options)
+    calls = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        laid.backward(step)
+        optimizer.step()
+        calls.append(optimizer.last_step.ns_matrices)
+    return full_state(laid.network), calls
 
 
 def train(_rank: int, _world: int, name: str, steps: int) -> tuple[dict[str, Tensor], list[int]]:
@@ -80,16 +89,16 @@ def check_run(results: list[Any], name: str, steps: int) -> None:
 
 
 @pytest.mark.pitfall("P01", "P04", "P11", "P14")
-@pytest.mark.parametrize("name", [name for name, world in WORLDS.items() if world <= 4])
+@pytest.mark.parametrize("name", [name for name in EXCHANGED if LAYOUTS[name].world <= 4])
 @LENGTHS
 def test_steps_equal_single_process(ranks: RankPool, name: str, steps: int) -> None:
-    check_run(ranks(WORLDS[name], train, name, steps), name, steps)
+    check_run(ranks(LAYOUTS[name].world, train, name, steps), name, steps)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_hundred_steps_equal_single_process(ranks: RankPool) -> None:
-    check_run(ranks(2, train, "fsdp-2", 100, timeout=200), "fsdp-2", 100)
+    check_run(ranks(2, train, "fsdp2-2", 100, timeout=200), "fsdp2-2", 100)
 
 
 @pytest.mark.slow
@@ -98,7 +107,7 @@ def test_a_hundred_steps_equal_single_process(ranks: RankPool) -> None:
 def test_eight_ranks_of_hsdp_and_tensor_parallelism() -> None:
     pool = RankPool(most=8)
     try:
-        check_run(pool(8, train, "hsdp-tp", 20, timeout=300), "hsdp-tp", 20)
+        check_run(pool(8, train, "fsdp2-hsdp-tp", 20, timeout=300), "fsdp2-hsdp-tp", 20)
     finally:
         pool.close()
 
@@ -106,7 +115,7 @@ def test_eight_ranks_of_hsdp_and_tensor_parallelism() -> None:
 def train_half(_rank: int, _world: int, name: str, steps: int) -> dict[str, Tensor]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        weights, _ = run(lay(name, build(), policy), steps)
+        weights, _ = run(lay(name, build(), mp_policy=policy), steps)
     assert {t.dtype for t in weights.values()} == {torch.float32}
     return weights
 
@@ -132,13 +141,13 @@ def half_reference(world: int, steps: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.pitfall("P42")
-@pytest.mark.parametrize("name", ["fsdp-2", "hsdp"])
+@pytest.mark.parametrize("name", ["fsdp2-2", "fsdp2-hsdp"])
 def test_half_precision_equals_a_single_process_that_rounds_as_well(ranks: RankPool, name: str) -> None:
     """Matrices within what bf16 sums in another order make of them, biases, which start at zero, of AdamW as well."""
     steps = 4
-    single = half_reference(WORLDS[name], steps)
+    single = half_reference(LAYOUTS[name].world, steps)
     vectors = {n for n, t in single.items() if t.ndim < 2}
-    results = ranks(WORLDS[name], train_half, name, steps)
+    results = ranks(LAYOUTS[name].world, train_half, name, steps)
     for weights in results:
         for names, tolerance in ((single.keys() - vectors, 3e-4), (vectors, 1e-2)):
             assert_equal_weights({n: weights[n] for n in names}, {n: single[n] for n in names}, tolerance)
@@ -151,7 +160,7 @@ def test_half_precision_equals_a_single_process_that_rounds_as_well(ranks: RankP
 class Stage(nn.Module):
     """Some of a toy's modules, under the toy's names."""
 
-    def __init__(self, model: Toy, first: bool) -> None:
+    def __init__(self, model: Network, first: bool) -> None:
         super().__init__()
         self.first = first
         self.blocks = nn.ModuleDict({str(i): b for i, b in enumerate(model.blocks) if (i == 0) == first})
@@ -256,7 +265,11 @@ def count_step(_rank: int, _world: int, names: list[str], options: dict[str, Any
     return found
 
 
-TRAFFIC = {2: ["fsdp-2", "tp", "ddp", "replicate-fsdp"], 3: ["fsdp-3"], 4: ["fsdp-4", "hsdp", "fsdp-tp", "cp-groups"]}
+TRAFFIC = {
+    2: ["fsdp2-2", "tp-alone", "ddp", "replicate-fsdp"],
+    3: ["fsdp2-3"],
+    4: ["fsdp2-4", "fsdp2-hsdp", "fsdp2-tp", "cp-groups"],
+}
 
 
 @pytest.mark.pitfall("P13")
@@ -297,15 +310,15 @@ def train_schedules(_rank: int, _world: int, name: str, schedules: list[dict[str
 @pytest.mark.parametrize(
     ("name", "schedules"),
     [
-        ("fsdp-2", SCHEDULES[:12]),
-        ("fsdp-tp", [SCHEDULES[1], SCHEDULES[9], SCHEDULES[14]]),
-        ("hsdp", [SCHEDULES[1], SCHEDULES[8], SCHEDULES[21]]),
-        *(pytest.param(name, SCHEDULES, marks=pytest.mark.slow) for name in ("fsdp-2", "fsdp-tp", "hsdp")),
+        ("fsdp2-2", SCHEDULES[:12]),
+        ("fsdp2-tp", [SCHEDULES[1], SCHEDULES[9], SCHEDULES[14]]),
+        ("fsdp2-hsdp", [SCHEDULES[1], SCHEDULES[8], SCHEDULES[21]]),
+        *(pytest.param(name, SCHEDULES, marks=pytest.mark.slow) for name in ("fsdp2-2", "fsdp2-tp", "fsdp2-hsdp")),
     ],
-    ids=["fsdp-2", "fsdp-tp", "hsdp", "fsdp-2-all", "fsdp-tp-all", "hsdp-all"],
+    ids=["fsdp2-2", "fsdp2-tp", "fsdp2-hsdp", "fsdp2-2-all", "fsdp2-tp-all", "fsdp2-hsdp-all"],
 )
 def test_the_schedule_changes_no_bit(ranks: RankPool, name: str, schedules: list[dict[str, Any]]) -> None:
-    for results in ranks(WORLDS[name], train_schedules, name, schedules, timeout=100):
+    for results in ranks(LAYOUTS[name].world, train_schedules, name, schedules, timeout=100):
         assert_equal_weights(results[0][0], expected("tp" not in name, 2))
         for options, (weights, calls) in zip(schedules, results, strict=True):
             assert calls == results[0][1]
@@ -455,10 +468,10 @@ def train_clipped(_rank: int, _world: int, names: list[str], ours: bool) -> dict
         for step in range(4):
             optimizer.zero_grad()
             laid.backward(step)
-            norm = (dmuon.clip_grad_norm_ if ours else torch_clip)(laid.toy.parameters(), MAX_NORM)
+            norm = (dmuon.clip_grad_norm_ if ours else torch_clip)(laid.network.parameters(), MAX_NORM)
             norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
             optimizer.step()
-        found[name] = full_state(laid.toy), norms
+        found[name] = full_state(laid.network), norms
     return found
 
 
@@ -478,10 +491,10 @@ def clipped_reference(thin: bool) -> tuple[dict[str, Tensor], list[float]]:
 @pytest.mark.parametrize(
     ("world", "names", "ours"),
     [
-        (2, ["fsdp-2", "ddp", "tp"], True),  # tp mixes DTensors with plain tensors
-        (2, ["fsdp-2", "ddp"], False),
-        (4, ["hsdp", "fsdp-tp"], True),
-        (4, ["hsdp"], False),
+        (2, ["fsdp2-2", "ddp", "tp-alone"], True),  # tp mixes DTensors with plain tensors
+        (2, ["fsdp2-2", "ddp"], False),
+        (4, ["fsdp2-hsdp", "fsdp2-tp"], True),
+        (4, ["fsdp2-hsdp"], False),
     ],
 )
 def test_clipping_before_the_step_equals_single_process(
@@ -782,7 +795,7 @@ def train_scheduled(_rank: int, _world: int, name: str) -> tuple[dict[str, Tenso
 
         losses.append(optimizer.step(closure))
         scheduler.step()
-    return full_state(laid.toy), losses, [group["lr"] for group in optimizer.param_groups]
+    return full_state(laid.network), losses, [group["lr"] for group in optimizer.param_groups]
 
 
 @pytest.mark.pitfall("P09", "P55")
@@ -796,7 +809,7 @@ def test_schedulers_reach_both_routes_and_closures_work(ranks: RankPool) -> None
         reference.step()
         for scheduler in schedulers:
             scheduler.step()
-    for weights, losses, rates in ranks(2, train_scheduled, "fsdp-2"):
+    for weights, losses, rates in ranks(2, train_scheduled, "fsdp2-2"):
         assert_equal_weights(weights, dict(model.state_dict()))
         assert losses == [0.0, 1.0, 2.0, 3.0]
         assert rates == [LR / 16, LR / 8, LR / 8]

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.oracle import reference_weights
 from harness.pool import RankPool
-from harness.topologies import lay, tensor_parallel
-from harness.toy import assert_equal_weights, batch, build, full_state, is_matrix, loss_of, reference_weights, shard
+from harness.topologies import lay
+from harness.toy import batch, build
 from test_checkpoint_topologies import (
     FROM_RANK_0,
     FULL,
@@ -46,6 +48,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 import dmuon
+from dmuon.check.model import is_matrix, loss_of, shard
+from dmuon.check.topologies import full_state, tensor_parallel
 from dmuon.platform.torch_private import local_tensor
 
 MOMENTUM = "momentum_buffer"

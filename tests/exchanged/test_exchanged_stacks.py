@@ -8,19 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.exchanged_layouts import (
-    OPTIONS,
-    Twin,
-    assert_close,
-    give,
-    no_whole_tensors,
-    noise,
-    parameter,
-    spread,
-    whole,
-)
+from harness.assertions import assert_close, assert_equal_weights
+from harness.dtensors import give, no_whole_tensors, noise, parameter, spread, whole
+from harness.oracle import Reference, Twin
 from harness.pool import RankPool
-from harness.toy import DECAY, VOCAB, WIDTH, Reference, assert_equal_weights, batch, full_state, loss_of
+from harness.toy import DECAY, OPTIONS, VOCAB, WIDTH, batch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +21,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import dmuon
 from dmuon import create_dtensor_config, create_processgroup_config
+from dmuon.check.model import loss_of
+from dmuon.check.topologies import full_state
 from dmuon.check.traffic import Traffic
 
 SHAPES = [(5, 6, 4), (3, 4, 9), (1, 7, 7), (4, 1, 8)]

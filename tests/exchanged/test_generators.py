@@ -13,19 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.assertions import assert_equal_weights, relative_errors
 from harness.hand_cut import Cut, seeded, whole_weight
+from harness.oracle import Reference
 from harness.pool import RankPool
-from harness.topologies import tensor_parallel
-from harness.toy import (
-    Reference,
-    assert_equal_weights,
-    batch,
-    build,
-    full_state,
-    loss_of,
-    relative_errors,
-    shard,
-)
+from harness.toy import batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -42,6 +34,8 @@ from dmuon import (
     create_dtensor_config,
     create_processgroup_config,
 )
+from dmuon.check.model import loss_of, shard
+from dmuon.check.topologies import full_state, tensor_parallel
 from dmuon.platform.torch_private import default_store
 
 # As the documents call Muon; "classic" coefficients are those of torch.optim.Muon.

@@ -12,19 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.assertions import assert_equal_weights, relative_errors
 from harness.hand_cut import Cut, seeded, whole_weight
+from harness.oracle import reference_weights
 from harness.pool import RankPool
-from harness.toy import (
-    LR,
-    assert_equal_weights,
-    batch,
-    build,
-    full_state,
-    loss_of,
-    reference_weights,
-    relative_errors,
-    shard,
-)
+from harness.toy import LR, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,6 +24,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dmuon
 from dmuon import DistributedConfig, create_auto_config, create_dtensor_config, create_processgroup_config
+from dmuon.check.model import loss_of, shard
+from dmuon.check.topologies import full_state
 from dmuon.step.rounds import ExchangedRound
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]

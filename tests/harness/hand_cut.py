@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from harness.toy import fp32_newton_schulz
+from harness.oracle import fp32_newton_schulz
 
 
 class Cut:

@@ -1,120 +1,180 @@
-"""Ways to lay a model over up to four ranks, and which part of a batch each rank gets."""
+"""Ways to lay a model over up to eight ranks, in both residencies, and which part of a batch each rank gets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import dmuon
+from dmuon import DistributedConfig, create_devicemesh_config, create_dtensor_config, create_processgroup_config
+from dmuon.check import topologies as check
+from dmuon.check.model import Network, loss_of
+from dmuon.check.topologies import Grid
 from dmuon.dedicated.dedication import dedications
-from harness.toy import shard
+from harness.toy import CPU, OPTIONS, batch
 
+_EXCHANGED: dict[str, Any] = {"dedicated": False}
+_ALONE: dict[str, Any] = {"fsdp": False}  # no FSDP2: dmuon replicates what it does not own
+_WRAPPED: dict[str, Any] = {"dedicated": False, "fsdp": False}  # see WRAPPERS
 
-@dataclass(frozen=True)
-class Layout:
-    """Names and extents of mesh dimensions; ``tp`` is tensor parallel, the others are data parallel."""
-
-    dims: tuple[tuple[str, int], ...]
-    fsdp: bool = True
-
-    @property
-    def world(self) -> int:
-        size = 1
-        for _, extent in self.dims:
-            size *= extent
-        return size
-
-    @property
-    def tensor(self) -> int:
-        return dict(self.dims).get("tp", 1)
-
-
-LAYOUTS: dict[str, Layout] = {
-    "1d": Layout((("shard", 2),)),
-    "1d-4": Layout((("shard", 4),)),
-    "1d-two-lines": Layout((("shard", 2),), fsdp=False),
-    "hsdp": Layout((("replicate", 2), ("shard", 2))),
-    "hsdp-two-lines": Layout((("replicate", 2), ("shard", 2)), fsdp=False),
-    "ddp-2": Layout((("replicate", 2),), fsdp=False),
-    "ddp-4": Layout((("replicate", 4),), fsdp=False),
-    "cp": Layout((("shard", 2), ("cp", 2)), fsdp=False),
-    "tp": Layout((("dp", 1), ("tp", 2)), fsdp=False),
-    "tp-fsdp": Layout((("shard", 2), ("tp", 2))),
-    "tp-two-lines": Layout((("shard", 2), ("tp", 2)), fsdp=False),
-    "tp-ddp": Layout((("replicate", 2), ("tp", 2)), fsdp=False),
-    "hsdp-tp": Layout((("replicate", 2), ("shard", 2), ("tp", 2))),
-}
-
-
-@dataclass
-class Laid:
-    """A dedicated model, its mesh, and this rank's part in data parallelism."""
-
-    model: nn.Module
-    mesh: DeviceMesh
-    rank: int
-    world: int
-
-    def part(self, tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return shard(tensors, self.rank, self.world)
-
-
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the blocks of a toy model: uneven columns, uneven rows, and one that is gathered behind."""
-    for block in model.blocks:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "mix": ColwiseParallel(output_layouts=_replicate()),
-                "up": ColwiseParallel(use_local_output=False),
-                "down": RowwiseParallel(),
-            },
-        )
-
-
-def _replicate() -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
-
-
-def lay(
-    name: str,
-    model: nn.Module,
-    *,
-    keep: bool = False,
-    prepare: Callable[[nn.Module], None] | None = None,
-    **options: Any,
-) -> Laid:
-    """Split, dedicate and shard ``model`` as the layout ``name`` says. ``options`` go to ``dedicate_params``."""
-    layout = LAYOUTS[name]
-    whole = init_device_mesh(
-        "cpu", tuple(extent for _, extent in layout.dims), mesh_dim_names=tuple(name for name, _ in layout.dims)
+LAYOUTS = {
+    grid.name: grid
+    for grid in (
+        Grid("1d-1", (("shard", 1),)),
+        Grid("1d-1-two-lines", (("shard", 1),), **_ALONE),
+        Grid("1d", (("shard", 2),)),
+        Grid("1d-two-lines", (("shard", 2),), **_ALONE),
+        Grid("1d-3", (("shard", 3),)),
+        Grid("1d-3-two-lines", (("shard", 3),), **_ALONE),
+        Grid("1d-4", (("shard", 4),)),
+        Grid("1d-4-two-lines", (("shard", 4),), **_ALONE),
+        Grid("hsdp", (("replicate", 2), ("shard", 2))),
+        Grid("hsdp-two-lines", (("replicate", 2), ("shard", 2)), **_ALONE),
+        Grid("ddp-2", (("replicate", 2),), **_ALONE),
+        Grid("ddp-4", (("replicate", 4),), **_ALONE),
+        Grid("cp", (("shard", 2), ("cp", 2)), **_ALONE),
+        Grid("tp", (("dp", 1), ("tp", 2)), **_ALONE),
+        Grid("tp-fsdp", (("shard", 2), ("tp", 2))),
+        Grid("tp-two-lines", (("shard", 2), ("tp", 2)), **_ALONE),
+        Grid("tp-ddp", (("replicate", 2), ("tp", 2)), **_ALONE),
+        Grid("hsdp-tp", (("replicate", 2), ("shard", 2), ("tp", 2))),
+        Grid("fsdp2-1", (("shard", 1),), **_EXCHANGED),
+        Grid("fsdp2-2", (("shard", 2),), **_EXCHANGED),
+        Grid("fsdp2-3", (("shard", 3),), **_EXCHANGED),
+        Grid("fsdp2-4", (("shard", 4),), **_EXCHANGED),
+        Grid("fsdp2-hsdp", (("replicate", 2), ("shard", 2)), **_EXCHANGED),
+        Grid("tp-alone", (("tp", 2),), **_WRAPPED),
+        Grid("fsdp2-tp", (("shard", 2), ("tp", 2)), **_EXCHANGED),
+        Grid("fsdp2-hsdp-tp", (("replicate", 2), ("shard", 2), ("tp", 2)), **_EXCHANGED),
+        Grid("ddp", (("replicate", 2),), **_WRAPPED),
+        Grid("ddp-inside", (("replicate", 2),), **_WRAPPED),
+        Grid("replicate-ddp", (("replicate", 2),), **_WRAPPED),
+        Grid("replicate-fsdp", (("replicate", 2),), **_WRAPPED),
+        Grid("cp-groups", (("cp", 2), ("fsdp", 2)), **_WRAPPED),
+        Grid("cp-mesh", (("cp", 2), ("fsdp", 2)), **_WRAPPED),
     )
-    data = tuple(name for name, _ in layout.dims if name != "tp")
-    mesh = whole[data] if len(data) < len(layout.dims) else whole
-    if layout.tensor > 1:
-        tensor_parallel(model, whole["tp"])
+}
+EXCHANGED = [name for name, grid in LAYOUTS.items() if not grid.dedicated]
+
+
+@dataclass(slots=True)
+class Laid(check.Laid):
+    """A model as a user would pass it to ``dmuon.Muon``.
+
+    Attributes:
+        network: the same parameters under the names of the toy.
+        config: for the optimizer.
+        reduce: what the user's program does to gradients after backward.
+    """
+
+    network: Network
+    config: DistributedConfig | None = None
+    reduce: Callable[[], None] = field(default=lambda: None)
+
+    def loss(self, step: int) -> Tensor:
+        """Of this rank's part of a global batch."""
+        return loss_of(self.model, *self.mine(batch(step)))
+
+    def backward(self, step: int) -> None:
+        self.loss(step).backward()
+        self.reduce()
+
+    def optimizer(self, **options: Any) -> dmuon.Muon:
+        return dmuon.Muon(self.model, distributed_config=self.config, **{**OPTIONS, **options})
+
+
+def lay(name: str, model: Network, *, keep: bool = False, mp_policy: Any = None, **options: Any) -> Laid:
+    """Spread ``model`` as the layout ``name`` says. Collective.
+
+    Args:
+        mp_policy: of dmuon and of FSDP2.
+        options: of ``dedicate_params``, or of the configuration.
+    """
+    grid = LAYOUTS[name]
     options.setdefault("costs", "flops")
-    dmuon.dedicate_params(model, mesh, reshard_after_forward=not keep, **options)
-    if layout.fsdp:
-        policy = {"mp_policy": options["mp_policy"]} if options.get("mp_policy") else {}
-        for block in model.blocks:
-            dmuon.fully_shard(block, mesh=mesh, reshard_after_forward=not keep, **policy)
-        dmuon.fully_shard(model, mesh=mesh, **policy)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    rank = 0
-    for position, extent in zip(coordinate, mesh.mesh.shape, strict=True):
-        rank = rank * extent + position
-    return Laid(model, mesh, rank, mesh.size())
+    sharding = {} if mp_policy is None else {"mp_policy": mp_policy}
+    mesh = grid.mesh(CPU)
+    if grid.dedicated:
+        laid = check.lay(grid, model, mesh, keep=keep, sharding=sharding, **sharding, **options)
+    else:
+        laid = check.lay(grid, model, mesh, keep=keep, sharding=sharding)
+    found = Laid(model, laid.mesh, laid.part, laid.parts, model)
+    if not grid.dedicated:
+        WRAPPERS.get(name, _by_dtensors)(found, options)
+    return found
+
+
+class Wrapped(nn.Module):
+    """A model of which one submodule is everything."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.body(tokens)
+
+
+def _by_dtensors(laid: Laid, options: dict[str, Any]) -> None:
+    laid.config = create_dtensor_config(**options)
+
+
+def _ddp(laid: Laid, _options: dict[str, Any]) -> None:  # nothing is said to the optimizer
+    laid.model = nn.parallel.DistributedDataParallel(laid.network)
+
+
+def _ddp_inside(laid: Laid, _options: dict[str, Any]) -> None:
+    laid.model = Wrapped(nn.parallel.DistributedDataParallel(laid.network))
+
+
+def _replicated(laid: Laid, _options: dict[str, Any]) -> None:
+    replicate(laid.network)
+
+
+def _replicated_with_fsdp(laid: Laid, options: dict[str, Any]) -> None:
+    for module in (*laid.network.blocks, laid.network):
+        replicate_with_fsdp(module, mesh=laid.mesh)
+    _by_dtensors(laid, options)
+
+
+def _context_parallel(laid: Laid, options: dict[str, Any], by_mesh: bool) -> None:
+    """FSDP2 along one dimension, of which the other has copies that DTensors know nothing of."""
+    mesh = laid.mesh
+    for module in (*laid.network.blocks, laid.network):
+        fully_shard(module, mesh=mesh["fsdp"])
+    if by_mesh:
+        laid.config = create_devicemesh_config(mesh, ("cp", "fsdp"), **options)
+    else:
+        groups = {"fsdp_pg": mesh.get_group("fsdp"), "cp_pg": mesh.get_group("cp")}
+        laid.config = create_processgroup_config(**groups, **options)
+    laid.reduce = partial(_average, laid.network, mesh.get_group("cp"))
+
+
+def _average(model: nn.Module, group: dist.ProcessGroup) -> None:
+    for param in model.parameters():
+        assert isinstance(param.grad, DTensor)
+        dist.all_reduce(param.grad._local_tensor, group=group)
+        param.grad._local_tensor /= dist.get_world_size(group)
+
+
+WRAPPERS: dict[str, Callable[[Laid, dict[str, Any]], None]] = {
+    "ddp": _ddp,
+    "ddp-inside": _ddp_inside,
+    "replicate-ddp": _replicated,
+    "replicate-fsdp": _replicated_with_fsdp,
+    "cp-groups": partial(_context_parallel, by_mesh=False),
+    "cp-mesh": partial(_context_parallel, by_mesh=True),
+}
 
 
 def runtime_of(model: nn.Module) -> Any:

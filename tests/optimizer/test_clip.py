@@ -14,21 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.topologies import lay
-from harness.toy import (
-    OPTIONS,
-    Block,
-    Reference,
-    Toy,
-    assert_equal_weights,
-    batch,
-    build,
-    full_state,
-    is_matrix,
-    loss_of,
-    shard,
-)
+from harness.toy import OPTIONS, batch, build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -43,6 +33,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
+from dmuon.check.model import Network, is_matrix, loss_of, shard
+from dmuon.check.topologies import full_state
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
 
 STEPS = 4
@@ -74,8 +66,8 @@ class Layout:
     torch_is_exact: bool = False
 
 
-def toy() -> Toy:
-    return build(block=partial(Block, hidden=HIDDEN))
+def toy() -> Network:
+    return build(hidden=HIDDEN)
 
 
 def single_process() -> dict[str, Tensor]:
@@ -83,12 +75,12 @@ def single_process() -> dict[str, Tensor]:
     return after_backward(toy(), 0, 1)
 
 
-def after_backward(model: Toy, rank: int, world: int) -> dict[str, Tensor]:
+def after_backward(model: Network, rank: int, world: int) -> dict[str, Tensor]:
     loss_of(model, *shard(batch(0), rank, world)).backward()
     return dict(model.named_parameters())
 
 
-def dedicated(rank: int, world: int, mode: str, model: Toy | None = None) -> Toy:
+def dedicated(rank: int, world: int, mode: str, model: Network | None = None) -> Network:
     model = build() if model is None else model
     mesh = init_device_mesh("cpu", (world,))
     dmuon.dedicate_params(model, mesh, costs="flops")
@@ -106,7 +98,7 @@ def on_dedicated(mode: str, rank: int, world: int) -> dict[str, Tensor]:
 
 def on_topology(name: str, rank: int, world: int) -> dict[str, Tensor]:
     laid = lay(name, toy())
-    return after_backward(laid.model, laid.rank, laid.world)  # type: ignore[arg-type]
+    return after_backward(laid.model, laid.part, laid.parts)  # type: ignore[arg-type]
 
 
 def on_hsdp(rank: int, world: int) -> dict[str, Tensor]:

@@ -13,26 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.oracle import Reference, fp32_newton_schulz, reference_weights
 from harness.pool import RankPool
-from harness.toy import (
-    OPTIONS,
-    Reference,
-    Toy,
-    assert_equal_weights,
-    batch,
-    build,
-    fp32_newton_schulz,
-    full_state,
-    is_matrix,
-    loss_of,
-    reference_weights,
-    shard,
-)
+from harness.toy import OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 
 import dmuon
+from dmuon.check.model import Network, is_matrix, loss_of, shard
+from dmuon.check.topologies import full_state
 from dmuon.step import update
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
@@ -438,7 +429,7 @@ def test_parameters_without_gradients_are_skipped_as_in_torch() -> None:
     assert all(torch.equal(t, before[n]) for n, t in ours.state_dict().items())
 
 
-def skip_block(model: Toy, step: int) -> None:
+def skip_block(model: Network, step: int) -> None:
     """Leave block 1 out of odd steps, everywhere."""
     model.blocks[1].forward = (lambda x: x) if step % 2 else None  # type: ignore[method-assign,assignment]
     if not step % 2:

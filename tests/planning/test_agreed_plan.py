@@ -13,23 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.oracle import reference_weights
 from harness.pool import RankPool
-from harness.toy import (
-    LR,
-    assert_equal_weights,
-    batch,
-    build,
-    full_state,
-    is_matrix,
-    loss_of,
-    reference_weights,
-    shard,
-)
+from harness.toy import LR, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
+from dmuon.check.model import is_matrix, loss_of, shard
+from dmuon.check.topologies import full_state
 from dmuon.planning import agreed_plan as plan_module
 from dmuon.planning import owner_plan
 from dmuon.platform import host as place_module

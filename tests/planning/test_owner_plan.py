@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.oracle import reference_weights
 from harness.pool import RankPool
-from harness.toy import LR, assert_equal_weights, batch, build, full_state, is_matrix, loss_of, reference_weights, shard
+from harness.toy import LR, batch, build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,6 +29,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
 from dmuon import OwnerPlan
+from dmuon.check.model import is_matrix, loss_of, shard
+from dmuon.check.topologies import full_state
 from dmuon.cli.plan import main as plan_command
 from dmuon.dedicated.dedication import dedications
 from dmuon.planning import agreed_plan as plan_module

@@ -14,27 +14,17 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from harness.topologies import tensor_parallel
-from harness.toy import (
-    LR,
-    OPTIONS,
-    Block,
-    Reference,
-    Toy,
-    batch,
-    build,
-    full_state,
-    is_matrix,
-    loss_of,
-    relative_errors,
-    shard,
-)
+from harness.assertions import relative_errors
+from harness.oracle import Reference
+from harness.toy import LR, OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dmuon
+from dmuon.check.model import Block, Network, is_matrix, loss_of, shard
+from dmuon.check.topologies import full_state, tensor_parallel
 from dmuon.dedicated.block import Phase
 from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
@@ -155,7 +145,7 @@ def take_branches(model: nn.Module, branches: Branches) -> None:
         block.branch = branch
 
 
-def fresh() -> Toy:
+def fresh() -> Network:
     return build(block=BranchBlock)
 
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness.topologies import lay
-from harness.toy import batch, build, loss_of
+from harness.toy import batch, build
 
 import dmuon
+from dmuon.check.model import loss_of
 from dmuon.dedicated.dedication import dedications
 
 
@@ -31,7 +32,7 @@ def main() -> None:
             if rank == 1 and step == 2:
                 model.blocks[0].norm.register_forward_pre_hook(mistake)
             optimizer.zero_grad()
-            loss_of(model, *laid.part(batch(step))).backward()
+            loss_of(model, *laid.mine(batch(step))).backward()
             optimizer.step()
     finally:
         print("in finally", flush=True)

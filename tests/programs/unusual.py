@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from harness.toy import VOCAB, WIDTH, Block, Reference, batch, loss_of
+from harness.oracle import Reference
+from harness.toy import SIZE, VOCAB, WIDTH, batch
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
+
+from dmuon.check.model import Block, Network, loss_of
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
@@ -26,17 +29,13 @@ class NestedBlock(Block):
         return {"unused": (self.up(x), None), "hidden": [y, extra["bias"]]}
 
 
-class Variant(nn.Module):
+class Variant(Network):
     """Runs the blocks of a toy model in the way that ``kind`` names."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__()
         torch.manual_seed(0)
+        super().__init__(SIZE, NestedBlock if kind == "nested outputs" else Block)
         self.kind = kind
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(NestedBlock() if kind == "nested outputs" else Block() for _ in range(3))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         if kind == "parameter used three times":
             self.blocks[1].mix = self.blocks[1].alias = nn.Linear(WIDTH, WIDTH, bias=False)
         if kind == "frozen matrix":

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from harness.pool import RankPool
-from harness.topologies import tensor_parallel
-from harness.toy import WIDTH, Block, Toy, batch, loss_of, shard
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from harness.topologies import LAYOUTS, lay
+from harness.toy import build
 
 import dmuon
 from dmuon.exchanged.config import DistributedConfig
@@ -22,37 +20,19 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from common.ledger import Ledger
 
 SLACK_BYTES = 2048  # votes, norms, and numbers of AdamW: none of them grows with the matrices
-TENSOR = {"tp": 2, "fsdp-tp": 2}
-WORLDS = {"fsdp-2": 2, "fsdp-4": 4, "hsdp": 4, "tp": 2, "fsdp-tp": 4}
-
-
-def lay(name: str, model: torch.nn.Module) -> tuple[int, int]:
-    """Shards as the layout ``name`` says; this rank's position in data parallelism, and how many there are."""
-    world, tensor = WORLDS[name], TENSOR.get(name, 1)
-    shape = (2, 2) if name == "hsdp" else (world // tensor, tensor)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard") if name == "hsdp" else ("shard", "tp"))
-    if tensor > 1:
-        tensor_parallel(model, mesh["tp"])
-    if world > tensor:
-        data = mesh if name == "hsdp" else mesh["shard"]
-        for block in model.blocks:
-            fully_shard(block, mesh=data)
-        fully_shard(model, mesh=data)
-    return torch.distributed.get_rank() // tensor, world // tensor
 
 
 def count_step(
     _rank: int, _world: int, name: str, together: bool, prefetch: int, chunk_bytes: int
 ) -> tuple[dict[str, int], dict[str, int], int, int]:
     """What was counted, what the formula says, rounds, and bytes of the largest matrix."""
-    torch.manual_seed(0)
-    model = Toy(layers=4, block=lambda: Block(WIDTH, 509))
-    part = lay(name, model)
+    model = build(layers=4, hidden=509)
+    laid = lay(name, model)
     config = dmuon.create_dtensor_config(together, prefetch, costs="flops", chunk_bytes=chunk_bytes)
     optimizer = dmuon.Muon(model, distributed_config=config)
     in_flight = []
     for step in range(4):  # the least: a thread of gloo may keep what has arrived for a moment
-        loss_of(model, *shard(batch(step, rows=12), *part)).backward()
+        laid.backward(step)
         with Ledger() as ledger:
             optimizer.step()
         optimizer.zero_grad()
@@ -70,24 +50,24 @@ def count_step(
 @pytest.mark.parametrize(
     ("name", "together", "prefetch", "chunk_bytes"),
     [
-        ("fsdp-2", True, 0, 2**28),
-        ("fsdp-2", True, 1, 2**14),
-        ("fsdp-2", False, 3, 2**14),
-        ("fsdp-4", True, 2, 2**16),
-        ("fsdp-4", False, 0, 2**14),
-        ("hsdp", True, 1, 2**28),
-        ("hsdp", True, 2, 2**14),
-        ("tp", True, 0, 2**28),
-        ("tp", True, 1, 2**14),
-        ("fsdp-tp", True, 1, 2**16),
-        ("fsdp-tp", False, 2, 2**28),
+        ("fsdp2-2", True, 0, 2**28),
+        ("fsdp2-2", True, 1, 2**14),
+        ("fsdp2-2", False, 3, 2**14),
+        ("fsdp2-4", True, 2, 2**16),
+        ("fsdp2-4", False, 0, 2**14),
+        ("fsdp2-hsdp", True, 1, 2**28),
+        ("fsdp2-hsdp", True, 2, 2**14),
+        ("tp-alone", True, 0, 2**28),
+        ("tp-alone", True, 1, 2**14),
+        ("fsdp2-tp", True, 1, 2**16),
+        ("fsdp2-tp", False, 2, 2**28),
     ],
 )
 def test_exchanges_equal_the_formula(
     ranks: RankPool, name: str, together: bool, prefetch: int, chunk_bytes: int
 ) -> None:
     for rank, (found, budget, _, _) in enumerate(
-        ranks(WORLDS[name], count_step, name, together, prefetch, chunk_bytes)
+        ranks(LAYOUTS[name].world, count_step, name, together, prefetch, chunk_bytes)
     ):
         expected = {
             "calls": budget["calls"],
@@ -100,7 +80,7 @@ def test_exchanges_equal_the_formula(
 
 
 def test_memory_in_flight_grows_with_prefetching_and_not_with_the_number_of_rounds(ranks: RankPool) -> None:
-    counted = {p: ranks(2, count_step, "fsdp-2", False, p, 2**14) for p in (0, 1, 3)}
+    counted = {p: ranks(2, count_step, "fsdp2-2", False, p, 2**14) for p in (0, 1, 3)}
     for rank in range(2):
         largest = {p: found[rank][0]["in_flight"] for p, found in counted.items()}
         rounds, matrix = counted[0][rank][2:]

@@ -11,11 +11,12 @@ import pytest
 import torch
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, Laid, lay
-from harness.toy import OPTIONS, batch, build, full_state, loss_of
+from harness.toy import OPTIONS, batch, build
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import dmuon
+from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 from dmuon.step import rounds
 from dmuon.step.batches import Batch
@@ -36,7 +37,7 @@ def clip_by_value(laid: Laid, optimizer: dmuon.Muon) -> None:
 
 
 def another_backward(laid: Laid, optimizer: dmuon.Muon) -> None:
-    loss_of(laid.model, *laid.part(batch(7))).backward()
+    laid.loss(7).backward()
 
 
 def scaled_in_place(laid: Laid, optimizer: dmuon.Muon) -> None:
@@ -87,12 +88,12 @@ def loaded(laid: Laid, optimizer: dmuon.Muon) -> None:
 
 def dropped(laid: Laid, optimizer: dmuon.Muon) -> None:
     optimizer.zero_grad()
-    loss_of(laid.model, *laid.part(batch(8))).backward()
+    laid.loss(8).backward()
 
 
 def dropped_by_the_model(laid: Laid, optimizer: dmuon.Muon) -> None:
     laid.model.zero_grad()
-    loss_of(laid.model, *laid.part(batch(8))).backward()
+    laid.loss(8).backward()
 
 
 STILL_RIGHT = [nothing, other_lr, another_backward, dropped, dropped_by_the_model]  # what landed last counts
@@ -114,7 +115,7 @@ def train(
             optimizer = dmuon.Muon(laid.model, overlap_backward=overlap, **OPTIONS)
             for step in range(3):
                 optimizer.zero_grad()
-                loss_of(laid.model, *laid.part(batch(step))).backward()
+                laid.loss(step).backward()
                 edit(laid, optimizer)
                 optimizer.step()
                 if overlap:
@@ -184,11 +185,11 @@ def late_owner(rank: int, _world: int) -> dict[str, float]:
     try:
         for step in range(2):
             optimizer.zero_grad()
-            loss_of(laid.model, *laid.part(batch(step))).backward()
+            laid.loss(step).backward()
             optimizer.step()
             times["end of step"] = time.monotonic()
         hook = laid.model.blocks[0].register_forward_hook(lambda *_: times.update({"first block": time.monotonic()}))
-        laid.model(laid.part(batch(2))[0])
+        laid.model(laid.mine(batch(2))[0])
         hook.remove()
     finally:
         rounds.orthogonalize = original
@@ -209,7 +210,7 @@ def profiled(_rank: int, _world: int, name: str) -> set[str]:
     optimizer = dmuon.Muon(laid.model, **OPTIONS)
     with profile(activities=[ProfilerActivity.CPU]) as found:
         for step in range(2):
-            loss_of(laid.model, *laid.part(batch(step))).backward()
+            laid.loss(step).backward()
             optimizer.step()
             optimizer.zero_grad()
     return {event.name for event in found.events() if event.name.startswith("dmuon::")}

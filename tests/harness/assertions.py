@@ -1,0 +1,34 @@
+"""What tests claim about tensors: how far they may be from others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dmuon.check.reference import relative_difference
+
+
+def assert_close(found: Tensor, expected: Tensor, about: object, tolerance: float = 1e-5) -> None:
+    """Relative in the Frobenius norm; ``expected`` may carry a leading dimension of one."""
+    error = relative_difference(found, expected.reshape(found.shape))
+    assert error <= tolerance, f"{about}: relative error {error:.2e} > {tolerance:.0e}"
+
+
+def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return {name: relative_difference(found[name], tensor) for name, tensor in expected.items()}
+
+
+def assert_equal_weights(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    errors = relative_errors(found, expected)
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= tolerance, f"{worst}: relative error {errors[worst]:.2e} > {tolerance:.0e}; all: {errors}"
+
+
+def assert_same_bits(results: Sequence[Mapping[str, Tensor]]) -> None:
+    """Of every rank's weights."""
+    for weights in results[1:]:
+        for name, tensor in results[0].items():
+            assert torch.equal(weights[name], tensor), f"{name} differs between ranks"

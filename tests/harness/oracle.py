@@ -1,0 +1,146 @@
+"""The single process that every distributed run must equal: ``torch.optim.Muon`` and ``torch.optim.AdamW``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from dmuon.check.model import is_matrix, loss_of
+from harness.toy import DECAY, LR, batch, build
+
+
+@contextmanager
+def fp32_newton_schulz() -> Any:
+    """``torch.optim.Muon`` with the same loop in fp32; its own is wired to bf16."""
+    from torch.optim import _muon
+
+    def loop(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+        a, b, c = coefficients
+        x = grad.float()
+        if grad.size(0) > grad.size(1):
+            x = x.T
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x.T if grad.size(0) > grad.size(1) else x
+
+    original = _muon._zeropower_via_newtonschulz
+    _muon._zeropower_via_newtonschulz = loop
+    try:
+        yield
+    finally:
+        _muon._zeropower_via_newtonschulz = original
+
+
+class Reference:
+    """``torch.optim.Muon`` + ``torch.optim.AdamW`` in one process, with the groups that ``dmuon.Muon`` documents."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        matrix: Callable[[str], bool] = is_matrix,
+        lr: float = LR,
+        adamw_lr: float | None = None,
+        decay: float = DECAY,
+        nesterov: bool = True,
+    ) -> None:
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        muon = [p for n, p in named if matrix(n)]
+        rest = [p for n, p in named if not matrix(n)]
+        self.muon = torch.optim.Muon(
+            muon,
+            lr=lr,
+            weight_decay=decay,
+            momentum=0.95,
+            nesterov=nesterov,
+            adjust_lr_fn="match_rms_adamw",
+            eps=1e-30,
+        )
+        self.adamw = torch.optim.AdamW(
+            [
+                {"params": [p for p in rest if p.ndim >= 2], "weight_decay": decay},
+                {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=lr if adamw_lr is None else adamw_lr,
+            betas=(0.9, 0.95),
+        )
+
+    def step(self) -> None:
+        with fp32_newton_schulz():
+            self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.muon.zero_grad(set_to_none)
+        self.adamw.zero_grad(set_to_none)
+
+
+def reference_weights(
+    steps: int = 5,
+    half: bool = False,
+    matrix: Callable[[str], bool] = is_matrix,
+    nesterov: bool = True,
+    **building: Any,
+) -> dict[str, Tensor]:
+    """Weights of a single process after ``steps`` on the global batches, computed once for equal arguments.
+
+    Args:
+        half: forward and backward run under autocast to bf16.
+        building: what :func:`build` takes.
+    """
+    return dict(_reference_weights(steps, half, matrix, nesterov, **building))
+
+
+@cache
+def _reference_weights(
+    steps: int, half: bool, matrix: Callable[[str], bool], nesterov: bool, **building: Any
+) -> dict[str, Tensor]:
+    model = build(**building)
+    optimizer = Reference(model, matrix=matrix, nesterov=nesterov)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step), torch.bfloat16 if half else torch.float32).backward()
+        optimizer.step()
+    return {n: p.detach().clone() for n, p in model.state_dict().items()}
+
+
+class Twin:
+    """``torch.optim.Muon`` over plain copies; each matrix of a stack is a parameter of its own."""
+
+    def __init__(self, values: Sequence[Tensor], lr: float = LR, decay: float = DECAY) -> None:
+        self.options = {
+            "lr": lr, "weight_decay": decay, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw", "eps": 1e-30,
+        }  # fmt: skip
+        self.params: list[list[nn.Parameter]] = []
+        self._optimizers: list[torch.optim.Muon] = []
+        for value in values:
+            self.add(value)
+
+    def add(self, value: Tensor) -> None:
+        params = [nn.Parameter(matrix.clone()) for matrix in (value if value.ndim == 3 else value[None])]
+        self.params.append(params)
+        self._optimizers.append(torch.optim.Muon(params, **self.options))
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        """One gradient for each value, in order; None leaves it as it is."""
+        for params, optimizer, grad in zip(self.params, self._optimizers, grads, strict=True):
+            if grad is None:
+                continue
+            for param, of_matrix in zip(params, grad if grad.ndim == 3 else grad[None], strict=True):
+                param.grad = of_matrix.clone()
+            with fp32_newton_schulz():
+                optimizer.step()
+
+    def weights(self) -> list[Tensor]:
+        return [torch.stack([p.detach() for p in params]).clone() for params in self.params]
+
+    def momentum(self, index: int) -> Tensor:
+        state = self._optimizers[index].state
+        return torch.stack([state[p]["momentum_buffer"] for p in self.params[index]])

@@ -89,7 +89,7 @@ def start(name: str, seed: int = 0, keep: bool = False, **options: Any) -> Run:
     part = lambda tensors: tensors  # noqa: E731
     if name != SINGLE:
         laid = lay(name, model, keep=keep, **options)
-        part = laid.part
+        part = laid.mine
     return Run(model, dmuon.Muon(model, **OPTIONS), part)
 
 

@@ -623,7 +623,7 @@ def start_in_bf16(name: str, seed: int) -> Run:
         config = dmuon.create_dtensor_config(costs="flops")
         return Run(model, dmuon.Muon(model, **OPTIONS, distributed_config=config), lambda t: shard(t, rank, world))
     laid = lay(name, model)
-    return Run(laid.model, dmuon.Muon(laid.model, **OPTIONS), laid.part)
+    return Run(laid.model, dmuon.Muon(laid.model, **OPTIONS), laid.mine)
 
 
 def whole_momenta(run: Run) -> dict[str, Tensor]:
@@ -858,7 +858,7 @@ def start_mixed(name: str, seed: int) -> Run:
     part = lambda tensors: tensors  # noqa: E731
     if name != SINGLE:
         laid = lay(name, model)
-        part = laid.part
+        part = laid.mine
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.ndim == 2], "use_muon": True},

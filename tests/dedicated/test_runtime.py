@@ -1,4 +1,4 @@
-"""The step under unusual use: every case equals the same program in a single process."""
+"""What the runtime holds, when it fetches and frees it, and which misuse it names."""
 
 from __future__ import annotations
 
@@ -8,23 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import assert_equal_weights, assert_same_bits
+from harness.assertions import assert_equal_weights
 from harness.oracle import Reference
 from harness.pool import RankPool
-from harness.topologies import runtime_of
+from harness.topologies import LAYOUTS, lay, runtime_of
 from harness.toy import OPTIONS, WIDTH, batch, build
-from programs.unusual import (
-    KINDS,
-    SEQUENCES,
-    Optional,
-    Sequence,
-    Variant,
-    exceptions,
-    forwards_that_never_run_backward,
-    plain_names,
-    reference_variant,
-    unfrozen_later,
-)
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -33,8 +21,6 @@ from dmuon.check.model import loss_of, shard
 from dmuon.check.topologies import full_state
 from dmuon.check.traffic import Traffic
 from dmuon.dedicated.dedication import dedications
-
-MODES = pytest.mark.parametrize(("fsdp", "keep"), [(True, False), (True, True), (False, False), (False, True)])
 
 
 def dedicate(model: nn.Module, world: int, fsdp: bool = True, keep: bool = False, **options: Any) -> dmuon.Muon:
@@ -45,131 +31,6 @@ def dedicate(model: nn.Module, world: int, fsdp: bool = True, keep: bool = False
             dmuon.fully_shard(block, mesh=mesh)
         dmuon.fully_shard(model, mesh=mesh)
     return dmuon.Muon(model, **{**OPTIONS, **options})
-
-
-# -- programs: each is run by a single process and by every rank --------------------------------------------------
-
-
-def run_variants(rank: int, world: int, kinds: list[str], fsdp: bool, keep: bool) -> dict[str, dict[str, Tensor]]:
-    found = {}
-    for kind in kinds:
-        model = Variant(kind)
-        optimizer = dedicate(model, world, fsdp, keep)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, *shard(batch(step), rank, world)).backward()
-            assert keep or all(g.state.name == "FREED" for g in runtime_of(model).buffers)
-            optimizer.step()
-        found[kind] = plain_names(full_state(model))
-    return found
-
-
-def check_variants(ranks: RankPool, world: int, kinds: list[str], fsdp: bool, keep: bool) -> None:
-    results = ranks(world, run_variants, kinds, fsdp, keep)
-    for kind in kinds:
-        assert_same_bits([r[kind] for r in results])
-        try:
-            assert_equal_weights(results[0][kind], reference_variant(kind))
-        except AssertionError as error:
-            raise AssertionError(f"{kind}: {error}") from None
-
-
-@pytest.mark.pitfall("P15", "P18", "P19", "P58")
-@pytest.mark.parametrize(
-    ("world", "fsdp", "keep"),
-    [
-        (2, True, False),
-        *(
-            pytest.param(world, fsdp, keep, marks=pytest.mark.slow)
-            for world in (2, 3)
-            for fsdp in (True, False)
-            for keep in (True, False)
-            if (world, fsdp, keep) != (2, True, False)
-        ),
-    ],
-)
-def test_unusual_forwards_equal_single_process(ranks: RankPool, world: int, fsdp: bool, keep: bool) -> None:
-    everything = world == 2 or (fsdp and not keep)
-    check_variants(ranks, world, KINDS if everything else ["plain", "branches"], fsdp, keep)
-
-
-@pytest.mark.slow
-@MODES
-def test_unusual_forwards_equal_single_process_on_four_ranks(ranks: RankPool, fsdp: bool, keep: bool) -> None:
-    check_variants(ranks, 4, KINDS, fsdp, keep)
-
-
-# -- sequences of steps -------------------------------------------------------------------------------------------
-
-
-def run_sequence(rank: int, world: int, sequence: Sequence, modes: list[tuple[bool, bool]]) -> list[dict[str, Tensor]]:
-    found = []
-    for fsdp, keep in modes:
-        model = build()
-        optimizer = dedicate(model, world, fsdp, keep)
-        sequence(model, optimizer, lambda i, m=model: loss_of(m, *shard(batch(i), rank, world)))
-        found.append(full_state(model))
-    return found
-
-
-@pytest.mark.parametrize("sequence", SEQUENCES)
-def test_sequences_equal_single_process(ranks: RankPool, sequence: Sequence) -> None:
-    # Stock FSDP2 cannot go on after an exception inside a backward, and its root keeps weights from before the step
-    # when a forward without gradients runs between backward and step; those run on what dmuon does alone.
-    alone = [(False, False), (False, True)]
-    only_alone = (exceptions, forwards_that_never_run_backward, unfrozen_later)
-    modes = alone if sequence in only_alone else [(True, False), (True, True), *alone]
-    results = ranks(2, run_sequence, sequence, modes)
-    model = build()
-    optimizer = Reference(model)
-    sequence(model, optimizer, lambda i: loss_of(model, *batch(i)))
-    expected = {n: p.detach() for n, p in model.state_dict().items()}
-    for index, mode in enumerate(modes):
-        assert_same_bits([r[index] for r in results])
-        try:
-            assert_equal_weights(results[0][index], expected)
-        except AssertionError as error:
-            raise AssertionError(f"fsdp, keep = {mode}: {error}") from None
-
-
-# -- ranks that differ --------------------------------------------------------------------------------------------
-
-
-USES = [(True, True), (True, False), (False, False), (False, True), (False, False)]
-
-
-def run_optional(rank: int, world: int, keep: bool) -> tuple[dict[str, Tensor], list[list[str]]]:
-    model = Optional()
-    optimizer = dedicate(model, world, fsdp=False, keep=keep)
-    names: list[list[str]] = []
-    for step, uses in enumerate(USES):
-        optimizer.zero_grad()
-        x = torch.randn(world, 4, WIDTH, generator=torch.Generator().manual_seed(step))
-        model(x[rank], uses[rank]).square().mean().backward()
-        names.append([n for n, p in model.named_parameters() if p.grad is None])
-        optimizer.step()
-    return full_state(model), names
-
-
-@pytest.mark.pitfall("P19", "P48")
-@pytest.mark.parametrize("keep", [False, True])
-def test_parameters_used_on_some_ranks_only(ranks: RankPool, keep: bool) -> None:
-    """No hang; a parameter that no rank used keeps ``grad is None`` and is skipped, as in a single process."""
-    results = ranks(2, run_optional, keep)
-    model = Optional()
-    optimizer = Reference(model, matrix=lambda n: n.startswith("blocks.") and n.endswith("weight"))
-    unused = []
-    for step, uses in enumerate(USES):
-        optimizer.zero_grad()
-        x = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(step))
-        sum(model(x[r], uses[r]).square().mean() / 2 for r in range(2)).backward()
-        unused.append([n for n, p in model.named_parameters() if p.grad is None])
-        optimizer.step()
-    expected = {n: p.detach() for n, p in model.state_dict().items()}
-    assert unused[0] == [] and len(unused[2]) == 5
-    for weights, names in results:
-        assert names == unused
-        assert_equal_weights(weights, expected)
 
 
 # -- freshness ----------------------------------------------------------------------------------------------------
@@ -239,50 +100,6 @@ def test_elementwise_optimizers_work_on_owned_parameters(ranks: RankPool) -> Non
     ranks(2, run_foreign_optimizer)
 
 
-# -- compile ------------------------------------------------------------------------------------------------------
-
-
-def run_compiled(rank: int, world: int) -> list[tuple[dict[str, Tensor], list[int]]]:
-    from torch._dynamo.utils import counters
-
-    found = []
-    for fsdp in (False, True):
-        torch._dynamo.reset()
-        counters.clear()
-        model = build()
-        mesh = init_device_mesh("cpu", (world,))
-        dmuon.dedicate_params(model, mesh, costs="flops")
-        for block in model.blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
-            if fsdp:
-                dmuon.fully_shard(block, mesh=mesh)
-        optimizer = dmuon.Muon(model, **OPTIONS)
-        graphs = []
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, *shard(batch(step), rank, world)).backward()
-            optimizer.step()
-            graphs.append(counters["stats"]["unique_graphs"])
-        assert not counters["graph_break"]
-        found.append((full_state(model), graphs))
-    return found
-
-
-@pytest.mark.pitfall("P57")
-def test_compiled_blocks_are_exact_and_compile_once(ranks: RankPool) -> None:
-    results = ranks(2, run_compiled, timeout=100)
-    model = build()
-    optimizer = Reference(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-    for result in results:
-        for weights, graphs in result:
-            assert_equal_weights(weights, {n: p.detach() for n, p in model.state_dict().items()})
-            assert graphs[0] >= 1 and graphs[-1] == graphs[0], f"compiled again: {graphs} graphs after each step"
-
-
 # -- placement and memory -----------------------------------------------------------------------------------------
 
 
@@ -332,6 +149,21 @@ def test_placeholders_are_empty_and_buffers_freed(ranks: RankPool, keep: bool) -
     assert sum(r["owned"] for r in results) == 9
     for result in results:
         assert result["most blocks at once"] <= (3 if keep else 2), "the block that computes and the prefetched one"
+
+
+def gradient_storage(_rank: int, _world: int, name: str) -> tuple[int, int]:
+    laid = lay(name, build())
+    laid.loss(0).backward()
+    grads = [p.grad._local_tensor for p in dmuon.owned_parameters(laid.model)]
+    kept = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads if g.numel()}
+    return sum(kept.values()), sum(-(-g.nbytes // 256) * 256 for g in grads)
+
+
+@pytest.mark.pitfall("P59")
+@pytest.mark.parametrize("name", ["1d-two-lines", "hsdp", "ddp-4", "tp"])
+def test_gradients_keep_no_memory_of_what_others_own(ranks: RankPool, name: str) -> None:
+    for kept, owned in ranks(LAYOUTS[name].world, gradient_storage, name):
+        assert kept <= owned, f"{kept} bytes of storage for {owned} bytes of gradients"
 
 
 def run_rank_without_matrices(rank: int, world: int) -> tuple[dict[str, Tensor], int]:

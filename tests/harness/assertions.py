@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -32,3 +33,12 @@ def assert_same_bits(results: Sequence[Mapping[str, Tensor]]) -> None:
     for weights in results[1:]:
         for name, tensor in results[0].items():
             assert torch.equal(weights[name], tensor), f"{name} differs between ranks"
+
+
+@contextmanager
+def about(what: object) -> Iterator[None]:
+    """Say which of several cases it is that fails inside."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from None

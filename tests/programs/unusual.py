@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -11,12 +13,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.oracle import Reference
-from harness.toy import SIZE, VOCAB, WIDTH, batch
+from harness.toy import SIZE, VOCAB, WIDTH, batch, build
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
+import dmuon
 from dmuon.check.model import Block, Network, loss_of
+from dmuon.dedicated.dedication import dedications
 
 # -- models ---------------------------------------------------------------------------------------------------------
 
@@ -151,6 +155,23 @@ def reference_variant(kind: str) -> dict[str, Tensor]:
     return plain_names({name: tensor.detach() for name, tensor in model.state_dict().items()})
 
 
+class Skipping(Network):
+    """Leaves out block ``skipped``."""
+
+    skipped: int | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skipped else block(x)
+        return self.head(self.norm(x))
+
+
+def skipping() -> Skipping:
+    torch.manual_seed(0)
+    return Skipping(SIZE)
+
+
 class Optional(nn.Module):
     """A matrix and a bias in each block that only some calls use."""
 
@@ -178,10 +199,25 @@ class OptionalBlock(nn.Module):
 
 # -- training loops -------------------------------------------------------------------------------------------------
 
-Sequence = Callable[[nn.Module, Any, Callable[[int], Tensor]], None]
+Loss = Callable[[int], Tensor]
 
 
-def dropped_batch(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) -> None:
+def dedicated(model: nn.Module) -> bool:
+    return bool(dedications(model))
+
+
+def accumulate(model: nn.Module, kind: str) -> None:
+    """The next backward reduces fully, within a replica only, or not at all."""
+    if dedicated(model):
+        dmuon.set_requires_gradient_sync(model, kind != "none")
+        dmuon.set_requires_all_reduce(model, kind == "full")
+
+
+def whole_weights(model: nn.Module) -> AbstractContextManager[None]:
+    return dmuon.summon_full_params(model) if dedicated(model) else nullcontext()
+
+
+def dropped_batch(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     for step in range(3):
         loss(10 + step).backward()
         if step == 1:
@@ -193,7 +229,7 @@ def dropped_batch(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor
         optimizer.zero_grad()
 
 
-def step_twice(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) -> None:
+def step_twice(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     for step in range(2):
         optimizer.zero_grad()
         loss(step).backward()
@@ -203,7 +239,7 @@ def step_twice(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) 
         optimizer.step()
 
 
-def two_forwards_one_backward(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) -> None:
+def two_forwards_one_backward(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     for step in range(3):
         optimizer.zero_grad()
         first, second = loss(step), loss(20 + step)
@@ -211,7 +247,7 @@ def two_forwards_one_backward(model: nn.Module, optimizer: Any, loss: Callable[[
         optimizer.step()
 
 
-def two_forwards_two_backwards(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) -> None:
+def two_forwards_two_backwards(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     for step in range(3):
         optimizer.zero_grad()
         first, second = loss(step), loss(20 + step)
@@ -220,7 +256,7 @@ def two_forwards_two_backwards(model: nn.Module, optimizer: Any, loss: Callable[
         optimizer.step()
 
 
-def retained_graph(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) -> None:
+def retained_graph(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     for step in range(2):
         optimizer.zero_grad()
         value = loss(step)
@@ -229,7 +265,7 @@ def retained_graph(model: nn.Module, optimizer: Any, loss: Callable[[int], Tenso
         optimizer.step()
 
 
-def forwards_that_never_run_backward(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) -> None:
+def forwards_that_never_run_backward(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     for step in range(3):
         optimizer.zero_grad()
         loss(30 + step)
@@ -247,7 +283,7 @@ def forwards_that_never_run_backward(model: nn.Module, optimizer: Any, loss: Cal
         model.train()
 
 
-def exceptions(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) -> None:
+def exceptions(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     class Stop(Exception):
         pass
 
@@ -273,7 +309,7 @@ def exceptions(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) 
         optimizer.step()
 
 
-def gradients_as_the_user_wants(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) -> None:
+def gradients_as_the_user_wants(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     for step in range(3):
         optimizer.zero_grad(set_to_none=False)
         loss(step).backward()
@@ -284,7 +320,7 @@ def gradients_as_the_user_wants(model: nn.Module, optimizer: Any, loss: Callable
         optimizer.step()
 
 
-def unfrozen_later(model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor]) -> None:
+def unfrozen_later(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     frozen = [model.embed.weight, model.norm.weight, model.blocks[1].up.bias]
     for step in range(4):
         for param in frozen:
@@ -294,14 +330,220 @@ def unfrozen_later(model: nn.Module, optimizer: Any, loss: Callable[[int], Tenso
         optimizer.step()
 
 
-SEQUENCES = [
-    pytest.param(unfrozen_later, marks=pytest.mark.pitfall("P19")),
-    pytest.param(dropped_batch, marks=pytest.mark.pitfall("P16")),
-    pytest.param(step_twice, marks=pytest.mark.pitfall("P22")),
-    pytest.param(two_forwards_one_backward, marks=pytest.mark.pitfall("P19")),
-    pytest.param(two_forwards_two_backwards, marks=pytest.mark.pitfall("P19")),
-    pytest.param(retained_graph),
-    pytest.param(forwards_that_never_run_backward, marks=pytest.mark.pitfall("P17")),
-    pytest.param(exceptions, marks=pytest.mark.pitfall("P17")),
-    pytest.param(gradients_as_the_user_wants),
+def mixed_accumulation(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    orders = [
+        ("none", "replica", "full"),
+        ("replica", "none", "replica", "full"),
+        ("replica", "replica", "full"),
+        ("full", "none", "full"),
+        ("full", "replica", "full"),
+    ]
+    for step, kinds in enumerate(orders):
+        optimizer.zero_grad()
+        for i, kind in enumerate(kinds):
+            accumulate(model, kind)
+            (loss(10 * step + i) / len(kinds)).backward()
+        optimizer.step()
+
+
+def dropped_accumulation(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    for step, kind in enumerate(("none", "replica", "full")):
+        accumulate(model, kind)
+        loss(80 + step).backward()
+        model.zero_grad()  # not the optimizer's
+        for i, micro in enumerate((kind, "full")):
+            accumulate(model, micro)
+            (loss(10 * step + i) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluation_between_micro_batches(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    for step in range(3):
+        optimizer.zero_grad()
+        for i, kind in enumerate(("none", "replica", "full")):
+            accumulate(model, kind)
+            (loss(10 * step + i) / 3).backward()
+            model.eval()
+            with torch.no_grad():
+                loss(90 + i)
+            model.train()
+        optimizer.step()
+
+
+def edits_of_whole_weights(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    for step in range(3):
+        optimizer.zero_grad()
+        with whole_weights(model), torch.no_grad():
+            model.blocks[0].mix.weight.mul_(0.5)
+        loss(step).backward()
+        with whole_weights(model), torch.no_grad():
+            model.blocks[2].up.weight.add_(0.01 * step)
+            model.blocks[1].down.weight.copy_(model.blocks[0].down.weight)
+        optimizer.step()
+
+
+def retry_out_of_memory(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    """A batch that fails within a forward or a backward is dropped and run again in two halves."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    def fail_backward(_module: nn.Module, _args: Any, out: Tensor) -> None:
+        out.register_hook(fail)
+
+    for step in range(4):
+        optimizer.zero_grad()
+        block = model.blocks[step % 3]
+        where = block.up.register_forward_hook(fail_backward if step % 2 else fail)
+        accumulate(model, "full")
+        with pytest.raises(torch.OutOfMemoryError):
+            loss(step).backward()
+        where.remove()
+        optimizer.zero_grad()
+        for kind in ("none", "full"):
+            accumulate(model, kind)
+            (loss(step) / 2).backward()
+        optimizer.step()
+
+
+def failure_while_accumulating(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    for kind in ("none", "replica"):
+        optimizer.zero_grad()
+        accumulate(model, kind)
+        loss(1).backward()
+        where = model.blocks[1].register_forward_hook(lambda _m, _a, out: out.register_hook(fail) and None)
+        accumulate(model, "full")
+        with pytest.raises(ArithmeticError):
+            loss(2).backward()
+        where.remove()
+        optimizer.zero_grad()
+        loss(3).backward()
+        optimizer.step()
+
+
+def only_forwards(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    optimizer.step()  # before the first forward, without gradients
+    with torch.no_grad():
+        for i in range(4):
+            loss(i)
+    optimizer.step()
+    loss(4).backward()
+    optimizer.step()
+    with torch.inference_mode():
+        loss(5)
+    optimizer.zero_grad()
+    optimizer.step()
+    loss(6).backward()
+    optimizer.step()
+
+
+def drop_then_skip(model: Skipping, optimizer: Any, loss: Loss, *, kind: str) -> None:
+    """Gradients that were accumulated and dropped belong to a block that the next batch does not run."""
+    for step in range(3):
+        accumulate(model, kind)
+        loss(80 + step).backward()
+        model.zero_grad()  # not the optimizer's
+        accumulate(model, "full")
+        model.skipped = step
+        loss(step).backward()
+        left = [n for n, p in model.blocks[step].named_parameters() if p.grad is not None]
+        assert not left, f"step {step}: {left} of a block that did not run"
+        model.skipped = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def dropped_by_zeroing(model: nn.Module, optimizer: Any, loss: Loss) -> None:
+    for step in range(2):
+        accumulate(model, "none")
+        loss(50 + step).backward()
+        model.zero_grad(set_to_none=False)
+        accumulate(model, "full")
+        loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def skipped_last(model: Skipping, optimizer: Any, loss: Loss, *, kind: str) -> None:
+    """A block that the last micro-batch skips keeps its gradient of the one before."""
+    for step in range(2):
+        for skipped, index, reduced in ((None, step, kind), (1, 20 + step, "full")):
+            accumulate(model, reduced)
+            model.skipped = skipped
+            loss(index).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def reset_momentum(model: nn.Module, optimizer: Any, loss: Loss, *, how: str) -> None:
+    for step in range(3):
+        if step == 2:
+            for state in (optimizer if dedicated(model) else optimizer.muon).state.values():
+                momentum = state.get("momentum_buffer")
+                if momentum is None:
+                    continue  # of AdamW
+                if how == "replaced":
+                    state["momentum_buffer"] = torch.zeros_like(momentum)
+                elif how == "cleared":
+                    state.clear()
+                else:
+                    momentum.zero_()
+        loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training loop.
+
+    Attributes:
+        alone: stock FSDP2 cannot do it, so that it runs on what dmuon does alone. FSDP2 cannot go on after an exception
+            inside a backward, its root keeps weights from before the step when a forward without gradients runs between
+            backward and step, and it does not drop what it accumulated when gradients are cleared.
+        worlds: on which it runs, and whether it is quick enough for the suite there.
+    """
+
+    loop: Callable[[Any, Any, Loss], None]
+    pitfalls: tuple[str, ...] = ()
+    alone: bool = False
+    make: Callable[[], nn.Module] = build
+    worlds: Mapping[int, bool] = field(default_factory=lambda: {2: True, 4: False})
+
+    def __str__(self) -> str:
+        if isinstance(self.loop, partial):
+            return "-".join([self.loop.func.__name__, *self.loop.keywords.values()])
+        return self.loop.__name__
+
+
+FOUR = {4: False}
+PROGRAMS = [
+    Program(mixed_accumulation, ("P12",), worlds=FOUR),
+    Program(dropped_accumulation, ("P16",), alone=True, worlds=FOUR),
+    Program(evaluation_between_micro_batches, ("P12", "P17"), alone=True, worlds=FOUR),
+    Program(edits_of_whole_weights, ("P17",), worlds={4: True}),
+    Program(retry_out_of_memory, ("P17",), alone=True, worlds=FOUR),
+    Program(failure_while_accumulating, ("P16", "P17"), alone=True, worlds=FOUR),
+    Program(only_forwards, ("P22",), alone=True, worlds=FOUR),
+    Program(exceptions, ("P17",), alone=True, worlds={2: True, 4: True}),
+    Program(dropped_batch, ("P16",)),
+    Program(step_twice, ("P22",)),
+    Program(two_forwards_one_backward, ("P19",)),
+    Program(two_forwards_two_backwards, ("P19",)),
+    Program(retained_graph),
+    Program(forwards_that_never_run_backward, ("P17",), alone=True),
+    Program(gradients_as_the_user_wants),
+    Program(unfrozen_later, ("P19",), alone=True),
+    Program(dropped_by_zeroing, ("P16",), alone=True, worlds={2: True}),
+    *(
+        Program(partial(reset_momentum, how=how), ("P10",), worlds={2: True})
+        for how in ("replaced", "cleared", "zeroed")
+    ),
+    *(Program(partial(drop_then_skip, kind=kind), ("P16",), True, skipping, {4: True}) for kind in ("none", "replica")),
+    Program(partial(skipped_last, kind="none"), ("P12", "P19"), True, skipping, {2: True}),
+    Program(partial(skipped_last, kind="replica"), ("P12", "P19"), True, skipping, {4: True}),
 ]

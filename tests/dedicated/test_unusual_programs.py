@@ -1,0 +1,271 @@
+"""Unusual programs on every topology and with every option of communication equal a single process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness.assertions import about, assert_equal_weights, assert_same_bits
+from harness.oracle import Reference, reference_weights
+from harness.pool import RankPool
+from harness.topologies import LAYOUTS, Laid, lay, runtime_of
+from harness.toy import WIDTH, batch, build
+from programs.unusual import PROGRAMS, Optional, Program, accumulate
+from torch import Tensor
+
+import dmuon
+from dmuon.check.model import Block, Size, loss_of
+from dmuon.check.topologies import full_state
+
+MERGED = 10**6  # bytes: all blocks of a toy model together
+
+Options = dict[str, Any]
+
+
+def laid_out(name: str, model: Any, comm: Options, keep: bool = False) -> tuple[Laid, dmuon.Muon]:
+    laid = lay(name, model, keep=keep, comm=dmuon.CommOptions(**comm))
+    return laid, laid.optimizer()
+
+
+def train(laid: Laid, optimizer: dmuon.Muon, steps: int = 3) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        laid.backward(step)
+        optimizer.step()
+
+
+# -- training loops -----------------------------------------------------------------------------------------------
+
+Mode = tuple[str, bool, Options]
+MODES: dict[tuple[int, bool], list[Mode]] = {  # by ranks, and whether there is no FSDP2
+    (2, True): [("1d-two-lines", False, {}), ("1d-two-lines", True, {}), ("ddp-2", False, {})],
+    (2, False): [("1d", False, {}), ("1d", True, {}), ("1d-two-lines", False, {}), ("1d-two-lines", True, {})],
+    (4, True): [
+        ("hsdp-two-lines", False, {}),
+        ("hsdp-two-lines", True, {"transport": "single"}),
+        ("hsdp-two-lines", False, {"merge_bytes": MERGED, "prefetch": 2, "outstanding_reductions": 4}),
+        ("ddp-4", False, {"merge_bytes": MERGED}),
+    ],
+    (4, False): [
+        ("hsdp", False, {}),
+        ("hsdp-two-lines", False, {"merge_bytes": MERGED, "prefetch": 2, "outstanding_reductions": 4}),
+        ("ddp-4", False, {"merge_bytes": MERGED}),
+    ],
+}
+
+
+def run_program(_rank: int, _world: int, program: Program, modes: list[Mode]) -> list[dict[str, Tensor]]:
+    found = []
+    for name, keep, comm in modes:
+        laid, optimizer = laid_out(name, program.make(), comm, keep)
+        program.loop(laid.model, optimizer, laid.loss)
+        found.append(full_state(laid.model))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("program", "world"),
+    [
+        pytest.param(
+            program,
+            world,
+            id=f"{program}-{world}",
+            marks=[pytest.mark.pitfall(*program.pitfalls), *([] if quick else [pytest.mark.slow])],
+        )
+        for program in PROGRAMS
+        for world, quick in program.worlds.items()
+    ],
+)
+def test_training_loops_equal_single_process(ranks: RankPool, program: Program, world: int) -> None:
+    modes = MODES[world, program.alone]
+    results = ranks(world, run_program, program, modes, timeout=100)
+    model = program.make()
+    program.loop(model, Reference(model), lambda step: loss_of(model, *batch(step)))
+    expected = {n: p.detach() for n, p in model.state_dict().items()}
+    for mode, *found in zip(modes, *results, strict=True):
+        with about(mode):
+            assert_same_bits(found)
+            assert_equal_weights(found[0], expected)
+
+
+# -- ranks that differ --------------------------------------------------------------------------------------------
+
+# Which rank uses the optional matrices in which micro-batch of a step; the kind of each micro-batch.
+USES = [
+    [((False, True, False, False), "replica"), ((False, False, False, False), "full")],
+    [((False, False, False, True), "none"), ((True, False, False, False), "replica"), ((False,) * 4, "full")],
+    [((False,) * 4, "replica"), ((False,) * 4, "full")],
+    [((True, False, False, False), "replica"), ((False, False, True, False), "full")],
+]
+
+
+# Which of two ranks uses them in each step.
+USES_OF_TWO = [
+    [(uses, "full")] for uses in ((True, True), (True, False), (False, False), (False, True), (False, False))
+]
+
+
+def optional_batch(step: int, micro: int, world: int) -> Tensor:
+    return torch.randn(world, 4, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
+
+
+def run_optional(
+    rank: int, world: int, name: str, keep: bool, comm: Options, steps: Any
+) -> tuple[dict[str, Tensor], list[list[str]]]:
+    laid, optimizer = laid_out(name, Optional(), comm, keep)
+    names = []
+    for step, micro in enumerate(steps):
+        optimizer.zero_grad()
+        for i, (uses, kind) in enumerate(micro):
+            accumulate(laid.model, kind)
+            laid.model(optional_batch(step, i, world)[rank], uses[rank]).square().mean().backward()
+        names.append([n for n, p in laid.model.named_parameters() if p.grad is None])
+        optimizer.step()
+    return full_state(laid.model), names
+
+
+@pytest.mark.pitfall("P12", "P19", "P48")
+@pytest.mark.parametrize(
+    ("name", "keep", "comm", "steps", "unused"),
+    [
+        ("1d-two-lines", False, {}, USES_OF_TWO, [0, 0, 5, 0, 5]),
+        ("1d-two-lines", True, {}, USES_OF_TWO, [0, 0, 5, 0, 5]),
+        ("hsdp-two-lines", False, {}, USES, [0, 0, 5, 0]),
+        ("hsdp-two-lines", False, {"merge_bytes": MERGED}, USES, [0, 0, 5, 0]),
+        ("ddp-4", False, {}, USES, [0, 0, 5, 0]),
+    ],
+)
+def test_parameters_that_only_some_ranks_use(
+    ranks: RankPool, name: str, keep: bool, comm: Options, steps: Any, unused: list[int]
+) -> None:
+    """No hang; a parameter that no rank used keeps ``grad is None`` and is skipped, as in a single process."""
+    world = LAYOUTS[name].world
+    results = ranks(world, run_optional, name, keep, comm, steps)
+    model = Optional()
+    optimizer = Reference(model, matrix=lambda n: n.startswith("blocks.") and n.endswith("weight"))
+    expected = []
+    for step, micro in enumerate(steps):
+        optimizer.zero_grad()
+        for i, (uses, _) in enumerate(micro):
+            x = optional_batch(step, i, world)
+            sum(model(x[r], uses[r]).square().mean() / world for r in range(world)).backward()
+        expected.append([n for n, p in model.named_parameters() if p.grad is None])
+        optimizer.step()
+    assert [len(names) for names in expected] == unused
+    for weights, names in results:
+        assert names == expected
+        assert_equal_weights(weights, {n: p.detach() for n, p in model.state_dict().items()})
+
+
+# -- a user's own collectives -------------------------------------------------------------------------------------
+
+
+def run_user_collectives(rank: int, world: int, name: str) -> dict[str, Tensor]:
+    """All-reduces of the user between and within forward and backward, some still under way."""
+    laid, optimizer = laid_out(name, build(), {})
+    works: list[tuple[Any, Tensor]] = []
+
+    def communicate(*_: Any) -> None:
+        value = torch.full((1000,), float(rank))
+        works.append((dist.all_reduce(value, async_op=True), value))
+
+    for block in laid.model.blocks:
+        block.register_forward_hook(communicate)
+        block.up.register_full_backward_hook(communicate)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = laid.loss(step)
+        communicate()
+        dist.barrier()
+        loss.backward()
+        communicate()
+        optimizer.step()
+    for work, value in works:
+        work.wait()
+        assert torch.equal(value, torch.full((1000,), float(sum(range(world)))))
+    return full_state(laid.model)
+
+
+@pytest.mark.pitfall("P25")
+@pytest.mark.parametrize("name", ["hsdp", "ddp-2"])
+def test_collectives_of_the_user_do_not_interleave(ranks: RankPool, name: str) -> None:
+    for weights in ranks(LAYOUTS[name].world, run_user_collectives, name):
+        assert_equal_weights(weights, reference_weights(3))
+
+
+# -- compile ------------------------------------------------------------------------------------------------------
+
+
+def run_compiled(_rank: int, _world: int, name: str, afterwards: bool) -> dict[str, Tensor]:
+    """Blocks are compiled before the model is dedicated, or ``afterwards``."""
+    from torch._dynamo.utils import counters
+
+    def compile_blocks() -> None:
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = build()
+    if not afterwards:
+        compile_blocks()
+    laid, optimizer = laid_out(name, model, {})
+    if afterwards:
+        compile_blocks()
+    train(laid, optimizer, 1)
+    graphs = counters["stats"]["unique_graphs"]
+    train(laid, optimizer)
+    assert graphs >= 1 and counters["stats"]["unique_graphs"] == graphs, "compiled again in a later step"
+    assert not counters["graph_break"]
+    return full_state(laid.model)
+
+
+@pytest.mark.pitfall("P57")
+@pytest.mark.parametrize(
+    ("name", "afterwards"),
+    [("1d", True), ("1d-two-lines", True), ("ddp-2", False), pytest.param("hsdp", False, marks=pytest.mark.slow)],
+)
+def test_compiled_blocks_are_exact_and_compile_once(ranks: RankPool, name: str, afterwards: bool) -> None:
+    model = build()
+    optimizer = Reference(model)
+    for step in (0, 0, 1, 2):
+        optimizer.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        optimizer.step()
+    for weights in ranks(LAYOUTS[name].world, run_compiled, name, afterwards, timeout=110):
+        assert_equal_weights(weights, {n: p.detach() for n, p in model.state_dict().items()})
+
+
+# -- two dtypes in one block --------------------------------------------------------------------------------------
+
+
+class TwoDtypes(Block):
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        self.mix.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(x.double()).float() + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def run_two_dtypes(_rank: int, _world: int, name: str, comm: Options) -> dict[str, Tensor]:
+    laid, optimizer = laid_out(name, build(block=TwoDtypes), comm)
+    train(laid, optimizer)
+    dtypes = {e.fqn: (e.full.dtype, e.master.dtype) for e in runtime_of(laid.model).entries()}
+    for fqn, found in dtypes.items():
+        wanted = torch.float64 if fqn.endswith("mix.weight") else torch.float32
+        assert found == (wanted, wanted), fqn
+    return full_state(laid.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "comm"),
+    [("hsdp-two-lines", {}), ("ddp-2", {"merge_bytes": MERGED}), ("1d-two-lines", {"merge_bytes": MERGED})],
+)
+def test_two_dtypes_in_one_block(ranks: RankPool, name: str, comm: Options) -> None:
+    expected = reference_weights(3, block=TwoDtypes)
+    for weights in ranks(LAYOUTS[name].world, run_two_dtypes, name, comm):
+        assert_equal_weights(weights, expected)

@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import dmuon
 from dmuon.check.model import Block, Network, loss_of, shard
-from dmuon.check.topologies import full_state
+from dmuon.check.topologies import full_state, tensor_parallel
 
 OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "ns_coefficients": "classic"}
 
@@ -501,8 +501,6 @@ def test_a_fault_on_one_rank_ends_all_of_them(ranks: RankPool, kind: str) -> Non
 
 def fault_in_one_group(rank: int, world: int, kind: str) -> None:
     """Two data-parallel ranks times two tensor-parallel ones; ranks 0 and 2 or rank 3 alone are wrong."""
-    from harness.topologies import tensor_parallel
-
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = build()
     options: dict[str, Any] = {}

@@ -33,7 +33,7 @@ UPDATE = "tests/kernels/test_update.py"
 LIMITS = "tests/solver/test_limits.py"
 BUFFER = "tests/layout/test_buffer.py"
 REDISTRIBUTION = "tests/comm/test_redistribution.py"
-RUNTIME = "tests/dedicated/test_runtime.py"
+PROGRAMS = "tests/dedicated/test_unusual_programs.py"
 CHECKPOINT = "tests/dedicated/test_checkpoint.py"
 EXCHANGED = "tests/exchanged/test_exchanged.py"
 CLIP = "tests/optimizer/test_clip.py"
@@ -82,13 +82,13 @@ FAULTS = {
     "tests/dedicated/test_faults.py -k digests_do_not_depend": {
         "digests_are_alike": "return «zlib.crc32(repr(lanes).encode()) & 0x7FFFFFFF→len(lanes)»",
     },
-    "tests/dedicated/test_topologies.py -k unusual_forwards_equal_single_process": {
+    "tests/dedicated/test_trajectory.py -k unusual_forwards_equal_single_process": {
         "generation_not_raised": "self.comm.publish_stream.join()«\n        self.weights_changed()→»",
     },
-    f"{RUNTIME} -k sequences_equal_single_process": {
+    f"{PROGRAMS} -k training_loops_equal_single_process": {
         "an_accumulated_gradient_is_dropped": "local_tensor(self.rest.grad).«add_→copy_»(local)",
     },
-    f"{RUNTIME} -k parameters_used_on_some_ranks_only": {
+    f"{PROGRAMS} -k parameters_that_only_some_ranks_use": {
         "unused_gradients_are_zero": "used = «{key for key, flag in zip(keys, flags, strict=True) if flag}→set(keys)»",
     },
     "tests/dedicated/test_comm_options.py": {

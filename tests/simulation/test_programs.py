@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.configs import LLAMA_8B, written
 
 from dmuon.model.config import read_model
 from dmuon.simulation.changes import overhead
@@ -25,10 +25,6 @@ from dmuon.simulation.workload import Block, Workload
 from dmuon.solver import CostTable, Matrix, Plan, SolveOptions, plan
 
 SECOND = 10**9
-LLAMA_8B = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,61 +66,48 @@ def case(*owners: int, world: int = 2, network: Fixed = SLOW, **grid: int) -> Sc
     )
 
 
+TWO = case(0, 1)
+COMPUTING = replace(TWO, machine=replace(TWO.machine, communication_computes=True))
+REDUCING = Fixed(SLOW.figures | {"broadcast": 0.0, "reduce": 50.0, "all_reduce": 0.0})
+
+
 @pytest.mark.parametrize(
-    ("name", "seconds"),
+    ("name", "scenario", "seconds"),
     [
         # Fill b0 3; forward 10 + 10 hides the fill of b1; refill b1 3; backward 20 + 20 hides the refill of b0 and the
         # reduction of b1; reduction of b0 5; votes 1; Newton–Schulz 7.
-        ("dedicated", 3 + 20 + 3 + 40 + 5 + 1 + 7),
-        ("dedicated keep", 3 + 20 + 40 + 5 + 1 + 7),
+        ("dedicated", TWO, 3 + 20 + 3 + 40 + 5 + 1 + 7),
+        ("dedicated keep", TWO, 3 + 20 + 40 + 5 + 1 + 7),
         # Gather b0 4; the last block is gathered anew for backward; reduce-scatter of b0 6.
-        ("adamw", 4 + 20 + 4 + 40 + 6),
-        ("gather", 4 + 20 + 4 + 40 + 6 + 2 * 4 + 2 * 7),
+        ("adamw", TWO, 4 + 20 + 4 + 40 + 6),
+        ("gather", TWO, 4 + 20 + 4 + 40 + 6 + 2 * 4 + 2 * 7),
+        # The next forward waits for the slowest owner.
+        ("dedicated", case(0, 0), 3 + 20 + 3 + 40 + 5 + 1 + 2 * 7),
+        # Two reductions may be on their way. Backward ends at 50 + 20 + …: b3's reduction starts at 60, each takes 50
+        # and they follow one another.
+        ("dedicated", case(0, 1, 0, 1, network=REDUCING), 40 + 20 + 4 * 50 + 14),
+        # Replicas publish and reduce across and fill nothing. Publish b0 3; forward hides that of b1; reduction over
+        # replicas 5; votes 1; Newton–Schulz 7.
+        ("dedicated", case(0, 1, replicate=2), 3 + 20 + 40 + 5 + 1 + 7),
+        # Replicas of shards reduce in two stages. Publish b0 3 and fill it 3; refill b1 3; reduce b0 over shards 5,
+        # over replicas 5; votes 1; Newton–Schulz 7. The fill of b1 waits for its publication, hidden by b0.
+        ("dedicated", case(0, 3, world=4, replicate=2), 3 + 3 + 20 + 3 + 40 + 5 + 5 + 1 + 7),
+        # Tensor parallel ranks share the work.
+        ("dedicated", case(0, 1, tp=2), 5 + 5 + 10 + 10 + 7),
+        # Communication that computes hides nothing.
+        ("dedicated", COMPUTING, 4 * 3 + 60 + 2 * 5 + 1 + 7),
+        ("adamw", COMPUTING, 4 * 4 + 60 + 2 * 6),
+        # Without communication a step is its computation.
+        ("dedicated", case(0, 0, 1, network=FREE), 90 + 14),
+        ("adamw", case(0, 0, 1, network=FREE), 90),
     ],
 )
-def test_two_ranks_and_two_blocks_by_hand(name: ProgramName, seconds: float) -> None:
-    assert simulate(name, case(0, 1)).step_s == pytest.approx(seconds)
+def test_steps_by_hand(name: ProgramName, scenario: Scenario, seconds: float) -> None:
+    assert simulate(name, scenario).step_s == pytest.approx(seconds)
 
 
-def test_the_next_forward_waits_for_the_slowest_owner() -> None:
-    assert simulate("dedicated", case(0, 0)).step_s == pytest.approx(simulate("dedicated", case(0, 1)).step_s + 7)
-
-
-def test_two_reductions_may_be_on_their_way() -> None:
-    network = Fixed(SLOW.figures | {"broadcast": 0.0, "reduce": 50.0, "all_reduce": 0.0})
-    # Backward ends at 50 + 20 + …: b3's reduction starts at 60, each takes 50 and they follow one another.
-    assert simulate("dedicated", case(0, 1, 0, 1, network=network)).step_s == pytest.approx(40 + 20 + 4 * 50 + 14)
-
-
-def test_replicas_publish_and_reduce_across_and_fill_nothing() -> None:
-    # Publish b0 3; forward hides that of b1; reduction over replicas 5; votes 1; Newton–Schulz 7.
-    trace = simulate("dedicated", case(0, 1, replicate=2))
-    assert trace.step_s == pytest.approx(3 + 20 + 40 + 5 + 1 + 7)
-    assert "fill" not in {span.name for span in trace.spans}
-
-
-def test_replicas_of_shards_reduce_in_two_stages() -> None:
-    # Publish b0 3 and fill it 3; refill b1 3; reduce b0 over shards 5, over replicas 5; votes 1; Newton–Schulz 7.
-    # The fill of b1 waits for its publication, which forward of b0 hides.
-    scenario = case(0, 3, world=4, replicate=2)
-    assert simulate("dedicated", scenario).step_s == pytest.approx(3 + 3 + 20 + 3 + 40 + 5 + 5 + 1 + 7)
-
-
-def test_tensor_parallel_ranks_share_the_work() -> None:
-    assert simulate("dedicated", case(0, 1, tp=2)).step_s == pytest.approx(5 + 5 + 10 + 10 + 7)
-
-
-def test_communication_that_computes_hides_nothing() -> None:
-    scenario = case(0, 1)
-    scenario = replace(scenario, machine=replace(scenario.machine, communication_computes=True))
-    assert simulate("dedicated", scenario).step_s == pytest.approx(4 * 3 + 60 + 2 * 5 + 1 + 7)
-    assert simulate("adamw", scenario).step_s == pytest.approx(4 * 4 + 60 + 2 * 6)
-
-
-def test_without_communication_a_step_is_its_computation() -> None:
-    scenario = case(0, 0, 1, network=FREE)
-    assert simulate("dedicated", scenario).step_s == pytest.approx(90 + 14)
-    assert simulate("adamw", scenario).step_s == pytest.approx(90)
+def test_replicas_fill_nothing() -> None:
+    assert "fill" not in {span.name for span in simulate("dedicated", case(0, 1, replicate=2)).spans}
 
 
 @pytest.mark.parametrize(("rank", "seconds"), [(0, 2 * (90 + 14)), (1, 2 * 90 + 2 * 7)])
@@ -158,9 +141,7 @@ def test_batches_are_the_chunks_of_the_cost_table_per_stored_shape() -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "config.json"
-    path.write_text(json.dumps(LLAMA_8B))
-    return path
+    return written(tmp_path_factory.mktemp("models"), LLAMA_8B)
 
 
 def inputs(path: Path, world: int, **grid: int) -> tuple[Workload, Plan, CostTable, Topology]:

@@ -105,18 +105,11 @@ def test_a_batch_lies_between_its_arithmetic_and_its_matrices_one_by_one(device,
 
 
 @pytest.mark.parametrize("name", sorted(DEVICES))
-def test_products_of_large_matrices_approach_the_efficiency(name):
-    device = DEVICES[name]
-    product = _Product(8192, 8192, 8192, addend=False)
-    reached = product.flops / _product_s(device, product, 1) / device.peak_flops
-    assert 0.95 * device.matmul_efficiency < reached <= device.matmul_efficiency
-
-
-@pytest.mark.parametrize("name", sorted(DEVICES))
-def test_updates_of_large_matrices_approach_the_efficiency(name):
-    device, shape = DEVICES[name], (16384, 16384)
-    reached = flops(shape) / (update_ns(device, shape, 1) * 1e-9) / device.peak_flops
-    assert 0.9 * device.matmul_efficiency < reached < device.matmul_efficiency
+def test_products_and_updates_of_large_matrices_approach_the_efficiency(name):
+    device, product, shape = DEVICES[name], _Product(8192, 8192, 8192, addend=False), (16384, 16384)
+    attainable = device.peak_flops * device.matmul_efficiency
+    assert 0.95 * attainable < product.flops / _product_s(device, product, 1) <= attainable
+    assert 0.9 * attainable < flops(shape) / (update_ns(device, shape, 1) * 1e-9) < attainable
 
 
 def test_launches_bound_small_matrices_so_that_batching_pays():
@@ -150,21 +143,17 @@ def test_more_steps_cost_more_and_bf16_takes_the_standard_form():
     assert bf16 == _update_ns(H200, WIDE, 1, chosen(WIDE, dtype=torch.bfloat16)) > five
 
 
-@pytest.mark.parametrize("limit", [0, -1, 1.5, True, None])
-def test_a_limit_that_cannot_be_is_refused_with_its_shape(limit):
-    with pytest.raises(ValueError, match=r"limits: shape \(64, 64\)"):
-        wave_costs(H200, {(64, 64): limit})
-
-
-@pytest.mark.parametrize("shape", [(64, 32), (0, 64), (64,), (1.0, 2.0)])
-def test_a_shape_that_cannot_be_is_refused(shape):
-    with pytest.raises(ValueError, match="shape"):
-        wave_costs(H200, {shape: 1})
-
-
-def test_full_precision_is_refused():
-    with pytest.raises(ValueError, match=r"options\.dtype=torch\.float32"):
-        wave_costs(H200, {(64, 64): 1}, options=NsOptions(dtype=torch.float32))
+@pytest.mark.parametrize(
+    ("limits", "options", "message"),
+    [
+        *(({(64, 64): limit}, NsOptions(), r"limits: shape \(64, 64\)") for limit in (0, -1, 1.5, True, None)),
+        *(({shape: 1}, NsOptions(), "shape") for shape in ((64, 32), (0, 64), (64,), (1.0, 2.0))),
+        ({(64, 64): 1}, NsOptions(dtype=torch.float32), r"options\.dtype=torch\.float32"),
+    ],
+)
+def test_what_cannot_be_modelled_is_refused_by_name(limits, options, message):
+    with pytest.raises(ValueError, match=message):
+        wave_costs(H200, limits, options=options)
 
 
 def test_people_read_which_device_was_modelled():

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.configs import LLAMA_8B, QWEN_MOE, SMALL_LLAMA, TOWER, towers, written
 
 from dmuon.simulation.workload import Block, Workload
 
-LLAMA_8B = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-}  # fmt: skip
-SMALL = {
-    "model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 10, "tie_word_embeddings": False,
-}  # fmt: skip
-MOE = {
-    "model_type": "qwen3_moe", "hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 4,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
-    "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 10, "tie_word_embeddings": False,
-}  # fmt: skip
-TOWER = {
-    "name": "vision", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "gated_mlp": False,
+MOE = QWEN_MOE | {
+    "hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 4, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_experts": 8, "num_experts_per_tok": 2,
+    "vocab_size": 10, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
 def workload(folder: Path, config: dict[str, Any], tokens: int = 6, sequence: int = 3, **options: Any) -> Workload:
-    path = folder / "config.json"
-    path.write_text(json.dumps(config))
-    return Workload.from_config(path, tokens=tokens, sequence=sequence, **options)
+    return Workload.from_config(written(folder, config), tokens=tokens, sequence=sequence, **options)
 
 
 def test_llama_8b_has_its_published_size(tmp_path: Path) -> None:
@@ -41,7 +27,7 @@ def test_llama_8b_has_its_published_size(tmp_path: Path) -> None:
 
 
 def test_block_by_hand(tmp_path: Path) -> None:
-    block, _ = workload(tmp_path, SMALL).blocks
+    block, _ = workload(tmp_path, SMALL_LLAMA).blocks
     matrices = 2 * 8 * 8 + 2 * 4 * 8 + 3 * 8 * 16  # q and o; k and v, one head of two; gate, up, down
     assert block.matrix_elements == matrices
     assert block.other_elements == 2 * 8
@@ -51,19 +37,19 @@ def test_block_by_hand(tmp_path: Path) -> None:
 
 
 def test_ends_by_hand(tmp_path: Path) -> None:
-    ends = workload(tmp_path, SMALL).ends
+    ends = workload(tmp_path, SMALL_LLAMA).ends
     assert ends.other_elements == 2 * 10 * 8 + 8
     assert (ends.forward_flops, ends.backward_flops) == (2 * 6 * 10 * 8, 4 * 6 * 10 * 8)
 
 
 def test_a_tied_head_adds_work_but_no_elements(tmp_path: Path) -> None:
-    untied, tied = workload(tmp_path, SMALL), workload(tmp_path, SMALL | {"tie_word_embeddings": True})
+    untied, tied = workload(tmp_path, SMALL_LLAMA), workload(tmp_path, SMALL_LLAMA | {"tie_word_embeddings": True})
     assert tied.ends.forward_flops == untied.ends.forward_flops
     assert untied.ends.other_elements - tied.ends.other_elements == 10 * 8
 
 
 def test_recomputation_is_one_more_forward_of_the_blocks_only(tmp_path: Path) -> None:
-    plain, again = workload(tmp_path, SMALL), workload(tmp_path, SMALL, recompute=True)
+    plain, again = workload(tmp_path, SMALL_LLAMA), workload(tmp_path, SMALL_LLAMA, recompute=True)
     assert again.flops - plain.flops == sum(block.forward_flops for block in plain.blocks)
 
 
@@ -75,50 +61,41 @@ def test_a_token_meets_its_share_of_the_experts(tmp_path: Path) -> None:
 
 
 def test_towers_have_no_ends(tmp_path: Path) -> None:
-    model = workload(tmp_path, {"model_type": "towers", "towers": [TOWER]})
+    small = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    model = workload(tmp_path, towers(TOWER | small))
     assert model.ends == Block("ends", 0.0, 0.0, 0, 0)
     assert model.blocks[0].matrix_elements == 4 * 8 * 8 + 2 * 8 * 16
 
 
 def test_scaling_tokens_scales_work_only(tmp_path: Path) -> None:
-    model = workload(tmp_path, SMALL)
+    model = workload(tmp_path, SMALL_LLAMA)
     more = model.scaled(2.0)
     assert more.flops == pytest.approx(2 * model.flops)
     assert (more.elements, more.tokens) == (model.elements, 12)
-    assert more.flops == pytest.approx(workload(tmp_path, SMALL, 12, 3).flops)
+    assert more.flops == pytest.approx(workload(tmp_path, SMALL_LLAMA, 12, 3).flops)
 
 
 @pytest.mark.parametrize(
-    ("change", "field"),
+    ("config", "options", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size"),
-        ({"vocab_size": "many"}, "vocab_size"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+        (SMALL_LLAMA | {"vocab_size": 0}, {}, "field 'vocab_size' is .*set it to"),
+        (SMALL_LLAMA | {"vocab_size": "many"}, {}, "field 'vocab_size' is .*set it to"),
+        (SMALL_LLAMA | {"tie_word_embeddings": 1}, {}, "field 'tie_word_embeddings' is .*set it to"),
+        *(
+            (MOE | {"num_experts_per_tok": chosen}, {}, "field 'num_experts_per_tok' is .* an integer from 1 to 8")
+            for chosen in (None, 0, 9, True)
+        ),
+        (SMALL_LLAMA, {"tokens": 0}, "tokens=0 must be a whole number"),
+        (SMALL_LLAMA, {"sequence": True}, "sequence=True must be a whole number"),
+        (SMALL_LLAMA, {"tokens": 7}, "tokens=7 must be a multiple of sequence=3"),
+        (SMALL_LLAMA, {"param_bytes": 0}, "param_bytes=0"),
     ],
 )
-def test_bad_fields_are_named(tmp_path: Path, change: dict[str, Any], field: str) -> None:
-    with pytest.raises(ValueError, match=f"field '{field}' is .*set it to"):
-        workload(tmp_path, SMALL | change)
-
-
-@pytest.mark.parametrize("chosen", [None, 0, 9, True])
-def test_bad_experts_per_token_are_named(tmp_path: Path, chosen: object) -> None:
-    with pytest.raises(ValueError, match=r"field 'num_experts_per_tok' is .* set it to an integer from 1 to 8"):
-        workload(tmp_path, MOE | {"num_experts_per_tok": chosen})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tokens": 0}, "tokens=0 must be a whole number"),
-        ({"sequence": True}, "sequence=True must be a whole number"),
-        ({"tokens": 7}, "tokens=7 must be a multiple of sequence=3"),
-        ({"param_bytes": 0}, "param_bytes=0"),
-    ],
-)
-def test_bad_arguments_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_bad_fields_and_arguments_are_named(
+    tmp_path: Path, config: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        workload(tmp_path, SMALL, **options)
+        workload(tmp_path, config, **options)
 
 
 def test_bad_blocks_are_named() -> None:

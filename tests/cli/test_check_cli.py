@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +105,15 @@ def test_a_fault_on_one_rank_ends_all(tmp_path: Path, where: str) -> None:
 
 
 def test_one_process_checks_what_it_can_and_says_how_to_launch(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ended: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     arguments = ["--device", "cpu", "--topologies", "1d,ddp", "--width", "32", "--tokens", "32", "--layers", "1"]
-    assert main([*arguments, "--dtype", "fp32", "--reshard"]) == 0
-    said = capsys.readouterr().out
-    lines = lines_of(said)
+    done = ended(main, *arguments, "--dtype", "fp32", "--reshard")
+    lines = lines_of(done.out)
+    assert done.status == 0
     assert [check for status, check, rest in lines if status == "pass"] == [*CHECKS, "all"]
-    assert "torchrun --nproc-per-node 8 --no-python dmuon-check" in said
+    assert "torchrun --nproc-per-node 8 --no-python dmuon-check" in done.out
     assert any(check == "speed" and " ms a step" in rest for _, check, rest in lines)
 
 
@@ -129,68 +130,63 @@ def test_one_process_checks_what_it_can_and_says_how_to_launch(
         (("--quick", "--keep"), "--keep does not go with --quick"),
         (("--quick", "--tokens", "9"), "--tokens does not go with --quick"),
         (("--device", "tpu"), "invalid choice: 'tpu'"),
+        (("--device", "cpu", "--json", "/absent/x.json"), "no such folder"),
     ],
 )
-def test_bad_options_are_named(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_bad_options_are_named_before_anything_runs(
+    arguments: tuple[str, ...], message: str, ended: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["--device", "cpu", "--json", str(tmp_path / "absent" / "x.json")]) == 2
-    said = capsys.readouterr()
-    assert "no such folder" in said.err
-    assert not lines_of(said.out)
+    done = ended(main, *arguments)
+    assert done.status == 2 and message in done.err
+    assert not lines_of(done.out)
 
 
 class TwoRanks:
-    """Rank 0 of two; the other one says what it is told."""
+    """Rank 0 of two; the other one says what it is told: a fault or none, and its readings."""
 
     rank, world = 0, 2
 
-    def __init__(self, other: tuple[str | None, bool, list[Reading]]) -> None:
-        self._other = other
+    def __init__(self, fault: str | None, readings: list[Reading]) -> None:
+        self._other = (fault, False, readings)
 
     def gather(self, item: Any) -> list[Any]:
         return [item, self._other]
 
 
-def judged(here: list[Reading], there: list[Reading]) -> Any:
-    board = Board(TwoRanks((None, False, there)), seconds=10)  # type: ignore[arg-type]
-    assert board.judge("x", "1d 2", lambda: here)
-    return board.lines[0]
+def fault_here() -> list[Reading]:
+    raise ValueError("rank 0 cannot")
 
 
-@pytest.mark.parametrize("value", [2.0, math.nan])
-def test_the_worst_rank_decides(value: float) -> None:
-    line = judged([Reading("x", "here", 0.5, 1, "error")], [Reading("x", "there", value, 1, "error")])
-    assert (line.status, line.rank) == ("fail", 1)
-    assert line.text == f"there; error {value:.2g} (limit 1), on rank 1"
-
-
-@pytest.mark.pitfall("P11")
-def test_ranks_that_must_be_alike_and_are_not_fail() -> None:
-    same = judged([Reading("x", "bits", 0, 0, same="a")], [Reading("x", "bits", 0, 0, same="a")])
-    other = judged([Reading("x", "bits", 0, 0, same="a")], [Reading("x", "bits", 0, 0, same="b")])
-    assert (same.status, other.status, other.rank) == ("pass", "fail", 1)
+@pytest.mark.parametrize(
+    ("here", "there", "status", "rank"),
+    [
+        (Reading("x", "here", 0.5, 1, "error"), Reading("x", "there", 2.0, 1, "error"), "fail", 1),  # the worst decides
+        (Reading("x", "here", 0.5, 1, "error"), Reading("x", "there", math.nan, 1, "error"), "fail", 1),
+        # Ranks that must be alike.
+        (Reading("x", "bits", 0, 0, same="a"), Reading("x", "bits", 0, 0, same="a"), "pass", 0),
+        pytest.param(
+            *(Reading("x", "bits", 0, 0, same=bits) for bits in "ab"), "fail", 1, marks=pytest.mark.pitfall("P11")
+        ),
+    ],
+)
+def test_a_line_is_judged_over_both_ranks(here: Reading, there: Reading, status: str, rank: int) -> None:
+    board = Board(TwoRanks(None, [there]), seconds=10)  # type: ignore[arg-type]
+    assert board.judge("x", "1d 2", lambda: [here])
+    [line] = board.lines
+    assert line.status == status and (line.status == "pass" or line.rank == rank)
+    if not here.same:
+        assert line.text == f"there; error {there.value:.2g} (limit 1), on rank 1"
 
 
 def test_the_same_fault_on_all_ranks_fails_one_line_and_goes_on() -> None:
-    def fault() -> list[Reading]:
-        raise ValueError("rank 0 cannot")
-
-    board = Board(TwoRanks(("ValueError: rank 1 cannot", False, [])), seconds=10)  # type: ignore[arg-type]
-    assert not board.judge("x", "1d 2", fault)
+    board = Board(TwoRanks("ValueError: rank 1 cannot", []), seconds=10)  # type: ignore[arg-type]
+    assert not board.judge("x", "1d 2", fault_here)
     assert (board.failed, board.lines[0].rank) == (1, 0)
 
 
 def test_a_fault_on_some_ranks_only_stops() -> None:
-    board = Board(TwoRanks(("ValueError: there", False, [])), seconds=10)  # type: ignore[arg-type]
+    board = Board(TwoRanks("ValueError: there", []), seconds=10)  # type: ignore[arg-type]
     with pytest.raises(Stopped):
         board.judge("x", "1d 2", list)
     assert (board.failed, board.lines[0].rank) == (1, 1)

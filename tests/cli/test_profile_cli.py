@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from harness.configs import written
 
 from dmuon.cli import profile
 from dmuon.cli.profile import main
@@ -17,12 +18,8 @@ from dmuon.planning.cost_cache import CostCache, Timing, user_cache_path
 from dmuon.planning.device_key import NsOptions, device_key
 
 CPU = torch.device("cpu")
-TINY = {
-    "model_type": "gpt2",
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 2,
-}
+TINY = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
+KEY = device_key(CPU, NsOptions())
 
 
 @pytest.fixture(autouse=True)
@@ -41,57 +38,56 @@ def medians(path):
     return {shape: {k: t.median_ns for k, t in batches.items()} for shape, batches in entries.items()}
 
 
-def status(arguments: list[str]) -> int:
-    """The exit status, whether argparse or the command decides it."""
-    try:
-        return main(arguments)
-    except SystemExit as end:
-        return end.code
+@pytest.fixture
+def status(ended):
+    return partial(ended, main)
 
 
-def run(*arguments: str) -> int:
-    return status([*arguments, "--device", "cpu"])
+@pytest.fixture
+def run(status):
+    """``dmuon-profile`` on the CPU, how it ended and what it said."""
+    return lambda *arguments: status(*arguments, "--device", "cpu")
 
 
-def test_shapes_go_to_the_users_cache(capsys):
-    assert run("--shapes", "16x48,32x16", "--max-batch", "4", "--budget", "5") == 0
-    path = user_cache_path(device_key(CPU, NsOptions()))
-    entries = CostCache.load(path).entries
-    assert {shape: tuple(batches) for shape, batches in entries.items()} == {(16, 32): (1, 2, 4), (16, 48): (1, 2, 4)}
-    assert str(path) in capsys.readouterr().out
+def batches(path):
+    return {shape: tuple(timings) for shape, timings in CostCache.load(path).entries.items()}
 
 
-def test_a_model_goes_to_a_file_which_later_runs_add_to(tmp_path):
-    model, out = tmp_path / "model.json", tmp_path / "out.json"
-    model.write_text(json.dumps(TINY))
-    assert run(str(model), "--out", str(out), "--max-batch", "1", "--budget", "5") == 0
-    assert set(CostCache.load(out).entries) == {(16, 16), (16, 64)}
-    assert {k for batches in CostCache.load(out).entries.values() for k in batches} == {1}
-    assert run("--shapes", "8x8", "--out", str(out), "--max-batch", "1", "--budget", "5") == 0
-    assert set(CostCache.load(out).entries) == {(8, 8), (16, 16), (16, 64)}
+def test_shapes_go_to_the_users_cache(run):
+    done, path = run("--shapes", "16x48,32x16", "--max-batch", "4", "--budget", "5"), user_cache_path(KEY)
+    assert done.status == 0 and str(path) in done.out
+    assert batches(path) == {(16, 32): (1, 2, 4), (16, 48): (1, 2, 4)}
 
 
-def test_a_models_batches_are_no_larger_than_it_has_matrices(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    out = tmp_path / "out.json"
-    assert run(str(tmp_path), "--out", str(out), "--budget", "10") == 0
-    batches = {shape: tuple(timings) for shape, timings in CostCache.load(out).entries.items()}
-    assert batches == {(16, 16): (1, 2, 4, 8), (16, 64): (1, 2, 4)}
+def test_a_model_goes_to_a_file_which_later_runs_add_to(run, tmp_path):
+    model, out = written(tmp_path, TINY), tmp_path / "out.json"
+    assert run(model, "--out", out, "--max-batch", "1", "--budget", "5").status == 0
+    assert batches(out) == {(16, 16): (1,), (16, 64): (1,)}
+    assert run("--shapes", "8x8", "--out", out, "--max-batch", "1", "--budget", "5").status == 0
+    assert batches(out) == {(8, 8): (1,), (16, 16): (1,), (16, 64): (1,)}
+
+
+def test_a_models_batches_are_no_larger_than_it_has_matrices(run, tmp_path):
+    written(tmp_path, TINY)
+    assert run(tmp_path, "--out", tmp_path / "out.json", "--budget", "10").status == 0
+    assert batches(tmp_path / "out.json") == {(16, 16): (1, 2, 4, 8), (16, 64): (1, 2, 4)}
 
 
 @pytest.mark.pitfall("P10")
-def test_options_reach_the_key(tmp_path):
-    out = tmp_path / "out.json"
-    options = ("--dtype", "fp16", "--coefficients", "you", "--steps", "4")
-    assert run("--shapes", "8x8", "--out", str(out), "--budget", "5", *options) == 0
+def test_options_reach_the_key_and_a_check_reads_them_there(run, tmp_path):
+    out, options = tmp_path / "out.json", ("--dtype", "fp16", "--coefficients", "you", "--steps", "4")
+    assert run("--shapes", "32x32", "--max-batch", "1", "--out", out, "--budget", "5", *options).status == 0
     key = CostCache.load(out).key
     assert (key.dtype, key.coefficients, key.steps) == ("float16", "you", 4)
     assert key == device_key(CPU, NsOptions("you", 4, torch.float16))
+    done = run("--check", out)
+    assert done.status in (0, 1) and "valid on cpu, exactly" in done.out
 
 
-def test_what_the_budget_leaves_out_is_said(capsys):
-    assert run("--shapes", "8x8,8192x32768", "--budget", "0.5", "--max-batch", "1") == 0
-    assert "not timed within --budget 0.5, planned by estimate: 8192x32768" in capsys.readouterr().out
+def test_what_the_budget_leaves_out_is_said(run):
+    done = run("--shapes", "8x8,8192x32768", "--budget", "0.5", "--max-batch", "1")
+    assert done.status == 0
+    assert "not timed within --budget 0.5, planned by estimate: 8192x32768" in done.out
 
 
 @pytest.mark.parametrize(
@@ -118,21 +114,6 @@ def test_what_the_budget_leaves_out_is_said(capsys):
         (["bad.json"], "bad.json"),
         (["--shapes", "8x8", "--out", "nowhere/out.json"], "no such folder nowhere"),
         (["--shapes", "8x8", "--out", "bad.json"], "bad.json"),
-    ],
-)
-def test_bad_input_is_named_and_nothing_is_written(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.json").write_text("{")
-    assert status(arguments if "--device" in arguments else ["--device", "cpu", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("dmuon-profile: ") and message in captured.err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.json"]
-    assert (tmp_path / "bad.json").read_text() == "{"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
         (["--merge", "good.json"], "--merge needs --out FILE"),
         (["--merge", "good.json", "none.json", "--out", "new.json"], "none.json: no such file"),
         (["--merge", "good.json", "bad.json", "--out", "new.json"], "bad.json: corrupt or truncated JSON"),
@@ -162,42 +143,42 @@ def test_bad_input_is_named_and_nothing_is_written(tmp_path, monkeypatch, capsys
         (["--show", "empty.json", "--png", "plot.png"], "holds no timings to draw"),
     ],
 )
-def test_bad_input_about_caches_is_named_and_nothing_is_written(tmp_path, monkeypatch, capsys, arguments, message):
+def test_bad_input_is_named_and_nothing_is_written(status, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text("{")
-    key = device_key(CPU, NsOptions())
-    cache(key, {(64, 64): {1: 300_000}}, "good.json")
-    cache(key, {(8, 8): {1: 3 * 10**12}}, "absurd.json")
-    cache(key, {}, "empty.json")
-    cache(replace(key, sm_count=7), {(8, 8): {1: 1000}}, "alien.json")
-    cache(replace(key, dtype="float99"), {(8, 8): {1: 1000}}, "unknown.json")
+    cache(KEY, {(64, 64): {1: 300_000}}, "good.json")
+    cache(KEY, {(8, 8): {1: 3 * 10**12}}, "absurd.json")
+    cache(KEY, {}, "empty.json")
+    cache(replace(KEY, sm_count=7), {(8, 8): {1: 1000}}, "alien.json")
+    cache(replace(KEY, dtype="float99"), {(8, 8): {1: 1000}}, "unknown.json")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert status(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("dmuon-profile: ") and message in captured.err and captured.out.count("\n") <= 1
+    done = status(*arguments)
+    assert done.status == 2
+    assert done.err.startswith("dmuon-profile: ") and message in done.err and done.out.count("\n") <= 1
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_merging_adds_up_and_the_last_wins(tmp_path, capsys):
-    key = device_key(CPU, NsOptions())
-    paths = [str(tmp_path / name) for name in ("a.json", "b.json", "out.json")]
-    cache(key, {(64, 64): {1: 100_000, 2: 150_000}}, paths[0])
-    cache(key, {(64, 64): {2: 160_000}, (8, 8): {1: 50_000}}, paths[1])
-    cache(key, {(16, 16): {1: 60_000}, (8, 8): {1: 70_000}}, paths[2])
-    assert status(["--merge", *paths[:2], "--out", paths[2]]) == 0
+def test_merging_adds_up_and_the_last_wins(status, tmp_path):
+    paths = [tmp_path / name for name in ("a.json", "b.json", "out.json")]
+    cache(KEY, {(64, 64): {1: 100_000, 2: 150_000}}, paths[0])
+    cache(KEY, {(64, 64): {2: 160_000}, (8, 8): {1: 50_000}}, paths[1])
+    cache(KEY, {(16, 16): {1: 60_000}, (8, 8): {1: 70_000}}, paths[2])
+    done = status("--merge", *paths[:2], "--out", paths[2])
+    assert (done.status, done.out) == (0, f"wrote {paths[2]}: 4 timings of 3 shapes\n")
     assert medians(paths[2]) == {(64, 64): {1: 100_000, 2: 160_000}, (8, 8): {1: 50_000}, (16, 16): {1: 60_000}}
-    assert capsys.readouterr().out == f"wrote {paths[2]}: 4 timings of 3 shapes\n"
 
 
-def measured_here(path: str) -> CostCache:
+@pytest.fixture
+def measured_here(run, tmp_path):
+    """A cache that was measured on this machine."""
     # Long enough that the noise of a busy machine stays within what --check tolerates.
-    assert run("--shapes", "128x512", "--max-batch", "1", "--budget", "5", "--out", path) == 0
-    return CostCache.load(path)
+    path = tmp_path / "costs.json"
+    assert run("--shapes", "128x512", "--max-batch", "1", "--budget", "5", "--out", path).status == 0
+    return path
 
 
-def test_check_tells_whether_a_cache_holds_here(tmp_path, capsys, monkeypatch):
-    path = str(tmp_path / "costs.json")
-    good = measured_here(path)
+def test_check_tells_whether_a_cache_holds_here(run, measured_here, monkeypatch):
+    good = CostCache.load(measured_here)
     now = {}
     real = profile.measure
 
@@ -207,78 +188,69 @@ def test_check_tells_whether_a_cache_holds_here(tmp_path, capsys, monkeypatch):
         return now or {shape: {k: good.entries[shape][k] for k in timings} for shape, timings in result.items()}
 
     monkeypatch.setattr(profile, "measure", measure)
-    capsys.readouterr()
-    assert run("--check", path) == 0
-    out = capsys.readouterr().out
-    assert f"{path}: valid on cpu, exactly" in out and "agrees (ratios" in out and " 1.00\n" in out
+    done = run("--check", measured_here)
+    assert done.status == 0
+    assert f"{measured_here}: valid on cpu, exactly" in done.out
+    assert "agrees (ratios" in done.out and " 1.00\n" in done.out
     for factor, status in ((1.4, 0), (1 / 1.4, 0), (1.7, 1), (1 / 1.7, 1)):
         ns = round(good.entries[128, 512][1].median_ns * factor)
         now = {(128, 512): {1: Timing(ns, ns, ns, 9)}}
-        assert run("--check", path) == status
-        out = capsys.readouterr().out
-        assert f" {factor:.2f}\n" in out and ("does not agree; measure anew" in out) == (status == 1)
+        done = run("--check", measured_here)
+        assert done.status == status and f" {factor:.2f}\n" in done.out
+        assert ("does not agree; measure anew" in done.out) == (status == 1)
 
 
-def test_check_measures_for_real_and_takes_the_users_cache_by_default(capsys):
-    assert run("--shapes", "8x8,16x48,256x256", "--max-batch", "16", "--budget", "5") == 0
-    capsys.readouterr()
-    assert run("--check", "--budget", "5") in (0, 1)  # a busy machine may disagree with itself
-    out = capsys.readouterr().out
-    assert out.startswith(f"{user_cache_path(device_key(CPU, NsOptions()))}: valid on cpu, exactly\n")
-    rows = [line.split() for line in out.splitlines()[2:-1]]
+def test_check_measures_for_real_and_takes_the_users_cache_by_default(run):
+    assert run("--shapes", "8x8,16x48,256x256", "--max-batch", "16", "--budget", "5").status == 0
+    done = run("--check", "--budget", "5")
+    assert done.status in (0, 1)  # a busy machine may disagree with itself
+    assert done.out.startswith(f"{user_cache_path(KEY)}: valid on cpu, exactly\n")
+    rows = [line.split() for line in done.out.splitlines()[2:-1]]
     assert len(rows) == 5 and rows[0][:2] == ["8x8", "1"] and rows[-1][:2] == ["256x256", "1"]
 
 
 @pytest.mark.pitfall("P10", "P50")
-def test_check_finds_a_cache_of_another_device_kernel_or_version(tmp_path, capsys):
-    path = str(tmp_path / "costs.json")
-    good = measured_here(path)
-    capsys.readouterr()
-    for field, value in (("device", "Another device"), ("kernels", "older"), ("sm_count", 7)):
-        (tmp_path / "other.json").unlink(missing_ok=True)
-        CostCache(replace(good.key, **{field: value}), good.entries).save(tmp_path / "other.json")
-        assert run("--check", str(tmp_path / "other.json")) == 1
-        assert f"not valid on cpu: {field} {value!r}, here" in capsys.readouterr().out
-    CostCache(replace(good.key, torch="2.11.0"), good.entries).save(tmp_path / "older.json")
-    assert run("--check", str(tmp_path / "older.json")) in (0, 1)
-    assert "valid on cpu, measured with other versions: torch '2.11.0', here" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("field", "value", "ends", "says"),
+    [
+        ("device", "Another device", (1,), "not valid on cpu: device 'Another device', here"),
+        ("kernels", "older", (1,), "not valid on cpu: kernels 'older', here"),
+        ("sm_count", 7, (1,), "not valid on cpu: sm_count 7, here"),
+        ("torch", "2.11.0", (0, 1), "valid on cpu, measured with other versions: torch '2.11.0', here"),
+    ],
+)
+def test_check_finds_a_cache_of_another_device_kernel_or_version(run, tmp_path, field, value, ends, says):
+    other = tmp_path / "other.json"
+    cache(replace(KEY, **{field: value}), {(128, 512): {1: 1_000_000}}, other)
+    done = run("--check", other)
+    assert done.status in ends and says in done.out
 
 
-def test_check_reads_the_run_from_the_cache(tmp_path, capsys):
-    path = str(tmp_path / "costs.json")
-    options = ("--dtype", "bf16", "--coefficients", "you", "--steps", "4")
-    assert run("--shapes", "32x32", "--max-batch", "1", "--budget", "5", "--out", path, *options) == 0
-    capsys.readouterr()
-    assert run("--check", path) in (0, 1)
-    assert "valid on cpu, exactly" in capsys.readouterr().out
-
-
-def test_show_prints_rates_and_draws(tmp_path, capsys):
-    path, png = str(tmp_path / "costs.json"), tmp_path / "plot.png"
-    cache(device_key(CPU, NsOptions()), {(64, 64): {1: 100_000, 2: 150_000}, (8, 8): {1: 50_000}}, path)
+def test_show_prints_rates_and_draws(status, tmp_path):
+    path, png = tmp_path / "costs.json", tmp_path / "plot.png"
+    cache(KEY, {(64, 64): {1: 100_000, 2: 150_000}, (8, 8): {1: 50_000}}, path)
     png.write_bytes(b"old")
-    assert status(["--show", path]) == 0
-    out = capsys.readouterr().out
+    done = status("--show", path)
+    assert done.status == 0
     rate = newton_schulz_flops((64, 64), "polar_express", 5, None, CPU) / 75_000
-    assert "float32, polar_express, 5 steps; torch" in out
-    row = next(line.split() for line in out.splitlines() if line.split()[:2] == ["64x64", "2"])
+    assert "float32, polar_express, 5 steps; torch" in done.out
+    row = next(line.split() for line in done.out.splitlines() if line.split()[:2] == ["64x64", "2"])
     assert row[2:5] == ["0.150", "0.075", f"{rate:.4g}"]
     pytest.importorskip("matplotlib")
-    assert status(["--show", path, "--png", str(png)]) == 0
+    assert status("--show", path, "--png", png).status == 0
     assert png.read_bytes().startswith(b"\x89PNG\r\n")
     assert sorted(p.name for p in tmp_path.iterdir()) == [".costs.json.lock", "costs.json", "plot.png"]
 
 
-def test_without_matplotlib_drawing_says_what_to_install(tmp_path, capsys, monkeypatch):
-    path = str(tmp_path / "costs.json")
-    cache(device_key(CPU, NsOptions()), {(8, 8): {1: 50_000}}, path)
+def test_without_matplotlib_drawing_says_what_to_install(status, tmp_path, monkeypatch):
+    cache(KEY, {(8, 8): {1: 50_000}}, tmp_path / "costs.json")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert status(["--show", path, "--png", str(tmp_path / "plot.png")]) == 2
-    assert "needs matplotlib; install it with pip install 'dmuon[bench]'" in capsys.readouterr().err
+    done = status("--show", tmp_path / "costs.json", "--png", tmp_path / "plot.png")
+    assert done.status == 2 and "needs matplotlib; install it with pip install 'dmuon[bench]'" in done.err
     assert not (tmp_path / "plot.png").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_refused(capsys):
-    assert status(["--shapes", "8x8", "--device", "cuda:3"]) == 2
-    assert "'cuda:3' is not there" in capsys.readouterr().err
+def test_a_device_that_is_not_there_is_refused(status):
+    done = status("--shapes", "8x8", "--device", "cuda:3")
+    assert done.status == 2 and "'cuda:3' is not there" in done.err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import Counter
@@ -10,41 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.configs import LLAMA_8B, QWEN_MOE, TOWER, towers, written
 
 from dmuon.model.config import ModelConfig, read_model
 from dmuon.model.matrix_shape import MatrixShape
 from dmuon.solver import CostTable, Matrix, plan
 
-LLAMA_8B = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
-QWEN_MOE = {
-    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-}  # fmt: skip
 DEEPSEEK = {
     "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
     "num_hidden_layers": 61, "first_k_dense_replace": 3, "num_attention_heads": 128, "q_lora_rank": 1536,
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
     "n_shared_experts": 1,
 }  # fmt: skip
-VIT = {
-    "model_type": "towers",
-    "towers": [
-        {
-            "name": "vision", "num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072,
-            "num_attention_heads": 12, "gated_mlp": False,
-        }
-    ],
-}  # fmt: skip
 
 
 def read(folder: Path, config: Any) -> list[MatrixShape]:
-    path = folder / "config.json"
-    path.write_text(json.dumps(config))
-    return read_model(path)
+    return read_model(written(folder, config))
 
 
 def elements(matrices: list[MatrixShape]) -> int:
@@ -96,8 +77,8 @@ def test_deepseek_without_a_query_rank_has_one_query_projection(tmp_path: Path) 
 
 
 def test_towers_hold_plain_and_gated_blocks(tmp_path: Path) -> None:
-    gated = {**VIT["towers"][0], "name": "text", "gated_mlp": True, "num_key_value_heads": 1}  # type: ignore[dict-item]
-    matrices = read(tmp_path, {"model_type": "towers", "towers": [*VIT["towers"], gated]})
+    gated = {**TOWER, "name": "text", "gated_mlp": True, "num_key_value_heads": 1}
+    matrices = read(tmp_path, towers(TOWER, gated))
     assert Counter(m.block for m in matrices)["vision.layers.0"] == 6
     assert Counter(m.block for m in matrices)["text.layers.0"] == 7
     assert {(m.rows, m.cols) for m in matrices if m.name.startswith("text") and "k_proj" in m.name} == {(64, 768)}
@@ -110,16 +91,29 @@ def test_names_are_unique_and_begin_with_their_block(tmp_path: Path, kind: str) 
     assert all(m.name.startswith(f"{m.block}.") for m in matrices)
 
 
+UNKNOWN = [
+    Matrix(f"trunk.{i}.{name}", *shape, f"trunk.{i}")
+    for i in range(32)
+    for name, shape in {"a": (768, 768), "zz.b": (768, 1536), "c": (112, 768), "d": (112, 768)}.items()
+]
+
+
 @pytest.mark.pitfall("P20")
-@pytest.mark.parametrize("config", [LLAMA_8B, GPT2, VIT], ids=["llama", "gpt2", "vit"])
+@pytest.mark.parametrize(
+    "config", [LLAMA_8B, GPT2, towers(TOWER), UNKNOWN], ids=["llama", "gpt2", "vit", "what no model is called"]
+)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_owners_are_balanced_whatever_the_layers_are_called(tmp_path: Path, config: Any, ranks: int) -> None:
-    matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in read(tmp_path, config)]
+    matrices = config
+    if config is not UNKNOWN:
+        matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in read(tmp_path, config)]
     result = plan(matrices, ranks, CostTable.from_flops({m.shape for m in matrices}))
+    assert sorted(result.owners) == sorted(m.name for m in matrices)
     assert max(result.loads_ns) <= 1.02 * sum(result.loads_ns) / ranks
     assert max(result.rank_bytes) <= 1.1 * sum(result.rank_bytes) / ranks
     for block, (largest, least) in result.block_balance.items():
         assert largest <= 2 * least, block
+        assert len({result.owners[m.name] for m in matrices if m.block == block}) > 1, f"{block} is all on one owner"
 
 
 @pytest.mark.parametrize(
@@ -137,13 +131,10 @@ def test_owners_are_balanced_whatever_the_layers_are_called(tmp_path: Path, conf
         ({**DEEPSEEK, "q_lora_rank": "x"}, "'q_lora_rank' is 'x'"),
         ({**DEEPSEEK, "moe_layer_freq": 2}, "'moe_layer_freq' must be 1"),
         ({**QWEN_MOE, "mlp_only_layers": "3"}, "'mlp_only_layers' is '3'; set it to a list of integers"),
-        ({"model_type": "towers", "towers": []}, r"'towers' is \[\]; set it to a non-empty list of objects"),
-        ({"model_type": "towers", "towers": [{}]}, r"'towers\[0\].name' is missing"),
-        ({"model_type": "towers", "towers": VIT["towers"] * 2}, r"'towers\[1\].name' repeats 'vision'"),  # type: ignore[operator]
-        (
-            {"model_type": "towers", "towers": [{**VIT["towers"][0], "gated_mlp": 1}]},  # type: ignore[dict-item]
-            r"'towers\[0\].gated_mlp' is 1; set it to true or false",
-        ),
+        (towers(), r"'towers' is \[\]; set it to a non-empty list of objects"),
+        (towers({}), r"'towers\[0\].name' is missing"),
+        (towers(TOWER, TOWER), r"'towers\[1\].name' repeats 'vision'"),
+        (towers({**TOWER, "gated_mlp": 1}), r"'towers\[0\].gated_mlp' is 1; set it to true or false"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_refused_by_field(
@@ -154,33 +145,27 @@ def test_a_config_that_cannot_be_read_is_refused_by_field(
         read(tmp_path, config)
 
 
-def test_a_file_that_is_not_json_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "model.json"
-    for data in (b"\xff{", b"{", b"", b"[" * 100_000):
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"model.json: corrupt or truncated JSON .*; pass a model's config.json"):
-            read_model(path)
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        *((data, "corrupt or truncated JSON .*; pass a") for data in (b"\xff{", b"{", b"", b"[" * 100_000)),
+        (b'{"model_type": "gpt2", "model_type": "llama"}', "field 'model_type' appears twice; pass a"),
+        (None, "no such file; pass a"),
+        (..., "not a file; pass a"),  # a folder
+    ],
+)
+def test_what_is_no_config_is_refused_by_name(tmp_path: Path, content: Any, says: str) -> None:
+    path = tmp_path / "config.json"
+    if content is ...:
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    for source in (tmp_path,) if content is ... else (path, tmp_path):  # a folder stands for the config in it
+        with pytest.raises(ValueError, match=rf"config.json: {says} model's config.json"):
+            read_model(source)
 
 
-def test_a_field_that_appears_twice_is_refused_and_infinities_are_not(tmp_path: Path) -> None:
-    path = tmp_path / "model.json"
-    path.write_text('{"model_type": "gpt2", "model_type": "llama"}')
-    with pytest.raises(ValueError, match=r"model.json: field 'model_type' appears twice; pass a model's config.json"):
-        read_model(path)
-    path.write_text(json.dumps({**GPT2, "time_step_limit": [0.0, math.inf]}))  # as some Hugging Face configs have it
-    assert read_model(path)
-
-
-def test_a_folder_stands_for_the_config_in_it(tmp_path: Path) -> None:
-    assert read(tmp_path, GPT2) == read_model(tmp_path)
-    assert read_model(tmp_path / "config.json") == read_model(tmp_path)
+def test_infinities_are_read_and_a_folder_stands_for_the_config_in_it(tmp_path: Path) -> None:
+    found = read(tmp_path, {**GPT2, "time_step_limit": [0.0, math.inf]})  # as some Hugging Face configs have it
+    assert found == read_model(tmp_path) == read_model(tmp_path / "config.json")
     assert ModelConfig.load(tmp_path).path == tmp_path / "config.json"
-
-
-def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
-    for path, name in ((tmp_path / "none.json", "none.json"), (tmp_path, "config.json")):
-        with pytest.raises(ValueError, match=rf"{name}: no such file; pass a model's config.json, or the folder"):
-            read_model(path)
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(ValueError, match=r"config.json: not a file; pass a model's config.json"):
-        read_model(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from pathlib import Path
@@ -12,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from harness.configs import SMALL_LLAMA, written
 
 from dmuon.model.config import read_model
 from dmuon.model.matrix_shape import MatrixShape
 from dmuon.model.transformers_config import read_with_transformers
 
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 100,
+SIZES = SMALL_LLAMA | {
+    "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 100,
 }  # fmt: skip
 
 
@@ -83,9 +83,7 @@ def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fak
 
 
 def write(folder: Path, **fields: Any) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps({"model_type": "novel", "width": 16, **fields}))
-    return path
+    return written(folder, {"model_type": "novel", "width": 16, **fields})
 
 
 def test_the_matrices_are_those_that_muon_would_own(tmp_path: Path, fake: Fake) -> None:
@@ -153,19 +151,17 @@ def test_what_transformers_or_muon_cannot_take_is_refused_by_file(
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_transformers_agrees_with_our_own_reading(tmp_path: Path, kind: str) -> None:
     transformers = pytest.importorskip("transformers")
-    config = {"model_type": kind, "head_dim": 16, **SIZES}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
+    config = SIZES | {"model_type": kind}
+    path = written(tmp_path, config)
     assert read_with_transformers(transformers, path, config) == read_model(path)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("gemma2", 14), ("phi", 12), ("olmo2", 14), ("olmoe", 10)])
 def test_real_models_of_other_types(tmp_path: Path, kind: str, count: int) -> None:
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "head_dim": 16, **SIZES}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        matrices = read_model(tmp_path)
+        matrices = read_model(written(tmp_path, SIZES | {"model_type": kind}))
     assert len(matrices) == count
     assert {m.block for m in matrices} == {"model.layers.0", "model.layers.1"}
     assert all({m.rows, m.cols} <= {32, 64, 160} for m in matrices)

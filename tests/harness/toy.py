@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from dmuon.check import model as check
-from dmuon.check.model import Block, Network, Size
+from dmuon.check.model import Block, Network, Size, loss_of, shard
 
 VOCAB, WIDTH, HIDDEN = 17, 13, 29
 SIZE = Size(WIDTH, HIDDEN, layers=3, vocabulary=VOCAB)
@@ -35,3 +35,11 @@ def build(
 def batch(step: int, rows: int = 12) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one global step, the same in every process."""
     return check.batch(SIZE, rows, 5, step, CPU)
+
+
+def train(model: nn.Module, optimizer: Any, steps: Iterable[int], rank: int = 0, world: int = 1) -> None:
+    """Step on this rank's part of each of these global batches."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, *shard(batch(step), rank, world)).backward()
+        optimizer.step()

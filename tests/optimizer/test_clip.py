@@ -17,15 +17,13 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.oracle import Reference
 from harness.pool import RankPool
-from harness.topologies import lay
-from harness.toy import OPTIONS, batch, build
+from harness.topologies import Laid, lay
+from harness.toy import batch, build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.utils import clip_grad_norm_ as torch_clip
 from torch.nn.utils import clip_grad_value_ as torch_clip_value
@@ -33,7 +31,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
-from dmuon.check.model import Network, is_matrix, loss_of, shard
+from dmuon.check.model import Network, is_matrix, loss_of
 from dmuon.check.topologies import full_state
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
 
@@ -41,7 +39,7 @@ STEPS = 4
 MAX_NORM = 0.5  # below the norm of every step, so that each one is clipped
 ORDERS = [2.0, 1.0, 3.5, 0.5, 0.0, math.inf, -math.inf, -1.0, -2.5]
 TORCH_ORDERS = [2.0, 0.5, 0.0, math.inf, -math.inf, -1.0]
-FSDP, TWO_LINES, MIXED = "fsdp2", "two-lines", "root-replicated"
+MIXED = "root replicated"  # owned, sharded and plain gradients meet
 COLLECTIVES = {"allreduce_", "_allgather_base_", "allgather_", "all_gather_into_tensor", "all_reduce", "broadcast_"}
 HIDDEN = 28  # tensor parallelism splits it evenly
 
@@ -72,51 +70,24 @@ def toy() -> Network:
 
 def single_process() -> dict[str, Tensor]:
     """The parameters of the model on one process, each a plain tensor with its whole gradient."""
-    return after_backward(toy(), 0, 1)
-
-
-def after_backward(model: Network, rank: int, world: int) -> dict[str, Tensor]:
-    loss_of(model, *shard(batch(0), rank, world)).backward()
+    model = toy()
+    loss_of(model, *batch(0)).backward()
     return dict(model.named_parameters())
 
 
-def dedicated(rank: int, world: int, mode: str, model: Network | None = None) -> Network:
-    model = build() if model is None else model
-    mesh = init_device_mesh("cpu", (world,))
-    dmuon.dedicate_params(model, mesh, costs="flops")
-    if mode != TWO_LINES:
-        for block in model.blocks:
-            dmuon.fully_shard(block, mesh=mesh)
-    if mode == FSDP:  # otherwise owned, sharded and plain gradients meet
-        dmuon.fully_shard(model, mesh=mesh)
-    return model
-
-
-def on_dedicated(mode: str, rank: int, world: int) -> dict[str, Tensor]:
-    return after_backward(dedicated(rank, world, mode, toy()), rank, world)
+def laid_out(name: str, model: Network) -> Laid:
+    if name != MIXED:
+        return lay(name, model)
+    laid = lay("1d-two-lines" if dist.get_world_size() == 2 else "1d-3-two-lines", model)
+    for block in model.blocks:
+        dmuon.fully_shard(block, mesh=laid.mesh)
+    return laid
 
 
 def on_topology(name: str, rank: int, world: int) -> dict[str, Tensor]:
-    laid = lay(name, toy())
-    return after_backward(laid.model, laid.part, laid.parts)  # type: ignore[arg-type]
-
-
-def on_hsdp(rank: int, world: int) -> dict[str, Tensor]:
-    model = toy()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-    return after_backward(model, rank, world)
-
-
-def on_tensor_parallel(rank: int, world: int) -> dict[str, Tensor]:
-    model = toy()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh["dp"])
-    return after_backward(model, mesh.get_local_rank("dp"), 2)
+    laid = laid_out(name, toy())
+    laid.backward(0)
+    return dict(laid.model.named_parameters())
 
 
 def by_hand(lay_out: Callable[[int, str, Tensor], Tensor]) -> dict[str, Tensor]:
@@ -176,17 +147,17 @@ def on_owners_by_hand(shape: tuple[int, ...], last: Placement, rank: int, world:
 
 
 LAYOUTS = {
-    "dedicated, fully_shard": Layout(3, partial(on_dedicated, FSDP), torch_is_exact=True),
-    "dedicated, two lines": Layout(4, partial(on_dedicated, TWO_LINES)),
-    "dedicated, root replicated": Layout(2, partial(on_dedicated, MIXED)),
+    "dedicated, fully_shard": Layout(3, partial(on_topology, "1d-3"), torch_is_exact=True),
+    "dedicated, two lines": Layout(4, partial(on_topology, "1d-4-two-lines")),
+    "dedicated, root replicated": Layout(2, partial(on_topology, MIXED)),
     "dedicated, HSDP": Layout(4, partial(on_topology, "hsdp"), torch_is_exact=True),
     "dedicated, HSDP, two lines": Layout(4, partial(on_topology, "hsdp-two-lines")),
     "dedicated, DDP": Layout(2, partial(on_topology, "ddp-2")),
     "dedicated, TP": Layout(2, partial(on_topology, "tp")),
     "dedicated, FSDP2 x TP": Layout(4, partial(on_topology, "tp-fsdp")),
     "dedicated, DDP x TP": Layout(4, partial(on_topology, "tp-ddp")),
-    "HSDP": Layout(4, on_hsdp),
-    "FSDP2 x TP": Layout(4, on_tensor_parallel),
+    "HSDP": Layout(4, partial(on_topology, "fsdp2-hsdp")),
+    "FSDP2 x TP": Layout(4, partial(on_topology, "fsdp2-tp")),
     "any placement": Layout(4, on_any_placement),
     "owned, 2-D": Layout(4, partial(on_owners_by_hand, (2, 2), Shard(0)), torch_is_exact=True),
     "owned x TP replicated": Layout(4, partial(on_owners_by_hand, (2, 1, 2), Replicate())),
@@ -366,28 +337,26 @@ def torch_every_order(params: dict[str, Tensor]) -> dict[str, bool]:
     """Whether torch's functions are exact, by case; elsewhere they raise."""
     wholes, snapshot = all_whole(params), Snapshot(params.values())
     exact = {}
-    for order, foreach in itertools.product(TORCH_ORDERS, (None, True, False)):
-        case = f"order {order}, foreach {foreach}"
-        norm = true_norm(wholes.values(), order)
+
+    @contextmanager
+    def exact_unless_it_raises(case: str) -> Iterator[None]:
+        exact[case] = True
         try:
-            found = whole(torch_clip(params.values(), norm / 2, order, foreach=foreach))
+            yield
         except RuntimeError:
             exact[case] = False
-        else:
-            assert float(found) == near(norm), case
-            snapshot.assert_clipped(norm / 2, norm, case)
-            exact[case] = True
         snapshot.restore()
+
     for foreach in (None, True, False):
-        case = f"values, foreach {foreach}"
-        try:
+        for order in TORCH_ORDERS:
+            norm = true_norm(wholes.values(), order)
+            with exact_unless_it_raises(case := f"order {order}, foreach {foreach}"):
+                found = whole(torch_clip(params.values(), norm / 2, order, foreach=foreach))
+                assert float(found) == near(norm), case
+                snapshot.assert_clipped(norm / 2, norm, case)
+        with exact_unless_it_raises(case := f"values, foreach {foreach}"):
             torch_clip_value(params.values(), 1e-3, foreach)
-        except RuntimeError:
-            exact[case] = False
-        else:
             snapshot.assert_clamped(1e-3, case)
-            exact[case] = True
-        snapshot.restore()
     return exact
 
 
@@ -641,20 +610,19 @@ def test_a_mixture_of_dtypes_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "match"),
-    [((1.0, math.nan), "norm_type"), ((-1.0,), "max_norm"), ((math.nan,), "max_norm")],
+    ("clip", "arguments", "match"),
+    [
+        (dmuon.clip_grad_norm_, (1.0, math.nan), "norm_type"),
+        (dmuon.clip_grad_norm_, (-1.0,), "max_norm"),
+        (dmuon.clip_grad_norm_, (math.nan,), "max_norm"),
+        (dmuon.clip_grad_value_, (-1.0,), "clip_value"),
+        (dmuon.clip_grad_value_, (math.nan,), "clip_value"),
+    ],
 )
-def test_arguments_without_a_meaning_are_refused(arguments: tuple[float, ...], match: str) -> None:
+def test_arguments_without_a_meaning_are_refused(clip: Any, arguments: tuple[float, ...], match: str) -> None:
     param = with_gradient(torch.ones(2))
     with pytest.raises(ValueError, match=match):
-        dmuon.clip_grad_norm_([param], *arguments)
-
-
-@pytest.mark.parametrize("value", [-1.0, math.nan])
-def test_values_without_a_meaning_are_refused(value: float) -> None:
-    param = with_gradient(torch.ones(2))
-    with pytest.raises(ValueError, match="clip_value"):
-        dmuon.clip_grad_value_([param], value)
+        clip([param], *arguments)
     assert param.grad is not None and param.grad.tolist() == [1.0, 1.0]
 
 
@@ -703,7 +671,7 @@ def test_gradients_that_no_rank_can_count_are_refused(ranks: RankPool) -> None:
 
 
 def torch_inf_norm(rank: int, world: int) -> None:
-    torch_clip(on_dedicated(FSDP, rank, world).values(), 1.0, norm_type=math.inf)
+    torch_clip(on_topology("1d-3", rank, world).values(), 1.0, norm_type=math.inf)
 
 
 @pytest.mark.pitfall("P36", "P48")
@@ -714,18 +682,17 @@ def test_torch_inf_norm_is_refused_by_name(ranks: RankPool) -> None:
 # Training.
 
 
-def clipped_run(rank: int, world: int, mode: str, stock: bool) -> tuple[dict[str, Tensor], list[float]]:
-    model = dedicated(rank, world, mode)
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    clip = torch_clip if stock else dmuon.clip_grad_norm_
+def clipped_run(rank: int, world: int, layout: str, stock: bool) -> tuple[dict[str, Tensor], list[float]]:
+    laid = laid_out(layout, build())
+    optimizer, clip = laid.optimizer(), torch_clip if stock else dmuon.clip_grad_norm_
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
-        norms.append(float(whole(clip(model.parameters(), MAX_NORM))))
-        assert float(whole(clip(model.parameters(), math.inf))) == pytest.approx(MAX_NORM, rel=1e-5)
+        laid.backward(step)
+        norms.append(float(whole(clip(laid.model.parameters(), MAX_NORM))))
+        assert float(whole(clip(laid.model.parameters(), math.inf))) == pytest.approx(MAX_NORM, rel=1e-5)
         optimizer.step()
-    return full_state(model), norms
+    return full_state(laid.model), norms
 
 
 @pytest.fixture(scope="module")
@@ -742,36 +709,39 @@ def reference() -> tuple[dict[str, Tensor], list[float]]:
     return dict(model.state_dict()), norms
 
 
-@pytest.mark.pitfall("P34", "P36")
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_torch_clipping_equals_single_process(
-    ranks: RankPool, reference: tuple[dict[str, Tensor], list[float]], world: int
-) -> None:
-    for weights, norms in ranks(world, clipped_run, FSDP, True):
-        assert norms == pytest.approx(reference[1], rel=1e-5)
-        assert_equal_weights(weights, reference[0])
-
-
 @pytest.mark.pitfall("P34", "P36", "P37")
-@pytest.mark.parametrize(("mode", "world"), [(FSDP, 3), (TWO_LINES, 2), (TWO_LINES, 4), (MIXED, 3)])
-def test_dmuon_clipping_equals_single_process(
-    ranks: RankPool, reference: tuple[dict[str, Tensor], list[float]], mode: str, world: int
+@pytest.mark.parametrize(
+    ("layout", "world", "stock"),
+    [
+        ("1d-1", 1, True),
+        ("1d", 2, True),
+        ("1d-3", 3, True),
+        ("1d-4", 4, True),
+        ("1d-3", 3, False),
+        ("1d-two-lines", 2, False),
+        ("1d-4-two-lines", 4, False),
+        (MIXED, 3, False),
+    ],
+)
+def test_clipped_training_equals_single_process(
+    ranks: RankPool, reference: tuple[dict[str, Tensor], list[float]], layout: str, world: int, stock: bool
 ) -> None:
-    results = ranks(world, clipped_run, mode, False)
+    """By torch's function where it is exact, and by ours."""
+    results = ranks(world, clipped_run, layout, stock)
     for weights, norms in results:
         assert norms == pytest.approx(reference[1], rel=1e-5)
-        assert norms == results[0][1], "the same number on all ranks"
+        assert stock or norms == results[0][1], "the same number on all ranks"
         assert_equal_weights(weights, reference[0])
 
 
 def scaled_gradients(rank: int, world: int, factor: float) -> dict[str, Tensor]:
-    model = dedicated(rank, world, FSDP)
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    loss_of(model, *shard(batch(0), rank, world)).backward()
-    total = dmuon.clip_grad_norm_(model.parameters(), math.inf)
-    dmuon.clip_grad_norm_(model.parameters(), factor * float(total))
+    laid = lay("1d", build())
+    optimizer = laid.optimizer()
+    laid.backward(0)
+    total = dmuon.clip_grad_norm_(laid.model.parameters(), math.inf)
+    dmuon.clip_grad_norm_(laid.model.parameters(), factor * float(total))
     optimizer.step()
-    return full_state(model)
+    return full_state(laid.model)
 
 
 @pytest.mark.pitfall("P34")

@@ -16,24 +16,23 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.oracle import Reference, fp32_newton_schulz, reference_weights
 from harness.pool import RankPool
-from harness.toy import OPTIONS, batch, build
+from harness.topologies import lay
+from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 
 import dmuon
-from dmuon.check.model import Network, is_matrix, loss_of, shard
+from dmuon.check.model import Network, is_matrix, loss_of
 from dmuon.check.topologies import full_state
 from dmuon.step import update
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
 
 
-def train(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        model.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
+def trained(steps: int = 3, **options: Any) -> dict[str, Tensor]:
+    model = build()
+    train(model, dmuon.Muon(model, **{**OPTIONS, **options}), range(steps))
+    return dict(model.state_dict())
 
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -109,12 +108,8 @@ def test_matrix_updates_equal_torch_muon(adjust: str | None, nesterov: bool) -> 
 
 
 def beside_adamw(rank: int, world: int) -> dict[str, Tensor]:
-    model = build()
-    mesh = init_device_mesh("cpu", (world,))
-    dmuon.dedicate_params(model, mesh, costs="flops")
-    for block in model.blocks:
-        dmuon.fully_shard(block, mesh=mesh)
-    dmuon.fully_shard(model, mesh=mesh)
+    laid = lay("1d", build())
+    model = laid.model
     owned = dmuon.owned_parameters(model)
     rest = [p for p in model.parameters() if p not in owned]
     groups = [
@@ -127,7 +122,7 @@ def beside_adamw(rank: int, world: int) -> dict[str, Tensor]:
     ]
     for step in range(5):
         model.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
+        laid.backward(step)
         for optimizer in optimizers:
             optimizer.step()
     return full_state(model)
@@ -184,20 +179,10 @@ def test_weight_decay_of_each_route_is_respected(given: dict[str, float], decays
 
 
 CHANGES: dict[str, Any] = {
-    "lr": 3e-3,
-    "weight_decay": 0.4,
-    "momentum": 0.5,
-    "nesterov": False,
-    "ns_coefficients": "you",
-    "ns_steps": 2,
-    "eps": 100.0,
-    "ns_dtype": torch.bfloat16,
-    "adjust_lr_fn": "spectral",
-    "adamw_lr": 3e-3,
-    "adamw_betas": (0.5, 0.6),
-    "adamw_eps": 1e-2,
-    "adamw_weight_decay": 0.4,
-}
+    "lr": 3e-3, "weight_decay": 0.4, "momentum": 0.5, "nesterov": False, "ns_coefficients": "you", "ns_steps": 2,
+    "eps": 100.0, "ns_dtype": torch.bfloat16, "adjust_lr_fn": "spectral",
+    "adamw_lr": 3e-3, "adamw_betas": (0.5, 0.6), "adamw_eps": 1e-2, "adamw_weight_decay": 0.4,
+}  # fmt: skip
 
 
 @pytest.mark.pitfall("P10")
@@ -236,40 +221,8 @@ def test_options_of_a_group_are_its_own() -> None:
     assert not torch.equal(first, before)
 
 
-@pytest.mark.pitfall("P10")
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"lr": -1.0}, ValueError, "lr"),
-        ({"lr": torch.tensor([1.0, 2.0])}, ValueError, "lr"),
-        ({"lr": "fast"}, TypeError, "lr"),
-        ({"weight_decay": -0.1}, ValueError, "weight_decay"),
-        ({"momentum": 1.0}, ValueError, "momentum"),
-        ({"nesterov": 1}, TypeError, "nesterov"),
-        ({"ns_coefficients": "fancy"}, ValueError, "fancy"),
-        ({"ns_steps": -1}, ValueError, "steps"),
-        ({"eps": float("nan")}, ValueError, "eps"),
-        ({"ns_dtype": "bf16"}, TypeError, "ns_dtype"),
-        ({"adjust_lr_fn": "wide"}, ValueError, "wide"),
-        ({"adamw_betas": (0.9,)}, ValueError, "betas"),
-        ({"adamw_betas": (0.9, 1.0)}, ValueError, r"betas\[1\]"),
-        ({"adamw_lr": -1.0}, ValueError, "lr"),
-        ({"adamw_eps": -1.0}, ValueError, "eps"),
-    ],
-    ids=str,
-)
-def test_unusable_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        dmuon.Muon(build(), **options)
-
-
 def test_tensor_lr_equals_float_lr() -> None:
-    results = []
-    for lr in (2e-3, torch.tensor(2e-3)):
-        model = build()
-        train(model, dmuon.Muon(model, **{**OPTIONS, "lr": lr}), range(3))
-        results.append(dict(model.state_dict()))
-    assert_equal_weights(results[1], results[0], 1e-6)
+    assert_equal_weights(trained(lr=torch.tensor(2e-3)), trained(lr=2e-3), 1e-6)
 
 
 # -- routing and groups --------------------------------------------------------------------------------------------
@@ -303,26 +256,44 @@ def test_module_groups_follow_the_policy() -> None:
     assert {names[p] for p in chosen[0]["params"]} == {f"blocks.{i}.mix.weight" for i in range(3)}
 
 
+@pytest.mark.pitfall("P10")
 @pytest.mark.parametrize(
-    ("params", "error", "message"),
+    ("params", "options", "error", "message"),
     [
-        (lambda: [{"params": matrices()}], ValueError, "use_muon"),
-        (lambda: [{"params": matrices(), "use_muon": 1}], ValueError, "use_muon"),
-        (lambda: [{"params": [nn.Parameter(torch.ones(3))], "use_muon": True}], ValueError, "1 dim"),
-        (lambda: [{"params": [nn.Parameter(torch.ones(2, 3, 4, 5))], "use_muon": True}], ValueError, "4 dim"),
-        (lambda: [{"params": matrices(), "use_muon": True, "beta": 0.9}], ValueError, "'beta'"),
-        (lambda: [{"params": matrices(), "use_muon": True, "betas": (0.9, 0.9)}], ValueError, "'betas'"),
-        (lambda: [{"params": matrices(), "use_muon": False, "momentum": 0.9}], ValueError, "'momentum'"),
-        (lambda: [], ValueError, "empty"),
-        (lambda: set(matrices()), TypeError, "set"),
-        (lambda: matrices()[0], TypeError, "one tensor"),
-        (lambda: [*matrices(), {"params": matrices(), "use_muon": True}], TypeError, "mixes"),
-        (lambda: nn.Linear(3, 3), ValueError, "no matrix"),
+        (build, {"lr": -1.0}, ValueError, "lr"),
+        (build, {"lr": torch.tensor([1.0, 2.0])}, ValueError, "lr"),
+        (build, {"lr": "fast"}, TypeError, "lr"),
+        (build, {"weight_decay": -0.1}, ValueError, "weight_decay"),
+        (build, {"momentum": 1.0}, ValueError, "momentum"),
+        (build, {"nesterov": 1}, TypeError, "nesterov"),
+        (build, {"ns_coefficients": "fancy"}, ValueError, "fancy"),
+        (build, {"ns_steps": -1}, ValueError, "steps"),
+        (build, {"eps": float("nan")}, ValueError, "eps"),
+        (build, {"ns_dtype": "bf16"}, TypeError, "ns_dtype"),
+        (build, {"adjust_lr_fn": "wide"}, ValueError, "wide"),
+        (build, {"adamw_betas": (0.9,)}, ValueError, "betas"),
+        (build, {"adamw_betas": (0.9, 1.0)}, ValueError, r"betas\[1\]"),
+        (build, {"adamw_lr": -1.0}, ValueError, "lr"),
+        (build, {"adamw_eps": -1.0}, ValueError, "eps"),
+        (lambda: [{"params": matrices()}], {}, ValueError, "use_muon"),
+        (lambda: [{"params": matrices(), "use_muon": 1}], {}, ValueError, "use_muon"),
+        (lambda: [{"params": [nn.Parameter(torch.ones(3))], "use_muon": True}], {}, ValueError, "1 dim"),
+        (lambda: [{"params": [nn.Parameter(torch.ones(2, 3, 4, 5))], "use_muon": True}], {}, ValueError, "4 dim"),
+        (lambda: [{"params": matrices(), "use_muon": True, "beta": 0.9}], {}, ValueError, "'beta'"),
+        (lambda: [{"params": matrices(), "use_muon": True, "betas": (0.9, 0.9)}], {}, ValueError, "'betas'"),
+        (lambda: [{"params": matrices(), "use_muon": False, "momentum": 0.9}], {}, ValueError, "'momentum'"),
+        (lambda: [], {}, ValueError, "empty"),
+        (lambda: set(matrices()), {}, TypeError, "set"),
+        (lambda: matrices()[0], {}, TypeError, "one tensor"),
+        (lambda: [*matrices(), {"params": matrices(), "use_muon": True}], {}, TypeError, "mixes"),
+        (lambda: nn.Linear(3, 3), {}, ValueError, "no matrix"),
     ],
 )
-def test_unusable_parameters_are_refused(params: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_unusable_options_and_parameters_are_refused(
+    params: Callable[[], Any], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        dmuon.Muon(params())
+        dmuon.Muon(params(), **options)
 
 
 def test_added_group_is_optimized() -> None:
@@ -369,8 +340,8 @@ def test_schedulers_drive_both_routes(schedule: str) -> None:
     expected = [SCHEDULES[schedule](reference.muon), SCHEDULES[schedule](reference.adamw)]
     seen = set()
     for step in range(6):
-        train(ours, optimizer, range(step, step + 1))
-        train(theirs, reference, range(step, step + 1))
+        train(ours, optimizer, [step])
+        train(theirs, reference, [step])
         scheduler.step()
         for other in expected:
             other.step()
@@ -390,7 +361,7 @@ def test_one_cycle_takes_a_list() -> None:
     scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=peaks, total_steps=10, cycle_momentum=False)
     rates = []
     for step in range(9):
-        train(model, optimizer, range(step, step + 1))
+        train(model, optimizer, [step])
         scheduler.step()
         rates.append([g["lr"] for g in optimizer.param_groups])
     assert [max(column) for column in zip(*rates, strict=True)] == pytest.approx(peaks)
@@ -437,17 +408,14 @@ def skip_block(model: Network, step: int) -> None:
 
 
 def unused_block(rank: int, world: int) -> tuple[dict[str, Tensor], list[int]]:
-    model = build()
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
-    optimizer = dmuon.Muon(model, **OPTIONS)
+    laid = lay("1d-two-lines", build())
+    optimizer = laid.optimizer()
     counts = []
     for step in range(4):
-        skip_block(model, step)
-        model.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
-        optimizer.step()
+        skip_block(laid.network, step)
+        train(laid.model, optimizer, [step], rank, world)
         counts.append(optimizer.last_step.ns_matrices)
-    return full_state(model), counts
+    return full_state(laid.model), counts
 
 
 @pytest.mark.pitfall("P01", "P19", "P48")
@@ -456,9 +424,7 @@ def test_block_unused_on_all_ranks_is_skipped_as_in_torch(ranks: RankPool) -> No
     reference = Reference(model)
     for step in range(4):
         skip_block(model, step)
-        reference.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        reference.step()
+        train(model, reference, [step])
     results = ranks(2, unused_block)
     for weights, _ in results:
         assert_equal_weights(weights, dict(model.state_dict()))
@@ -477,8 +443,8 @@ def test_frozen_parameters_stay_and_thaw() -> None:
     for step in range(4):
         for model in (ours, theirs):
             freeze(model, step < 2)
-        train(ours, optimizer, range(step, step + 1))
-        train(theirs, reference, range(step, step + 1))
+        train(ours, optimizer, [step])
+        train(theirs, reference, [step])
         assert optimizer.last_step.ns_matrices == (8 if step < 2 else 9)
     assert_equal_weights(dict(ours.state_dict()), dict(theirs.state_dict()))
 
@@ -504,19 +470,18 @@ def test_closure_is_called_once_with_gradients_enabled() -> None:
 
 
 def closure_run(rank: int, world: int) -> dict[str, Tensor]:
-    model = build()
-    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
-    optimizer = dmuon.Muon(model, **OPTIONS)
+    laid = lay("1d-two-lines", build())
+    optimizer = laid.optimizer()
     for step in range(5):
 
         def closure(step: int = step) -> float:
             optimizer.zero_grad()
-            loss = loss_of(model, *shard(batch(step), rank, world))
+            loss = laid.loss(step)
             loss.backward()
             return loss.item()
 
         assert optimizer.step(closure) > 0
-    return full_state(model)
+    return full_state(laid.model)
 
 
 @pytest.mark.pitfall("P55")
@@ -542,9 +507,8 @@ optimizer.load_state_dict(optimizer.state_dict())
 
 @pytest.mark.pitfall("P56")
 def test_works_without_a_launcher() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}
-    )
+    command, environment = [sys.executable, "-c", SCRIPT], {"PATH": "/usr/bin:/bin"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
 
 
@@ -559,7 +523,7 @@ def test_options_that_a_load_brings_are_used() -> None:
         saved = copy.deepcopy(optimizer.state_dict())
         other = dmuon.Muon(model, **{**OPTIONS, "lr": lr})
         other.load_state_dict(saved)
-        train(model, other, range(1, 2))
+        train(model, other, [1])
         found.append({n: p.detach().clone() for n, p in model.named_parameters()})
     assert_equal_weights(found[1], found[0], 0.0)
 

@@ -24,6 +24,12 @@ from dmuon.planning.cost_cache import (
 )
 
 KEY = CacheKey("Device X", 132, "550.1", "2.13.0", "12.8", "float16", "abc123", "polar_express", 5)
+
+
+def steady(ns):
+    return Timing(ns, ns, ns, 9)
+
+
 CACHE = CostCache(
     KEY,
     {
@@ -54,7 +60,7 @@ keys = st.builds(
     sm_count=st.integers(0, 1000),
     steps=st.integers(1, 20),
 )
-small_timings = st.builds(lambda ns: Timing(ns, ns, ns, 1), st.integers(1, 5))
+small_timings = st.integers(1, 5).map(steady)
 same_key = st.builds(
     CostCache,
     st.just(KEY),
@@ -83,6 +89,15 @@ def test_merging_is_associative_and_idempotent_and_the_later_wins(a, b, c):
     assert CostCache.parse(merged.to_json().encode(), "x") == merged
 
 
+def assert_refused_by_name_or_still_valid(data):
+    try:
+        cache = CostCache.parse(data, "the/file")
+    except CostCacheError as error:
+        assert "the/file" in str(error) and "dmuon-profile" in str(error)
+    else:  # a digit or a letter changed into another: still a consistent cache
+        assert CostCache.parse(cache.to_json().encode(), "x") == cache
+
+
 @pytest.mark.pitfall("P50")
 @settings(max_examples=150, deadline=None)
 @given(st.data())
@@ -92,12 +107,7 @@ def test_corrupted_bytes_are_refused_by_name_or_still_valid(data):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     if data.draw(st.booleans()):
         del good[data.draw(st.integers(0, len(good))) :]
-    try:
-        cache = CostCache.parse(bytes(good), "the/file")
-    except CostCacheError as error:
-        assert "the/file" in str(error) and "dmuon-profile" in str(error)
-    else:  # a digit or a letter changed into another: still a consistent cache
-        assert CostCache.parse(cache.to_json().encode(), "x") == cache
+    assert_refused_by_name_or_still_valid(bytes(good))
 
 
 def fields_of(node, path=()):
@@ -106,6 +116,13 @@ def fields_of(node, path=()):
         yield (*path, name)
         if isinstance(value, dict):
             yield from fields_of(value, (*path, name))
+
+
+def found(document, path):
+    """The object that holds the last field of ``path``, and that field's name."""
+    for parent in path[:-1]:
+        document = document[parent]
+    return document, path[-1]
 
 
 values = st.recursive(
@@ -120,22 +137,14 @@ values = st.recursive(
 @given(st.data())
 def test_one_field_lost_renamed_or_replaced_is_refused_by_name_or_still_valid(data):
     document = json.loads(CACHE.to_json())
-    *parents, last = data.draw(st.sampled_from(list(fields_of(document))))
-    node = document
-    for parent in parents:
-        node = node[parent]
+    node, last = found(document, data.draw(st.sampled_from(list(fields_of(document)))))
     value = node.pop(last)
     match data.draw(st.sampled_from(["lost", "renamed", "replaced"])):
         case "renamed":
             node[data.draw(st.text())] = value
         case "replaced":
             node[last] = data.draw(values)
-    try:
-        cache = CostCache.parse(json.dumps(document).encode(), "the/file")
-    except CostCacheError as error:
-        assert "the/file" in str(error) and "dmuon-profile" in str(error)
-    else:
-        assert CostCache.parse(cache.to_json().encode(), "x") == cache
+    assert_refused_by_name_or_still_valid(json.dumps(document).encode())
 
 
 @pytest.mark.pitfall("P50")
@@ -144,7 +153,7 @@ def test_a_time_in_another_unit_is_refused_by_name(unit):
     for shape in ((64, 64), (512, 512), (2048, 8192)):
         times = {(s, s * f): 300_000 + s**3 * f // 100_000 for s, f in ((64, 1), (256, 4), (512, 1), (2048, 4))}
         times[shape] = max(1, int(times[shape] * unit))
-        cache = CostCache(KEY, {s: {1: Timing(t, t, t, 9)} for s, t in times.items()})
+        cache = CostCache(KEY, {s: {1: steady(t)} for s, t in times.items()})
         with pytest.raises(CostCacheError, match=rf"'entries.{shape[0]}x{shape[1]}.1.median_ns'.* absurd") as caught:
             CostCache.parse(cache.to_json().encode(), "the/file")
         assert "the/file" in str(caught.value)
@@ -152,7 +161,7 @@ def test_a_time_in_another_unit_is_refused_by_name(unit):
 
 @pytest.mark.pitfall("P50")
 def test_what_no_device_can_do_is_refused_even_alone():
-    data = CostCache(KEY, {(8192, 8192): {4: Timing(2000, 2000, 2000, 9)}}).to_json().encode()
+    data = CostCache(KEY, {(8192, 8192): {4: steady(2000)}}).to_json().encode()
     with pytest.raises(CostCacheError, match=r"'entries.8192x8192.4.median_ns' is absurd: 2000 ns for 219902"):
         CostCache.parse(data, "x")
 
@@ -162,7 +171,7 @@ def test_launch_bound_and_memory_bound_times_beside_large_ones_are_no_contradict
     gpu = {(8, 8): 300_000, (64, 64): 300_000, (1, 1 << 24): 800_000, (8192, 28672): 30_000_000}
     cpu = {(8, 8): 40_000, (256, 256): 2_000_000, (1, 1 << 24): 300_000_000, (4096, 4096): 40_000_000_000}
     for times in (gpu, cpu):
-        cache = CostCache(KEY, {shape: {1: Timing(t, t, t, 9)} for shape, t in times.items()})
+        cache = CostCache(KEY, {shape: {1: steady(t)} for shape, t in times.items()})
         assert CostCache.parse(cache.to_json().encode(), "x") == cache
 
 
@@ -171,10 +180,9 @@ def test_saving_what_contradicts_the_file_is_refused_and_leaves_it(tmp_path):
     path = tmp_path / "costs.json"
     CACHE.save(path)
     before = path.read_bytes()
-    with pytest.raises(
-        CostCacheError, match=r"costs.json: .*'entries.64x256.1.median_ns' or 'entries.16x16.1.median_ns' is absurd"
-    ):
-        CostCache(KEY, {(16, 16): {1: Timing(10**9, 10**9, 10**9, 9)}}).save(path)
+    says = r"costs.json: .*'entries.64x256.1.median_ns' or 'entries.16x16.1.median_ns' is absurd"
+    with pytest.raises(CostCacheError, match=says):
+        CostCache(KEY, {(16, 16): {1: steady(10**9)}}).save(path)
     assert path.read_bytes() == before
 
 
@@ -188,10 +196,7 @@ def test_every_truncation_is_refused():
 
 def broken(path: str, value: object) -> bytes:
     document = json.loads(CACHE.to_json())
-    *parents, last = path.split("/")
-    node = document
-    for parent in parents:
-        node = node[parent]
+    node, last = found(document, path.split("/"))
     if value is ...:
         del node[last]
     else:
@@ -264,7 +269,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
 def test_saving_merges_and_the_newer_entry_wins(tmp_path):
     path = tmp_path / "deep" / "costs.json"
     CACHE.save(path)
-    newer = CostCache(KEY, {(64, 256): {2: Timing(140, 140, 140, 1), 4: Timing(200, 200, 200, 1)}})
+    newer = CostCache(KEY, {(64, 256): {2: steady(140), 4: steady(200)}})
     newer.save(path)
     merged = CostCache.load(path)
     assert merged == CACHE.merge(newer)
@@ -294,7 +299,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        CostCache(KEY, {(8, 8): {1: Timing(1, 1, 1, 1)}}).save(path)
+        CostCache(KEY, {(8, 8): {1: steady(1)}}).save(path)
     assert path.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == [".costs.json.lock", "costs.json"]
 
@@ -302,7 +307,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 def write_many(path: str, writer: int, rounds: int) -> None:
     for i in range(rounds):
         ns = writer * 1000 + i + 1
-        CostCache(KEY, {(writer + 1, 64 + i): {1: Timing(ns, ns, ns, 1)}}).save(path)
+        CostCache(KEY, {(writer + 1, 64 + i): {1: steady(ns)}}).save(path)
 
 
 @pytest.mark.pitfall("P50")
@@ -392,10 +397,5 @@ def test_the_file_is_plain_json_with_the_documented_fields(tmp_path):
     CACHE.save(tmp_path / "c.json")
     document = json.loads((tmp_path / "c.json").read_text())
     assert document["schema"] == 2 and document["key"] == asdict(KEY)
-    assert document["entries"]["64x256"]["1"] == {
-        "median_ns": 100,
-        "p10_ns": 99,
-        "p90_ns": 103,
-        "n": 9,
-        "variant": "gram r2 torch by4",
-    }
+    fields = {"median_ns": 100, "p10_ns": 99, "p90_ns": 103, "n": 9, "variant": "gram r2 torch by4"}
+    assert document["entries"]["64x256"]["1"] == fields

@@ -29,8 +29,7 @@ def fresh(tmp_path, monkeypatch):
     """An empty user cache, no shipped profile, and a process that has measured nothing."""
     monkeypatch.setattr(costs, "shipped_profiles", lambda: iter(()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(costs, "_measured", {})
-    monkeypatch.setattr(costs, "_too_large", {})
+    forget()
 
 
 @pytest.fixture
@@ -46,14 +45,32 @@ def measurements(monkeypatch):
     return seen
 
 
-def forget(monkeypatch):
+def forget():
     """As a new process would start."""
-    monkeypatch.setattr(costs, "_measured", {})
-    monkeypatch.setattr(costs, "_too_large", {})
+    costs._measured.clear()
+    costs._too_large.clear()
 
 
+@pytest.fixture
 def key():
     return device_key(CPU, NsOptions())
+
+
+@pytest.fixture
+def keep(key):
+    """``keep(medians, **changes)``: a cache of single timings, in the file of the user's for the changed key."""
+
+    def save(medians, path=None, **changes):
+        other = replace(key, **changes)
+        cache = CostCache(other, {s: {k: timing(t) for k, t in batches.items()} for s, batches in medians.items()})
+        path = path or user_cache_path(other)
+        cache.save(path)
+        return path
+
+    return save
+
+
+ALL = {shape: {1: 7, 2: 9, 4: 11} for shape in COUNTS}  # every batch that is asked for
 
 
 def alone(counts=COUNTS, **options):
@@ -87,42 +104,34 @@ def together(world, counts=COUNTS, each=None, **options):
     return results
 
 
-def test_a_first_call_measures_for_real_and_caches():
+def test_a_first_call_measures_for_real_and_caches(key):
     table, source = alone(budget_s=5.0)
+    path = user_cache_path(key)
     assert set(table.costs) == set(COUNTS) and table.estimated == ()
-    assert source.endswith(f"{key().device}, kept in user cache {user_cache_path(key())}") and source.startswith(
-        "6 measured now on "
-    )
-    assert alone()[1] == f"user cache {user_cache_path(key())}"
-    assert CostCache.load(user_cache_path(key())).table(COUNTS) == table
+    assert source == f"6 measured now on {key.device}, kept in user cache {path}"
+    assert alone()[1] == f"user cache {path}"
+    assert CostCache.load(path).table(COUNTS) == table
 
 
-def test_batch_sizes_are_powers_of_two_up_to_what_one_owner_can_get(measurements):
-    alone()
-    assert sorted(measurements) == [
-        ((16, 16), 1),
-        ((16, 16), 2),
-        ((16, 16), 4),
-        ((16, 48), 1),
-        ((16, 48), 2),
-        ((24, 24), 1),
-    ]
-    measurements.clear()
-    find_costs({(32, 32): 12}, world=6, rank=0, device=CPU)
-    assert sorted(measurements) == [((32, 32), 1), ((32, 32), 2), ((32, 32), 4)]
-    measurements.clear()
-    find_costs({(20, 20): 24, (64, 64): 4}, world=4, rank=0, device=CPU)
-    assert sorted(measurements) == [
-        *[((20, 20), k) for k in (1, 2, 4, 8, 16)],  # beside owners of a large matrix, one may get all the small ones
-        *[((64, 64), k) for k in (1, 2)],
-    ]
+@pytest.mark.parametrize(
+    ("counts", "world", "measured"),
+    [
+        (COUNTS, 1, {(16, 16): [1, 2, 4], (16, 48): [1, 2], (24, 24): [1]}),
+        ({(32, 32): 12}, 6, {(32, 32): [1, 2, 4]}),
+        # Beside owners of a large matrix, one may get all the small ones.
+        ({(20, 20): 24, (64, 64): 4}, 4, {(20, 20): [1, 2, 4, 8, 16], (64, 64): [1, 2]}),
+    ],
+)
+def test_batch_sizes_are_powers_of_two_up_to_what_one_owner_can_get(measurements, counts, world, measured):
+    find_costs(counts, world=world, rank=0, device=CPU)
+    assert sorted(measurements) == [(shape, k) for shape, sizes in measured.items() for k in sizes]
 
 
-def test_nothing_is_measured_twice(measurements, monkeypatch):
+def test_nothing_is_measured_twice(measurements):
     first = alone()
     measurements.clear()
     again = alone()  # same process
-    forget(monkeypatch)
+    forget()
     warm = alone()  # same cache
     assert measurements == []
     assert first[0] == again[0] == warm[0]
@@ -131,7 +140,7 @@ def test_nothing_is_measured_twice(measurements, monkeypatch):
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning_and_still_nothing_is_measured_twice(
-    measurements, tmp_path, monkeypatch
+    measurements, tmp_path, monkeypatch, key
 ):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -139,7 +148,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning_and_still_nothing_is_measur
         first = alone()
     measurements.clear()
     again = alone()
-    assert again[0] == first[0] and again[1] == f"measured earlier by this process on {key().device}"
+    assert again[0] == first[0] and again[1] == f"measured earlier by this process on {key.device}"
     assert measurements == []
 
 
@@ -202,7 +211,7 @@ def test_what_ran_out_of_memory_is_not_tried_again_on_any_rank(monkeypatch):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_rank_0_says_that_it_measures_and_nobody_else(monkeypatch, caplog, capsys, terminal):
+def test_rank_0_says_that_it_measures_and_nobody_else(monkeypatch, caplog, capsys, key, terminal):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     caplog.set_level("INFO", logger="dmuon.planning.cost_lookup")
     together(2, budget_s=30.0)  # no more than needed is taken
@@ -211,31 +220,29 @@ def test_rank_0_says_that_it_measures_and_nobody_else(monkeypatch, caplog, capsy
     if terminal:
         assert "timing on" in shown and lines == []
     else:
-        assert shown == "" and lines == [
-            f"timing 6 batches of the Muon update on {key().device}, 30 s per rank at most"
-        ]
+        assert shown == ""
+        assert lines == [f"timing 6 batches of the Muon update on {key.device}, 30 s per rank at most"]
     caplog.clear()
     together(2)
     assert capsys.readouterr().err == "" and caplog.records == []
 
 
-def test_measurements_that_contradict_the_users_cache_are_used_and_not_kept(measurements):
-    CostCache(key(), {(512, 512): {1: timing(10**12)}}).save(user_cache_path(key()))
-    before = user_cache_path(key()).read_bytes()
+def test_measurements_that_contradict_the_users_cache_are_used_and_not_kept(measurements, keep):
+    path = keep({(512, 512): {1: 10**12}})
+    before = path.read_bytes()
     with pytest.warns(UserWarning, match=r"cannot be written \(.*is absurd.*measure anew with dmuon-profile"):
         table, _ = alone({(2048, 2048): 1})
     assert table.costs[2048, 2048][1] == 2_048_000
-    assert user_cache_path(key()).read_bytes() == before
+    assert path.read_bytes() == before
 
 
 @pytest.mark.pitfall("P50")
 @pytest.mark.parametrize("content", ["", "{", '{"schema": 9}', "NaN"])
-def test_a_corrupt_user_cache_is_named_and_measured_anew(measurements, content):
+def test_a_corrupt_user_cache_is_named_and_measured_anew(measurements, key, content):
     alone()
-    path = user_cache_path(key())
+    path = user_cache_path(key)
     path.write_text(content)
-    costs._measured.clear()
-    costs._too_large.clear()
+    forget()
     measurements.clear()
     with pytest.warns(UserWarning, match=f"{path.name}.*measuring anew"):
         alone()
@@ -244,40 +251,33 @@ def test_a_corrupt_user_cache_is_named_and_measured_anew(measurements, content):
 
 
 @pytest.mark.pitfall("P50")
-def test_another_devices_costs_are_not_used(measurements):
-    alien = replace(key(), device="Another device")
-    CostCache(alien, {shape: {1: timing(1), 2: timing(1), 4: timing(1)} for shape in COUNTS}).save(
-        user_cache_path(alien)
-    )
+def test_another_devices_costs_are_not_used(measurements, keep):
+    keep(ALL, device="Another device")
     assert alone()[0].costs[16, 16][1] == 16_000
     assert len(measurements) == 6
 
 
 @pytest.mark.pitfall("P50")
-def test_another_torchs_costs_are_used_with_a_warning(measurements):
-    older = replace(key(), torch="2.11.0")
-    CostCache(older, {shape: {1: timing(7), 2: timing(9), 4: timing(11)} for shape in COUNTS}).save(
-        user_cache_path(older)
-    )
+def test_another_torchs_costs_are_used_with_a_warning(measurements, keep):
+    keep(ALL, torch="2.11.0")
     with pytest.warns(UserWarning, match=r"other versions \(torch 2.11.0 → .*run dmuon-profile"):
         table, _ = alone()
     assert table.costs[16, 16][1] == 7 and measurements == []
 
 
-def test_a_shipped_profile_is_used_after_the_users_cache(measurements, monkeypatch):
-    shipped = CostCache(key(), {shape: {1: timing(7), 2: timing(9), 4: timing(11)} for shape in COUNTS})
-    monkeypatch.setattr(costs, "shipped_profiles", lambda: iter([("shipped.json", shipped.to_json().encode())]))
+def test_a_shipped_profile_is_used_after_the_users_cache(measurements, monkeypatch, keep, tmp_path):
+    shipped = keep(ALL, tmp_path / "shipped.json").read_bytes()
+    monkeypatch.setattr(costs, "shipped_profiles", lambda: iter([("shipped.json", shipped)]))
     table, source = alone()
     assert table.costs[24, 24][1] == 7 and source == "shipped profile shipped.json" and measurements == []
-    CostCache(key(), {(24, 24): {1: timing(5)}}).save(user_cache_path(key()))
+    path = keep({(24, 24): {1: 5}})
     table, source = alone()
     assert table.costs[24, 24][1] == 5 and table.costs[16, 16][1] == 7
-    assert source == f"user cache {user_cache_path(key())}, shipped profile shipped.json"
+    assert source == f"user cache {path}, shipped profile shipped.json"
 
 
-def test_an_explicit_path_is_used_as_it_is(measurements, tmp_path):
-    path = tmp_path / "mine.json"
-    CostCache(key(), {(16, 16): {1: timing(10)}, (24, 24): {1: timing(30)}}).save(path)
+def test_an_explicit_path_is_used_as_it_is(measurements, keep, tmp_path):
+    path = keep({(16, 16): {1: 10}, (24, 24): {1: 30}}, tmp_path / "mine.json")
     table, source = alone({(16, 16): 5, (24, 24): 1}, costs=path)
     assert table.costs == {(16, 16): {1: 10}, (24, 24): {1: 30}} and str(path) in source
     with pytest.warns(UserWarning, match=r"no timing for 16x48, estimated.*dmuon-profile --shapes 16x48"):
@@ -288,28 +288,30 @@ def test_an_explicit_path_is_used_as_it_is(measurements, tmp_path):
 
 @pytest.mark.pitfall("P50")
 @pytest.mark.parametrize("world", [1, 3])
-def test_an_unusable_path_is_the_same_error_on_every_rank(measurements, tmp_path, world):
-    alien = tmp_path / "alien.json"
-    CostCache(replace(key(), device="Another device"), {(16, 16): {1: timing(10)}}).save(alien)
-    (tmp_path / "bad.json").write_text("{")
-    for name, message in (
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
         ("alien.json", "key field 'device' is 'Another device'"),
         ("bad.json", "corrupt or truncated"),
         ("none.json", "no such file"),
-    ):
-        errors = together(world, costs=str(tmp_path / name))
-        assert all(isinstance(e, CostCacheError) and name in str(e) and message in str(e) for e in errors)
-        assert len(set(map(str, errors))) == 1
+    ],
+)
+def test_an_unusable_path_is_the_same_error_on_every_rank(measurements, keep, tmp_path, name, message, world):
+    keep({(16, 16): {1: 10}}, tmp_path / "alien.json", device="Another device")
+    (tmp_path / "bad.json").write_text("{")
+    errors = together(world, costs=str(tmp_path / name))
+    assert all(isinstance(e, CostCacheError) and name in str(e) and message in str(e) for e in errors)
+    assert len(set(map(str, errors))) == 1
     assert measurements == []
 
 
-def test_ranks_divide_the_work_and_agree(measurements):
+def test_ranks_divide_the_work_and_agree(measurements, key):
     counts = {(16 + 8 * i, 64): 8 for i in range(5)}
     results = together(3, counts)
     assert len({str(r) for r in results if isinstance(r, Exception)}) == 0
     assert all(r[0] == results[0][0] for r in results)
     assert len(measurements) == len(set(measurements)) == 20  # k = 1, 2, 4, 8 of each shape, once
-    assert set(CostCache.load(user_cache_path(key())).entries) == set(counts)
+    assert set(CostCache.load(user_cache_path(key)).entries) == set(counts)
     measurements.clear()
     assert together(3, counts)[0][0] == results[0][0]
     assert measurements == []

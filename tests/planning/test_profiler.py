@@ -178,6 +178,7 @@ def test_variants_that_compute_the_same_agree(dtype):
             assert profiler._agrees(batch, NsOptions(dtype=dtype), Variant(method, restarts, backend, 1))
 
 
+@pytest.mark.pitfall("P61")
 def test_a_variant_whose_singular_values_grow_on_nearly_singular_matrices_does_not_agree(monkeypatch):
     """Reading a whole ``V`` as its transpose shows nowhere else."""
     real = SplitArithmetic.symmetric
@@ -217,33 +218,27 @@ def test_the_timed_variant_is_named():
         assert str(Variant.parse(timing.variant)) == timing.variant
 
 
+RUNS = [
+    NsOptions(),
+    NsOptions(steps=4),
+    NsOptions("classic"),
+    NsOptions((3.0, -4.0, 2.0)),
+    NsOptions((3.0, -4.0, 2.0), 3, torch.float16),
+    NsOptions("you", 4, torch.bfloat16),
+    NsOptions(dtype=torch.float16),
+]
+
+
 @pytest.mark.pitfall("P10")
-def test_each_option_is_part_of_the_key():
-    keys = [
-        device_key(CPU, options)
-        for options in (
-            NsOptions(),
-            NsOptions(steps=4),
-            NsOptions("classic"),
-            NsOptions((3.0, -4.0, 2.0)),
-            NsOptions(dtype=torch.float16),
-        )
-    ]
+def test_each_option_is_part_of_the_key_and_read_from_it():
+    keys = [device_key(CPU, options) for options in RUNS]
     assert len(set(keys)) == len(keys)
-    key = keys[0]
-    assert key == device_key(CPU, NsOptions(dtype=torch.float32))
-    assert key.sm_count == 0 and key.device and key.torch == torch.__version__ and key.dtype == "float32"
-    assert len(key.kernels) == 16
-
-
-@pytest.mark.parametrize(
-    "options", [NsOptions(), NsOptions("you", 4, torch.bfloat16), NsOptions((3.0, -4.0, 2.0), 3, torch.float16)]
-)
-def test_a_key_names_the_run_that_it_is_of(options):
-    key = device_key(CPU, options)
-    again = options_of(key, "x")
-    assert device_key(CPU, again) == key
-    assert again.dtype == (options.dtype or torch.float32)
+    for options, key in zip(RUNS, keys, strict=True):
+        again = options_of(key, "x")
+        assert device_key(CPU, again) == key
+        assert again.dtype == (options.dtype or torch.float32)
+        assert key.sm_count == 0 and key.device and key.torch == torch.__version__ and len(key.kernels) == 16
+    assert keys[0].dtype == "float32" and keys[0] == device_key(CPU, NsOptions(dtype=torch.float32))
 
 
 @pytest.mark.pitfall("P50")
@@ -275,10 +270,15 @@ def test_the_bar_counts_batches_on_a_terminal_only(monkeypatch, capsys):
         assert terminal or shown == ""
 
 
-def test_batch_sizes_are_powers_of_two_that_the_device_runs_at_once():
-    assert useful_batch_sizes((64, 64), 100, CPU) == (1, 2, 4, 8, 16)
-    assert useful_batch_sizes((64, 64), 3, CPU) == (1, 2)
-    assert useful_batch_sizes((512, 2048), 100, CPU) == (1,)
-    cuda = torch.device("cuda")
-    assert useful_batch_sizes((512, 2048), 100, cuda) == (1, 2, 4, 8, 16, 32, 64)
-    assert useful_batch_sizes((8192, 28672), 100, cuda) == (1,)
+@pytest.mark.parametrize(
+    ("shape", "most", "device", "sizes"),
+    [
+        ((64, 64), 100, "cpu", (1, 2, 4, 8, 16)),
+        ((64, 64), 3, "cpu", (1, 2)),
+        ((512, 2048), 100, "cpu", (1,)),
+        ((512, 2048), 100, "cuda", (1, 2, 4, 8, 16, 32, 64)),
+        ((8192, 28672), 100, "cuda", (1,)),
+    ],
+)
+def test_batch_sizes_are_powers_of_two_that_the_device_runs_at_once(shape, most, device, sizes):
+    assert useful_batch_sizes(shape, most, torch.device(device)) == sizes

@@ -222,6 +222,7 @@ def test_changes_reach_the_target_and_no_less_would(llama: Path) -> None:
     assert overhead(replace(scenario, machine=slower)) > 0.05
 
 
+@pytest.mark.pitfall("P82")
 def test_report_says_what_a_reader_needs(llama: Path) -> None:
     text = prediction(llama, 8, target=0.01).report()
     assert "8 × H200, 1 node (replicate 1 × shard 8 × tp 1), 8,192 tokens per rank" in text

@@ -39,6 +39,7 @@ def flops(shape) -> int:
     return iteration_flops(shape, 5, iteration.restarts if iteration.method == "gram" else None)
 
 
+@pytest.mark.pitfall("P82")
 @pytest.mark.parametrize("shape", [SQUARE, WIDE, (3, 1000)])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("method", ["standard", "gram"])

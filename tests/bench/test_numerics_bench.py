@@ -1,0 +1,54 @@
+"""The bench of numerics judges the library's own arithmetic, not a copy of it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from dmuon.kernels import coefficient_sequence, orthogonalize
+from dmuon.kernels.iteration import iterate
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+STEPS = coefficient_sequence("polar_express", 5)
+
+
+@pytest.fixture
+def numerics(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("numerics")
+
+
+@pytest.mark.pitfall("P61")
+def test_every_form_of_the_library_is_the_librarys_iteration(
+    numerics: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: list[Any] = []
+
+    def recorded(*arguments: Any) -> Any:
+        results.append(iterate(*arguments))
+        return results[-1]
+
+    monkeypatch.setattr(numerics, "iterate", recorded)
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    forms = list(numerics.library_forms())
+    for count, form in enumerate(forms, 1):
+        assert form.run(x / x.norm(), STEPS) is results[-1] and len(results) == count, form.name
+    assert len(forms) > 10
+
+
+@pytest.mark.pitfall("P61")
+@pytest.mark.parametrize(("dtype", "restarts"), [(torch.float32, None), (torch.float16, (2,))])
+def test_what_the_bench_judges_is_what_users_get(
+    numerics: ModuleType, dtype: torch.dtype, restarts: tuple[int, ...] | None
+) -> None:
+    x = torch.randn(2, 32, 160, generator=torch.Generator().manual_seed(0))
+    form = numerics.Form("", dtype, restarts, (0, 0), halves=False)
+    found = form.run(x / torch.linalg.matrix_norm(x)[:, None, None], STEPS)
+    method = "standard" if restarts is None else "gram"
+    ours = orthogonalize(x, coefficients="polar_express", dtype=dtype, backend="torch", method=method)
+    torch.testing.assert_close(found.float(), ours.float(), rtol=0.0, atol=2e-3 if dtype == torch.float16 else 1e-5)

@@ -24,7 +24,7 @@ from common.results import write_report
 from dmuon.kernels.symmetric_tiles import candidates
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
-from aot_symmetric import SHARED_MEMORY, compile_product
+from aot import SHARED_MEMORY, compile_product
 
 SIDE = 4096
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

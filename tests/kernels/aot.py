@@ -1,23 +1,34 @@
-"""Compiles a Triton kernel without a GPU and reads what it takes: registers, spills, shared memory, instructions."""
+"""Compiles Triton kernels for a GPU that is not there, and reads what they take: registers, memory, instructions."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.driver import driver
+
+from dmuon.kernels import symmetric_triton as triton_symmetric
+from dmuon.kernels.symmetric_tiles import TileConfig
+from dmuon.kernels.symmetric_triton import symmetric_product
+from dmuon.kernels.symmetric_triton_kernel import symmetric_product_kernel
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _INSTRUCTIONS = ("tcgen05.mma", "wgmma", "mma.sync")
+
+# Shared memory that one block may take, in bytes, by compute capability.
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+INSTRUCTION = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+PROCESSORS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,45 +45,6 @@ class Resources:
     shared_bytes: int
     instruction: str
     ptx: str
-
-
-def compile_kernel(
-    fn: Any,
-    signature: Mapping[str, str],
-    constexprs: Mapping[str, object],
-    *,
-    arch: int,
-    warps: int,
-    stages: int,
-    divisible_by_16: Sequence[str] = (),
-) -> Resources:
-    """Compile ``fn`` for compute capability ``arch`` (80, 90, 100, ...).
-
-    Args:
-        fn: a function decorated with ``triton.jit``, not interpreted.
-        signature: type of each run-time argument: ``"*fp16"``, ``"i32"``, ``"fp32"``, and for a host-side
-            descriptor ``"tensordesc<fp16[1, 128, 64]>"``.
-        constexprs: value of each compile-time argument; an argument that is ``None`` belongs here too.
-        arch: compute capability without its point.
-        warps: warps in a block.
-        stages: depth of software pipelining.
-        divisible_by_16: run-time arguments that the JIT would have seen to be multiples of 16.
-
-    Raises:
-        ValueError: an argument of ``fn`` in neither or in both mappings.
-    """
-    names = list(fn.arg_names)
-    if sorted([*signature, *constexprs]) != sorted(names):
-        raise ValueError(f"signature and constexprs must name each of {names} once")
-    source = ASTSource(
-        fn=fn,
-        signature={name: signature.get(name, "constexpr") for name in names},
-        constexprs=dict(constexprs),
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16},
-    )
-    # Triton 3.9 warns unless told about fused multiply-adds; they are its default.
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    return resources(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options))
 
 
 class Recorder:
@@ -137,3 +109,38 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
             [_CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, check=True, text=True
         )
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", run.stdout)}
+
+
+@contextmanager
+def recording(arch: int) -> Iterator[Recorder]:
+    """Inside, ``symmetric_product`` of CPU tensors does what it would on a GPU of ``arch``, but launch."""
+    recorder = Recorder(symmetric_product_kernel, arch)
+    triton_symmetric._plan.cache_clear()
+    with mock.patch.multiple(
+        triton_symmetric,
+        _kernel=lambda: recorder,
+        _capability=lambda device: divmod(arch, 10),
+        _processors=lambda device: PROCESSORS,
+        unsupported=lambda device, dtype: None,
+    ):
+        yield recorder
+    triton_symmetric._plan.cache_clear()
+
+
+def compile_product(
+    config: TileConfig,
+    dtype: torch.dtype,
+    arch: int,
+    *,
+    layouts: str = "nt",
+    sizes: tuple[int, int] = (512, 1024),
+    adds: bool = True,
+) -> Resources:
+    """The kernel for ``(m, p)`` times ``(p, m)`` of ``sizes``, each contiguous ("n") or transposed ("t")."""
+    m, p = sizes
+    a = torch.empty(m, p, dtype=dtype) if layouts[0] == "n" else torch.empty(p, m, dtype=dtype).mT
+    b = torch.empty(p, m, dtype=dtype) if layouts[1] == "n" else torch.empty(m, p, dtype=dtype).mT
+    c = torch.empty(m, m, dtype=dtype) if adds else None
+    with recording(arch) as recorder:
+        symmetric_product(a, b, c, beta=0.5 if adds else 0.0, config=config)
+    return resources(recorder.kernels[0])

@@ -1,46 +1,86 @@
-"""Scripts in Triton's interpreter, which is chosen when kernels are decorated: each is a process of its own."""
+"""Tests in Triton's interpreter, which is chosen when kernels are decorated: files ``test_interpreted_*.py``.
+
+A pytest process for each of them runs its chosen tests with ``TRITON_INTERPRET=1``. This one reports how they ended.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-FOLDER = Path(__file__).parent
-# By the module that reads what they print. They start together, at the first test that wants one of them.
-SCRIPTS = {
-    "test_newton_schulz_triton": "interpreted_newton_schulz.py",
-    "test_symmetric_triton": "interpreted_symmetric.py",
-    "test_update_triton": "interpreted_update.py",
-}
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 LIMIT_SECONDS = 380  # 20 s of work, more on a busy machine
 
 
+def interpreted(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and item.path.name.startswith("test_interpreted_")
+
+
+class Interpreter:
+    """A process that runs tests of one file in the interpreter."""
+
+    def __init__(self, items: list[pytest.Item], folder: Path) -> None:
+        self._report, self._log = folder / "report.xml", folder / "log"
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={self._report}"]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, *(item.nodeid for item in items)],
+                cwd=items[0].config.rootpath,
+                env={**os.environ, "TRITON_INTERPRET": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    @cached_property
+    def outcomes(self) -> dict[str | None, tuple[str, str]]:
+        """By test, "failure", "error" or "skipped" with what was said, or "passed"."""
+        status = self.process.wait(LIMIT_SECONDS)
+        assert self._report.exists(), f"exit status {status}: {self._log.read_text()[-2000:]}"
+        found = {}
+        for case in ElementTree.parse(self._report).iter("testcase"):
+            told = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+            found[case.get("name")] = (
+                ("passed", "") if told is None else (told.tag, told.text or told.get("message", ""))
+            )
+        return found
+
+
 @pytest.fixture(scope="session")
-def interpreted(
+def interpreters(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], str]]:
-    """What the script of a test module printed; the script must have ended well."""
-    folder = tmp_path_factory.mktemp("interpreted")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    started: dict[str, subprocess.Popen[bytes]] = {}
-    for module in {item.module.__name__ for item in request.session.items if isinstance(item, pytest.Function)}:
-        if module in SCRIPTS:
-            with (folder / f"{module}.out").open("wb") as out, (folder / f"{module}.err").open("wb") as err:
-                command = [sys.executable, str(FOLDER / SCRIPTS[module])]
-                started[module] = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
+) -> Iterator[dict[Path, Interpreter]]:
+    """One for each file. They start together, at the first test that wants one of them."""
+    chosen: dict[Path, list[pytest.Item]] = {}
+    for item in filter(interpreted, request.session.items):
+        chosen.setdefault(item.path, []).append(item)
+    started = {path: Interpreter(items, tmp_path_factory.mktemp(path.stem)) for path, items in chosen.items()}
+    yield started
+    for one in started.values():
+        one.process.kill()
+        one.process.wait()
 
-    def printed(module: str) -> str:
-        status = started[module].wait(LIMIT_SECONDS)
-        out, err = ((folder / f"{module}.{kind}").read_text() for kind in ("out", "err"))
-        assert status == 0, f"after {len(out.splitlines())} lines: {err[-2000:]}"
-        return out
 
-    yield printed
-    for process in started.values():
-        process.kill()
-        process.wait()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in filter(interpreted, items):
+        if not INTERPRETING and "interpreters" not in item.fixturenames:
+            item.fixturenames.append("interpreters")
+        item.add_marker(pytest.mark.timeout(400))  # the first test waits for the interpreter
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if INTERPRETING or not interpreted(pyfuncitem):
+        return None
+    kind, told = pyfuncitem.funcargs["interpreters"][pyfuncitem.path].outcomes[pyfuncitem.name]
+    if kind == "skipped":
+        pytest.skip(told)
+    if kind != "passed":
+        pytest.fail(told, pytrace=False)
+    return True

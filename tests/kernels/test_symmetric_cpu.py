@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from zoo import commuting, gaussian
 
 from dmuon.kernels.symmetric_cpu import block_edges, split_product, worth_splitting
 
@@ -21,14 +22,8 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
 def symmetric(m: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    x = torch.randn(m, m, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    x = gaussian(m, m, dtype=dtype, seed=seed)
     return (x + x.mT) / 2
-
-
-def commuting(m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two different symmetric matrices whose product is symmetric, as R and a polynomial of it."""
-    r = symmetric(m, torch.float64) / math.sqrt(m)
-    return r.to(dtype), (0.5 * r - r @ r).to(dtype)
 
 
 def assert_is(found: Tensor, expected: Tensor, case: object = None) -> None:
@@ -41,7 +36,7 @@ def assert_is(found: Tensor, expected: Tensor, case: object = None) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_product_of_newton_schulz_equals_fp64(m, dtype):
     x = torch.randn(m, 2 * m + 3, dtype=dtype) / math.sqrt(m)
-    r, q = commuting(m, dtype)
+    r, q = commuting(m, m, dtype=dtype)
     c = symmetric(m, dtype, 1)
     assert_is(split_product(x, x.mT), x.double() @ x.double().mT, "XX'")
     assert_is(split_product(r, q), r.double() @ q.double(), "RQ")
@@ -63,7 +58,7 @@ def test_any_sizes_and_factors(m, p, alpha, beta, with_c):
 
 @pytest.mark.parametrize("m", [70, 513])
 def test_result_may_replace_c(m):
-    r, q = commuting(m, torch.float32)
+    r, q = commuting(m, m)
     c = symmetric(m, torch.float32, 1)
     expected = split_product(r, q, c, alpha=1.5, beta=0.5)
     for target in (c.clone(), torch.stack([c, c])[1]):
@@ -74,7 +69,7 @@ def test_result_may_replace_c(m):
 
 @pytest.mark.parametrize("m", [70, 513])
 def test_strides_do_not_matter_and_input_is_not_modified(m):
-    r, q = commuting(m, torch.float64)
+    r, q = commuting(m, m, dtype=torch.float64)
     c = symmetric(m, torch.float64, 1)
     expected = r @ q + 0.5 * c
     big = torch.full((3 * m, 2 * m), math.nan, dtype=torch.float64)
@@ -94,7 +89,7 @@ def test_strides_do_not_matter_and_input_is_not_modified(m):
 
 def test_what_is_in_out_or_above_the_diagonal_of_c_is_not_read():
     m = 513
-    r, q = commuting(m, torch.float32)
+    r, q = commuting(m, m)
     c = symmetric(m, torch.float32, 1)
     expected = split_product(r, q, c, beta=0.5)
     half = torch.where(torch.ones(m, m, dtype=torch.bool).tril(), c, math.nan)

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from zoo import commuting, gaussian
 
 from dmuon.kernels import symmetric_product
 
 BACKENDS = ("auto", "torch", "split")
-
-
-def gaussian(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def commuting(k: int, m: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric matrices that commute but for rounding."""
-    x = gaussian(k, m, m + 3, dtype=torch.float64)
-    r = x @ x.mT / m
-    return r.to(dtype), (r @ r - 0.5 * r).to(dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -38,7 +28,7 @@ def test_a_gram_matrix(backend, dtype, k, m, p):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("m", [5, 40, 200])
 def test_the_product_of_two_matrices_that_commute_is_symmetric_bitwise(backend, m):
-    a, b = commuting(2, m)
+    a, b = commuting(2, m, m)
     assert not torch.equal(a @ b, (a @ b).mT), "or the test would see nothing"
     found = symmetric_product(a, b, a, alpha=2.0, beta=-3.0, b_symmetric=True, backend=backend)
     exact = 2 * a.double() @ b.double() - 3 * a.double()
@@ -62,7 +52,7 @@ def test_strided_and_transposed_operands(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_out_may_be_c_and_what_is_not_read_does_not_leak(backend):
-    a, b = commuting(2, 40)
+    a, b = commuting(2, 40, 40)
     c = a.clone()
     found = symmetric_product(a, b, c, alpha=1.0, beta=2.0, out=c, backend=backend)
     exact = a.double() @ b.double() + 2 * a.double()

@@ -1,8 +1,7 @@
-"""The symmetric-product kernel: its results in Triton's interpreter, its machine code, its launches."""
+"""The symmetric-product kernel: its machine code, its launches, its tiles."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -11,82 +10,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from aot import resources
-from aot_symmetric import INSTRUCTION, PROCESSORS, SHARED_MEMORY, compile_product, recording
-from interpreted_symmetric import cases
+from aot import INSTRUCTION, PROCESSORS, SHARED_MEMORY, compile_product, recording, resources
 
 from dmuon.kernels import symmetric_triton as triton_symmetric
 from dmuon.kernels.symmetric_tiles import TileConfig, candidates, default_config
 from dmuon.kernels.symmetric_triton import symmetric_product, unsupported
 
-CASES = [name for name, _ in cases()]
-PLAIN = {"decoding_covers_the_lower_triangle", "roots_are_exact_at_every_edge", "refusals", "nothing_to_do"}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("nn", "nt", "tn", "tt")
-
-pytestmark = pytest.mark.timeout(400)  # the first test waits for the interpreter
-
-
-@pytest.fixture(scope="module")
-def results(interpreted) -> dict:
-    """What ``interpreted_symmetric.py`` printed, by case."""
-    lines = [json.loads(line) for line in interpreted(__name__).splitlines()]
-    if lines and "unusable" in lines[0]:
-        pytest.skip(f"Triton's interpreter does not work here: {lines[0]['unusable']}")
-    return {line.pop("case"): line for line in lines}
-
-
-@pytest.mark.pitfall("P43", "P44", "P45")
-@pytest.mark.parametrize("name", [name for name in CASES if name not in PLAIN])
-def test_interpreted_kernel(results, name):
-    """Close to fp64, symmetric and repeatable bitwise, inputs untouched, and what else the case claims."""
-    result = results[name]
-    assert "raised" not in result, result["raised"]
-    if "error" in result:
-        assert result["error"] <= result["tolerance"]
-    claims = {claim: held for claim, held in result.items() if isinstance(held, bool)}
-    assert claims or "error" in result
-    assert all(claims.values()), claims
-
-
-def test_every_lower_tile_is_computed_once(results):
-    assert results["decoding_covers_the_lower_triangle"] == {"wrong": []}
-    assert results["roots_are_exact_at_every_edge"] == {"exact": True, "largest": 23168 * 23169 // 2}
-
-
-@pytest.mark.pitfall("P44")
-def test_empty_results(results):
-    assert results["nothing_to_do"] == {
-        "shapes": {"(0, 4, 3)": [0, 4, 4], "(2, 0, 3)": [2, 0, 0], "(0, 3)": [0, 0], "(2, 0, 0)": [2, 0, 0]}
-    }
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("out is a", "out overlaps a"),
-        ("out is b", "out overlaps b"),
-        ("out meets a", "out overlaps a"),
-        ("out meets c", "out overlaps c"),
-        ("out overlaps itself", "overlaps itself"),
-        ("dtypes", "b is torch.float16 on cpu, a is torch.float32"),
-        ("dimensions", "(m, p) or (k, m, p)"),
-        ("shape of b", "b must be (2, 32, 32)"),
-        ("shape of c", "c must be (2, 32, 32)"),
-        ("shape of out", "out must be (2, 32, 32)"),
-        ("fp64", "none of fp16, bf16 and fp32"),
-        ("bf16", "interpreter multiplies bf16 wrongly"),
-        ("b_symmetric", "b_symmetric=True needs square b"),
-        ("descriptors, address", "an address is no multiple of 16 bytes"),
-        ("descriptors, stride", "a has a stride of 124 bytes"),
-        ("descriptors, expanded", "a has a stride of 0 bytes"),
-        ("descriptors, strided", "no dimension of a matrix of a is contiguous"),
-        ("too many tiles", "split the batch"),
-    ],
-)
-def test_refused_before_launch(results, call, message):
-    assert "raised" not in results["refusals"], results["refusals"]
-    assert message in results["refusals"]["messages"][call]
 
 
 def _check_resources(config: TileConfig, dtype: torch.dtype, arch: int, **options: object) -> None:

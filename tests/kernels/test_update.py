@@ -7,26 +7,16 @@ import math
 import pytest
 import torch
 from torch.optim import _muon
+from zoo import torch_newton_schulz
 
 from dmuon.kernels import apply_update_, momentum_update, muon_update_, orthogonalize, update_scale
-
-
-def fp32_newton_schulz(grad, ns_coefficients, ns_steps, eps):
-    """torch.optim.Muon's loop without its cast to bf16."""
-    a, b, c = ns_coefficients
-    x = grad.T if grad.size(0) > grad.size(1) else grad
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(ns_steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if grad.size(0) > grad.size(1) else x
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 64)])
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 def test_steps_equal_torch_optim_muon(monkeypatch, nesterov, shape, adjust_lr_fn):
-    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", fp32_newton_schulz)
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", torch_newton_schulz)
     torch.manual_seed(1)
     ours = [torch.randn(shape) for _ in range(3)]
     theirs = [torch.nn.Parameter(p.clone()) for p in ours]

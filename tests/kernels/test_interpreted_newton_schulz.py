@@ -1,0 +1,103 @@
+"""Newton–Schulz and the Muon update as they run on a GPU, all kernels together, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import zoo
+from zoo import gaussian, relative
+
+from dmuon.kernels import Variant, coefficient_sequence, muon_update_, orthogonalize
+from dmuon.kernels import arithmetic as products_module
+from dmuon.kernels import symmetric_triton as triton_symmetric
+from dmuon.kernels import update as update_module
+from dmuon.kernels import update_triton as triton_update
+from dmuon.kernels.arithmetic import TritonArithmetic
+from dmuon.kernels.iteration import iterate, make_iteration
+from dmuon.kernels.symmetric_tiles import TileConfig
+
+TILES = ("32x32w4s2g8", "32x32w4s2dg8")
+POLAR = coefficient_sequence("polar_express", 5)
+PASSES = ["momentum_norms", "normalized_update", "apply_update"]
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Names of the kernels that were launched, in their order; the update takes the fused passes here too."""
+    names: list[str] = []
+
+    def counted(name, function):
+        def call(*arguments, **options):
+            names.append(name)
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(products_module, "symmetric_product", counted("symmetric", triton_symmetric.symmetric_product))
+    for name in PASSES:
+        monkeypatch.setattr(triton_update, name, counted(name, getattr(triton_update, name)))
+    monkeypatch.setattr(update_module, "_fused", lambda tensor: triton_update)
+    return names
+
+
+def products(method: str, restarts: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Symmetric products of five steps: XXᵀ and R² a step, or per block as NUMERICS counts them."""
+    if method == "standard":
+        return 10
+    blocks = len(restarts) + 1
+    whole = {(2,): 1, (2, 4): 1}[restarts] if dtype == torch.float16 else 0
+    return blocks + 5 + 3 * (5 - blocks) - whole
+
+
+@pytest.mark.pitfall("P39", "P45", "P47")
+@pytest.mark.parametrize("shape", [(2, 24, 40), (1, 33, 70), (1, 40, 24), (1, 32, 32)], ids=str)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2e-2), (torch.float32, 5e-5)])
+@pytest.mark.parametrize(("method", "restarts"), [("standard", ()), ("gram", (2,)), ("gram", (2, 4))])
+@pytest.mark.parametrize("tile", TILES)
+def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product(
+    launches, shape, dtype, limit, method, restarts, tile
+):
+    if "d" in tile and any(side * dtype.itemsize % 16 for side in shape[1:]):
+        pytest.skip("descriptors need strides of 16 bytes")
+    x = gaussian(*shape)
+    kept = x.clone()
+    variant = Variant(method, restarts, "triton", 8, tile)
+    ours = orthogonalize(x, variant=variant, dtype=dtype)
+    assert len(launches) == products(method, restarts, dtype)
+    assert relative(ours, orthogonalize(x.double(), method="standard", backend="torch")) <= limit
+    assert torch.equal(x, kept)
+    assert torch.equal(ours, orthogonalize(x, variant=variant, dtype=dtype))
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_in_fp16_singular_values_of_nearly_singular_matrices_stay_in_range(tile):
+    """Rounding keeps the factors of a product from commuting there, so it matters which of them is read transposed."""
+    m, n = 96, 224
+    spectra = (torch.tensor([1.0, low]).repeat_interleave(m // 2) for low in (0, 1e-3))
+    x = torch.stack([zoo.with_spectrum(m, n, spectrum, 9) for spectrum in spectra])
+    x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    iteration = make_iteration(Variant("gram", (2,), "triton", 2), POLAR, torch.float16)
+    ours = iterate(x.half(), iteration, TritonArithmetic(torch.float16, torch.float16, TileConfig.parse(tile)))
+    assert (torch.linalg.matrix_norm(ours.double(), 2) <= 1.1236 + 0.06).all()
+
+
+@pytest.mark.pitfall("P38", "P47")
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 1e-4), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_update_takes_three_fused_passes_and_keeps_nan_in_its_matrix(launches, dtype, limit, nesterov):
+    k, m, n = 3, 24, 40
+    grads = [gaussian(m, n, seed=i) for i in range(k)]
+    grads[1][2, 3] = float("nan")
+    momentum, params = gaussian(k, m, n, seed=7), [gaussian(m, n, seed=10 + i) for i in range(k)]
+    average = torch.lerp(momentum.double(), torch.stack(grads).double(), 0.05)
+    update = torch.lerp(torch.stack(grads).double(), average, 0.95) if nesterov else average
+    exact = orthogonalize(update, method="standard", backend="torch")
+    wanted = [p.double() * (1 - 0.02 * 0.1) - 0.02 * 0.5 * o for p, o in zip(params, exact, strict=True)]
+    options = {"lr": 0.02, "weight_decay": 0.1, "beta": 0.95, "nesterov": nesterov, "scale": 0.5, "dtype": dtype}
+    muon_update_(params, grads, momentum, **options, variant=Variant("gram", (2,), "triton", 8, TILES[0]))
+    assert [name for name in launches if name != "symmetric"] == PASSES
+    assert max(relative(params[i], wanted[i]) for i in (0, 2)) <= limit
+    assert params[1].isnan().all()

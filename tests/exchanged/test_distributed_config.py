@@ -101,43 +101,36 @@ def test_both_forms_of_an_assignment_give_the_owners(assigned: object, owners: t
     assert all(type(owner) is int for owner in found)
 
 
-@pytest.mark.parametrize(
-    ("assigned", "message"),
-    [
-        ({1: 0}, "left out 0, 2 of 3 parameters"),
-        ({1: [1]}, "left out 0, 2 of 3 parameters"),
-        ({}, "left out 0, 1, 2 of 3 parameters"),
-        ({0: 0, 1: 0, 2: 0, 3: 1}, "parameter 3 to rank 1, but there are 3 parameters"),
-        ({0: [0, 1, 2, -1]}, "parameter -1 to rank 0, but there are 3 parameters"),
-        ({0: [0, 1], 1: [1, 2]}, "parameter 1 twice, to rank 0 and rank 1"),
-        ({1: [0, 1, 2, 2]}, "parameter 2 twice, to rank 1 and rank 1"),
-        ({0: 0, 1: 0, 2: 7}, "Invalid rank 7 for parameter 2: ranks are 0 … 1"),
-        ({0: 0, 1: 2, 2: 0}, "Invalid rank 2 for parameter 1: ranks are 0 … 1"),
-        ({-1: [0, 1, 2]}, "Invalid rank -1 for parameter 0: ranks are 0 … 1"),
-    ],
-)
-def test_an_incomplete_assignment_names_what_is_wrong(assigned: object, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        owners_from(assigned, 3, 2)
+FORM = r"^assign_fn must return \{index: rank\}.*; got "
 
 
 @pytest.mark.parametrize(
-    ("assigned", "found"),
+    ("assigned", "error", "message"),
     [
-        ([0, 1, 0], "got list"),
-        (None, "got NoneType"),
-        ({"layer": 0}, "got the key 'layer'"),
-        ({True: 0}, "got the key True"),
-        ({0: 0, 1: [1, 2]}, "got values of type int, list"),
-        ({0: True}, "got values of type bool"),
-        ({0: 1.0}, "got values of type float"),
-        ({0: "12"}, "got values of type str"),
-        ({0: [0, "1"]}, "got the index '1' for rank 0"),
-        ({0: [False]}, "got the index False for rank 0"),
+        ({1: 0}, ValueError, "left out 0, 2 of 3 parameters"),
+        ({1: [1]}, ValueError, "left out 0, 2 of 3 parameters"),
+        ({}, ValueError, "left out 0, 1, 2 of 3 parameters"),
+        ({0: 0, 1: 0, 2: 0, 3: 1}, ValueError, "parameter 3 to rank 1, but there are 3 parameters"),
+        ({0: [0, 1, 2, -1]}, ValueError, "parameter -1 to rank 0, but there are 3 parameters"),
+        ({0: [0, 1], 1: [1, 2]}, ValueError, "parameter 1 twice, to rank 0 and rank 1"),
+        ({1: [0, 1, 2, 2]}, ValueError, "parameter 2 twice, to rank 1 and rank 1"),
+        ({0: 0, 1: 0, 2: 7}, ValueError, "Invalid rank 7 for parameter 2: ranks are 0 … 1"),
+        ({0: 0, 1: 2, 2: 0}, ValueError, "Invalid rank 2 for parameter 1: ranks are 0 … 1"),
+        ({-1: [0, 1, 2]}, ValueError, "Invalid rank -1 for parameter 0: ranks are 0 … 1"),
+        ([0, 1, 0], TypeError, FORM + "list$"),
+        (None, TypeError, FORM + "NoneType$"),
+        ({"layer": 0}, TypeError, FORM + "the key 'layer'$"),
+        ({True: 0}, TypeError, FORM + "the key True$"),
+        ({0: 0, 1: [1, 2]}, TypeError, FORM + "values of type int, list$"),
+        ({0: True}, TypeError, FORM + "values of type bool$"),
+        ({0: 1.0}, TypeError, FORM + "values of type float$"),
+        ({0: "12"}, TypeError, FORM + "values of type str$"),
+        ({0: [0, "1"]}, TypeError, FORM + "the index '1' for rank 0$"),
+        ({0: [False]}, TypeError, FORM + "the index False for rank 0$"),
     ],
 )
-def test_another_form_of_assignment_is_refused(assigned: object, found: str) -> None:
-    with pytest.raises(TypeError, match=rf"^assign_fn must return \{{index: rank\}}.*; {re.escape(found)}$"):
+def test_another_assignment_is_refused(assigned: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         owners_from(assigned, 3, 2)
 
 
@@ -174,44 +167,6 @@ def test_exactly_complete_assignments_are_accepted(
         assert result_or_error(by_index, count, world) == owners
 
 
-def swapped(update: Tensor, state: dict[str, int], dst_rank: int) -> Tensor:
-    return update + dst_rank + state["add"]
-
-
-def keywords_only(update: Tensor, *, dst_rank: int, state: dict[str, int]) -> Tensor:
-    return update + dst_rank + state["add"]
-
-
-def swapped_rank(update: Tensor, state: dict[str, int], rank: int) -> Tensor:
-    return update + rank + state["add"]
-
-
-def rank_keyword_only(update: Tensor, where: dict[str, int], *, rank: int) -> Tensor:
-    return update + rank + where["add"]
-
-
-def rank_by_documented_keyword_only(update: Tensor, where: dict[str, int], *, dst_rank: int) -> Tensor:
-    return update + dst_rank + where["add"]
-
-
-def state_keyword_only(update: Tensor, to: int, *, state: dict[str, int]) -> Tensor:
-    return update + to + state["add"]
-
-
-def any_keywords(update: Tensor, **keywords: Any) -> Any:
-    return update + keywords["dst_rank"] + keywords["state"]["add"]
-
-
-def anything(*arguments: Any, **keywords: Any) -> Any:
-    update, rank, state = arguments
-    return update + rank + state["add"]
-
-
-def with_own_default(update: Tensor, dst_rank: int, group: str = "own", *, state: dict[str, int]) -> Tensor:
-    assert group == "own"
-    return update + dst_rank + state["add"]
-
-
 class Callee:
     def __call__(self, tensor: Tensor, to: int, metadata: dict[str, int]) -> Tensor:
         return tensor + to + metadata["add"]
@@ -223,15 +178,15 @@ class Callee:
         lambda u, r, s: u + r + s["add"],
         lambda update, dst_rank, state: update + dst_rank + state["add"],
         lambda update, rank, state: update + rank + state["add"],
-        swapped,
-        swapped_rank,
-        keywords_only,
-        rank_keyword_only,
-        rank_by_documented_keyword_only,
-        state_keyword_only,
-        any_keywords,
-        anything,
-        with_own_default,
+        lambda update, state, dst_rank: update + dst_rank + state["add"],
+        lambda update, state, rank: update + rank + state["add"],
+        lambda update, *, dst_rank, state: update + dst_rank + state["add"],
+        lambda update, where, *, rank: update + rank + where["add"],
+        lambda update, where, *, dst_rank: update + dst_rank + where["add"],
+        lambda update, to, *, state: update + to + state["add"],
+        lambda update, **keywords: update + keywords["dst_rank"] + keywords["state"]["add"],
+        lambda *arguments, **keywords: arguments[0] + arguments[1] + arguments[2]["add"],
+        lambda update, dst_rank, own=0, *, state: update + dst_rank + own + state["add"],
         Callee(),
     ],
 )
@@ -303,33 +258,17 @@ def test_errors_of_a_user_function_pass_unchanged() -> None:
         UserFunctions(config(gather_fn=failing)).gather(0, torch.ones(1), 0)
 
 
-def test_ready_results_have_nothing_to_wait_for() -> None:
-    tensor = torch.ones(2)
-    for returned, expected in [(tensor, tensor), (None, None), ((tensor, None), tensor), ((None, None), None)]:
-        result = Result("gather_fn", returned)
-        assert not result.asynchronous
-        assert result.wait() is expected
-        assert result.wait() is expected
-
-
 @pytest.mark.parametrize("value", [torch.ones(2), None])
-def test_a_pair_gives_its_tensor_after_one_wait(value: Tensor | None) -> None:
-    work = Later(True)
-    result = Result("gather_fn", (value, work))
-    assert result.asynchronous and work.waits == 0
-    assert result.wait() is value
-    assert result.wait() is value
-    assert result.asynchronous and work.waits == 1
-
-
-@pytest.mark.parametrize("value", [torch.ones(2), None])
-def test_a_waitable_gives_what_its_one_wait_returns(value: Tensor | None) -> None:
-    later = Later(value)
-    result = Result("gather_fn", later)
-    assert result.asynchronous and later.waits == 0
-    assert result.wait() is value
-    assert result.wait() is value
-    assert later.waits == 1
+@pytest.mark.parametrize("form", ["alone", "pair without work", "pair", "waitable"])
+def test_a_result_is_waited_for_once_if_at_all(value: Tensor | None, form: str) -> None:
+    later = Later(value if form == "waitable" else True)
+    forms = {"alone": value, "pair without work": (value, None), "pair": (value, later), "waitable": later}
+    result = Result("gather_fn", forms[form])
+    asynchronous = form in ("pair", "waitable")
+    assert result.asynchronous == asynchronous and later.waits == 0
+    for _ in range(2):
+        assert result.wait() is value
+        assert result.asynchronous == asynchronous and later.waits == int(asynchronous)
 
 
 def test_a_tensor_with_a_wait_is_waited_for() -> None:
@@ -461,27 +400,27 @@ def test_what_other_ranks_return_is_dropped(whole: object) -> None:
     assert gathered(whole, rank=1) is None
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (5, 6), (6, 5, 1), (30,), (7, 5)])
-def test_a_wrong_shape_on_the_owner_is_named(shape: tuple[int, ...]) -> None:
-    message = f"gather_fn returned a tensor of shape {shape} for parameter 'x' on rank 0; the whole matrix is (6, 5): "
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}join the parts"):
-        gathered(torch.ones(shape))
+NO_TENSORS = [(None, "None"), (True, "a bool"), ([torch.ones(6, 5)], "a list")]
 
 
-@pytest.mark.parametrize("shape", [(2, 5), (6, 4), (6, 5, 1), (6,), ()])
-def test_less_than_the_own_part_is_not_the_whole(shape: tuple[int, ...]) -> None:
-    message = f"shape {shape} for parameter 'x' on rank 0; this rank's part alone is (3, 5): "
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        gathered(torch.ones(shape), global_shape=None)
-
-
-@pytest.mark.parametrize("shape", [(6, 5), None])
-def test_the_owner_must_get_a_tensor(shape: tuple[int, ...] | None) -> None:
-    for whole, given_ in [(None, "None"), (True, "a bool"), ([torch.ones(6, 5)], "a list")]:
-        with pytest.raises(
-            RuntimeError, match=rf"^gather_fn returned {given_} for parameter 'x' on rank 0, which owns"
-        ):
-            gathered(whole, global_shape=shape)
+@pytest.mark.parametrize(
+    ("whole", "shape", "message"),
+    [
+        *(
+            (torch.ones(s), (6, 5), f"a tensor of shape {s} {{}}; the whole matrix is (6, 5): join the parts")
+            for s in [(3, 5), (5, 6), (6, 5, 1), (30,), (7, 5)]
+        ),
+        *(
+            (torch.ones(s), None, f"a tensor of shape {s} {{}}; this rank's part alone is (3, 5): ")
+            for s in [(2, 5), (6, 4), (6, 5, 1), (6,), ()]
+        ),
+        *((whole, shape, f"{said} {{}}, which owns") for shape in [(6, 5), None] for whole, said in NO_TENSORS),
+    ],
+)
+def test_the_owner_must_get_the_whole(whole: object, shape: tuple[int, ...] | None, message: str) -> None:
+    expected = "gather_fn returned " + message.format("for parameter 'x' on rank 0")
+    with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}"):
+        gathered(whole, global_shape=shape)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (0, 5)])

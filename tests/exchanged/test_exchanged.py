@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,13 +12,15 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_close, assert_equal_weights, assert_same_bits
 from harness.dtensors import give, no_whole_tensors, noise, parameter, whole
+from harness.hand_laid import Weights, over_ranks
+from harness.on_ranks import on_ranks
 from harness.oracle import Reference, Twin, reference_weights
 from harness.pool import RankPool
 from harness.topologies import EXCHANGED, LAYOUTS, Laid, lay
 from harness.toy import LR, OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grad_norm_ as torch_clip
@@ -326,41 +327,25 @@ def test_the_schedule_changes_no_bit(ranks: RankPool, name: str, schedules: list
                 assert torch.equal(weights[fqn], tensor), f"{fqn} with {options}"
 
 
-def several_domains(rank: int, _world: int, prefetch: int) -> tuple[dict[str, Tensor], int]:
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@on_ranks(3)
+def test_ranks_that_share_some_matrices_with_some_ranks(rank: int, world: int, prefetch: int) -> None:
     """Two groups over ranks 0 to 2, and between them matrices that only ranks 0 and 1 share."""
     everyone, two = (DeviceMesh("cpu", list(range(n))) for n in (3, 2))
     shapes = {"a": (9, 5), "b": (5, 5), "c": (7, 4), "d": (8, 3), "e": (6, 6)}
     meshes = {"a": everyone, "b": two, "c": two, "d": everyone, "e": everyone}
+    weights = Weights()
     groups: list[dict[str, Any]] = []
-    params = {}
     for names in ("ab", "c", "d", "e"):
         mine = [name for name in names if rank < 2 or meshes[name] is everyone]
-        made = {n: parameter(noise(ord(n), *shapes[n]), meshes[n], [Shard(0)]) for n in mine}
-        params.update(made)
-        groups.append({"params": list(made.values()), "use_muon": True})
+        params = [weights.shard(ord(n), shapes[n], meshes[n], [Shard(0)]) for n in mine]
+        groups.append({"params": params, "use_muon": True})
     if rank == 2:
         groups[1]["params"] = [nn.Parameter(torch.zeros(2, 2))]  # groups are counted alike on all ranks
-    config = create_dtensor_config(costs="flops", prefetch_count=prefetch)
-    optimizer = dmuon.Muon(groups, distributed_config=config, **OPTIONS)
-    for step in range(3):
-        for name, param in params.items():
-            give(param, noise(1000 * step + ord(name), *shapes[name]))
-        optimizer.step()
-    return {name: whole(p) for name, p in params.items()}, optimizer.last_step.ns_matrices
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_ranks_that_share_some_matrices_with_some_ranks(ranks: RankPool, prefetch: int) -> None:
-    results = ranks(3, several_domains, prefetch)
-    shapes = {name: tuple(t.shape) for name, t in results[0][0].items()}
-    twin = Twin([noise(ord(name), *shape) for name, shape in shapes.items()])
-    for step in range(3):
-        twin.step([noise(1000 * step + ord(name), *shape) for name, shape in shapes.items()])
-    for weights, _ in results:
-        for name, value in zip(shapes, twin.weights(), strict=True):
-            if name in weights:
-                assert_close(weights[name], value, name)
-    assert sum(calls for _, calls in results) == 5
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops", prefetch_count=prefetch), groups)
+    weights.train(optimizer, 3)
+    weights.check(optimizer)
+    assert over_ranks(optimizer.last_step.ns_matrices) == 5
 
 
 # -- any placement --------------------------------------------------------------------------------------------------
@@ -386,74 +371,51 @@ def placements_of(world: int) -> list[tuple[tuple[int, ...], list[Any]]]:
     return line + [((2, 2), placements) for placements in square]
 
 
-def update_everywhere(_rank: int, world: int, scale: float) -> tuple[list[tuple[str, int, Tensor]], int]:
+def update_everywhere(world: int, scale: float = 1.0) -> None:
     """Every shape on every placement, in one optimizer: the sum of two updates, as weights that began at zero."""
-    params = []
+    weights = Weights(decay=0.0)
     for extents, placements in placements_of(world):
         mesh = init_device_mesh("cpu", extents)
         for i, shape in enumerate(SHAPES):
-            about = f"{shape} on {extents} as {placements}"
-            params.append((about, i, parameter(torch.zeros(shape), mesh, placements)))
-    optimizer = dmuon.Muon(
-        [{"params": [p for *_, p in params], "use_muon": True}],
-        distributed_config=create_dtensor_config(costs="flops", chunk_bytes=1000),
-        **{**OPTIONS, "weight_decay": 0.0},
-    )
-    for step in range(GRADIENTS):
-        for _, i, param in params:
-            give(param, scale * noise(100 * step + i, *SHAPES[i]))
-        optimizer.step()
-    return [(about, i, whole(p)) for about, i, p in params], optimizer.last_step.ns_matrices
-
-
-@lru_cache
-def updates() -> list[Tensor]:
-    twin = Twin([torch.zeros(shape) for shape in SHAPES], decay=0.0)
-    for step in range(GRADIENTS):
-        twin.step([noise(100 * step + i, *shape) for i, shape in enumerate(SHAPES)])
-    return twin.weights()
+            weights.shard(i, shape, mesh, placements, scale=0.0)
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops", chunk_bytes=1000))
+    for _ in range(GRADIENTS):
+        weights.step(optimizer, weights.give(scale))
+    weights.check(optimizer if scale == 1.0 else None)
+    assert over_ranks(optimizer.last_step.ns_matrices) == len(weights.params)
 
 
 @pytest.mark.pitfall("P04", "P14", "P53")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_the_update_does_not_depend_on_the_layout(ranks: RankPool, world: int) -> None:
-    results = ranks(world, update_everywhere, 1.0)
-    for found, _ in results:
-        for about, i, weights in found:
-            assert_close(weights, updates()[i], about)
-    assert sum(calls for _, calls in results) == len(results[0][0])
+@on_ranks()
+def test_the_update_does_not_depend_on_the_layout(rank: int, world: int) -> None:
+    update_everywhere(world)
 
 
 @pytest.mark.pitfall("P35")
 @pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1e30])
-def test_the_scale_of_gradients_does_not_matter(ranks: RankPool, scale: float) -> None:
-    for found, _ in ranks(2, update_everywhere, scale):
-        for about, i, weights in found:
-            assert_close(weights, updates()[i], f"{about}, gradients times {scale}")
-
-
-def keep_half(_rank: int, world: int) -> tuple[torch.dtype, torch.dtype, Tensor, Tensor]:
-    mesh = init_device_mesh("cpu", (world,))
-    param = parameter(noise(1, 9, 6).bfloat16(), mesh, [Shard(0)])
-    wide = parameter(noise(1, 9, 6).double(), mesh, [Shard(0)])
-    optimizer = dmuon.Muon([param, wide], distributed_config=create_dtensor_config(costs="flops"), **OPTIONS)
-    for step in range(2):
-        give(param, noise(2 + step, 9, 6).bfloat16())
-        give(wide, noise(2 + step, 9, 6).bfloat16().double())
-        optimizer.step()
-    momentum = [optimizer.state[p]["momentum_buffer"] for p in (param, wide)]
-    return momentum[0].dtype, momentum[1].dtype, whole(momentum[0]), whole(wide)
+@on_ranks(2)
+def test_the_scale_of_gradients_does_not_matter(rank: int, world: int, scale: float) -> None:
+    update_everywhere(world, scale)
 
 
 @pytest.mark.pitfall("P23")
-def test_momentum_is_fp32_or_wider_whatever_the_parameter_is(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_momentum_is_fp32_or_wider_whatever_the_parameter_is(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
     twin = Twin([noise(1, 9, 6)])
+    half, wide = (parameter(noise(1, 9, 6).to(dtype), mesh, [Shard(0)]) for dtype in (torch.bfloat16, torch.float64))
+    optimizer = dmuon.Muon([half, wide], distributed_config=create_dtensor_config(costs="flops"), **OPTIONS)
     for step in range(2):
-        twin.step([noise(2 + step, 9, 6).bfloat16().float()])
-    for half, wide, momentum, weights in ranks(2, keep_half):
-        assert (half, wide) == (torch.float32, torch.float64)
-        assert_close(momentum, twin.momentum(0), "momentum of bf16", 1e-6)
-        assert_close(weights, twin.weights()[0], "fp64 beside bf16")
+        grad = noise(2 + step, 9, 6).bfloat16()
+        give(half, grad)
+        give(wide, grad.double())
+        optimizer.step()
+        twin.step([grad.float()])
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in (half, wide)]
+    assert [momentum.dtype for momentum in momenta] == [torch.float32, torch.float64]
+    assert_close(whole(momenta[0]), twin.momentum(0), "momentum of bf16", 1e-6)
+    assert_close(whole(wide), twin.weights()[0], "fp64 beside bf16")
 
 
 # -- gradients ------------------------------------------------------------------------------------------------------
@@ -513,126 +475,89 @@ def test_clipping_before_the_step_equals_single_process(
 UNUSED = [((12, 8), Shard(0)), ((12, 8), Shard(0)), ((12, 8), Shard(0)), ((5, 5), Shard(1)), ((4, 6), Replicate())]
 
 
-def leave_out(rank: int, world: int, missing: dict[int, list[int]]) -> list[tuple[Tensor, Tensor]]:
-    """Weights and momentum after steps in which the ranks ``missing[i]`` have no gradient of parameter ``i``."""
-    mesh = init_device_mesh("cpu", (world,))
-    params = [parameter(noise(i, *shape), mesh, [placement]) for i, (shape, placement) in enumerate(UNUSED)]
-    plain = nn.Parameter(noise(50, 3, 4))
-    optimizer = dmuon.Muon([*params, plain], distributed_config=create_dtensor_config(costs="flops"), **OPTIONS)
-    for step in range(3):
-        optimizer.zero_grad()
-        for i, param in enumerate(params):
-            if step == 0 or rank not in missing.get(i, []):
-                give(param, noise(100 * (1 + step) + i, *param.shape))
-        optimizer.step()
-    return [(whole(p), whole(optimizer.state[p]["momentum_buffer"])) for p in [*params, plain]]
-
-
 @pytest.mark.pitfall("P19", "P48")
 @pytest.mark.parametrize("rest", [0, 1])
-def test_a_rank_without_gradients_takes_part(ranks: RankPool, rest: int) -> None:
+@on_ranks(2)
+def test_a_rank_without_gradients_takes_part(rank: int, world: int, rest: int) -> None:
     """Parameter 1 is unused everywhere, 2 and 3 on one rank, whose part of the gradient counts as zero."""
-    missing = {1: [0, 1], 2: [rest], 3: [rest]}
-    results = ranks(2, leave_out, missing)
-    twin = Twin([noise(i, *shape) for i, (shape, _) in enumerate(UNUSED)])
-    for step in range(3):
-        grads: list[Tensor | None] = []
-        for i, (shape, placement) in enumerate(UNUSED):
-            grad = noise(100 * (1 + step) + i, *shape)
-            if step and len(missing.get(i, [])) == 1:
-                grad.chunk(2, placement.dim)[rest].zero_()
-            grads.append(None if step and i == 1 else grad)
-        twin.step(grads)
-    for result in results:
-        for i, (weights, momentum) in enumerate(result[:-1]):
-            assert_close(weights, twin.weights()[i], f"parameter {i}")
-            assert_close(momentum, twin.momentum(i), f"momentum {i}")
-        untouched, momentum = result[-1]
-        assert torch.equal(untouched, noise(50, 3, 4)) and not momentum.any()
-
-
-def one_bad_matrix(_rank: int, world: int) -> tuple[list[Tensor], tuple[str, ...]]:
     mesh = init_device_mesh("cpu", (world,))
-    params = [parameter(noise(i, 6, 4), mesh, [Shard(0)]) for i in range(4)]
-    optimizer = dmuon.Muon(params, distributed_config=create_dtensor_config(costs="flops"), **OPTIONS)
-    for i, param in enumerate(params):
-        grad = noise(10 + i, 6, 4)
-        give(param, grad.mul_(0) if i == 0 else grad.index_fill_(0, torch.tensor([5]), torch.nan) if i == 1 else grad)
-    optimizer.step()
-    return [whole(p) for p in params], optimizer.last_step.nonfinite
+    weights = Weights()
+    for i, (shape, placement) in enumerate(UNUSED):
+        weights.shard(i, shape, mesh, [placement])
+    plain = nn.Parameter(noise(50, 3, 4))
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"), [*weights.params, plain])
+    weights.train(optimizer, 1)
+    for _ in range(2):
+        grads = weights.give()
+        weights.params[1].grad = grads[1] = None
+        for i in (2, 3):
+            if rank == rest:
+                weights.params[i].grad = None
+            grads[i].chunk(2, UNUSED[i][1].dim)[rest].zero_()
+        weights.step(optimizer, grads)
+    weights.check(optimizer)
+    assert torch.equal(plain, noise(50, 3, 4)) and not optimizer.state[plain]["momentum_buffer"].any()
 
 
 @pytest.mark.pitfall("P38")
-def test_a_nan_stays_in_its_matrix_and_a_zero_gradient_is_zero(ranks: RankPool) -> None:
-    results = ranks(2, one_bad_matrix)
-    twin = Twin([noise(i, 6, 4) for i in range(4)])
-    twin.step([None, None, noise(12, 6, 4), noise(13, 6, 4)])
-    for weights, _ in results:
-        assert_close(weights[0], noise(0, 6, 4) * (1 - LR * OPTIONS["weight_decay"]), "a zero gradient", 1e-6)
-        assert weights[1].isnan().all()
-        for i in (2, 3):
-            assert_close(weights[i], twin.weights()[i], i)
-    assert sorted(name for _, names in results for name in names) == ["parameter 1 of group 0"]
+@on_ranks(2)
+def test_a_nan_stays_in_its_matrix_and_a_zero_gradient_is_zero(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    bad = [parameter(noise(i, 6, 4), mesh, [Shard(0)]) for i in range(2)]
+    good = Weights()
+    for i in (2, 3):
+        good.shard(i, (6, 4), mesh, [Shard(0)])
+    optimizer = good.optimizer(create_dtensor_config(costs="flops"), [*bad, *good.params])
+    give(bad[0], torch.zeros(6, 4))
+    give(bad[1], noise(11, 6, 4).index_fill_(0, torch.tensor([5]), torch.nan))
+    good.train(optimizer, 1)
+    good.check(optimizer)
+    group = optimizer.param_groups[0]
+    assert_close(whole(bad[0]), noise(0, 6, 4) * (1 - group["lr"] * group["weight_decay"]), "a zero gradient", 1e-6)
+    assert whole(bad[1]).isnan().all()
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, optimizer.last_step.nonfinite)
+    assert sorted(name for names in found for name in names) == ["parameter 1 of group 0"]
 
 
 # -- process groups -------------------------------------------------------------------------------------------------
 
 
-def step_again(rank: int, world: int) -> list[Tensor]:
+@pytest.mark.pitfall("P24", "P25")
+@on_ranks(2, fresh=True)
+def test_a_new_process_group_and_a_users_own_collectives(rank: int, world: int) -> None:
     """One configuration for two optimizers, with the process group of the first one destroyed in between."""
     config = create_dtensor_config(costs="flops")
     store = dist.distributed_c10d._get_default_store()
-    found = []
     for attempt in range(2):
         mesh = init_device_mesh("cpu", (world,))
-        params = [parameter(noise(i, 6 + i, 4), mesh, [Shard(0)]) for i in range(3)]
-        optimizer = dmuon.Muon(params, distributed_config=config, **OPTIONS)
-        for i, param in enumerate(params):
-            give(param, noise(10 + i, *param.shape))
+        weights = Weights()
+        for i in range(3):
+            weights.shard(i, (6 + i, 4), mesh, [Shard(0)])
         flying = torch.ones(1000)
+        optimizer = weights.optimizer(config)
         work = dist.all_reduce(flying, async_op=True)
-        optimizer.step()
+        weights.train(optimizer, 1)
         work.wait()
         assert flying.eq(world).all()
-        found += [whole(p) for p in params]
+        weights.check(optimizer)
         if attempt == 0:
             dist.destroy_process_group()
             torch.distributed.tensor.debug._clear_sharding_prop_cache()
             dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
-    return found
-
-
-@pytest.mark.pitfall("P24", "P25")
-def test_a_new_process_group_and_a_users_own_collectives(ranks: RankPool) -> None:
-    twin = Twin([noise(i, 6 + i, 4) for i in range(3)])
-    twin.step([noise(10 + i, 6 + i, 4) for i in range(3)])
-    for found in ranks(2, step_again, fresh=True):
-        for i, weights in enumerate(found):
-            assert_close(weights, twin.weights()[i % 3], i)
-
-
-def share_some(rank: int, world: int, lonely: int) -> tuple[Tensor, Tensor | None]:
-    mesh = init_device_mesh("cpu", (world,))
-    params = [parameter(noise(1, 7, 5), mesh, [Shard(0)])]
-    params += [nn.Parameter(noise(2, 4, 3))] if rank == lonely else []
-    optimizer = dmuon.Muon(params, distributed_config=create_dtensor_config(costs="flops"), **OPTIONS)
-    for param in params:
-        give(param, noise(5, *param.shape))
-    optimizer.step()
-    return whole(params[0]), whole(params[1]) if rank == lonely else None
 
 
 @pytest.mark.pitfall("P37")
 @pytest.mark.parametrize("lonely", [0, 1])
-def test_a_rank_may_have_a_matrix_of_its_own(ranks: RankPool, lonely: int) -> None:
-    twin = Twin([noise(1, 7, 5), noise(2, 4, 3)])
-    twin.step([noise(5, 7, 5), noise(5, 4, 3)])
-    results = ranks(2, share_some, lonely)
-    for shared, _ in results:
-        assert_close(shared, twin.weights()[0], "shared")
-    own = results[lonely][1]
-    assert own is not None
-    assert_close(own, twin.weights()[1], "alone")
+@on_ranks(2)
+def test_a_rank_may_have_a_matrix_of_its_own(rank: int, world: int, lonely: int) -> None:
+    weights = Weights()
+    weights.shard(1, (7, 5), init_device_mesh("cpu", (world,)), [Shard(0)])
+    if rank == lonely:
+        weights.add(2, (4, 3))
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"))
+    weights.train(optimizer, 1)
+    weights.check(optimizer)
 
 
 # -- groups that change, and both residencies -----------------------------------------------------------------------
@@ -680,97 +605,44 @@ def test_one_model_may_mix_both_residencies(ranks: RankPool, world: int, steps: 
 CHANGING = [(9, 5), (9, 5), (4, 7), (6, 6), (3, 8)]
 
 
-def change_groups(_rank: int, world: int) -> tuple[list[Tensor], list[int]]:
-    """Begin with parameters 0 and 1, add 2 in a group and 3 to a list, then take 0 out."""
+@on_ranks(3)
+def test_changed_groups_are_assigned_anew_and_momentum_stays(rank: int, world: int) -> None:
+    """Begin with parameters 0 and 1, add 2 in a group and 3 to a list, then put 4 in the place of 0."""
     mesh = init_device_mesh("cpu", (world,))
-    params = [parameter(noise(i, *shape), mesh, [Shard(i % 2)]) for i, shape in enumerate(CHANGING)]
-    optimizer = dmuon.Muon(params[:2], distributed_config=create_dtensor_config(costs="flops"), **OPTIONS)
-    calls = []
+    weights = Weights()
+    params = [weights.shard(i, shape, mesh, [Shard(i % 2)]) for i, shape in enumerate(CHANGING)]
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"), params[:2])
+    alive = {0, 1}
     for step in range(8):
         if step == 2:
             optimizer.add_param_group({"params": [params[2]], "use_muon": True})
+            alive = {0, 1, 2}
         if step == 4:
             optimizer.param_groups[1]["params"].append(params[3])
+            alive = {0, 1, 2, 3}
         if step == 6:
-            del optimizer.param_groups[0]["params"][0]
-            optimizer.param_groups[0]["params"].insert(0, params[4])
-        for i, param in enumerate(params):
-            give(param, noise(100 * step + i, *param.shape))
-        optimizer.step()
-        calls.append(optimizer.last_step.ns_matrices)
-    return [whole(p) for p in params], calls
+            optimizer.param_groups[0]["params"][0] = params[4]
+            alive = {1, 2, 3, 4}
+        grads = weights.give()
+        calls = weights.step(optimizer, [grad if i in alive else None for i, grad in enumerate(grads)])
+        assert over_ranks(calls) == len(alive)
+    weights.check()
 
 
-def test_changed_groups_are_assigned_anew_and_momentum_stays(ranks: RankPool) -> None:
-    twin = Twin([noise(i, *shape) for i, shape in enumerate(CHANGING)])
-    alive = [{0, 1}, {0, 1}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}, {0, 1, 2, 3}, {1, 2, 3, 4}, {1, 2, 3, 4}]
-    for step, some in enumerate(alive):
-        twin.step([noise(100 * step + i, *s) if i in some else None for i, s in enumerate(CHANGING)])
-    results = ranks(3, change_groups)
-    for weights, _ in results:
-        for i, value in enumerate(twin.weights()):
-            assert_close(weights[i], value, i)
-    assert torch.tensor([calls for _, calls in results]).sum(0).tolist() == [len(some) for some in alive]
-
-
-def lay_anew(_rank: int, world: int) -> list[Tensor]:
+@on_ranks(2)
+def test_another_placement_is_planned_anew_and_momentum_follows(rank: int, world: int) -> None:
     """Parameters take other placements between steps, in place."""
     mesh = init_device_mesh("cpu", (world,))
-    params = [parameter(noise(i, 7, 5), mesh, [Shard(0)]) for i in range(3)]
-    optimizer = dmuon.Muon(params, distributed_config=create_dtensor_config(costs="flops"), **OPTIONS)
+    weights = Weights()
+    for i in range(3):
+        weights.shard(i, (7, 5), mesh, [Shard(0)])
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"))
     for step, placement in enumerate((Shard(0), Shard(1), Replicate(), Shard(0))):
-        for i, param in enumerate(params):
-            if i < 2 and step:
-                param.grad = None
-                torch.utils.swap_tensors(param, nn.Parameter(param.detach().redistribute(placements=[placement])))
-            give(param, noise(100 * step + i, 7, 5))
-        optimizer.step()
-        assert all(optimizer.state[p]["momentum_buffer"].placements == p.placements for p in params)
-    return [whole(p) for p in params] + [whole(optimizer.state[p]["momentum_buffer"]) for p in params]
-
-
-def test_another_placement_is_planned_anew_and_momentum_follows(ranks: RankPool) -> None:
-    twin = Twin([noise(i, 7, 5) for i in range(3)])
-    for step in range(4):
-        twin.step([noise(100 * step + i, 7, 5) for i in range(3)])
-    for found in ranks(2, lay_anew):
-        for i in range(3):
-            assert_close(found[i], twin.weights()[i], i)
-            assert_close(found[3 + i], twin.momentum(i), f"momentum {i}")
-
-
-# -- refusals -------------------------------------------------------------------------------------------------------
-
-
-def refuse_partial(_rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    model = build()
-    weight = DTensor.from_local(model.blocks[1].up.weight.detach(), mesh, [Partial()], run_check=False)
-    model.blocks[1].up.weight = nn.Parameter(weight)
-    dmuon.Muon(model, distributed_config=create_dtensor_config(costs="flops"))
-
-
-def refuse_four_dimensions(_rank: int, world: int) -> None:
-    param = parameter(noise(0, 4, 3, 2, 2), init_device_mesh("cpu", (world,)), [Shard(0)])
-    dmuon.Muon([{"params": [param], "use_muon": True}], distributed_config=create_dtensor_config(costs="flops"))
-
-
-def refuse_flattened(_rank: int, _world: int) -> None:
-    model = build()
-    model.blocks[1] = FullyShardedDataParallel(model.blocks[1], use_orig_params=True, device_id=torch.device("cpu"))
-    dmuon.Muon(model)
-
-
-@pytest.mark.parametrize(
-    ("refused", "match"),
-    [
-        (refuse_partial, r"'blocks\.1\.up\.weight'.*Partial"),
-        (refuse_four_dimensions, r"\(4, 3, 2, 2\) has 4 dimensions"),
-        (refuse_flattened, r"'blocks\.1'.*FullyShardedDataParallel.*FSDP2"),
-    ],
-)
-def test_what_cannot_be_exchanged_is_refused_by_name(ranks: RankPool, refused: Any, match: str) -> None:
-    ranks(2, refused, expect=ValueError, match=match)
+        for param in weights.params[: 2 if step else 0]:
+            param.grad = None
+            torch.utils.swap_tensors(param, nn.Parameter(param.detach().redistribute(placements=[placement])))
+        weights.train(optimizer, 1)
+        weights.check(optimizer)
 
 
 # -- training loops -------------------------------------------------------------------------------------------------
@@ -815,25 +687,15 @@ def test_schedulers_reach_both_routes_and_closures_work(ranks: RankPool) -> None
         assert rates == [LR / 16, LR / 8, LR / 8]
 
 
-def refused_group(_rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """Weights after a step, of an optimizer that refused a group which was taken out again, and of one beside it."""
+@on_ranks(2)
+def test_a_refused_group_that_is_taken_out_again_changes_nothing(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    weights = []
-    for refuse in (True, False):
-        weight = parameter(noise(0, 6, 5), mesh, [Shard(0)])
-        optimizer = dmuon.Muon([weight], distributed_config=create_dtensor_config(costs="flops"), **OPTIONS)
-        if refuse:
-            unreduced = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
-            with pytest.raises(ValueError, match="Partial"):
-                optimizer.add_param_group({"params": [unreduced], "use_muon": True})
-            optimizer.param_groups.pop()
-        give(weight, noise(1, 6, 5))
-        optimizer.step()
-        weights.append(whole(weight))
-    assert not torch.equal(weights[1], noise(0, 6, 5))
-    return weights[0], weights[1]
-
-
-def test_a_refused_group_that_is_taken_out_again_changes_nothing(ranks: RankPool) -> None:
-    for refused, beside in ranks(2, refused_group):
-        assert torch.equal(refused, beside)
+    weights = Weights()
+    weights.shard(0, (6, 5), mesh, [Shard(0)])
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"))
+    unreduced = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+    with pytest.raises(ValueError, match="Partial"):
+        optimizer.add_param_group({"params": [unreduced], "use_muon": True})
+    optimizer.param_groups.pop()
+    weights.train(optimizer, 1)
+    weights.check(optimizer)

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import assert_close, assert_equal_weights
-from harness.dtensors import give, no_whole_tensors, noise, parameter, spread, whole
-from harness.oracle import Reference, Twin
+from harness.assertions import assert_equal_weights
+from harness.dtensors import no_whole_tensors, noise, parameter
+from harness.hand_laid import Weights, over_ranks
+from harness.on_ranks import on_ranks
+from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.toy import DECAY, OPTIONS, VOCAB, WIDTH, batch
 from torch import Tensor
@@ -30,31 +32,14 @@ MATRICES = [(7, 5), (9, 5)]
 STEPS = 3
 
 
-def grads_at(step: int, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    return [noise(100 * (step + 1) + i, *shape) for i, shape in enumerate(shapes)]
-
-
-def twin_after(shapes: list[tuple[int, ...]], steps: int = STEPS) -> Twin:
-    twin = Twin([noise(i, *shape) for i, shape in enumerate(shapes)])
-    for step in range(steps):
-        twin.step(grads_at(step, shapes))
-    return twin
-
-
 @pytest.mark.pitfall("P06")
 def test_each_expert_equals_a_matrix_of_its_own() -> None:
-    params = [nn.Parameter(noise(i, *shape)) for i, shape in enumerate(SHAPES)]
-    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], **OPTIONS)
-    for step in range(STEPS):
-        for param, grad in zip(params, grads_at(step, SHAPES), strict=True):
-            param.grad = grad
-        optimizer.step()
-    twin = twin_after(SHAPES)
-    for i, param in enumerate(params):
-        assert optimizer.state[param]["momentum_buffer"].shape == SHAPES[i]
-        assert_close(param.detach(), twin.weights()[i], SHAPES[i])
-        assert_close(optimizer.state[param]["momentum_buffer"], twin.momentum(i), SHAPES[i], 1e-6)
-    assert optimizer.last_step.ns_matrices == sum(e for e, *_ in SHAPES)
+    weights = Weights()
+    for i, shape in enumerate(SHAPES):
+        weights.add(i, shape)
+    optimizer = weights.optimizer(None)
+    assert weights.train(optimizer, STEPS) == STEPS * sum(e for e, *_ in SHAPES)
+    weights.check(optimizer)
 
 
 def placements_of(world: int) -> list[tuple[tuple[int, ...], list[Any]]]:
@@ -73,34 +58,6 @@ def placements_of(world: int) -> list[tuple[tuple[int, ...], list[Any]]]:
     return line + [((2, 2), placements) for placements in square]
 
 
-def update_everywhere(_rank: int, world: int, options: dict[str, Any]) -> tuple[list[Any], int, int]:
-    """Every stack and matrix on every placement, in one optimizer."""
-    shapes: list[tuple[int, ...]] = [*SHAPES, *MATRICES]
-    laid: list[tuple[str, int, nn.Parameter]] = []
-    for extents, placements in placements_of(world):
-        mesh = init_device_mesh("cpu", extents)
-        for i, shape in enumerate(shapes):
-            if len(shape) == 3 or all(getattr(p, "dim", 0) < 2 for p in placements):
-                about = f"{shape} on {extents} as {placements}"
-                laid.append((about, i, parameter(noise(i, *shape), mesh, placements)))
-    config = create_dtensor_config(costs="flops", **options)
-    optimizer = dmuon.Muon([{"params": [p for *_, p in laid], "use_muon": True}], distributed_config=config, **OPTIONS)
-    calls = 0
-    for step in range(STEPS):
-        grads = grads_at(step, shapes)
-        for _, i, param in laid:
-            give(param, grads[i])
-        with no_whole_tensors():
-            optimizer.step()
-        calls += optimizer.last_step.ns_matrices
-    found = []
-    for about, i, param in laid:
-        momentum = optimizer.state[param]["momentum_buffer"]
-        assert (momentum.shape, momentum.placements) == (param.shape, param.placements), about
-        found.append((about, i, whole(param), whole(momentum)))
-    return found, calls, sum(p.shape[0] if p.ndim == 3 else 1 for *_, p in laid)
-
-
 @pytest.mark.pitfall("P06", "P14")
 @pytest.mark.parametrize(
     ("world", "options"),
@@ -114,21 +71,30 @@ def update_everywhere(_rank: int, world: int, options: dict[str, Any]) -> tuple[
     ],
     ids=["1", "2", "2-sequential", "3-small-chunks", "4", "4-unpacked"],
 )
-def test_stacks_on_any_placement_equal_matrices_of_their_own(
-    ranks: RankPool, world: int, options: dict[str, Any]
-) -> None:
-    results = ranks(world, update_everywhere, options)
-    twin = twin_after([*SHAPES, *MATRICES])
-    weights = twin.weights()
-    for found, *_ in results:
-        for about, i, value, momentum in found:
-            assert_close(value, weights[i], about)
-            assert_close(momentum, twin.momentum(i), f"momentum of {about}", 1e-6)
-    assert sum(calls for _, calls, _ in results) == STEPS * results[0][2]
+@on_ranks()
+def test_stacks_on_any_placement_equal_matrices_of_their_own(rank: int, world: int, options: dict[str, Any]) -> None:
+    """Every stack and matrix on every placement, in one optimizer."""
+    weights = Weights()
+    for extents, placements in placements_of(world):
+        mesh = init_device_mesh("cpu", extents)
+        for i, shape in enumerate([*SHAPES, *MATRICES]):
+            if len(shape) == 3 or all(getattr(p, "dim", 0) < 2 for p in placements):
+                weights.shard(i, shape, mesh, placements)
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops", **options))
+    calls = 0
+    for _ in range(STEPS):
+        grads = weights.give()
+        with no_whole_tensors():
+            calls += weights.step(optimizer, grads)
+    weights.check(optimizer)
+    assert over_ranks(calls) == STEPS * sum(p.shape[0] if p.ndim == 3 else 1 for p in weights.params)
 
 
-def count_local(rank: int, world: int, kind: str) -> tuple[dict[str, int], list[int], int]:
-    """Collectives of a step over experts of which each rank has some whole."""
+@pytest.mark.pitfall("P13")
+@pytest.mark.parametrize(("world", "kind"), [(2, "line"), (3, "line"), (4, "square"), (3, "plain")])
+@on_ranks()
+def test_experts_that_a_rank_has_whole_cost_no_communication(rank: int, world: int, kind: str) -> None:
+    """Ranks agree on which gradients there are of a DTensor; of plain shards nobody else knows."""
     stacks = [noise(i, *shape) for i, shape in enumerate([(5, 6, 4), (4, 3, 3)])]
     if kind == "line":
         mesh = init_device_mesh("cpu", (world,))
@@ -147,48 +113,26 @@ def count_local(rank: int, world: int, kind: str) -> tuple[dict[str, int], list[
     with no_whole_tensors(), Traffic() as traffic:
         optimizer.step()
     assert [optimizer.state[p]["momentum_buffer"].shape for p in params] == [p.shape for p in params]
-    return (
-        traffic.operations(),
-        [p.shape[0] for p in params],
-        optimizer.last_step.ns_matrices,
-    )
-
-
-@pytest.mark.pitfall("P13")
-@pytest.mark.parametrize(("world", "kind"), [(2, "line"), (3, "line"), (4, "square"), (3, "plain")])
-def test_experts_that_a_rank_has_whole_cost_no_communication(ranks: RankPool, world: int, kind: str) -> None:
-    """Ranks agree on which gradients there are of a DTensor; of plain shards nobody else knows."""
-    results = ranks(world, count_local, kind)
-    for calls, *_ in results:
-        assert calls == ({} if kind == "plain" else {"allreduce_": 1})
-    assert sum(ns for *_, ns in results) == 5 + 4
-
-
-def unused(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """No token reached the experts of rank 1 in the second step, and nobody's in the third."""
-    mesh = init_device_mesh("cpu", (world,))
-    param = parameter(noise(0, 5, 6, 4), mesh, [Shard(0)])
-    optimizer = dmuon.Muon(
-        [{"params": [param], "use_muon": True}], distributed_config=create_dtensor_config(costs="flops"), **OPTIONS
-    )
-    for step in range(3):
-        optimizer.zero_grad()
-        if step == 0 or (step == 1 and rank == 0):
-            param.grad = spread(noise(1 + step, 5, 6, 4), mesh, [Shard(0)])
-        optimizer.step()
-    return whole(param), whole(optimizer.state[param]["momentum_buffer"])
+    assert traffic.operations() == ({} if kind == "plain" else {"allreduce_": 1})
+    assert over_ranks(optimizer.last_step.ns_matrices) == 5 + 4
 
 
 @pytest.mark.pitfall("P19", "P48")
-def test_experts_without_tokens_on_one_rank_have_a_zero_gradient(ranks: RankPool) -> None:
-    twin = Twin([noise(0, 5, 6, 4)])
-    second = noise(2, 5, 6, 4)
-    second[3:] = 0.0
-    twin.step([noise(1, 5, 6, 4)])
-    twin.step([second])
-    for weights, momentum in ranks(2, unused):
-        assert_close(weights, twin.weights()[0], "weights")
-        assert_close(momentum, twin.momentum(0), "momentum", 1e-6)
+@on_ranks(2)
+def test_experts_without_tokens_on_one_rank_have_a_zero_gradient(rank: int, world: int) -> None:
+    """No token reached the experts of rank 1 in the second step, and nobody's in the third."""
+    weights = Weights()
+    param = weights.shard(0, (5, 6, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"))
+    for idle in ([], [1], [0, 1]):
+        (grad,) = weights.give()
+        assert grad is not None
+        if rank in idle:
+            param.grad = None
+        if idle:
+            grad[3:] = 0.0
+        weights.step(optimizer, [None if len(idle) == world else grad])
+    weights.check(optimizer)
 
 
 # -- a model --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,15 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import assert_equal_weights, relative_errors
-from harness.hand_cut import Cut, seeded, whole_weight
+from harness.assertions import assert_equal_weights
+from harness.hand_laid import Cut, Weights
+from harness.on_ranks import on_ranks
 from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.toy import batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
@@ -122,8 +122,10 @@ EXAMPLES: dict[str, tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]] = {
 }
 
 
-def run_example(rank: int, world: int, name: str) -> tuple[dict[str, Tensor], int]:
-    model, config, part = EXAMPLES[name][1](rank, world)
+def trained(
+    model: nn.Module, config: DistributedConfig | None, part: tuple[int, int] = (0, 1)
+) -> tuple[dict[str, Tensor], int]:
+    """Whole weights after ``STEPS``, and how many matrices this rank orthogonalized."""
     optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=config)
     orthogonalized = 0
     for step in range(STEPS):
@@ -132,6 +134,10 @@ def run_example(rank: int, world: int, name: str) -> tuple[dict[str, Tensor], in
         optimizer.step()
         orthogonalized += optimizer.last_step.ns_matrices
     return full_state(getattr(model, "module", model)), orthogonalized
+
+
+def run_example(rank: int, world: int, name: str) -> tuple[dict[str, Tensor], int]:
+    return trained(*EXAMPLES[name][1](rank, world))
 
 
 @pytest.mark.pitfall("P02", "P13")
@@ -144,18 +150,18 @@ def test_an_example_of_the_documents_equals_one_process(ranks: RankPool, name: s
     assert sum(count for _, count in found) == STEPS * MATRICES
 
 
-def test_example_4_without_a_config_is_plain_muon() -> None:
-    model = build()
-    optimizer = dmuon.Muon(model.parameters(), **CALL)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-    assert optimizer.last_step.ns_matrices == MATRICES
-    assert_equal_weights({n: p.detach() for n, p in model.state_dict().items()}, expected_weights())
+@pytest.mark.pitfall("P56")
+@pytest.mark.parametrize("make", [None, create_dtensor_config, create_processgroup_config, create_auto_config])
+def test_one_process_needs_no_torch_distributed(make: Callable[..., DistributedConfig] | None) -> None:
+    """Example 4 is that of no configuration: plain Muon."""
+    assert not dist.is_initialized()
+    weights, orthogonalized = trained(build(), make and make(costs="flops"))
+    assert orthogonalized == STEPS * MATRICES
+    assert_equal_weights(weights, expected_weights())
 
 
-def validation_program(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_the_documents_validation_program_passes(rank: int, world: int) -> None:
     """The document's "Correctness validation", with fully_shard for FSDP."""
     model_ref = build()
     optimizer_ref = dmuon.Muon(model_ref.parameters(), lr=0.02)
@@ -178,19 +184,6 @@ def validation_program(rank: int, world: int) -> None:
     found, expected = full_state(model_dist), model_ref.state_dict()
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-5)
-
-
-def test_the_documents_validation_program_passes(ranks: RankPool) -> None:
-    ranks(2, validation_program)
-
-
-def fsdp1(rank: int, world: int) -> None:
-    model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=True)
-    dmuon.Muon(model, distributed_config=create_processgroup_config(fsdp_pg=model.process_group))
-
-
-def test_fsdp1_is_refused_by_name(ranks: RankPool) -> None:
-    ranks(2, fsdp1, expect=ValueError, match="FullyShardedDataParallel.*use torch's fully_shard")
 
 
 def test_vectors_in_a_group_for_muon_are_refused_and_bare_ones_go_to_adamw() -> None:
@@ -280,27 +273,9 @@ def plain_shards(rank: int, world: int, name: str) -> int:
     config = plain_config(mesh, sizes, kind, options, at.get("pp", 0))
     if name == "mesh whose dp shards":
         at, sizes = {"fsdp": at["dp"], "tp": at["tp"]}, {"fsdp": 2, "tp": 2}
-    numbers = [cut.number(sizes, at) for cut in cuts]
-    params = [
-        nn.Parameter(cut.part(seeded(cut.shape, i, n), sizes, at))
-        for i, (cut, n) in enumerate(zip(cuts, numbers, strict=True))
-    ]
-    optimizer = dmuon.Muon(
-        [{"params": params, "use_muon": True}], lr=0.02, ns_coefficients="classic", distributed_config=config
-    )
-    orthogonalized = 0
-    for step in range(STEPS):
-        for i, (param, cut, n) in enumerate(zip(params, cuts, numbers, strict=True)):
-            param.grad = cut.part(seeded(cut.shape, i, n, step), sizes, at)
-        optimizer.step()
-        orthogonalized += optimizer.last_step.ns_matrices
-    found = {str(i): param.detach() for i, param in enumerate(params)}
-    expected = {
-        str(i): cut.part(whole_weight(cut, i, n, STEPS), sizes, at)
-        for i, (cut, n) in enumerate(zip(cuts, numbers, strict=True))
-    }
-    errors = relative_errors(found, expected)
-    assert max(errors.values()) < 1e-5, errors
+    weights = Weights().cut(cuts, sizes, at)
+    orthogonalized = weights.train(weights.optimizer(config), STEPS)
+    weights.check()
     return orthogonalized
 
 
@@ -311,29 +286,6 @@ def test_plain_shards_are_updated_as_the_whole(ranks: RankPool, name: str) -> No
     orthogonalized = ranks(prod(sizes.values()), plain_shards, name)
     wholes = sum(cut.matrices() * prod(sizes[role] for role in cut.apart) for cut in cuts)
     assert sum(orthogonalized) == STEPS * wholes
-
-
-def two_params(rank: int, world: int, options: dict[str, Any]) -> None:
-    group: Any = dist.group.WORLD
-    config = create_processgroup_config(tp_pg=group, costs="flops", **options)
-    model = nn.Sequential()
-    model.add_module("layers", nn.ModuleList([nn.Linear(4, 3, bias=False), nn.Linear(3, 4 + rank, bias=False)]))
-    dmuon.Muon(model, select=lambda name, *_: True, distributed_config=config)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, r"parameter 'layers\.0\.weight' is a plain tensor.*tp_pg=… shards it.*shard_dims=\{'tp': 0\}"),
-        ({"shard_dims": {"tp": 2}}, r"parameter 'layers\.0\.weight' .*'tp': 2.* lacks"),
-        ({"shard_dims": {"xp": 0}}, r"shard_dims names 'xp'"),
-        ({"shard_dims": {"tp": 1}}, r"parameter 'layers\.1\.weight' is a plain tensor over ranks \[0, 1\]"),
-    ],
-)
-def test_plain_shards_without_a_place_are_refused_by_name(
-    ranks: RankPool, options: dict[str, Any], message: str
-) -> None:
-    ranks(2, two_params, options, expect=ValueError, match=message)
 
 
 # -- validation -----------------------------------------------------------------------------------------------------
@@ -355,45 +307,19 @@ def test_a_wrong_stage_is_named(options: dict[str, Any], error: type[Exception],
         create_auto_config(**options)
 
 
-def stages(rank: int, world: int, count: int) -> dict[str, Any]:
-    group = dist.group.WORLD
-    return create_auto_config(pp_process_group=group, pp_stage_id=rank, pp_num_stages=count).state
-
-
-def test_stages_are_as_many_as_their_group_has_ranks(ranks: RankPool) -> None:
-    ranks(2, stages, 3, expect=ValueError, match="pp_num_stages is 3, but pp_process_group has 2 ranks")
-
-
-def stages_train_apart(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_pipeline_stages_are_independent(rank: int, world: int) -> None:
     """Each stage has other matrices, of other shapes and numbers, and another number of steps."""
-    assert stages(rank, world, 2)["pp_stage_id"] == rank
     config = create_auto_config(pp_process_group=dist.group.WORLD, pp_stage_id=rank, pp_num_stages=2)
-    cut = Cut((4 + rank, 3))
-    params = [nn.Parameter(seeded(cut.shape, i, 0)) for i in range(1 + rank)]
-    optimizer = dmuon.Muon(params, **CALL, distributed_config=config)
-    for step in range(2 + rank):
-        for i, param in enumerate(params):
-            param.grad = seeded(cut.shape, i, 0, step)
-        optimizer.step()
-        assert optimizer.last_step.ns_matrices == len(params)
-    for i, param in enumerate(params):
-        torch.testing.assert_close(param.detach(), whole_weight(cut, i, 0, 2 + rank), rtol=1e-5, atol=1e-6)
+    assert config.state["pp_stage_id"] == rank
+    weights = Weights().cut([Cut((4 + rank, 3))] * (1 + rank), {}, {})
+    steps = 2 + rank
+    assert weights.train(weights.optimizer(config), steps) == steps * (1 + rank)
+    weights.check()
 
 
-def test_pipeline_stages_are_independent(ranks: RankPool) -> None:
-    ranks(2, stages_train_apart)
-
-
-def crossing_groups(rank: int, world: int) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    create_processgroup_config(fsdp_pg=dist.group.WORLD, tp_pg=pairs[rank // 2])
-
-
-def test_groups_that_are_not_orthogonal_are_refused_on_all_ranks(ranks: RankPool) -> None:
-    ranks(4, crossing_groups, expect=ValueError, match=r"fsdp_pg .*both hold|both hold.*any two groups")
-
-
-def single(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_a_mesh_that_says_nothing_is_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("rows",))
     with pytest.raises(ValueError, match="mesh dimension 'rows' has no known role"):
         create_devicemesh_config(mesh, ["rows"])
@@ -401,10 +327,6 @@ def single(rank: int, world: int) -> None:
         create_devicemesh_config(mesh, ["dp", "tp"])
     with pytest.raises(TypeError, match="device_mesh must be"):
         create_devicemesh_config(dist.group.WORLD, ["dp"])  # type: ignore[arg-type]
-
-
-def test_a_mesh_that_says_nothing_is_refused(ranks: RankPool) -> None:
-    ranks(1, single)
 
 
 @pytest.mark.pitfall("P10")
@@ -424,56 +346,31 @@ def test_a_wrong_option_is_named(options: dict[str, Any], error: type[Exception]
         create_dtensor_config(**options)
 
 
-@pytest.mark.pitfall("P56")
-@pytest.mark.parametrize("make", [create_dtensor_config, create_processgroup_config, create_auto_config])
-def test_generated_configs_work_without_torch_distributed(make: Callable[..., DistributedConfig]) -> None:
-    assert not dist.is_initialized()
-    model = build()
-    optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=make(costs="flops"))
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-    assert_equal_weights({n: p.detach() for n, p in model.state_dict().items()}, expected_weights())
-
-
 # -- process groups that come and go --------------------------------------------------------------------------------
 
 
-def shards_after(config: DistributedConfig, mesh: DeviceMesh, rank: int, world: int) -> None:
-    model = sharded(build(), mesh)
-    optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=config)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
-        optimizer.step()
-    assert_equal_weights(full_state(model), expected_weights())
-
-
-def groups_made_anew(rank: int, world: int) -> None:
-    """The same config, and a new one, after all process groups were destroyed and made again."""
-    store = default_store()
-    mesh = init_device_mesh("cpu", (world,))
-    configs = [
-        create_dtensor_config(costs="flops"),
-        create_processgroup_config(fsdp_pg=mesh.get_group(), costs="flops"),
-    ]
-    for config in configs:
-        shards_after(config, mesh, rank, world)
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
-    torch.distributed.tensor.debug._clear_sharding_prop_cache()
-    mesh = init_device_mesh("cpu", (world,))
-    for config in [*configs, create_dtensor_config(costs="flops")]:
-        shards_after(config, mesh, rank, world)
-
-
 @pytest.mark.pitfall("P24")
-def test_configs_outlive_their_process_groups(ranks: RankPool) -> None:
-    ranks(2, groups_made_anew, fresh=True)
+@on_ranks(2, fresh=True)
+def test_configs_outlive_their_process_groups(rank: int, world: int) -> None:
+    """The same ones, and a new one, after all process groups were destroyed and made again."""
+    store = default_store()
+    group = init_device_mesh("cpu", (world,)).get_group()
+    configs = [create_dtensor_config(costs="flops"), create_processgroup_config(fsdp_pg=group, costs="flops")]
+    for made_anew in (False, True):
+        if made_anew:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+            torch.distributed.tensor.debug._clear_sharding_prop_cache()
+            configs.append(create_dtensor_config(costs="flops"))
+        mesh = init_device_mesh("cpu", (world,))
+        for config in configs:
+            weights, _ = trained(sharded(build(), mesh), config, (rank, world))
+            assert_equal_weights(weights, expected_weights())
 
 
-def interleaved(rank: int, world: int) -> None:
+@pytest.mark.pitfall("P25")
+@on_ranks(2)
+def test_collectives_of_the_user_do_not_meet_those_of_a_step(rank: int, world: int) -> None:
     """One rank starts the user's all-reduces before, the other after what dmuon does."""
     model = sharded(build(), init_device_mesh("cpu", (world,)))
     optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=create_dtensor_config(costs="flops"))
@@ -492,57 +389,12 @@ def interleaved(rank: int, world: int) -> None:
     assert_equal_weights(full_state(model), expected_weights())
 
 
-@pytest.mark.pitfall("P25")
-def test_collectives_of_the_user_do_not_meet_those_of_a_step(ranks: RankPool) -> None:
-    ranks(2, interleaved)
+# -- ranks of a grid ------------------------------------------------------------------------------------------------
 
 
-# -- what one rank alone finds ----------------------------------------------------------------------------------------
-
-
-def cut_otherwise(rank: int, world: int, fault: str) -> None:
-    """Rank 1 goes wrong where it looks for the places of its parameters."""
-    mesh = init_device_mesh("cpu", (world,))
-    group: Any = mesh.get_group()
-
-    def dims(param: Tensor) -> dict[str, int | None]:
-        if fault == "raises" and rank == 1:
-            raise LookupError("no such layer")
-        return {"another dimension": {"fsdp": rank}, "copies": {"fsdp": None if rank else 0}}.get(fault, {"fsdp": 0})
-
-    params = [nn.Parameter(torch.ones(3 - rank, 4))]
-    if fault == "a DTensor":
-        local = torch.ones(2 + rank, 4)
-        whole = torch.Size((4, 4))
-        params = [nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], shape=whole, stride=(4, 1)))]
-    config = create_processgroup_config(fsdp_pg=group, shard_dims=dims, costs="flops")
-    if fault == "apart":
-        independent = {"ep": None} if rank == 0 else {}
-        config = create_processgroup_config(ep_pg=group, shard_dims=lambda _: independent, costs="flops")
-    is_empty = fault == "no parameters" and rank == 1
-    dmuon.Muon([{"params": params, "use_muon": not is_empty}], distributed_config=config)
-
-
-@pytest.mark.pitfall("P21", "P49")
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("raises", "no such layer"),
-        ("another dimension", "parameter 'parameter 0 of group 0' is a plain tensor over ranks"),
-        ("copies", "rank [01] has sharded parameters"),
-        ("a DTensor", "the local tensor of rank 1 has shape"),
-        ("apart", "rank 0 holds parameters together with ranks .0, 1., and rank 1 holds none with exactly these"),
-        ("no parameters", "rank [01] has sharded parameters"),
-    ],
-)
-def test_what_one_rank_of_a_grid_finds_ends_all(ranks: RankPool, fault: str, message: str) -> None:
-    for end in ranks.outcomes(2, cut_otherwise, fault, timeout=20):
-        own = fault == "raises" and end.rank == 1
-        assert end.raised(LookupError if own else ValueError) and re.search(message, end.message), end
-
-
-def connections(rank: int, world: int) -> None:
-    """The ranks of the grid are connected once, and take no part in steps in which they share nothing."""
+@on_ranks(4)
+def test_the_ranks_of_a_grid_are_connected_once(rank: int, world: int) -> None:
+    """They take no part in steps in which they share nothing."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
     groups: dict[str, Any] = {"ep_pg": mesh.get_group("ep"), "fsdp_pg": mesh.get_group("fsdp")}
     config = create_processgroup_config(**groups, shard_dims={"fsdp": 0}, costs="flops")
@@ -560,11 +412,8 @@ def connections(rank: int, world: int) -> None:
     assert [domain.ranks for domain, _ in optimizer._exchange.domains] == [(first, first + 1)]
 
 
-def test_the_ranks_of_a_grid_are_connected_once(ranks: RankPool) -> None:
-    ranks(4, connections)
-
-
-def without_matrices(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_ranks_without_matrices_take_steps(rank: int, world: int) -> None:
     """No rank has anything to exchange: that is no fault, and steps need no vote."""
     group: Any = dist.group.WORLD
     for config in (create_dtensor_config(costs="flops"), create_processgroup_config(fsdp_pg=group, costs="flops")):
@@ -574,10 +423,6 @@ def without_matrices(rank: int, world: int) -> None:
         optimizer.step()
         assert optimizer.exchanged() == []
         assert optimizer._exchange is not None and optimizer._exchange.domains == []
-
-
-def test_ranks_without_matrices_take_steps(ranks: RankPool) -> None:
-    ranks(2, without_matrices)
 
 
 # -- one configuration, several optimizers ----------------------------------------------------------------------------
@@ -626,67 +471,47 @@ def of_own_functions(mesh: DeviceMesh) -> DistributedConfig:
     )
 
 
-SHARED: list[Callable[[DeviceMesh], DistributedConfig]] = [
-    of_dtensors, of_group, of_own_assignment, of_own_gather, of_own_functions,
-]  # fmt: skip
-
-
-def optimizers_of_one_config(rank: int, world: int, make: Callable[[DeviceMesh], DistributedConfig]) -> None:
+@pytest.mark.parametrize("make", [of_dtensors, of_group, of_own_assignment, of_own_gather, of_own_functions])
+@on_ranks(2)
+def test_a_configuration_serves_several_optimizers(
+    rank: int, world: int, make: Callable[[DeviceMesh], DistributedConfig]
+) -> None:
     """Two optimizers step in turn, one of them twice as often, and one gets another group in between."""
     mesh = init_device_mesh("cpu", (world,))
     config = make(mesh)
-    shapes = [[(6, 4), (5, 7), (9, 3)], [(8, 5), (3, 3)]]
-    every = [
-        [
-            nn.Parameter(distribute_tensor(seeded(shape, i, k), mesh, [Shard(i % 2)], src_data_rank=None))
-            for i, shape in enumerate(of_optimizer)
-        ]
-        for k, of_optimizer in enumerate(shapes)
-    ]
-    optimizers = [dmuon.Muon([{"params": p[:-1], "use_muon": True}], **CALL, distributed_config=config) for p in every]
-    steps = [0, 0]
+    every = []
+    for seed, shapes in enumerate([[(6, 4), (5, 7), (9, 3)], [(8, 5), (3, 3)]]):
+        every.append(Weights())
+        for i, shape in enumerate(shapes):
+            every[-1].shard(10 * seed + i, shape, mesh, [Shard(i % 2)])
+    optimizers = [w.optimizer(config, [{"params": w.params[:-1], "use_muon": True}]) for w in every]
     for k in (0, 1, 1, "group", 0, 1, 1):
         if k == "group":
-            for optimizer, params in zip(optimizers, every, strict=True):
-                optimizer.add_param_group({"params": params[-1:], "use_muon": True})
+            for weights, optimizer in zip(every, optimizers, strict=True):
+                optimizer.add_param_group({"params": weights.params[-1:], "use_muon": True})
             continue
         assert isinstance(k, int)
-        joined = len(optimizers[k].param_groups) - 1
-        for i, param in enumerate(every[k][: len(every[k]) - 1 + joined]):
-            assert isinstance(param, DTensor)
-            grad = seeded(shapes[k][i], i, k, steps[k])
-            param.grad = distribute_tensor(grad, mesh, param.placements, src_data_rank=None)
-        optimizers[k].step()
-        steps[k] += 1
-    assert steps == [2, 4]
-    for k, params in enumerate(every):
-        domains = [optimizer._exchange.domains for optimizer in optimizers if optimizer._exchange is not None]
-        assert not {id(domain) for domain, _ in domains[0]} & {id(domain) for domain, _ in domains[1]}
-        for i, param in enumerate(params[:-1]):
-            assert isinstance(param, DTensor)
-            expected = whole_weight(Cut(shapes[k][i]), i, k, steps[k])
-            torch.testing.assert_close(param.full_tensor(), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("make", SHARED)
-def test_a_configuration_serves_several_optimizers(
-    ranks: RankPool, make: Callable[[DeviceMesh], DistributedConfig]
-) -> None:
-    ranks(2, optimizers_of_one_config, make)
+        grads = every[k].give()
+        if len(optimizers[k].param_groups) == 1:
+            grads[-1] = None
+        every[k].step(optimizers[k], grads)
+    for weights, optimizer in zip(every, optimizers, strict=True):
+        weights.check(optimizer)
+    first, second = (optimizer._exchange.domains for optimizer in optimizers if optimizer._exchange is not None)
+    assert not {id(domain) for domain, _ in first} & {id(domain) for domain, _ in second}
 
 
 @pytest.mark.parametrize("make", [create_dtensor_config, create_processgroup_config, create_auto_config])
 def test_a_configuration_serves_several_optimizers_of_one_process(make: Callable[..., DistributedConfig]) -> None:
     config = make(costs="flops")
     for of_optimizer in (config, config, replace(config, assign_fn=lambda params, state: {0: 0})):
-        weight = nn.Parameter(seeded((3, 4), 0, 0))
-        optimizer = dmuon.Muon([weight], **CALL, distributed_config=of_optimizer)
-        weight.grad = seeded((3, 4), 0, 0, 0)
-        optimizer.step()
-        torch.testing.assert_close(weight.detach(), whole_weight(Cut((3, 4)), 0, 0, 1), rtol=1e-5, atol=1e-6)
+        weights = Weights().cut([Cut((3, 4))], {}, {})
+        weights.train(weights.optimizer(of_optimizer), 1)
+        weights.check()
 
 
-def default_layouts(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_default_layouts_keep_process_groups_and_plans(rank: int, world: int) -> None:
     """A new group keeps the process groups, and a plan that says who owns the very same matrices."""
     options = dmuon.exchanged.generators.LayoutOptions
     dmuon.exchanged.generators.LayoutOptions = partial(options, costs="flops")  # type: ignore[misc, assignment]
@@ -711,7 +536,3 @@ def default_layouts(rank: int, world: int) -> None:
     assert plans[0] is plans[1] and len({*map(id, plans)}) == 3
     assert len({id(domain) for one in exchanges if one is not None for domain, _ in one.domains}) == 1
     assert len(optimizer.exchanged()) == 3
-
-
-def test_default_layouts_keep_process_groups_and_plans(ranks: RankPool) -> None:
-    ranks(2, default_layouts)

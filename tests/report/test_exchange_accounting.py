@@ -7,13 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import build
 
 import dmuon
-from dmuon.exchanged.config import DistributedConfig
 from dmuon.report.accounting import expected_exchange
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -89,20 +87,3 @@ def test_memory_in_flight_grows_with_prefetching_and_not_with_the_number_of_roun
         # A round of one matrix keeps at most it, its update, and a copy of what of them is sent.
         for prefetch, nbytes in largest.items():
             assert nbytes <= (2 + 3 * (prefetch + bool(prefetch))) * matrix + SLACK_BYTES, largest
-
-
-def refuse(_rank: int, _world: int) -> None:
-    weight = torch.nn.Parameter(torch.randn(6, 4))
-    weight.grad = torch.ones_like(weight)
-    config = DistributedConfig(
-        assign_fn=lambda params, state: dict.fromkeys(range(len(params)), 0),
-        gather_fn=lambda update, dst_rank, state: update if state["rank"] == dst_rank else None,
-        redistribute_fn=lambda update, src_rank, state: update if update is not None else torch.zeros(6, 4),
-        state={},
-        prefetch_count=0,
-    )
-    expected_exchange(dmuon.Muon([weight], distributed_config=config))
-
-
-def test_what_a_users_functions_send_is_not_known(ranks: RankPool) -> None:
-    ranks(2, refuse, expect=TypeError, match="a user's own")

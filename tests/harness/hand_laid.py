@@ -1,0 +1,128 @@
+"""Weights that a program lays out itself, and what ``torch.optim.Muon`` makes of the whole ones in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+import dmuon
+from harness.assertions import assert_close
+from harness.dtensors import give, noise, spread, whole
+from harness.oracle import Twin
+from harness.toy import DECAY
+
+
+class Cut:
+    """How one weight is cut: by role the dimension, and the lengths or None for torch.chunk's."""
+
+    def __init__(self, shape: tuple[int, ...], apart: tuple[str, ...] = (), **cuts: Any) -> None:
+        self.shape = shape
+        self.apart = apart
+        self.cuts = {role: cut if isinstance(cut, tuple) else (cut, None) for role, cut in cuts.items()}
+
+    def part(self, whole: Tensor, sizes: Mapping[str, int], at: Mapping[str, int]) -> Tensor:
+        for role in ("tp", "ep", "fsdp"):  # in this order where two cut one dimension
+            if role in self.cuts and role in sizes:
+                dim, lengths = self.cuts[role]
+                size = sizes[role]
+                lengths = lengths or [len(range(whole.shape[dim])[i::size]) for i in range(size)]
+                whole = whole.split(list(lengths), dim)[at[role]]
+        return whole.contiguous()
+
+    def number(self, sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
+        """Of the whole of which this rank has a part: along roles that are apart, each has another."""
+        return sum(at[role] for role in self.apart)
+
+    def matrices(self) -> int:
+        return self.shape[0] if len(self.shape) == 3 else 1
+
+
+class Weights:
+    """Weights that a program lays out itself, given random gradients, beside ``torch.optim.Muon`` on the whole ones."""
+
+    def __init__(self, lr: float = 0.02, decay: float = DECAY) -> None:
+        self.params: list[nn.Parameter] = []
+        self.twin = Twin([], lr, decay)
+        self._options = {"lr": lr, "weight_decay": decay, "ns_coefficients": "classic"}
+        self._laid: list[tuple[int, tuple[int, ...], Callable[[Tensor], Tensor]]] = []
+        self._steps = 0
+
+    def add(
+        self, seed: int, shape: Sequence[int], part: Callable[[Tensor], Tensor] = torch.clone, scale: float = 1.0
+    ) -> nn.Parameter:
+        """One more, which begins as ``scale`` times noise; ``part`` gives what this rank has of the whole."""
+        whole_value = scale * noise(seed, *shape)
+        self.twin.add(whole_value)
+        self._laid.append((seed, tuple(shape), part))
+        self.params.append(nn.Parameter(part(whole_value)))
+        return self.params[-1]
+
+    def shard(
+        self, seed: int, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], scale: float = 1.0
+    ) -> nn.Parameter:
+        return self.add(seed, shape, partial(spread, mesh=mesh, placements=placements), scale)
+
+    def cut(self, cuts: Sequence[Cut], sizes: Mapping[str, int], at: Mapping[str, int]) -> Weights:
+        """``at``: this rank's place along each of the roles in ``sizes``."""
+        for i, cut in enumerate(cuts):
+            self.add(10 * i + cut.number(sizes, at), cut.shape, partial(cut.part, sizes=sizes, at=at))
+        return self
+
+    def optimizer(self, config: dmuon.DistributedConfig | None, groups: Any = None, **options: Any) -> dmuon.Muon:
+        groups = groups or [{"params": list(self.params), "use_muon": True}]
+        return dmuon.Muon(groups, distributed_config=config, **self._options, **options)
+
+    def give(self, scale: float = 1.0) -> list[Tensor | None]:
+        """Let every parameter have the next gradient, times ``scale``; the whole gradients."""
+        grads: list[Tensor | None] = []
+        for param, (seed, shape, part) in zip(self.params, self._laid, strict=True):
+            grad = noise(1000 * (self._steps + 1) + seed, *shape)
+            grads.append(grad)
+            if isinstance(param, DTensor):
+                give(param, scale * grad)  # it may lie otherwise by now
+            else:
+                param.grad = part(scale * grad)
+        return grads
+
+    def step(self, optimizer: dmuon.Muon, grads: Sequence[Tensor | None]) -> int:
+        """Of both, the twin's with ``grads``; how many matrices this rank orthogonalized."""
+        optimizer.step()
+        self.twin.step(grads)
+        self._steps += 1
+        return optimizer.last_step.ns_matrices
+
+    def train(self, optimizer: dmuon.Muon, steps: int) -> int:
+        return sum(self.step(optimizer, self.give()) for _ in range(steps))
+
+    def check(self, optimizer: dmuon.Muon | None = None) -> None:
+        """Weights, and with an optimizer momentum, equal the twin's. Collective for DTensors."""
+        weights = self.twin.weights()
+        for i, param in enumerate(self.params):
+            self._check(param, i, weights[i], "weights", 1e-5)
+            if optimizer is not None:
+                momentum = optimizer.state[param]["momentum_buffer"]
+                assert momentum.shape == param.shape
+                assert not isinstance(param, DTensor) or momentum.placements == param.placements
+                self._check(momentum, i, self.twin.momentum(i), "momentum", 1e-6)
+
+    def _check(self, found: Tensor, index: int, expected: Tensor, what: str, tolerance: float) -> None:
+        _, shape, part = self._laid[index]
+        expected = expected.reshape(shape)
+        about = f"{what} {index} of shape {shape} as {getattr(found, 'placements', part)}"
+        assert_close(whole(found), expected if isinstance(found, DTensor) else part(expected), about, tolerance)
+
+
+def over_ranks(number: int) -> int:
+    """The sum. Collective."""
+    total = torch.tensor(number)
+    dist.all_reduce(total)
+    return int(total)

@@ -1,0 +1,67 @@
+"""Tests whose body runs on every rank, and programs that may raise, many in one call."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+from harness.pool import Outcome, RankPool
+from harness.worker import qualified_name
+
+
+class _Body:
+    """What is below a decorator, found by name: workers import the test's module."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        self._module = body.__module__
+        self.__qualname__ = body.__qualname__
+
+    def __call__(self, *args: Any) -> Any:
+        return getattr(importlib.import_module(self._module), self.__qualname__).__wrapped__(*args)
+
+
+def on_ranks(size: int | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make ``test(rank, world, …)`` run on every rank of a group of ``size``; None where it is parametrized by world.
+
+    Args:
+        options: of the pool's call, such as what every rank must raise.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        rank, world, *others = inspect.signature(body).parameters.values()
+        assert (rank.name, world.name) == ("rank", "world"), body.__qualname__
+
+        @wraps(body)
+        def test(ranks: RankPool, **given: Any) -> None:
+            number = given.pop("world", size)
+            ranks(number, _Body(body), *(given[p.name] for p in others), **options)
+
+        fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        shown = [fixture, *others] if size else [fixture, world, *others]
+        test.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+Program = tuple[Callable[..., Any], tuple[Any, ...]]  # called with rank, world, and these
+
+
+def attempt(rank: int, world: int, programs: list[Program]) -> list[Outcome]:
+    """What one program after another came to on this rank."""
+    found = []
+    for program, args in programs:
+        try:
+            program(rank, world, *args)
+            found.append(Outcome(rank))
+        except Exception as error:
+            bases = tuple(map(qualified_name, type(error).__mro__))
+            found.append(Outcome(rank, None, type(error).__name__, str(error), traceback.format_exc(), bases))
+        dist.barrier()
+    return found

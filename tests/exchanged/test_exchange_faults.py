@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness import gang
+from harness.dtensors import give, noise, parameter
 from harness.on_ranks import on_ranks
 from harness.toy import batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import dmuon
 import dmuon.comm.redistribution
@@ -36,16 +37,12 @@ SHAPES = [(6, 4), (9, 5), (4, 12), (3, 3)]
 def sharded(world: int) -> list[nn.Parameter]:
     """Weights over a mesh; nothing but dmuon communicates in a step."""
     mesh = init_device_mesh("cpu", (world,))
-    return [nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)])) for shape in SHAPES]
+    return [parameter(torch.ones(shape), mesh, [Shard(0)]) for shape in SHAPES]
 
 
 def give_gradients(params: list[nn.Parameter], step: int) -> None:
     for i, param in enumerate(params):
-        generator = torch.Generator().manual_seed(100 * step + i)
-        grad = torch.randn(param.shape, generator=generator)
-        if isinstance(param, DTensor):
-            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
-        param.grad = grad
+        give(param, noise(100 * step + i, *param.shape))
 
 
 def kill(*_: Any) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import assert_close, assert_equal_weights, assert_same_bits
+from harness.assertions import assert_close, assert_equal_weights
 from harness.dtensors import give, no_whole_tensors, noise, parameter, whole
-from harness.hand_laid import Weights, over_ranks
-from harness.on_ranks import on_ranks
+from harness.hand_laid import Weights
+from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference, Twin, reference_weights
 from harness.pool import RankPool
 from harness.topologies import EXCHANGED, LAYOUTS, Laid, lay
@@ -77,29 +78,32 @@ def run(laid: Laid, steps: int, **options: Any) -> tuple[dict[str, Tensor], list
     return full_state(laid.network), calls
 
 
-def train(_rank: int, _world: int, name: str, steps: int) -> tuple[dict[str, Tensor], list[int]]:
-    return run(lay(name, toy(name)), steps)
+def check(weights: dict[str, Tensor], calls: list[int], name: str) -> None:
+    """Equal to a single process, the same bits on all ranks, and every matrix orthogonalized once a step over all."""
+    assert_equal_weights(weights, expected("tp" not in name, len(calls)))
+    assert_same_over_ranks(weights)
+    assert [over_ranks(of_step) for of_step in calls] == [matrices(name)] * len(calls)
 
 
-def check_run(results: list[Any], name: str, steps: int) -> None:
-    for weights, _ in results:
-        assert_equal_weights(weights, expected("tp" not in name, steps))
-    assert_same_bits([weights for weights, _ in results])
-    calls = torch.tensor([of_rank for _, of_rank in results]).sum(0)
-    assert calls.tolist() == [matrices(name)] * steps, "every matrix is orthogonalized once a step, over all ranks"
+def train(_rank: int, _world: int, name: str, steps: int) -> None:
+    check(*run(lay(name, toy(name)), steps), name)
+
+
+SMALL = [name for name in EXCHANGED if LAYOUTS[name].world <= 4]
 
 
 @pytest.mark.pitfall("P01", "P04", "P11", "P14")
-@pytest.mark.parametrize("name", [name for name in EXCHANGED if LAYOUTS[name].world <= 4])
-@LENGTHS
-def test_steps_equal_single_process(ranks: RankPool, name: str, steps: int) -> None:
-    check_run(ranks(LAYOUTS[name].world, train, name, steps), name, steps)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_hundred_steps_equal_single_process(ranks: RankPool) -> None:
-    check_run(ranks(2, train, "fsdp2-2", 100, timeout=200), "fsdp2-2", 100)
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *((name, 5) for name in SMALL),
+        *(pytest.param(name, 20, marks=pytest.mark.slow) for name in SMALL),
+        pytest.param("fsdp2-2", 100, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_equal_single_process(ranks: RankPool, name: str, steps: int) -> None:
+    ranks(LAYOUTS[name].world, train, name, steps, timeout=200 if steps == 100 else 60)
 
 
 @pytest.mark.slow
@@ -108,17 +112,9 @@ def test_a_hundred_steps_equal_single_process(ranks: RankPool) -> None:
 def test_eight_ranks_of_hsdp_and_tensor_parallelism() -> None:
     pool = RankPool(most=8)
     try:
-        check_run(pool(8, train, "fsdp2-hsdp-tp", 20, timeout=300), "fsdp2-hsdp-tp", 20)
+        pool(8, train, "fsdp2-hsdp-tp", 20, timeout=300)
     finally:
         pool.close()
-
-
-def train_half(_rank: int, _world: int, name: str, steps: int) -> dict[str, Tensor]:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        weights, _ = run(lay(name, build(), mp_policy=policy), steps)
-    assert {t.dtype for t in weights.values()} == {torch.float32}
-    return weights
 
 
 def half_reference(world: int, steps: int) -> dict[str, Tensor]:
@@ -142,17 +138,20 @@ def half_reference(world: int, steps: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.pitfall("P42")
-@pytest.mark.parametrize("name", ["fsdp2-2", "fsdp2-hsdp"])
-def test_half_precision_equals_a_single_process_that_rounds_as_well(ranks: RankPool, name: str) -> None:
+@pytest.mark.parametrize(("world", "name"), [(2, "fsdp2-2"), (4, "fsdp2-hsdp")])
+@on_ranks()
+def test_half_precision_equals_a_single_process_that_rounds_as_well(rank: int, world: int, name: str) -> None:
     """Matrices within what bf16 sums in another order make of them, biases, which start at zero, of AdamW as well."""
     steps = 4
-    single = half_reference(LAYOUTS[name].world, steps)
+    single = half_reference(world, steps)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        weights, _ = run(lay(name, build(), mp_policy=policy), steps)
+    assert {t.dtype for t in weights.values()} == {torch.float32}
     vectors = {n for n, t in single.items() if t.ndim < 2}
-    results = ranks(LAYOUTS[name].world, train_half, name, steps)
-    for weights in results:
-        for names, tolerance in ((single.keys() - vectors, 3e-4), (vectors, 1e-2)):
-            assert_equal_weights({n: weights[n] for n in names}, {n: single[n] for n in names}, tolerance)
-    assert_same_bits(results)
+    for names, tolerance in ((single.keys() - vectors, 3e-4), (vectors, 1e-2)):
+        assert_equal_weights({n: weights[n] for n in names}, {n: single[n] for n in names}, tolerance)
+    assert_same_over_ranks(weights)
 
 
 # -- pipeline stages ------------------------------------------------------------------------------------------------
@@ -177,7 +176,10 @@ class Stage(nn.Module):
         return x if self.first else self.head(self.norm(x))
 
 
-def train_stages(rank: int, _world: int, given: bool, steps: int) -> tuple[dict[str, Tensor], list[int]]:
+@pytest.mark.parametrize("given", [True, False], ids=["groups", "dtensors"])
+@LENGTHS
+@on_ranks(4)
+def test_pipeline_stages_do_not_meet(rank: int, world: int, given: bool, steps: int) -> None:
     """Ranks 0 and 1 shard the first block, ranks 2 and 3 the others; activations and their gradients travel."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
     first, peer = rank < 2, (rank + 2) % 4
@@ -216,54 +218,15 @@ def train_stages(rank: int, _world: int, given: bool, steps: int) -> tuple[dict[
             dist.send(hidden.grad, peer)
         optimizer.step()
         calls.append(optimizer.last_step.ns_matrices)
-    return {name: whole(p) for name, p in stage.named_parameters()}, calls
-
-
-@pytest.mark.parametrize("given", [True, False], ids=["groups", "dtensors"])
-@LENGTHS
-def test_pipeline_stages_do_not_meet(ranks: RankPool, given: bool, steps: int) -> None:
-    results = ranks(4, train_stages, given, steps)
+    weights = {name: whole(p) for name, p in stage.named_parameters()}
     single = expected(True, steps)
-    for weights, _ in results:
-        assert_equal_weights(weights, {name: single[name] for name in weights})
-    assert results[0][0].keys() | results[2][0].keys() == single.keys()
-    for one, other, count in ((0, 1, 5), (2, 3, 10)):
-        assert_same_bits([results[one][0], results[other][0]])
-        assert [a + b for a, b in zip(results[one][1], results[other][1], strict=True)] == [count] * steps
+    assert_equal_weights(weights, {name: single[name] for name in weights})
+    assert over_ranks(len(weights)) == 2 * len(single)
+    assert_same_over_ranks(weights, mesh.get_group("fsdp"))
+    assert [over_ranks(of_step, mesh.get_group("fsdp")) for of_step in calls] == [5 if first else 10] * steps
 
 
 # -- traffic --------------------------------------------------------------------------------------------------------
-
-
-def count_step(_rank: int, _world: int, names: list[str], options: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Collectives of a second step, their bytes, and what both must be."""
-    found = {}
-    for name in names:
-        laid = lay(name, toy(name), **options)
-        optimizer = laid.optimizer()
-        for step in range(2):
-            optimizer.zero_grad()
-            laid.backward(step)
-            with no_whole_tensors(), Traffic() as traffic:
-                optimizer.step()
-        exchanged = [r for r in optimizer._rounds if r.exchanged]
-        rounds = [
-            ([getattr(parcel, way) for parcel in r.parcels], r.domain.position)
-            for r in exchanged
-            for way in ("to_owner", "from_owner")
-        ]
-        exchange = optimizer._exchange
-        held = zip(exchange.params, exchange.owners, strict=True)
-        local = [(p.numel(), p._local_tensor.numel() if isinstance(p, DTensor) else p.numel(), o) for p, o in held]
-        found[name] = {
-            "calls": traffic.operations(),
-            "received": traffic.by_operator().get("alltoall_base_", Amount()).nbytes,
-            "rounds": len(exchanged),
-            "exchanges": sum(travels(routes) for routes, _ in rounds),
-            "by the rounds": 4 * sum(sum(route.numel_in(at).values()) for routes, at in rounds for route in routes),
-            "by the shards": 4 * sum(n - mine if o == dist.get_rank() else mine for n, mine, o in local),
-        }
-    return found
 
 
 TRAFFIC = {
@@ -276,17 +239,35 @@ TRAFFIC = {
 @pytest.mark.pitfall("P13")
 @pytest.mark.parametrize("world", TRAFFIC)
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_step_is_one_vote_and_the_exchanges_that_the_layout_needs(ranks: RankPool, world: int, packed: bool) -> None:
+@on_ranks()
+def test_a_step_is_one_vote_and_the_exchanges_that_the_layout_needs(rank: int, world: int, packed: bool) -> None:
+    """Of the second one."""
     options = {} if packed else {"small_param_numel_threshold": 0, "chunk_bytes": 2000}
-    names = TRAFFIC[world] if packed else [name for name in TRAFFIC[world] if name != "ddp"]
-    for of_rank in ranks(world, count_step, names, options):
-        for name, found in of_rank.items():
-            each = 1 if name in ("ddp", "replicate-fsdp") else 2  # owners have whole matrices there
-            rounds = found["rounds"]
-            assert found["calls"] == {"allreduce_": 1, "alltoall_base_": each * rounds}, name
-            assert rounds == 1 if packed else rounds > 1, f"{name}: {rounds} rounds"
-            assert found["exchanges"] == each * rounds, name
-            assert found["received"] == found["by the rounds"] == found["by the shards"], f"{name}: {found}"
+    for name in TRAFFIC[world]:
+        if name == "ddp" and not packed:
+            continue
+        laid = lay(name, toy(name), **options)
+        optimizer = laid.optimizer()
+        for step in range(2):
+            optimizer.zero_grad()
+            laid.backward(step)
+            with no_whole_tensors(), Traffic() as traffic:
+                optimizer.step()
+        exchanged = [r for r in optimizer._rounds if r.exchanged]
+        each = 1 if name in ("ddp", "replicate-fsdp") else 2  # owners have whole matrices there
+        assert len(exchanged) == 1 if packed else len(exchanged) > 1, f"{name}: {len(exchanged)} rounds"
+        assert traffic.operations() == {"allreduce_": 1, "alltoall_base_": each * len(exchanged)}, name
+        rounds = [
+            ([getattr(parcel, way) for parcel in r.parcels], r.domain.position)
+            for r in exchanged
+            for way in ("to_owner", "from_owner")
+        ]
+        assert sum(travels(routes) for routes, _ in rounds) == each * len(exchanged), name
+        received = traffic.by_operator().get("alltoall_base_", Amount()).nbytes
+        assert received == 4 * sum(sum(route.numel_in(at).values()) for routes, at in rounds for route in routes), name
+        held = zip(optimizer._exchange.params, optimizer._exchange.owners, strict=True)
+        local = [(p.numel(), p._local_tensor.numel() if isinstance(p, DTensor) else p.numel(), o) for p, o in held]
+        assert received == 4 * sum(n - mine if owner == rank else mine for n, mine, owner in local), name
 
 
 # -- the schedule ---------------------------------------------------------------------------------------------------
@@ -304,27 +285,26 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
-def train_schedules(_rank: int, _world: int, name: str, schedules: list[dict[str, Any]]) -> list[Any]:
-    return [run(lay(name, toy(name), **options), 2) for options in schedules]
-
-
 @pytest.mark.parametrize(
-    ("name", "schedules"),
+    ("world", "name", "schedules"),
     [
-        ("fsdp2-2", SCHEDULES[:12]),
-        ("fsdp2-tp", [SCHEDULES[1], SCHEDULES[9], SCHEDULES[14]]),
-        ("fsdp2-hsdp", [SCHEDULES[1], SCHEDULES[8], SCHEDULES[21]]),
-        *(pytest.param(name, SCHEDULES, marks=pytest.mark.slow) for name in ("fsdp2-2", "fsdp2-tp", "fsdp2-hsdp")),
+        (2, "fsdp2-2", range(12)),
+        (4, "fsdp2-tp", [1, 9, 14]),
+        (4, "fsdp2-hsdp", [1, 8, 21]),
+        *(
+            pytest.param(world, name, range(len(SCHEDULES)), marks=pytest.mark.slow)
+            for world, name in ((2, "fsdp2-2"), (4, "fsdp2-tp"), (4, "fsdp2-hsdp"))
+        ),
     ],
-    ids=["fsdp2-2", "fsdp2-tp", "fsdp2-hsdp", "fsdp2-2-all", "fsdp2-tp-all", "fsdp2-hsdp-all"],
 )
-def test_the_schedule_changes_no_bit(ranks: RankPool, name: str, schedules: list[dict[str, Any]]) -> None:
-    for results in ranks(LAYOUTS[name].world, train_schedules, name, schedules, timeout=100):
-        assert_equal_weights(results[0][0], expected("tp" not in name, 2))
-        for options, (weights, calls) in zip(schedules, results, strict=True):
-            assert calls == results[0][1]
-            for fqn, tensor in results[0][0].items():
-                assert torch.equal(weights[fqn], tensor), f"{fqn} with {options}"
+@on_ranks(timeout=100)
+def test_the_schedule_changes_no_bit(rank: int, world: int, name: str, schedules: list[int]) -> None:
+    first, *others = [run(lay(name, toy(name), **SCHEDULES[i]), 2) for i in schedules]
+    assert_equal_weights(first[0], expected("tp" not in name, 2))
+    for number, (weights, calls) in zip(schedules[1:], others, strict=True):
+        assert calls == first[1]
+        for fqn, tensor in first[0].items():
+            assert torch.equal(weights[fqn], tensor), f"{fqn} with {SCHEDULES[number]}"
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -421,55 +401,41 @@ def test_momentum_is_fp32_or_wider_whatever_the_parameter_is(rank: int, world: i
 # -- gradients ------------------------------------------------------------------------------------------------------
 
 
-def train_clipped(_rank: int, _world: int, names: list[str], ours: bool) -> dict[str, Any]:
-    found = {}
-    for name in names:
-        laid = lay(name, toy(name))
-        optimizer = laid.optimizer()
-        norms = []
-        for step in range(4):
-            optimizer.zero_grad()
-            laid.backward(step)
-            norm = (dmuon.clip_grad_norm_ if ours else torch_clip)(laid.network.parameters(), MAX_NORM)
-            norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
-            optimizer.step()
-        found[name] = full_state(laid.network), norms
-    return found
-
-
-def clipped_reference(thin: bool) -> tuple[dict[str, Tensor], list[float]]:
-    model = build(block=ThinBlock) if thin else build()
-    optimizer = Reference(model, matrix=is_matrix)
+def clipped(
+    network: Network, optimizer: Any, backward: Callable[[int], None], clip: Callable[..., Tensor]
+) -> tuple[dict[str, Tensor], list[float]]:
     norms = []
     for step in range(4):
         optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        norms.append(float(torch_clip(model.parameters(), MAX_NORM)))
+        backward(step)
+        norm = clip(network.parameters(), MAX_NORM)
+        norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         optimizer.step()
-    return dict(model.state_dict()), norms
+    return full_state(network), norms
 
 
 @pytest.mark.pitfall("P34", "P36", "P37")
 @pytest.mark.parametrize(
-    ("world", "names", "ours"),
+    ("world", "names", "clip"),
     [
-        (2, ["fsdp2-2", "ddp", "tp-alone"], True),  # tp mixes DTensors with plain tensors
-        (2, ["fsdp2-2", "ddp"], False),
-        (4, ["fsdp2-hsdp", "fsdp2-tp"], True),
-        (4, ["fsdp2-hsdp"], False),
+        (2, ["fsdp2-2", "ddp", "tp-alone"], dmuon.clip_grad_norm_),  # tp mixes DTensors with plain tensors
+        (2, ["fsdp2-2", "ddp"], torch_clip),
+        (4, ["fsdp2-hsdp", "fsdp2-tp"], dmuon.clip_grad_norm_),
+        (4, ["fsdp2-hsdp"], torch_clip),
     ],
 )
-def test_clipping_before_the_step_equals_single_process(
-    ranks: RankPool, world: int, names: list[str], ours: bool
-) -> None:
-    for found in ranks(world, train_clipped, names, ours):
-        for name, (weights, norms) in found.items():
-            single, single_norms = clipped_reference("tp" not in name)
-            assert min(single_norms) > MAX_NORM
-            assert norms == pytest.approx(single_norms, rel=1e-5), name
-            assert_equal_weights(weights, single)
-            with pytest.raises(AssertionError, match="relative error"):
-                assert_equal_weights(weights, expected("tp" not in name, 4))
+@on_ranks()
+def test_clipping_before_the_step_equals_single_process(rank: int, world: int, names: list[str], clip: Any) -> None:
+    for name in names:
+        model, laid = toy(name), lay(name, toy(name))
+        weights, norms = clipped(laid.network, laid.optimizer(), laid.backward, clip)
+        reference = Reference(model, matrix=is_matrix)
+        single, of_single = clipped(model, reference, lambda s, m=model: loss_of(m, *batch(s)).backward(), torch_clip)
+        assert min(of_single) > MAX_NORM
+        assert norms == pytest.approx(of_single, rel=1e-5), name
+        assert_equal_weights(weights, single)
+        with pytest.raises(AssertionError, match="relative error"):
+            assert_equal_weights(weights, expected("tp" not in name, 4))
 
 
 UNUSED = [((12, 8), Shard(0)), ((12, 8), Shard(0)), ((12, 8), Shard(0)), ((5, 5), Shard(1)), ((4, 6), Replicate())]
@@ -567,7 +533,10 @@ def is_owned(name: str) -> bool:
     return name.startswith("blocks.1.") and is_matrix(name)
 
 
-def train_mixed(rank: int, world: int, steps: int) -> tuple[dict[str, Tensor], int, int]:
+@pytest.mark.parametrize("world", [2, 3])
+@LENGTHS
+@on_ranks()
+def test_one_model_may_mix_both_residencies(rank: int, world: int, steps: int) -> None:
     """The matrices of one block are dmuon's, those of the others are FSDP2's."""
     model = toy("mixed")
     mesh = init_device_mesh("cpu", (world,))
@@ -584,22 +553,14 @@ def train_mixed(rank: int, world: int, steps: int) -> tuple[dict[str, Tensor], i
         distributed_config=create_dtensor_config(costs="flops"),
         **OPTIONS,
     )
+    calls = []
     for step in range(steps):
         optimizer.zero_grad()
-        loss_of(model, *(part.chunk(world)[rank] for part in batch(step))).backward()
+        loss_of(model, *shard(batch(step), rank, world)).backward()
         optimizer.step()
-    return full_state(model), optimizer.last_step.ns_matrices, len(exchanged)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@LENGTHS
-def test_one_model_may_mix_both_residencies(ranks: RankPool, world: int, steps: int) -> None:
-    results = ranks(world, train_mixed, steps)
-    for weights, *_ in results:
-        assert_equal_weights(weights, expected(True, steps))
-    assert_same_bits([weights for weights, *_ in results])
-    assert sum(calls for _, calls, _ in results) == 15
-    assert results[0][2] == 10
+        calls.append(optimizer.last_step.ns_matrices)
+    check(full_state(model), calls, "mixed")
+    assert len(exchanged) == 10
 
 
 CHANGING = [(9, 5), (9, 5), (4, 7), (6, 6), (3, 8)]
@@ -648,16 +609,13 @@ def test_another_placement_is_planned_anew_and_momentum_follows(rank: int, world
 # -- training loops -------------------------------------------------------------------------------------------------
 
 
-def halve(step: int) -> float:
-    return 0.5**step
-
-
-def train_scheduled(_rank: int, _world: int, name: str) -> tuple[dict[str, Tensor], list[float], list[float]]:
+@pytest.mark.pitfall("P09", "P55")
+@on_ranks(2)
+def test_schedulers_reach_both_routes_and_closures_work(rank: int, world: int) -> None:
     """With a scheduler, and with a closure instead of a loop body."""
-    laid = lay(name, toy(name))
-    optimizer = laid.optimizer(adamw_lr=2 * LR)
-    scheduler = LambdaLR(optimizer, halve)
-    losses = []
+    model, laid = toy("fsdp2-2"), lay("fsdp2-2", toy("fsdp2-2"))
+    optimizer, reference = laid.optimizer(adamw_lr=2 * LR), Reference(model, matrix=is_matrix, adamw_lr=2 * LR)
+    schedulers = [LambdaLR(one, lambda step: 0.5**step) for one in (optimizer, reference.muon, reference.adamw)]
     for step in range(4):
 
         def closure(step: int = step) -> float:
@@ -665,26 +623,14 @@ def train_scheduled(_rank: int, _world: int, name: str) -> tuple[dict[str, Tenso
             laid.backward(step)
             return float(step)
 
-        losses.append(optimizer.step(closure))
-        scheduler.step()
-    return full_state(laid.network), losses, [group["lr"] for group in optimizer.param_groups]
-
-
-@pytest.mark.pitfall("P09", "P55")
-def test_schedulers_reach_both_routes_and_closures_work(ranks: RankPool) -> None:
-    model = build(block=ThinBlock)
-    reference = Reference(model, matrix=is_matrix, adamw_lr=2 * LR)
-    schedulers = [LambdaLR(reference.muon, halve), LambdaLR(reference.adamw, halve)]
-    for step in range(4):
+        assert optimizer.step(closure) == step
         reference.zero_grad()
         loss_of(model, *batch(step)).backward()
         reference.step()
         for scheduler in schedulers:
             scheduler.step()
-    for weights, losses, rates in ranks(2, train_scheduled, "fsdp2-2"):
-        assert_equal_weights(weights, dict(model.state_dict()))
-        assert losses == [0.0, 1.0, 2.0, 3.0]
-        assert rates == [LR / 16, LR / 8, LR / 8]
+    assert_equal_weights(full_state(laid.network), dict(model.state_dict()))
+    assert [group["lr"] for group in optimizer.param_groups] == [LR / 16, LR / 8, LR / 8]
 
 
 @on_ranks(2)

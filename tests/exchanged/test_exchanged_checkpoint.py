@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_checkpoint_topologies as dedicated
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.oracle import reference_weights
-from harness.pool import RankPool
-from harness.topologies import lay
-from harness.toy import batch, build
+from harness.on_ranks import attempt, on_ranks
+from harness.oracle import Twin, reference_weights
+from harness.pool import Outcome, RankPool
+from harness.topologies import LAYOUTS, lay
+from harness.toy import build
 from test_checkpoint_topologies import (
     FROM_RANK_0,
     FULL,
@@ -43,65 +46,110 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 import dmuon
-from dmuon.check.model import is_matrix, loss_of, shard
-from dmuon.check.topologies import full_state, tensor_parallel
+from dmuon.check.model import is_matrix
+from dmuon.check.topologies import full_state
 from dmuon.platform.torch_private import local_tensor
 
 MOMENTUM = "momentum_buffer"
-# Laid out by torch alone: ranks, and extents of data-parallel dimensions.
-EXCHANGED: dict[str, tuple[int, tuple[int, ...]]] = {
-    "fsdp2-2": (2, (2,)),
-    "fsdp2-3": (3, (3,)),
-    "fsdp2-hsdp": (4, (2, 2)),
-    "tp-alone": (2, ()),
-    "fsdp2-tp": (4, (2,)),
-    "ddp": (2, (2,)),
+MATRICES = {n for n, _ in build().named_parameters() if is_matrix(n)}
+
+
+# -- what is trained -----------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Two stacks and a matrix, cut alike, with gradients that only the step decides."""
+
+    SHAPES = ((4, 6, 10), (5, 9, 4), (7, 11))
+
+    def __init__(self, placement: Placement | None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.mesh = None if placement is None else init_device_mesh("cpu", (dist.get_world_size(),))
+        self.placement = placement
+        self.weights = nn.ParameterList(self.lay(1.0 + t.to(dtype)) for t in self.noise(99))
+
+    @classmethod
+    def noise(cls, seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(shape, generator=generator) for shape in cls.SHAPES]
+
+    def lay(self, tensor: Tensor) -> Tensor:
+        return tensor if self.mesh is None else distribute_tensor(tensor, self.mesh, [self.placement])
+
+
+class RunOfExperts(Run):
+    def backward(self, step: int) -> None:
+        for weight, grad in zip(self.model.weights, self.model.noise(step), strict=True):
+            weight.grad = self.model.lay(grad.to(weight.dtype))
+
+
+PLACEMENTS: dict[str, tuple[int, Placement | None]] = {
+    "experts alone": (1, None),
+    "experts on 3": (3, Shard(0)),  # the last rank holds none of the first stack
+    "rows on 2": (2, Shard(1)),
+    "copies on 2": (2, Replicate()),
 }
-DEDICATED = ["1d", "hsdp", "tp"]
-NAMES = [SINGLE, *DEDICATED, *EXCHANGED]
+
+
+def whole_tensors() -> dmuon.DistributedConfig:
+    """The simplest functions that a user may write."""
+
+    def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, int]:
+        return {i: i % dist.get_world_size() for i in range(len(params))}
+
+    def gather(update: DTensor, dst_rank: int, state: dict[str, Any]) -> Tensor | None:
+        state["laid"] = {**state.get("laid", {}), state["current_param_idx"]: (update.device_mesh, update.placements)}
+        whole = update.full_tensor()
+        return whole if dist.get_rank() == dst_rank else None
+
+    def redistribute(update: Tensor | None, src_rank: int, state: dict[str, Any]) -> Tensor:
+        shape = Experts.SHAPES[state["current_param_idx"]]
+        whole = torch.empty(shape) if update is None else update.contiguous()
+        dist.broadcast(whole, src_rank)
+        mesh, placements = state["laid"][state["current_param_idx"]]
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+
+    return dmuon.DistributedConfig(assign, gather, redistribute, state={}, prefetch_count=0)
+
+
+def by_dtensors() -> dmuon.DistributedConfig:
+    return dmuon.create_dtensor_config(costs="flops")
 
 
 def world_of(name: str) -> int:
-    return EXCHANGED[name][0] if name in EXCHANGED else dedicated.world_of(name)
+    where, _, _ = name.partition(", ")
+    if where in PLACEMENTS:
+        return PLACEMENTS[where][0]
+    return 1 if where == SINGLE else LAYOUTS[where].world
 
 
-def lay_by_torch(name: str, model: nn.Module) -> tuple[nn.Module, int, int]:
-    """The model as torch shards it, and this rank's part in data parallelism."""
-    world, data = EXCHANGED[name]
-    rank = dist.get_rank()
-    if name == "ddp":
-        return nn.parallel.DistributedDataParallel(model), rank, world
-    extents = (*data, 2) if "tp" in name else data
-    names = ("replicate", "shard", "tp")[2 - len(data) :][: len(extents)]
-    mesh = init_device_mesh("cpu", extents, mesh_dim_names=names)
-    if "tp" in name:
-        tensor_parallel(model, mesh["tp"])
-        rank, world = rank // 2, world // 2
-    if data:
-        along = mesh["shard"] if "tp" in name else mesh
-        for block in model.blocks:
-            fully_shard(block, mesh=along)
-        fully_shard(model, mesh=along)
-    return model, rank, world
-
-
-def start(name: str, seed: int = 0, **options: Any) -> Run:
-    if name not in EXCHANGED:
-        return dedicated.start(name, seed=seed)
-    model, rank, world = lay_by_torch(name, build(seed=seed))
-    config = None if name == "ddp" else dmuon.create_dtensor_config(costs="flops")
-    optimizer = dmuon.Muon(model, **OPTIONS, **options, distributed_config=config)
-    return Run(model, optimizer, lambda tensors: shard(tensors, rank, world))
-
-
-def momenta(run: Run) -> dict[str, Tensor]:
-    """What ``optimizer.state`` shows, by name."""
-    return {n: run.optimizer.state[p][MOMENTUM] for n, p in inner(run).named_parameters() if is_matrix(n)}
+def start(name: str, seed: int = 0) -> Run:
+    """``name`` is that of a layout of the toy, or of placements of experts; behind a comma stands what is special."""
+    where, _, kind = name.partition(", ")
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    if where in PLACEMENTS:
+        experts = Experts(PLACEMENTS[where][1], dtype)
+        config = None if experts.mesh is None else whole_tensors() if kind == "functions" else by_dtensors()
+        groups = [{"params": list(experts.parameters()), "use_muon": True}]
+        return RunOfExperts(experts, dmuon.Muon(groups, **OPTIONS, distributed_config=config), lambda part: part)
+    model = build(seed=seed).to(dtype)
+    if where == SINGLE:
+        whole, config, mine = model, None, lambda part: part
+    else:
+        laid = lay(where, model)
+        whole, config, mine = laid.model, laid.config, laid.mine
+    given: Any = whole
+    if kind == "both":  # Muon takes embedding and head, too, which FSDP2 shards where dmuon owns the blocks
+        given = [
+            {"params": [p for p in model.parameters() if p.ndim == 2], "use_muon": True},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "use_muon": False, "weight_decay": 0.0},
+        ]
+        config = None if where == SINGLE else by_dtensors()
+    return Run(whole, dmuon.Muon(given, **OPTIONS, distributed_config=config), mine)
 
 
 def inner(run: Run) -> nn.Module:
@@ -109,43 +157,105 @@ def inner(run: Run) -> nn.Module:
     return module
 
 
+def momenta(run: Run) -> dict[str, Tensor]:
+    """What ``optimizer.state`` shows, by name."""
+    named = inner(run).named_parameters()
+    return {n: run.optimizer.state[p][MOMENTUM] for n, p in named if is_matrix(n) or isinstance(run, RunOfExperts)}
+
+
 # -- between topologies and residencies ----------------------------------------------------------------------------
 
 
-def save(_rank: int, _world: int, path: str, name: str) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Saved:
+    """After ``SAVED`` steps: folder of a checkpoint, whole weights and state, and weights of the run that went on."""
+
+    folder: str
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+    went_on: dict[str, Tensor]
+
+    def momenta(self) -> dict[str, Tensor]:
+        return momenta_of(self.state)
+
+
+def momenta_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {n: values[MOMENTUM] for n, values in state["state"].items() if MOMENTUM in values}
+
+
+def save(_rank: int, _world: int, path: str, name: str) -> Saved:
     run = start(name)
     run.train(range(SAVED))
+    for fqn, momentum in momenta(run).items():
+        assert momentum.dtype == local_tensor(momentum).dtype == torch.float32
+        assert local_tensor(momentum).shape == local_tensor(inner(run).get_parameter(fqn)).shape or name in DEDICATED
     weights, state = get_state_dict(run.model, run.optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    weights, state = copy.deepcopy(get_state_dict(run.model, run.optimizer, options=FULL_ON_RANK_0))
     run.train(range(SAVED, TOTAL))
-    return full_state(inner(run))
+    return Saved(path, dict(weights), dict(state), full_state(inner(run)))
 
 
-def resume(rank: int, _world: int, path: str, name: str, stepped: bool) -> dict[str, Tensor]:
+def resume(rank: int, _world: int, paths: list[str], name: str, stepped: bool) -> list[tuple[dict[str, Tensor], ...]]:
+    """From each checkpoint, one after the other: momentum that was loaded, and weights after the rest of the steps."""
     run = start(name, seed=50 + rank)
     if stepped:
         run.train(range(1))  # momentum holds something to be overwritten
-    load(run, path)
-    assert all(m.dtype == torch.float32 for m in momenta(run).values())
-    run.train(range(SAVED, TOTAL))
-    return full_state(inner(run))
-
-
-Saved = Callable[[str], tuple[str, dict[str, Tensor]]]
+    resumed = []
+    for path in paths:
+        load(run, path)
+        assert all(m.dtype == torch.float32 for m in momenta(run).values())
+        held = copy.deepcopy(momenta_of(get_optimizer_state_dict(run.model, run.optimizer, options=FULL)))
+        run.train(range(SAVED, TOTAL))
+        assert all(m.dtype == torch.float32 and local_tensor(m).isfinite().all() for m in momenta(run).values())
+        resumed.append((held, full_state(inner(run))))
+    return resumed
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """The folder of a checkpoint after ``SAVED`` steps, and the weights of the run that went on."""
-    found: dict[str, tuple[str, dict[str, Tensor]]] = {}
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    return cache(lambda name: ranks(world_of(name), save, str(tmp_path_factory.mktemp("saved")), name)[0])
 
-    def checkpoint(name: str) -> tuple[str, dict[str, Tensor]]:
-        if name not in found:
-            folder = str(tmp_path_factory.mktemp(name))
-            found[name] = folder, ranks(world_of(name), save, folder, name)[0]
-        return found[name]
 
-    return checkpoint
+DEDICATED = ["1d", "hsdp", "tp"]
+# Each is left once and reached once, residencies taking turns.
+ROUND = [SINGLE, "fsdp2-3", "1d", "fsdp2-tp", "hsdp", "ddp", "tp", "fsdp2-hsdp", "fsdp2-2", "tp-alone"]
+QUICK = [
+    *zip(ROUND, [*ROUND[1:], SINGLE], strict=True),
+    ("fsdp2-2, bf16", "fsdp2-2, bf16"),
+    ("1d, bf16", "fsdp2-3, bf16"),
+    ("fsdp2-3, bf16", "1d, bf16"),
+    ("experts alone", "experts on 3"),
+    ("experts on 3", "rows on 2"),
+    ("rows on 2, functions", "copies on 2"),
+    ("copies on 2", "experts on 3, functions"),
+    ("experts on 3, functions", "experts alone"),
+    ("experts on 3, bf16", "experts on 3, bf16"),  # ranks without any expert know that momentum is fp32
+    ("single, both", "hsdp, both"),
+]
+SLOW = [
+    *((source, ROUND[(i + step) % len(ROUND)]) for step in (3, 6) for i, source in enumerate(ROUND)),
+    ("fsdp2-hsdp, bf16", "tp-alone, bf16"),
+    ("tp-alone, bf16", "single, bf16"),
+    ("experts on 3", "experts on 3"),
+    ("rows on 2", "rows on 2, functions"),
+    ("hsdp, both", "1d, both"),
+]
+
+
+@pytest.fixture(scope="module")
+def resumed(ranks: RankPool, saved: Callable[[str], Saved]) -> Callable[..., Any]:
+    """By source, what each rank of a target made of it; all sources in one call."""
+
+    @cache
+    def of_target(target: str, slow: bool) -> dict[str, list[tuple[dict[str, Tensor], ...]]]:
+        sources = [source for source, other in (SLOW if slow else QUICK) if other == target]
+        stepped = target in ROUND and ROUND.index(target) % 2 == 0
+        folders = [saved(source).folder for source in sources]
+        results = ranks(world_of(target), resume, folders, target, stepped, timeout=100)
+        return {source: [of_rank[i] for of_rank in results] for i, source in enumerate(sources)}
+
+    return of_target
 
 
 @pytest.fixture(scope="module")
@@ -153,35 +263,49 @@ def uninterrupted() -> dict[str, Tensor]:
     return reference_weights(TOTAL)
 
 
-# Each is left once and reached once, residencies taking turns.
-ROUND = [SINGLE, "fsdp2-3", "1d", "fsdp2-tp", "hsdp", "ddp", "tp", "fsdp2-hsdp", "fsdp2-2", "tp-alone"]
-QUICK = list(zip(ROUND, [*ROUND[1:], SINGLE], strict=True))
-SLOW = [(a, ROUND[(i + step) % len(ROUND)]) for step in (3, 6) for i, a in enumerate(ROUND)]
+def expected_weights(name: str) -> dict[str, Tensor]:
+    """Of ``torch.optim.Muon`` in one process, after all steps."""
+    where, _, kind = name.partition(", ")
+    if where in PLACEMENTS:
+        twin = Twin([1.0 + t for t in Experts.noise(99)])
+        for step in range(TOTAL):
+            twin.step(Experts.noise(step))
+        return {f"weights.{i}": t.reshape(Experts.SHAPES[i]) for i, t in enumerate(twin.weights())}
+    return reference_weights(TOTAL, matrix=is_2d if kind == "both" else is_matrix)
 
 
-@pytest.mark.pitfall("P23", "P28", "P29")
+def is_2d(name: str) -> bool:
+    return is_matrix(name) or name in ("embed.weight", "head.weight")
+
+
+@pytest.mark.pitfall("P23", "P28", "P29", "P32")
 @pytest.mark.parametrize(
-    ("source", "target"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)]
+    ("source", "target", "slow"),
+    [
+        *((*case, False) for case in QUICK),
+        *(pytest.param(*case, True, marks=pytest.mark.slow) for case in SLOW),
+    ],
 )
 def test_resume_continues_the_uninterrupted_run(
-    ranks: RankPool, saved: Saved, uninterrupted: dict[str, Tensor], source: str, target: str
+    saved: Callable[[str], Saved], resumed: Callable[..., Any], source: str, target: str, slow: bool
 ) -> None:
-    folder, went_on = saved(source)
-    results = ranks(world_of(target), resume, folder, target, ROUND.index(target) % 2 == 0)
-    assert_same_on_all_ranks(results)
-    assert_equal_weights(results[0], uninterrupted)
+    before, after = saved(source), resumed(target, slow)[source]
+    held = before.momenta()
+    bf16 = source.endswith("bf16")
+    assert not bf16 or any(not torch.equal(m, m.bfloat16().float()) for m in held.values())
+    assert held.keys() >= MATRICES or source.partition(", ")[0] in PLACEMENTS
+    for found, _ in after:
+        assert_same_tensors(found, held)
+    assert_same_on_all_ranks([weights for _, weights in after])
     if source == target:
-        assert_same_tensors(results[0], went_on)
+        assert_same_tensors(after[0][1], before.went_on)
+    if not bf16:
+        expected = expected_weights(source)
+        assert_equal_weights(before.went_on, expected)
+        assert_equal_weights(after[0][1], expected)
 
 
 # -- whole state dicts ---------------------------------------------------------------------------------------------
-
-
-def export(_rank: int, _world: int, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    run = start(name)
-    run.train(range(SAVED))
-    weights, state = get_state_dict(run.model, run.optimizer, options=FULL_ON_RANK_0)
-    return dict(weights), dict(state)
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +319,9 @@ def plain() -> Plain:
     [*("fsdp2-3", "fsdp2-tp", "ddp"), *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp2-hsdp", "tp-alone"))],
 )
 def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
-    ranks: RankPool, plain: Plain, uninterrupted: dict[str, Tensor], name: str
+    saved: Callable[[str], Saved], plain: Plain, uninterrupted: dict[str, Tensor], name: str
 ) -> None:
-    weights, state = ranks(world_of(name), export, name)[0]
+    weights, state = saved(name).weights, saved(name).state
     assert list(weights) == list(plain.weights())
     assert_equal_weights(weights, plain.weights())
     assert_equal_weights(tensors_of(state), tensors_of(plain.state()))
@@ -208,42 +332,47 @@ def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
 
 
 def adopt(
-    rank: int, _world: int, name: str, weights: dict[str, Tensor], state: dict[str, Any], from_rank0: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Load whole state dicts, give them back, and train on."""
+    rank: int, _world: int, name: str, weights: dict[str, Tensor], state: dict[str, Any], ways: list[bool]
+) -> dict[bool, tuple[dict[str, Tensor], ...]]:
+    """Load whole state dicts, from all ranks or from rank 0, give them back, and train on."""
     run = start(name, seed=50 + rank)
     ours = get_optimizer_state_dict(run.model, run.optimizer, options=FULL)
     given = {"state": state["state"], "param_groups": ours["param_groups"]}
-    options = FROM_RANK_0 if from_rank0 else FULL
-    silent = from_rank0 and rank > 0
-    set_model_state_dict(run.model, {} if silent else dict(weights), options=options)
-    set_optimizer_state_dict(run.model, run.optimizer, {} if silent else given, options=options)
-    found, kept = copy.deepcopy(get_state_dict(run.model, run.optimizer, options=FULL))
-    run.train(range(SAVED, TOTAL))
-    return dict(found), tensors_of(dict(kept)), full_state(inner(run))
+    adopted = {}
+    for from_rank0 in ways:
+        options = FROM_RANK_0 if from_rank0 else FULL
+        silent = from_rank0 and rank > 0
+        model, optimizer = ({}, {}) if silent else copy.deepcopy((dict(weights), given))
+        set_model_state_dict(run.model, model, options=options)
+        set_optimizer_state_dict(run.model, run.optimizer, optimizer, options=options)
+        found, kept = copy.deepcopy(get_state_dict(run.model, run.optimizer, options=FULL))
+        run.train(range(SAVED, TOTAL))
+        adopted[from_rank0] = dict(found), tensors_of(dict(kept)), full_state(inner(run))
+    return adopted
 
 
 # torch's distribute_tensor splits no uneven bias over FSDP2 and tensor parallelism; its broadcast does.
-ADOPTING = [(n, b) for n in EXCHANGED for b in (False, True) if (n, b) != ("fsdp2-tp", False)]
-QUICKLY = [("fsdp2-3", False), ("fsdp2-3", True), ("fsdp2-tp", True), ("ddp", True), ("tp-alone", False)]
+ADOPTING = {"fsdp2-3": [False, True], "fsdp2-tp": [True], "ddp": [True, False], "tp-alone": [False, True]}
+ADOPTING_SLOWLY = {"fsdp2-2": [False, True], "fsdp2-hsdp": [True, False]}
 
 
 @pytest.mark.pitfall("P28", "P33")
 @pytest.mark.parametrize(
-    ("name", "from_rank0"),
-    [*QUICKLY, *(pytest.param(*case, marks=pytest.mark.slow) for case in ADOPTING if case not in QUICKLY)],
+    ("name", "ways"),
+    [*ADOPTING.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in ADOPTING_SLOWLY.items())],
 )
 def test_full_state_dicts_load(
-    ranks: RankPool, plain: Plain, uninterrupted: dict[str, Tensor], name: str, from_rank0: bool
+    ranks: RankPool, plain: Plain, uninterrupted: dict[str, Tensor], name: str, ways: list[bool]
 ) -> None:
     weights, state = plain.weights(), plain.state()
-    results = ranks(world_of(name), adopt, name, weights, state, from_rank0)
-    for found, found_state, _ in results:
-        assert_same_tensors(found, weights)
-        assert_same_tensors(found_state, tensors_of(state))
-    trained = [after for _, _, after in results]
-    assert_same_on_all_ranks(trained)
-    assert_equal_weights(trained[0], uninterrupted)
+    results = ranks(world_of(name), adopt, name, weights, state, ways)
+    for from_rank0 in ways:
+        of_ranks = [result[from_rank0] for result in results]
+        for found, found_state, _ in of_ranks:
+            assert_same_tensors(found, weights)
+            assert_same_tensors(found_state, tensors_of(state))
+        assert_same_on_all_ranks([trained for _, _, trained in of_ranks])
+        assert_equal_weights(of_ranks[0][2], uninterrupted)
 
 
 # -- plain state dicts of torch.optim.Muon -------------------------------------------------------------------------
@@ -256,7 +385,7 @@ def exchange_momentum(
     run = start(name, seed=4)
     set_model_state_dict(run.model, weights if rank == 0 else {}, options=FROM_RANK_0)
     matrices = [p for n, p in inner(run).named_parameters() if is_matrix(n)]
-    config = run.optimizer._config and dmuon.create_dtensor_config(costs="flops")
+    config = run.optimizer._config and by_dtensors()
     optimizer = dmuon.Muon(matrices, lr=1.0, distributed_config=config)
     optimizer.load_state_dict(muon)
     given = {i: values[MOMENTUM] for i, values in muon["state"].items()}
@@ -350,9 +479,9 @@ def save_and_compare(_rank: int, _world: int, name: str) -> dict[str, Tensor]:
 
 @pytest.mark.pitfall("P30")
 @pytest.mark.parametrize("name", ["fsdp2-2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp2-tp", "ddp"))])
-def test_saving_changes_nothing(ranks: RankPool, saved: Saved, name: str) -> None:
+def test_saving_changes_nothing(ranks: RankPool, saved: Callable[[str], Saved], name: str) -> None:
     for weights in ranks(world_of(name), save_and_compare, name):
-        assert_same_tensors(weights, saved(name)[1])
+        assert_same_tensors(weights, saved(name).went_on)
 
 
 # -- groups --------------------------------------------------------------------------------------------------------
@@ -371,8 +500,8 @@ def resume_reordered(_rank: int, _world: int, path: str, name: str, flat: bool) 
     run = start(name, seed=50)
     groups = dmuon.param_groups(run.model)
     groups = [{**g, "params": g["params"][::-1]} for g in (groups[::-1] if flat else groups)]
-    config = dmuon.create_dtensor_config(costs="flops")
-    run.optimizer = dmuon.Muon(groups, **{**OPTIONS, "lr": 1.0}, distributed_config=config)  # the saved lr comes back
+    options = {**OPTIONS, "lr": 1.0, "distributed_config": by_dtensors()}
+    run.optimizer = dmuon.Muon(groups, **options)  # the saved lr comes back
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     weights, state = get_state_dict(run.model, run.optimizer, options=options)
     loaded = {"model": weights, "optimizer": state}
@@ -396,12 +525,11 @@ def test_state_follows_names_when_groups_are_reordered(
         assert_equal_weights(weights, uninterrupted)
 
 
-def add_group(_rank: int, _world: int) -> dict[str, Tensor]:
+def train_growing(run: Run) -> dict[str, Tensor]:
     """Matrices that join later meet others that keep their momentum."""
-    run = start("fsdp2-2")
     first, *others = dmuon.param_groups(run.model)
     early, late = first["params"][:5], first["params"][5:]
-    config = dmuon.create_dtensor_config(costs="flops")
+    config = run.optimizer._config and by_dtensors()
     run.optimizer = dmuon.Muon([{**first, "params": early}, *others], **OPTIONS, distributed_config=config)
     run.train(range(2))
     before = {id(p): local_tensor(run.optimizer.state[p][MOMENTUM]).clone() for p in early}
@@ -413,18 +541,9 @@ def add_group(_rank: int, _world: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.pitfall("P31")
-def test_momentum_stays_when_a_group_is_added(ranks: RankPool) -> None:
-    model = build()
-    first, *others = dmuon.param_groups(model)
-    optimizer = dmuon.Muon([{**first, "params": first["params"][:5]}, *others], **OPTIONS)
-    for step in range(4):
-        if step == 2:
-            optimizer.add_param_group({"params": first["params"][5:], "use_muon": True})
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-    for weights in ranks(2, add_group):
-        assert_equal_weights(weights, dict(model.state_dict()))
+@on_ranks(2)
+def test_momentum_stays_when_a_group_is_added(rank: int, world: int) -> None:
+    assert_equal_weights(train_growing(start("fsdp2-2")), train_growing(start(SINGLE)))
 
 
 # -- momentum edited by hand ---------------------------------------------------------------------------------------
@@ -450,16 +569,18 @@ def edit(run: Run, how: str) -> None:
                 values[MOMENTUM] = momentum * 0.5
             case "cleared":
                 values.clear()
+            case "zeroed":
+                momentum.zero_()
 
 
-def train_with_edit(_rank: int, _world: int, name: str, how: str, saving: bool) -> dict[str, Tensor]:
+def train_with_edit(name: str, how: str, saving: bool = False) -> dict[str, Tensor]:
     run = start(name)
     run.train(range(2))
     with torch.no_grad():
         edit(run, how)
     if saving:  # what is saved is what the next step would use
         state = run.optimizer.state_dict()
-        config = run.optimizer._config and dmuon.create_dtensor_config(costs="flops")
+        config = run.optimizer._config and by_dtensors()
         run = Run(run.model, dmuon.Muon(run.model, **OPTIONS, distributed_config=config), run.part)
         run.optimizer.load_state_dict(state)
     run.train(range(2, 4))
@@ -467,60 +588,29 @@ def train_with_edit(_rank: int, _world: int, name: str, how: str, saving: bool) 
 
 
 HOW = ["in place", "same layout", "local part", "whole", "other layout", "cleared"]
-
-
-@pytest.fixture(scope="module")
-def edited() -> Callable[[bool], dict[str, Tensor]]:
-    def weights(cleared: bool) -> dict[str, Tensor]:
-        run = start(SINGLE)
-        run.train(range(2))
-        for momentum in momenta(run).values():
-            momentum.mul_(0.0 if cleared else 0.5)
-        run.train(range(2, 4))
-        return {n: p.detach().clone() for n, p in run.model.state_dict().items()}
-
-    return weights
+EDITED = [(3, "fsdp2-3", how, False) for how in HOW] + [(3, "fsdp2-3", how, True) for how in ("whole", "cleared")]
+EDITED_SLOWLY = [(3, "fsdp2-3", how, True) for how in HOW if how not in ("whole", "cleared")]
+EDITED_SLOWLY += [(4, "fsdp2-tp", how, False) for how in HOW]
+EDITED_SLOWLY += [(2, "tp", how, False) for how in HOW if how not in ("whole", "other layout")]  # no full_tensor()
 
 
 @pytest.mark.parametrize(
-    ("how", "saving"),
-    [
-        *((how, False) for how in HOW),
-        *(pytest.param(how, True, marks=() if how in ("whole", "cleared") else pytest.mark.slow) for how in HOW),
-    ],
+    ("world", "name", "how", "saving"),
+    [*EDITED, *(pytest.param(*case, marks=pytest.mark.slow) for case in EDITED_SLOWLY)],
 )
-def test_edited_momentum_counts_in_the_next_step(
-    ranks: RankPool, edited: Callable[[bool], dict[str, Tensor]], how: str, saving: bool
-) -> None:
-    for weights in ranks(3, train_with_edit, "fsdp2-3", how, saving):
-        assert_equal_weights(weights, edited(how == "cleared"))
+@on_ranks()
+def test_edited_momentum_counts_in_the_next_step(rank: int, world: int, name: str, how: str, saving: bool) -> None:
+    expected = train_with_edit(SINGLE, "zeroed" if how == "cleared" else "in place")
+    assert_equal_weights(train_with_edit(name, how, saving), expected)
 
 
-# Owned momentum has no full_tensor().
-EDITED = [("fsdp2-tp", how) for how in HOW]
-EDITED += [("tp", how) for how in HOW if how not in ("whole", "other layout")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "how"), EDITED)
-def test_edited_momentum_counts_on_every_topology(
-    ranks: RankPool, edited: Callable[[bool], dict[str, Tensor]], name: str, how: str
-) -> None:
-    for weights in ranks(world_of(name), train_with_edit, name, how, False):
-        assert_equal_weights(weights, edited(how == "cleared"))
-
-
-def replace_badly(_rank: int, _world: int) -> None:
+@on_ranks(2, timeout=20.0, expect=ValueError, match=r"blocks\.1\.up\.weight.*\(1, 13\)")
+def test_replaced_momentum_of_another_shape_is_refused_by_name(rank: int, world: int) -> None:
     run = start("fsdp2-2")
     run.train(range(1))
     param = inner(run).get_parameter("blocks.1.up.weight")
     run.optimizer.state[param][MOMENTUM] = torch.zeros(1, 13)  # copying would broadcast it
     run.train(range(1, 2))
-
-
-def test_replaced_momentum_of_another_shape_is_refused_by_name(ranks: RankPool) -> None:
-    match = r"blocks\.1\.up\.weight.*\(1, 13\)"
-    ranks(2, replace_badly, expect=ValueError, match=match, timeout=20.0)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
@@ -558,25 +648,45 @@ FAULTS = {
 }  # fmt: skip
 
 
+FAULTS_ON = {
+    ("fsdp2-2", False): list(FAULTS),
+    ("fsdp2-2", True): ["part"],
+    ("fsdp2-tp", False): list(FAULTS),
+    ("ddp", True): [fault for fault in FAULTS if fault not in ("missing", "whole", "no tensor")],
+}
+
+
+@pytest.fixture(scope="module")
+def told(ranks: RankPool) -> Callable[[str, bool], list[list[Outcome]]]:
+    """What each rank came to with each fault, in one call."""
+
+    @cache
+    def of_layout(name: str, everywhere: bool) -> list[list[Outcome]]:
+        programs = [(load_faulty, (name, fault, everywhere)) for fault in FAULTS_ON[name, everywhere]]
+        return ranks(world_of(name), attempt, programs)
+
+    return of_layout
+
+
 @pytest.mark.pitfall("P27", "P31", "P48")
 @pytest.mark.parametrize(
-    ("name", "fault", "everywhere"),
+    ("name", "everywhere", "fault"),
     [
-        *(("fsdp2-2", fault, False) for fault in FAULTS),
-        ("fsdp2-2", "part", True),
-        *(
-            pytest.param(n, fault, b, marks=pytest.mark.slow)
-            for n, b in (("fsdp2-tp", False), ("ddp", True))
-            for fault in FAULTS
-            if not (b and fault in ("missing", "whole", "no tensor"))
-        ),
+        pytest.param(*layout, fault, marks=() if layout[0] == "fsdp2-2" else pytest.mark.slow)
+        for layout, faults in FAULTS_ON.items()
+        for fault in faults
     ],
 )
-def test_faulty_state_raises_on_every_rank(ranks: RankPool, name: str, fault: str, everywhere: bool) -> None:
-    ranks(world_of(name), load_faulty, name, fault, everywhere, timeout=20.0, expect=ValueError, match=FAULTS[fault])
+def test_faulty_state_raises_on_every_rank(
+    told: Callable[[str, bool], list[list[Outcome]]], name: str, everywhere: bool, fault: str
+) -> None:
+    for of_rank in told(name, everywhere):
+        outcome = of_rank[FAULTS_ON[name, everywhere].index(fault)]
+        assert outcome.raised(ValueError) and re.search(FAULTS[fault], outcome.message), outcome
 
 
-def absent_everywhere(_rank: int, _world: int) -> None:
+@on_ranks(2)
+def test_momentum_that_no_rank_has_is_zero(rank: int, world: int) -> None:
     """As ``torch.optim.Muon`` saves what never had a gradient."""
     run = start("fsdp2-2")
     run.train(range(2))
@@ -589,306 +699,49 @@ def absent_everywhere(_rank: int, _world: int) -> None:
         assert torch.equal(local_tensor(momentum), expected), name
 
 
-def test_momentum_that_no_rank_has_is_zero(ranks: RankPool) -> None:
-    ranks(2, absent_everywhere)
-
-
-def load_faulty_chain(rank: int, _world: int) -> None:
+@pytest.mark.pitfall("P48")
+@on_ranks(3, expect=ValueError, match=r"momentum of .*\(3, 3\)", timeout=20.0)
+def test_fault_reaches_ranks_that_share_nothing_with_the_faulty_one(rank: int, world: int) -> None:
     """Ranks 0 and 1 share one matrix, 1 and 2 another, 0 and 2 none."""
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])]
     one = torch.ones(4, 6)
     tensors = [distribute_tensor(one, m, [Shard(0)]) if rank in m.mesh.tolist() else one for m in meshes]
-    params = [nn.Parameter(tensor) for tensor in tensors]
-    optimizer = dmuon.Muon(params, **OPTIONS, distributed_config=dmuon.create_dtensor_config(costs="flops"))
+    optimizer = dmuon.Muon(list(map(nn.Parameter, tensors)), **OPTIONS, distributed_config=by_dtensors())
     state = optimizer.state_dict()
     if rank == 2:  # of the pairs the first has agreed by then
         state["state"][1][MOMENTUM] = torch.zeros(3, 3)
     optimizer.load_state_dict(state)
 
 
-@pytest.mark.pitfall("P48")
-def test_fault_reaches_ranks_that_share_nothing_with_the_faulty_one(ranks: RankPool) -> None:
-    ranks(3, load_faulty_chain, expect=ValueError, match=r"momentum of .*\(3, 3\)", timeout=20.0)
+# -- stacks --------------------------------------------------------------------------------------------------------
 
 
-# -- precision -----------------------------------------------------------------------------------------------------
-
-
-def start_in_bf16(name: str, seed: int) -> Run:
-    model = build(seed=seed).to(torch.bfloat16)
-    if name == SINGLE:
-        return Run(model, dmuon.Muon(model, **OPTIONS), lambda tensors: tensors)
-    if name in EXCHANGED:
-        model, rank, world = lay_by_torch(name, model)
-        config = dmuon.create_dtensor_config(costs="flops")
-        return Run(model, dmuon.Muon(model, **OPTIONS, distributed_config=config), lambda t: shard(t, rank, world))
-    laid = lay(name, model)
-    return Run(laid.model, dmuon.Muon(laid.model, **OPTIONS), laid.mine)
-
-
-def whole_momenta(run: Run) -> dict[str, Tensor]:
-    _, state = get_state_dict(run.model, run.optimizer, options=FULL)
-    return copy.deepcopy({n: values[MOMENTUM] for n, values in state["state"].items() if MOMENTUM in values})
-
-
-def save_bf16(_rank: int, _world: int, path: str, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    run = start_in_bf16(name, 0)
-    run.train(range(SAVED))
-    weights, state = get_state_dict(run.model, run.optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    found = whole_momenta(run)
-    run.train(range(SAVED, TOTAL))
-    return found, full_state(run.model)
-
-
-def resume_bf16(_rank: int, _world: int, path: str, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    run = start_in_bf16(name, 50)
-    load(run, path)
-    found = whole_momenta(run)
-    run.train(range(SAVED, TOTAL))
-    assert all(m.dtype == torch.float32 and local_tensor(m).isfinite().all() for m in momenta(run).values())
-    return found, full_state(run.model)
-
-
-@pytest.mark.pitfall("P23", "P32")
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("fsdp2-2", "fsdp2-2"),
-        ("1d", "fsdp2-3"),
-        ("fsdp2-3", "1d"),
-        pytest.param("fsdp2-hsdp", "tp-alone", marks=pytest.mark.slow),
-        pytest.param("tp-alone", SINGLE, marks=pytest.mark.slow),
-    ],
-)
-def test_momentum_of_bf16_parameters_stays_in_fp32(ranks: RankPool, tmp_path: Path, source: str, target: str) -> None:
-    held, went_on = ranks(world_of(source), save_bf16, str(tmp_path), source)[0]
-    assert held.keys() == {n for n, _ in build().named_parameters() if is_matrix(n)}
-    assert any(not torch.equal(m, m.bfloat16().float()) for m in held.values())
-    for found, weights in ranks(world_of(target), resume_bf16, str(tmp_path), target):
-        assert_same_tensors(found, held)
-        if source == target:
-            assert_same_tensors(weights, went_on)
-
-
-# -- stacks, and functions of users --------------------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    """Two stacks and a matrix, cut alike, with gradients that only the step decides."""
-
-    SHAPES = ((4, 6, 10), (5, 9, 4), (7, 11))
-
-    def __init__(self, placement: Placement | None, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.mesh = None if placement is None else init_device_mesh("cpu", (dist.get_world_size(),))
-        self.placement = placement
-        self.weights = nn.ParameterList(self.lay(1.0 + t.to(dtype)) for t in self.noise(99))
-
-    def noise(self, seed: int) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return [torch.randn(shape, generator=generator) for shape in self.SHAPES]
-
-    def lay(self, tensor: Tensor) -> Tensor:
-        return tensor if self.mesh is None else distribute_tensor(tensor, self.mesh, [self.placement])
-
-    def train(self, optimizer: Any, steps: range) -> None:  # type: ignore[override]
-        for step in steps:
-            for weight, grad in zip(self.weights, self.noise(step), strict=True):
-                weight.grad = self.lay(grad.to(weight.dtype))
-            optimizer.step()
-
-
-PLACEMENTS: dict[str, tuple[int, Placement | None]] = {
-    "single": (1, None),
-    "experts on 3": (3, Shard(0)),  # the last rank holds none of the first stack
-    "rows on 2": (2, Shard(1)),
-    "copies on 2": (2, Replicate()),
-}
-
-
-def start_experts(name: str, functions: bool, dtype: torch.dtype) -> tuple[Experts, dmuon.Muon]:
-    model = Experts(PLACEMENTS[name][1], dtype)
-    config = None
-    if name != "single":
-        config = whole_tensors() if functions else dmuon.create_dtensor_config(costs="flops")
-    groups = [{"params": list(model.parameters()), "use_muon": True}]
-    return model, dmuon.Muon(groups, **OPTIONS, distributed_config=config)
-
-
-def whole_tensors() -> dmuon.DistributedConfig:
-    """The simplest functions that a user may write."""
-
-    def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, int]:
-        return {i: i % dist.get_world_size() for i in range(len(params))}
-
-    def gather(update: DTensor, dst_rank: int, state: dict[str, Any]) -> Tensor | None:
-        state["laid"] = {**state.get("laid", {}), state["current_param_idx"]: (update.device_mesh, update.placements)}
-        whole = update.full_tensor()
-        return whole if dist.get_rank() == dst_rank else None
-
-    def redistribute(update: Tensor | None, src_rank: int, state: dict[str, Any]) -> Tensor:
-        shape = Experts.SHAPES[state["current_param_idx"]]
-        whole = torch.empty(shape) if update is None else update.contiguous()
-        dist.broadcast(whole, src_rank)
-        mesh, placements = state["laid"][state["current_param_idx"]]
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-
-    return dmuon.DistributedConfig(assign, gather, redistribute, state={}, prefetch_count=0)
-
-
-def whole(tensors: list[Tensor]) -> dict[str, Tensor]:
-    found = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
-    return {str(i): t.detach().clone() for i, t in enumerate(found)}
-
-
-def save_experts(
-    _rank: int, _world: int, path: str, name: str, functions: bool, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model, optimizer = start_experts(name, functions, dtype)
-    model.train(optimizer, range(SAVED))
-    for weight in model.weights:
-        momentum = optimizer.state[weight][MOMENTUM]
-        assert momentum.dtype == local_tensor(momentum).dtype == torch.float32
-        assert local_tensor(momentum).shape == local_tensor(weight).shape
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    held = whole([optimizer.state[w][MOMENTUM] for w in model.weights])
-    model.train(optimizer, range(SAVED, TOTAL))
-    return whole(list(model.weights)), held
-
-
-def resume_experts(
-    _rank: int, _world: int, path: str, name: str, functions: bool, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model, optimizer = start_experts(name, functions, dtype)
-    weights, state = get_state_dict(model, optimizer)
-    loaded = {"model": weights, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=loaded["optimizer"])
-    held = whole([optimizer.state[w][MOMENTUM] for w in model.weights])
-    model.train(optimizer, range(SAVED, TOTAL))
-    return whole(list(model.weights)), held
-
-
-@pytest.mark.pitfall("P23", "P29")
-@pytest.mark.parametrize(
-    ("source", "target", "functions"),
-    [
-        ("single", "experts on 3", ""),
-        ("experts on 3", "rows on 2", ""),
-        ("rows on 2", "copies on 2", "source"),
-        ("copies on 2", "experts on 3", "target"),
-        ("experts on 3", "single", "source"),
-        pytest.param("experts on 3", "experts on 3", "", marks=pytest.mark.slow),
-        pytest.param("rows on 2", "rows on 2", "target", marks=pytest.mark.slow),
-    ],
-)
-def test_stacks_resume_on_other_placements(
-    ranks: RankPool, tmp_path: Path, source: str, target: str, functions: str
-) -> None:
-    single = Experts(None)
-    optimizer = dmuon.Muon([{"params": list(single.parameters()), "use_muon": True}], **OPTIONS)
-    single.train(optimizer, range(TOTAL))
-    expected = whole(list(single.weights))
-    fp32 = torch.float32
-    before = ranks(PLACEMENTS[source][0], save_experts, str(tmp_path), source, functions == "source", fp32)
-    after = ranks(PLACEMENTS[target][0], resume_experts, str(tmp_path), target, functions == "target", fp32)
-    for weights, held in [*before, *after]:
-        assert_equal_weights(weights, expected)
-        assert_same_tensors(held, before[0][1])
-
-
-@pytest.mark.pitfall("P23", "P32")
-def test_ranks_without_any_expert_know_that_momentum_is_fp32(ranks: RankPool, tmp_path: Path) -> None:
-    before = ranks(3, save_experts, str(tmp_path), "experts on 3", False, torch.bfloat16)
-    after = ranks(3, resume_experts, str(tmp_path), "experts on 3", False, torch.bfloat16)
-    for weights, held in after:
-        assert_same_tensors(held, before[0][1])
-        assert_same_tensors(weights, before[0][0])
-
-
-def load_foreign(_rank: int, _world: int) -> None:
+@on_ranks(3, timeout=30.0)
+def test_momentum_of_another_mesh_loads_where_a_rank_holds_nothing(rank: int, world: int) -> None:
     """Momentum from a mesh of the same ranks, cut otherwise, into stacks of which one rank holds nothing."""
-    model, optimizer = start_experts("experts on 3", False, torch.float32)
-    state = optimizer.state_dict()
-    given = model.noise(7)
+    run = start("experts on 3")
+    state = run.optimizer.state_dict()
     other = init_device_mesh("cpu", (3,), mesh_dim_names=("other",))
-    for i, momentum in enumerate(given):
+    for i, momentum in enumerate(Experts.noise(7)):
         state["state"][i][MOMENTUM] = distribute_tensor(momentum, other, [Shard(1)])
-    optimizer.load_state_dict(state)
-    found = whole([optimizer.state[w][MOMENTUM] for w in model.weights])
-    assert_same_tensors(found, {str(i): momentum for i, momentum in enumerate(given)})
+    run.optimizer.load_state_dict(state)
+    for found, given in zip(momenta(run).values(), Experts.noise(7), strict=True):
+        assert torch.equal(found.full_tensor(), given)
 
 
-def test_momentum_of_another_mesh_loads_where_a_rank_holds_nothing(ranks: RankPool) -> None:
-    ranks(3, load_foreign, timeout=30.0)
-
-
-def change_layout(_rank: int, _world: int, where: str) -> dict[str, Tensor]:
+@pytest.mark.parametrize("where", ["same mesh", "other mesh"])
+@on_ranks(2)
+def test_momentum_follows_a_changed_layout(rank: int, world: int, where: str) -> None:
     """Weights that are laid out anew between two steps take their momentum with them."""
-    model, optimizer = start_experts("rows on 2", False, torch.float32)
-    model.train(optimizer, range(2))
+    run = start("rows on 2")
+    run.train(range(2))
+    model = run.model
     for weight in model.weights:
         weight.grad = None
         mesh = weight.device_mesh if where == "same mesh" else init_device_mesh("cpu", (2,), mesh_dim_names=("new",))
         moved = weight.detach().redistribute(placements=[Replicate()]).to_local()
         torch.utils.swap_tensors(weight, nn.Parameter(distribute_tensor(moved, mesh, [Shard(0)])))
     model.placement, model.mesh = Shard(0), model.weights[0].device_mesh
-    model.train(optimizer, range(2, 4))
-    assert all(optimizer.state[w][MOMENTUM].placements == (Shard(0),) for w in model.weights)
-    return whole(list(model.weights))
-
-
-@pytest.mark.parametrize("where", ["same mesh", "other mesh"])
-def test_momentum_follows_a_changed_layout(ranks: RankPool, where: str) -> None:
-    single = Experts(None)
-    optimizer = dmuon.Muon([{"params": list(single.parameters()), "use_muon": True}], **OPTIONS)
-    single.train(optimizer, range(4))
-    for weights in ranks(2, change_layout, where):
-        assert_equal_weights(weights, whole(list(single.weights)))
-
-
-# -- both residencies in one optimizer -----------------------------------------------------------------------------
-
-
-def start_mixed(name: str, seed: int) -> Run:
-    """The matrices of blocks are owned, embedding and head are sharded by FSDP2; Muon takes all of them."""
-    model = build(seed=seed)
-    part = lambda tensors: tensors  # noqa: E731
-    if name != SINGLE:
-        laid = lay(name, model)
-        part = laid.mine
-    params = list(model.parameters())
-    groups = [
-        {"params": [p for p in params if p.ndim == 2], "use_muon": True},
-        {"params": [p for p in params if p.ndim == 1], "use_muon": False, "weight_decay": 0.0},
-    ]
-    config = None if name == SINGLE else dmuon.create_dtensor_config(costs="flops")
-    return Run(model, dmuon.Muon(groups, **OPTIONS, distributed_config=config), part)
-
-
-def save_mixed(_rank: int, _world: int, path: str, name: str) -> dict[str, Tensor]:
-    run = start_mixed(name, 0)
-    run.train(range(SAVED))
-    weights, state = get_state_dict(run.model, run.optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    run.train(range(SAVED, TOTAL))
-    return full_state(run.model)
-
-
-def resume_mixed(_rank: int, _world: int, path: str, name: str) -> dict[str, Tensor]:
-    run = start_mixed(name, 50)
-    load(run, path)
-    run.train(range(SAVED, TOTAL))
-    return full_state(run.model)
-
-
-@pytest.mark.pitfall("P29")
-@pytest.mark.parametrize(("source", "target"), [(SINGLE, "hsdp"), pytest.param("hsdp", "1d", marks=pytest.mark.slow)])
-def test_owned_and_exchanged_matrices_resume_together(
-    ranks: RankPool, tmp_path: Path, source: str, target: str
-) -> None:
-    saved = ranks(world_of(source), save_mixed, str(tmp_path), source)[0]
-    for weights in ranks(world_of(target), resume_mixed, str(tmp_path), target):
-        assert_equal_weights(weights, saved)
+    run.train(range(2, TOTAL))
+    assert all(momentum.placements == (Shard(0),) for momentum in momenta(run).values())
+    assert_equal_weights(full_state(model), expected_weights("rows on 2"))

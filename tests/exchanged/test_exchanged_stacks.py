@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import no_whole_tensors, noise, parameter
-from harness.hand_laid import Weights, over_ranks
-from harness.on_ranks import on_ranks
+from harness.hand_laid import Weights
+from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.toy import DECAY, OPTIONS, VOCAB, WIDTH, batch

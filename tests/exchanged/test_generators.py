@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -14,15 +14,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.hand_laid import Cut, Weights
-from harness.on_ranks import on_ranks
+from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
 from harness.pool import RankPool
-from harness.toy import batch, build
+from harness.topologies import LAYOUTS, lay
+from harness.toy import CPU, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 import dmuon.exchanged.generators
@@ -35,7 +34,7 @@ from dmuon import (
     create_processgroup_config,
 )
 from dmuon.check.model import loss_of, shard
-from dmuon.check.topologies import full_state, tensor_parallel
+from dmuon.check.topologies import full_state
 from dmuon.platform.torch_private import default_store
 
 # As the documents call Muon; "classic" coefficients are those of torch.optim.Muon.
@@ -51,6 +50,7 @@ def is_2d(name: str) -> bool:
     )
 
 
+@cache
 def expected_weights(steps: int = STEPS) -> dict[str, Tensor]:
     """Of ``torch.optim.Muon`` and ``AdamW`` in one process."""
     model = build()
@@ -65,89 +65,58 @@ def expected_weights(steps: int = STEPS) -> dict[str, Tensor]:
 # -- the documents' examples ----------------------------------------------------------------------------------------
 
 
-def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+def along(mesh: DeviceMesh, **names: str) -> dict[str, Any]:
+    """Keyword arguments: process groups of dimensions of a mesh."""
+    return {argument: mesh.get_group(name) for argument, name in names.items()}
 
 
-def fsdp(rank: int, world: int) -> tuple[nn.Module, DistributedConfig, tuple[int, int]]:
-    mesh = init_device_mesh("cpu", (world,))
-    model = sharded(build(), mesh)
-    return model, create_processgroup_config(fsdp_pg=mesh.get_group(), costs="flops"), (rank, world)
-
-
-def hsdp(rank: int, world: int) -> tuple[nn.Module, DistributedConfig, tuple[int, int]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
-    config = create_processgroup_config(fsdp_pg=mesh.get_group("fsdp"), dp_pg=mesh.get_group("dp"), costs="flops")
-    return sharded(build(), mesh), config, (rank, world)
-
-
-def fsdp_and_tp(make: Callable[[DeviceMesh], DistributedConfig], rank: int, world: int) -> tuple[Any, Any, Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = build()
-    tensor_parallel(model, mesh["tp"])
-    return sharded(model, mesh["dp"]), make(mesh), (rank // 2, 2)
-
-
-def by_names(mesh: DeviceMesh) -> DistributedConfig:
-    return create_devicemesh_config(device_mesh=mesh, mesh_dim_names=["dp", "tp"], costs="flops")
-
-
-def by_groups(mesh: DeviceMesh) -> DistributedConfig:
-    return create_auto_config(
-        tp_process_group=mesh.get_group("tp"), fsdp_process_group=mesh.get_group("dp"), tp_shard_dim=1, costs="flops"
-    )
-
-
-def dtensors(rank: int, world: int) -> tuple[nn.Module, DistributedConfig, tuple[int, int]]:
-    return sharded(build(), init_device_mesh("cpu", (world,))), create_dtensor_config(costs="flops"), (rank, world)
-
-
-def ddp(role: str, rank: int, world: int) -> tuple[nn.Module, DistributedConfig, tuple[int, int]]:
-    """Copies on all ranks: data parallelism, and context parallelism, whose gradients are averaged alike."""
-    model = DistributedDataParallel(build())
-    group: Any = {f"{role}_pg": dist.group.WORLD}
-    return model, create_processgroup_config(**group, costs="flops"), (rank, world)
-
-
-EXAMPLES: dict[str, tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]] = {
-    "1: FSDP": (2, fsdp),
-    "HSDP": (4, hsdp),
-    "2: FSDP and TP": (4, partial(fsdp_and_tp, by_names)),
-    "3: DTensors": (3, dtensors),
-    "auto": (4, partial(fsdp_and_tp, by_groups)),
-    "DDP": (3, partial(ddp, "dp")),
-    "CP": (2, partial(ddp, "cp")),
+# How the model is laid out, and the configuration that the document makes.
+EXAMPLES: dict[str, tuple[str, Callable[[DeviceMesh], DistributedConfig]]] = {
+    "1: FSDP": ("fsdp2-2", lambda mesh: create_processgroup_config(**along(mesh, fsdp_pg="shard"), costs="flops")),
+    "HSDP": (
+        "fsdp2-hsdp",
+        lambda mesh: create_processgroup_config(**along(mesh, fsdp_pg="shard", dp_pg="replicate"), costs="flops"),
+    ),
+    "2: FSDP and TP": (
+        "fsdp2-tp",
+        lambda mesh: create_devicemesh_config(device_mesh=mesh, mesh_dim_names=["dp", "tp"], costs="flops"),
+    ),
+    "3: DTensors": ("fsdp2-3", lambda mesh: create_dtensor_config(costs="flops")),
+    "auto": (
+        "fsdp2-tp",
+        lambda mesh: create_auto_config(
+            **along(mesh, tp_process_group="tp", fsdp_process_group="shard"), tp_shard_dim=1, costs="flops"
+        ),
+    ),
+    # Copies on all ranks: data parallelism, and context parallelism, whose gradients are averaged alike.
+    "DDP": ("ddp-of-3", lambda mesh: create_processgroup_config(**along(mesh, dp_pg="replicate"), costs="flops")),
+    "CP": ("ddp", lambda mesh: create_processgroup_config(**along(mesh, cp_pg="replicate"), costs="flops")),
 }
 
 
 def trained(
-    model: nn.Module, config: DistributedConfig | None, part: tuple[int, int] = (0, 1)
+    model: nn.Module, config: DistributedConfig | None, mine: Callable[..., Any] = lambda tensors: tensors
 ) -> tuple[dict[str, Tensor], int]:
     """Whole weights after ``STEPS``, and how many matrices this rank orthogonalized."""
     optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=config)
     orthogonalized = 0
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), *part)).backward()
+        loss_of(model, *mine(batch(step))).backward()
         optimizer.step()
         orthogonalized += optimizer.last_step.ns_matrices
     return full_state(getattr(model, "module", model)), orthogonalized
 
 
-def run_example(rank: int, world: int, name: str) -> tuple[dict[str, Tensor], int]:
-    return trained(*EXAMPLES[name][1](rank, world))
-
-
 @pytest.mark.pitfall("P02", "P13")
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_of_the_documents_equals_one_process(ranks: RankPool, name: str) -> None:
-    found = ranks(EXAMPLES[name][0], run_example, name)
-    expected = expected_weights()
-    for weights, _ in found:
-        assert_equal_weights(weights, expected)
-    assert sum(count for _, count in found) == STEPS * MATRICES
+@pytest.mark.parametrize(("world", "name"), [(LAYOUTS[layout].world, n) for n, (layout, _) in EXAMPLES.items()])
+@on_ranks()
+def test_an_example_of_the_documents_equals_one_process(rank: int, world: int, name: str) -> None:
+    layout, make = EXAMPLES[name]
+    laid = lay(layout, build())
+    weights, orthogonalized = trained(laid.model, make(LAYOUTS[layout].mesh(CPU)), laid.mine)
+    assert_equal_weights(weights, expected_weights())
+    assert over_ranks(orthogonalized) == STEPS * MATRICES
 
 
 @pytest.mark.pitfall("P56")
@@ -170,7 +139,7 @@ def test_the_documents_validation_program_passes(rank: int, world: int) -> None:
         loss_of(model_ref, *batch(step)).backward()
         optimizer_ref.step()
 
-    model_dist = sharded(build(), init_device_mesh("cpu", (world,)))
+    model_dist = lay("fsdp2-2", build()).model
     optimizer_dist = dmuon.Muon(
         model_dist.parameters(),
         lr=0.02,
@@ -362,21 +331,20 @@ def test_configs_outlive_their_process_groups(rank: int, world: int) -> None:
             dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
             torch.distributed.tensor.debug._clear_sharding_prop_cache()
             configs.append(create_dtensor_config(costs="flops"))
-        mesh = init_device_mesh("cpu", (world,))
         for config in configs:
-            weights, _ = trained(sharded(build(), mesh), config, (rank, world))
-            assert_equal_weights(weights, expected_weights())
+            laid = lay("fsdp2-2", build())
+            assert_equal_weights(trained(laid.model, config, laid.mine)[0], expected_weights())
 
 
 @pytest.mark.pitfall("P25")
 @on_ranks(2)
 def test_collectives_of_the_user_do_not_meet_those_of_a_step(rank: int, world: int) -> None:
     """One rank starts the user's all-reduces before, the other after what dmuon does."""
-    model = sharded(build(), init_device_mesh("cpu", (world,)))
-    optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=create_dtensor_config(costs="flops"))
+    laid = lay("fsdp2-2", build())
+    optimizer = dmuon.Muon(laid.model.parameters(), **CALL, distributed_config=laid.config)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
+        laid.backward(step)
         values = [torch.full((3 + i,), float(rank + step + i)) for i in range(3)]
         works = [dist.all_reduce(value, async_op=True) for value in values[: 3 if rank == 0 else 0]]
         optimizer.step()
@@ -386,7 +354,7 @@ def test_collectives_of_the_user_do_not_meet_those_of_a_step(rank: int, world: i
         for i, value in enumerate(values):
             assert torch.equal(value, torch.full((3 + i,), 2.0 * (step + i) + 1)), f"step {step}, all-reduce {i}"
         dist.barrier()
-    assert_equal_weights(full_state(model), expected_weights())
+    assert_equal_weights(full_state(laid.model), expected_weights())
 
 
 # -- ranks of a grid ------------------------------------------------------------------------------------------------

@@ -13,19 +13,18 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.hand_laid import Cut, Weights, over_ranks
-from harness.on_ranks import on_ranks
+from harness.hand_laid import Cut, Weights
+from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
-from harness.toy import LR, batch, build
+from harness.topologies import Laid, lay
+from harness.toy import build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
 from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_config
-from dmuon.check.model import loss_of, shard
 from dmuon.check.topologies import full_state
 from dmuon.step.rounds import ExchangedRound
 
@@ -267,23 +266,16 @@ def test_synchronous_functions_warn_once_of_useless_prefetching(
 # -- users' functions beside generated ones ---------------------------------------------------------------------------
 
 
-def sharded_toy(world: int) -> nn.Module:
-    model = build()
-    mesh = init_device_mesh("cpu", (world,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def train(model: nn.Module, config: DistributedConfig, rank: int, world: int) -> tuple[dmuon.Muon, int]:
-    optimizer = dmuon.Muon(model, lr=LR, ns_coefficients="classic", distributed_config=config)
+def train(laid: Laid, config: DistributedConfig) -> tuple[dmuon.Muon, int]:
+    laid.config = config
+    optimizer = laid.optimizer()
     orthogonalized = 0
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
+        laid.backward(step)
         optimizer.step()
         orthogonalized += optimizer.last_step.ns_matrices
-    assert_equal_weights(full_state(model), reference_weights(STEPS))
+    assert_equal_weights(full_state(laid.model), reference_weights(STEPS))
     return optimizer, orthogonalized
 
 
@@ -296,7 +288,7 @@ def test_a_users_assignment_alone_keeps_the_pipeline(rank: int, world: int) -> N
         return {i: 0 if i < 6 else i % world for i in range(len(params))}
 
     config = replace(create_dtensor_config(costs="flops"), assign_fn=assign)
-    optimizer, orthogonalized = train(sharded_toy(world), config, rank, world)
+    optimizer, orthogonalized = train(lay("fsdp2-3", build()), config)
     rounds = [r for r in optimizer._rounds if r.exchanged]
     assert all(isinstance(r, ExchangedRound) for r in rounds) and len(rounds) == 1
     assert orthogonalized == STEPS * (7 if rank == 0 else 1)
@@ -312,7 +304,7 @@ def wrapped_gather(rank: int, world: int) -> tuple[list[tuple[str, int]], int]:
         return generated.gather_fn(update, dst_rank, state)
 
     config = replace(generated, gather_fn=watched, prefetch_count=0)
-    _, orthogonalized = train(sharded_toy(world), config, rank, world)
+    _, orthogonalized = train(lay("fsdp2-3", build()), config)
     return seen, orthogonalized
 
 
@@ -361,8 +353,8 @@ def test_a_wrapper_is_asked_for_what_is_exchanged_only(rank: int, world: int) ->
 
 @on_ranks(3)
 def test_functions_may_take_and_return_dtensors(rank: int, world: int) -> None:
-    model = sharded_toy(world)
-    of_name = dict(model.named_parameters())
+    laid = lay("fsdp2-3", build())
+    of_name = dict(laid.model.named_parameters())
 
     def whole(update: DTensor, dst_rank: int, state: State) -> Tensor | None:
         full = update.full_tensor()
@@ -375,7 +367,7 @@ def test_functions_may_take_and_return_dtensors(rank: int, world: int) -> None:
         dist.broadcast(full, src_rank)
         return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
 
-    train(model, DistributedConfig(by_index, whole, parts, {}, prefetch_count=0), rank, world)
+    train(laid, DistributedConfig(by_index, whole, parts, {}, prefetch_count=0))
 
 
 @on_ranks(3)

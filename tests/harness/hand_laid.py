@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -119,10 +118,3 @@ class Weights:
         expected = expected.reshape(shape)
         about = f"{what} {index} of shape {shape} as {getattr(found, 'placements', part)}"
         assert_close(whole(found), expected if isinstance(found, DTensor) else part(expected), about, tolerance)
-
-
-def over_ranks(number: int) -> int:
-    """The sum. Collective."""
-    total = torch.tensor(number)
-    dist.all_reduce(total)
-    return int(total)

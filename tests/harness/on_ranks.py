@@ -1,15 +1,17 @@
-"""Tests whose body runs on every rank, and programs that may raise, many in one call."""
+"""Tests whose body runs on every rank, what such a body compares, and programs that may raise, many in one call."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from harness.pool import Outcome, RankPool
 from harness.worker import qualified_name
@@ -48,6 +50,21 @@ def on_ranks(size: int | None = None, **options: Any) -> Callable[[Callable[...,
         return test
 
     return decorate
+
+
+def over_ranks(number: int, group: dist.ProcessGroup | None = None) -> int:
+    """The sum. Collective."""
+    total = torch.tensor(number)
+    dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def assert_same_over_ranks(weights: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """The same bits as on the first of the ranks. Collective."""
+    for name, tensor in weights.items():
+        first = tensor.clone()
+        dist.broadcast(first, group_src=0, group=group)
+        assert torch.equal(first, tensor), f"{name} differs between ranks"
 
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]  # called with rank, world, and these

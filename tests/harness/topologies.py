@@ -57,6 +57,7 @@ LAYOUTS = {
         Grid("fsdp2-tp", (("shard", 2), ("tp", 2)), **_EXCHANGED),
         Grid("fsdp2-hsdp-tp", (("replicate", 2), ("shard", 2), ("tp", 2)), **_EXCHANGED),
         Grid("ddp", (("replicate", 2),), **_WRAPPED),
+        Grid("ddp-of-3", (("replicate", 3),), **_WRAPPED),
         Grid("ddp-inside", (("replicate", 2),), **_WRAPPED),
         Grid("replicate-ddp", (("replicate", 2),), **_WRAPPED),
         Grid("replicate-fsdp", (("replicate", 2),), **_WRAPPED),
@@ -169,6 +170,7 @@ def _average(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 WRAPPERS: dict[str, Callable[[Laid, dict[str, Any]], None]] = {
     "ddp": _ddp,
+    "ddp-of-3": _ddp,
     "ddp-inside": _ddp_inside,
     "replicate-ddp": _replicated,
     "replicate-fsdp": _replicated_with_fsdp,

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness.on_ranks import on_ranks
+from harness.pieces import numbered, part_of
 from harness.pool import RankPool
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
@@ -53,18 +55,6 @@ def placement_of(kind: str, dim: int, factor: int) -> Placement:
     if kind == "replicate":
         return Replicate()
     return Shard(dim) if kind == "shard" else _StridedShard(dim, split_factor=factor)
-
-
-def numbered(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """No two elements alike; exact in bf16, too, up to 256 of them."""
-    return torch.arange(1.0, prod(shape) + 1).view(shape).to(dtype)
-
-
-def part_of(whole: Tensor, piece: Piece) -> Tensor:
-    part = whole.new_zeros(piece.shape)
-    for local, there in piece.blocks():
-        part[local] = whole[there]
-    return part
 
 
 def there_and_back(rank: int, world: int, some: list[Case]) -> int:
@@ -112,23 +102,23 @@ def drawn(world: int, count: int, number: int) -> list[Case]:
 
 
 @pytest.mark.pitfall("P14")
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_gather_then_redistribute_is_the_identity(ranks: RankPool, world: int) -> None:
-    some = drawn(world, 40, world)
-    assert len(some) >= 40
+@pytest.mark.parametrize(
+    ("world", "count", "number"),
+    [
+        *((world, 40, world) for world in (2, 3, 4)),
+        *(pytest.param(w, 150, 100 + number, marks=pytest.mark.slow) for w in (1, 2, 3, 4) for number in range(3)),
+    ],
+)
+def test_gather_then_redistribute_is_the_identity(ranks: RankPool, world: int, count: int, number: int) -> None:
+    some = drawn(world, count, number)
+    assert len(some) >= count
     assert ranks(world, there_and_back, some) == [len(some)] * world
 
 
-@pytest.mark.slow
 @pytest.mark.pitfall("P14")
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_gather_then_redistribute_is_the_identity_at_length(ranks: RankPool, world: int, number: int) -> None:
-    some = drawn(world, 150, 100 + number)
-    assert ranks(world, there_and_back, some) == [len(some)] * world
-
-
-def smallest(rank: int, world: int) -> int:
+@pytest.mark.slow
+@on_ranks(4)
+def test_the_smallest_matrices_travel(rank: int, world: int) -> None:
     """Every placement of ``(1, 1)``, ``(1, n)`` and ``(n, 1)``: most ranks have nothing."""
     placements = [("replicate", 0, 0), ("shard", 0, 0), ("shard", 1, 0), ("strided", 0, 2)]
     some: list[Case] = [
@@ -138,13 +128,7 @@ def smallest(rank: int, world: int) -> int:
         for pair in product(placements, repeat=len(sizes))
         for rank_ in (0, world - 1)
     ]
-    return there_and_back(rank, world, some)
-
-
-@pytest.mark.pitfall("P14")
-@pytest.mark.slow
-def test_the_smallest_matrices_travel(ranks: RankPool) -> None:
-    assert ranks(4, smallest) == [3 * 2 * (4 + 16)] * 4
+    assert there_and_back(rank, world, some) == 3 * 2 * (4 + 16)
 
 
 # -- many at once -----------------------------------------------------------------------------------------------------
@@ -157,19 +141,17 @@ def random_layout(source: random.Random, world: int, shape: tuple[int, int]) -> 
     return layout_of(shape, sizes, placements)
 
 
-def own_part(whole: Tensor, piece: Piece) -> Tensor | None:
-    """``(count, …)`` of what ``piece`` has of each matrix; None where that is nothing."""
-    return part_of_each(whole, piece) if piece.numel else None
-
-
 def part_of_each(whole: Tensor, piece: Piece) -> Tensor:
     return torch.stack([part_of(matrix, piece) for matrix in whole])
 
 
-def batches_travel(rank: int, world: int, first: int, count: int) -> int:
+@pytest.mark.pitfall("P04", "P14")
+@pytest.mark.parametrize(("world", "count"), [(2, 40), (3, 40), (4, 40), pytest.param(4, 800, marks=pytest.mark.slow)])
+@on_ranks()
+def test_batches_of_parts_travel_to_their_owners_and_back(rank: int, world: int, count: int) -> None:
     """Random batches of random layouts and owners, to their owners; twice what arrived, back to all holders."""
     domain: Domain = make_domain(range(world), torch.device("cpu"))
-    for case in range(first, first + count):
+    for case in range(count):
         source = random.Random(case)
         generator = torch.Generator().manual_seed(case)
         dtype = source.choice([torch.float32, torch.float64, torch.bfloat16])
@@ -178,9 +160,9 @@ def batches_travel(rank: int, world: int, first: int, count: int) -> int:
             layout = random_layout(source, world, (source.randint(1, 9), source.randint(1, 9)))
             parcels.append(Parcel(source.randint(1, 4), layout, tuple(range(world)), source.randrange(world)))
             wholes.append(torch.randn(parcels[-1].count, *layout.shape, generator=generator).to(dtype))
-        parts = [own_part(whole, parcel.layout.pieces[rank]) for whole, parcel in zip(wholes, parcels, strict=True)]
+        pieces = [parcel.layout.pieces[rank] for parcel in parcels]
         like = torch.empty(0, dtype=dtype)
-        sent = {i: part for i, part in enumerate(parts) if part is not None}
+        sent = {i: part_of_each(wholes[i], piece) for i, piece in enumerate(pieces) if piece.numel}
         collected = start_redistribution([p.to_owner for p in parcels], sent, domain, like, "a test").wait()
         assert sorted(collected) == [i for i, parcel in enumerate(parcels) if parcel.owner == rank]
         for i, whole in collected.items():
@@ -190,16 +172,11 @@ def batches_travel(rank: int, world: int, first: int, count: int) -> int:
         assert back.keys() == sent.keys(), f"case {case}: {parcels}"
         for i, arrived in back.items():
             assert torch.equal(arrived, 2 * sent[i]), f"case {case}: {parcels[i]}"
-    return count
 
 
-@pytest.mark.pitfall("P04", "P14")
-@pytest.mark.parametrize(("world", "count"), [(2, 40), (3, 40), (4, 40), pytest.param(4, 800, marks=pytest.mark.slow)])
-def test_batches_of_parts_travel_to_their_owners_and_back(ranks: RankPool, world: int, count: int) -> None:
-    assert ranks(world, batches_travel, 0, count) == [count] * world
-
-
-def several_under_way(rank: int, world: int) -> None:
+@pytest.mark.pitfall("P26")
+@on_ranks(2)
+def test_several_gathers_may_be_under_way(rank: int, world: int) -> None:
     """Gathers started before earlier ones were waited for, waited for in order and against it."""
     domain = make_domain(range(world), torch.device("cpu"))
     layout = layout_of((5, 3), (world,), [Shard(0)])
@@ -218,17 +195,13 @@ def several_under_way(rank: int, world: int) -> None:
             assert all(torch.equal(whole, wholes[i]) for whole in found.values())
 
 
-@pytest.mark.pitfall("P26")
-def test_several_gathers_may_be_under_way(ranks: RankPool) -> None:
-    ranks(2, several_under_way)
-
-
-def nothing_travels(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_copies_are_not_gathered(rank: int, world: int) -> None:
     """Copies need no gather: what the owner has is what it gets, and no collective is started."""
     domain = make_domain(range(world), torch.device("cpu"))
     layout = layout_of((4, 3), (world,), [Replicate()])
     parcel = Parcel(1, layout, tuple(range(world)), 1)
-    whole = numbered((1, 4, 3), torch.float32)
+    whole = numbered((1, 4, 3))
     gathering = start_redistribution([parcel.to_owner], {0: whole}, domain, whole.new_empty(0), "copies")
     assert not domain.monitor._lanes, "a collective was started"
     found = gathering.wait()
@@ -236,11 +209,9 @@ def nothing_travels(rank: int, world: int) -> None:
     assert all(one.data_ptr() == whole.data_ptr() for one in found.values()), "copied"
 
 
-def test_copies_are_not_gathered(ranks: RankPool) -> None:
-    ranks(2, nothing_travels)
-
-
-def strided_as_fsdp_has_it(rank: int, world: int) -> None:
+@pytest.mark.pitfall("P04", "P14")
+@on_ranks(4)
+def test_strided_shards_of_fsdp_over_tensor_parallelism_travel(rank: int, world: int) -> None:
     """FSDP2 over tensor parallelism makes the strided shards; the whole is known from before."""
     from torch import nn
     from torch.distributed.fsdp import fully_shard
@@ -265,8 +236,3 @@ def strided_as_fsdp_has_it(rank: int, world: int) -> None:
             back = config.redistribute_fn(found, owner, config.state)
             assert torch.equal(back, weight.to_local())
         dist.barrier()
-
-
-@pytest.mark.pitfall("P04", "P14")
-def test_strided_shards_of_fsdp_over_tensor_parallelism_travel(ranks: RankPool) -> None:
-    ranks(4, strided_as_fsdp_has_it)

@@ -16,7 +16,6 @@ from harness.assertions import assert_equal_weights
 from harness.hand_laid import Cut, Weights
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
-from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import CPU, batch, build
 from torch import Tensor
@@ -232,48 +231,60 @@ def plain_config(mesh: DeviceMesh, sizes: Sizes, kind: str, options: dict[str, A
     return create_auto_config(**{f"{role}_process_group": mesh.get_group(role) for role in sizes}, **options)
 
 
-def plain_shards(rank: int, world: int, name: str) -> int:
-    """Steps on this rank's parts; how many matrices were orthogonalized here."""
+@pytest.mark.pitfall("P04", "P06", "P14")
+@pytest.mark.parametrize(("world", "name"), [(prod(sizes.values()), name) for name, (sizes, *_) in PLAIN.items()])
+@on_ranks()
+def test_plain_shards_are_updated_as_the_whole(rank: int, world: int, name: str) -> None:
     sizes, kind, options, cuts = PLAIN[name]
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    at = dict(zip(sizes, coordinate, strict=True))
+    at = {role: mesh.get_local_rank(role) for role in sizes}
     config = plain_config(mesh, sizes, kind, options, at.get("pp", 0))
     if name == "mesh whose dp shards":
         at, sizes = {"fsdp": at["dp"], "tp": at["tp"]}, {"fsdp": 2, "tp": 2}
     weights = Weights().cut(cuts, sizes, at)
     orthogonalized = weights.train(weights.optimizer(config), STEPS)
     weights.check()
-    return orthogonalized
-
-
-@pytest.mark.pitfall("P04", "P06", "P14")
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_shards_are_updated_as_the_whole(ranks: RankPool, name: str) -> None:
-    sizes, _, _, cuts = PLAIN[name]
-    orthogonalized = ranks(prod(sizes.values()), plain_shards, name)
     wholes = sum(cut.matrices() * prod(sizes[role] for role in cut.apart) for cut in cuts)
-    assert sum(orthogonalized) == STEPS * wholes
+    assert over_ranks(orthogonalized) == STEPS * wholes
 
 
 # -- validation -----------------------------------------------------------------------------------------------------
 
 
+AUTO, DTENSOR = create_auto_config, create_dtensor_config
+
+
+@pytest.mark.pitfall("P10")
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("make", "options", "error", "message"),
     [
-        ({"pp_stage_id": 2, "pp_num_stages": 2}, ValueError, "pp_stage_id must be from 0 to .* = 1, got 2"),
-        ({"pp_stage_id": -1, "pp_num_stages": 2}, ValueError, "pp_stage_id .* got -1"),
-        ({"pp_stage_id": 0}, ValueError, "belong together"),
-        ({"pp_num_stages": 2}, ValueError, "belong together"),
-        ({"pp_stage_id": True, "pp_num_stages": 2}, TypeError, "pp_stage_id must be an integer"),
-        ({"pp_stage_id": 0, "pp_num_stages": 1.0}, TypeError, "pp_num_stages must be an integer"),
+        (
+            AUTO,
+            {"pp_stage_id": 2, "pp_num_stages": 2},
+            ValueError,
+            "pp_stage_id must be from 0 to .* = 1, got 2",
+        ),
+        (AUTO, {"pp_stage_id": -1, "pp_num_stages": 2}, ValueError, "pp_stage_id .* got -1"),
+        (AUTO, {"pp_stage_id": 0}, ValueError, "belong together"),
+        (AUTO, {"pp_num_stages": 2}, ValueError, "belong together"),
+        (AUTO, {"pp_stage_id": True, "pp_num_stages": 2}, TypeError, "pp_stage_id must be an integer"),
+        (AUTO, {"pp_stage_id": 0, "pp_num_stages": 1.0}, TypeError, "pp_num_stages must be an integer"),
+        (DTENSOR, {"chunk_bytes": 0}, ValueError, "chunk_bytes must be at least 1"),
+        (DTENSOR, {"chunk_bytes": 1.0}, TypeError, "chunk_bytes must be an integer"),
+        (
+            DTENSOR,
+            {"small_param_numel_threshold": -1},
+            ValueError,
+            "small_param_numel_threshold must be at least 0",
+        ),
+        (DTENSOR, {"prefetch_count": -1}, ValueError, "prefetch_count must be at least 0"),
+        (DTENSOR, {"async_gpu_parallelism": 1}, TypeError, "async_gpu_parallelism must be True or False"),
+        (DTENSOR, {"costs": 3}, TypeError, "costs"),
     ],
 )
-def test_a_wrong_stage_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_a_wrong_option_is_named(make: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        create_auto_config(**options)
+        make(**options)
 
 
 @on_ranks(2)
@@ -281,7 +292,7 @@ def test_pipeline_stages_are_independent(rank: int, world: int) -> None:
     """Each stage has other matrices, of other shapes and numbers, and another number of steps."""
     config = create_auto_config(pp_process_group=dist.group.WORLD, pp_stage_id=rank, pp_num_stages=2)
     assert config.state["pp_stage_id"] == rank
-    weights = Weights().cut([Cut((4 + rank, 3))] * (1 + rank), {}, {})
+    weights = Weights().cut([Cut((4 + rank, 3))] * (1 + rank))
     steps = 2 + rank
     assert weights.train(weights.optimizer(config), steps) == steps * (1 + rank)
     weights.check()
@@ -296,23 +307,6 @@ def test_a_mesh_that_says_nothing_is_refused(rank: int, world: int) -> None:
         create_devicemesh_config(mesh, ["dp", "tp"])
     with pytest.raises(TypeError, match="device_mesh must be"):
         create_devicemesh_config(dist.group.WORLD, ["dp"])  # type: ignore[arg-type]
-
-
-@pytest.mark.pitfall("P10")
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"chunk_bytes": 0}, ValueError, "chunk_bytes must be at least 1"),
-        ({"chunk_bytes": 1.0}, TypeError, "chunk_bytes must be an integer"),
-        ({"small_param_numel_threshold": -1}, ValueError, "small_param_numel_threshold must be at least 0"),
-        ({"prefetch_count": -1}, ValueError, "prefetch_count must be at least 0"),
-        ({"async_gpu_parallelism": 1}, TypeError, "async_gpu_parallelism must be True or False"),
-        ({"costs": 3}, TypeError, "costs"),
-    ],
-)
-def test_a_wrong_option_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        create_dtensor_config(**options)
 
 
 # -- process groups that come and go --------------------------------------------------------------------------------
@@ -473,7 +467,7 @@ def test_a_configuration_serves_several_optimizers(
 def test_a_configuration_serves_several_optimizers_of_one_process(make: Callable[..., DistributedConfig]) -> None:
     config = make(costs="flops")
     for of_optimizer in (config, config, replace(config, assign_fn=lambda params, state: {0: 0})):
-        weights = Weights().cut([Cut((3, 4))], {}, {})
+        weights = Weights().cut([Cut((3, 4))])
         weights.train(weights.optimizer(of_optimizer), 1)
         weights.check()
 

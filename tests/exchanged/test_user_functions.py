@@ -336,15 +336,13 @@ def test_a_wrapper_is_asked_for_what_is_exchanged_only(rank: int, world: int) ->
         seen.append(state["current_param_idx"])
         return generated.gather_fn(update, dst_rank, state)
 
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
     cuts = [
         Cut((6, 4), ("ep",), fsdp=0),
         Cut((8, 5), ep=0, fsdp=0),
         Cut((3, 4, 4), ("ep",), fsdp=0),
         Cut((9, 5), ep=0, fsdp=0),
     ]
-    weights = Weights().cut(cuts, sizes, dict(zip(sizes, coordinate, strict=True)))
+    weights = Weights().cut(cuts, sizes, {role: mesh.get_local_rank(role) for role in sizes})
     weights.train(weights.optimizer(replace(generated, gather_fn=watched)), STEPS)
     weights.check()
     asked = [0, 1, 2, 3] if world == 4 else [1, 3]
@@ -381,7 +379,7 @@ def test_fewer_ranks_than_all_take_part(rank: int, world: int) -> None:
     config = DistributedConfig(
         lambda params, state: {1: [0], 2: [1]}, cp_gather, cp_redistribute, state, prefetch_count=0
     )
-    weights = Weights().cut([Cut(shape) for shape in shapes], {}, {})
+    weights = Weights().cut([Cut(shape) for shape in shapes])
     assert weights.train(weights.optimizer(config), STEPS) == STEPS
     weights.check()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from harness.assertions import assert_close
 from harness.dtensors import give, noise, spread, whole
 from harness.oracle import Twin
 from harness.toy import DECAY
+
+NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class Cut:
@@ -70,7 +73,7 @@ class Weights:
     ) -> nn.Parameter:
         return self.add(seed, shape, partial(spread, mesh=mesh, placements=placements), scale)
 
-    def cut(self, cuts: Sequence[Cut], sizes: Mapping[str, int], at: Mapping[str, int]) -> Weights:
+    def cut(self, cuts: Sequence[Cut], sizes: Mapping[str, int] = NONE, at: Mapping[str, int] = NONE) -> Weights:
         """``at``: this rank's place along each of the roles in ``sizes``."""
         for i, cut in enumerate(cuts):
             self.add(10 * i + cut.number(sizes, at), cut.shape, partial(cut.part, sizes=sizes, at=at))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise, product
+from math import prod
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness.pool import RankPool
+from harness.on_ranks import on_ranks
+from harness.pieces import mesh_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from dmuon.comm.transport import Line, gather, reduce, scratch
@@ -130,14 +131,6 @@ def test_part_offsets_hold_every_part(transport: Transport, sizes: list[int]) ->
 # -- topologies ---------------------------------------------------------------------------------------------------
 
 
-def mesh_without_groups(extents: list[int], names: list[str] | None, first: int = 0) -> DeviceMesh:
-    size = 1
-    for extent in extents:
-        size *= extent
-    ranks = torch.arange(first, first + size).view(extents)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=tuple(names) if names else None, _init_backend=False, _rank=first)
-
-
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[list[int], list[str] | None, int]:
     names = draw(st.permutations(["dp_replicate", "dp_shard", "cp", "fsdp"]))
@@ -157,9 +150,7 @@ def assert_partitions(topology: Topology) -> None:
     every: list[Literal["r", "s", "t", "rs"]] = ["r", "s", "t", "rs"]
     for along in every:
         groups = topology.partition(along)
-        size = 1
-        for name in along:
-            size *= extents[name]
+        size = prod(extents[name] for name in along)
         assert sorted(rank for group in groups for rank in group) == list(topology.ranks), "each rank once"
         for group in groups:
             assert len(group) == size
@@ -177,7 +168,8 @@ def assert_partitions(topology: Topology) -> None:
 @given(meshes())
 def test_topologies_of_data_parallel_meshes(case: tuple[list[int], list[str] | None, int]) -> None:
     extents, names, first = case
-    topology = topology_of(mesh_without_groups(extents, names, first))
+    ranks = torch.arange(first, first + prod(extents)).view(extents)
+    topology = topology_of(mesh_on(first, ranks, names))
     roles = [n in ("dp_replicate", "cp") for n in names] if names else [True, False][-len(extents) :]
     replicas = shards = 1
     for extent, replicates in zip(extents, roles, strict=True):
@@ -245,14 +237,16 @@ def random_layout(
     return layout, matrices
 
 
-def carry(rank: int, world: int, cases: int) -> int:
+@pytest.mark.pitfall("P14", "P26")
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_reductions_and_gathers_reproduce_every_matrix(rank: int, world: int) -> None:
     """Reduce random matrices to their owners and gather them again."""
     group = dist.group.WORLD
     assert group is not None
     lane = Line(tuple(range(world)), rank, group, group)
-    done = 0
     wanted: list[Transport] = ["broadcast", "single", "auto"]
-    for case, transport, along_row in product(range(cases), wanted, [True, False]):
+    for case, transport, along_row in product(range(8), wanted, [True, False]):
         source = random.Random(case)
         layout, matrices = random_layout(source, world, along_row, transport)
         spans = layout.segments if along_row else layout.parts[0]
@@ -277,11 +271,3 @@ def carry(rank: int, world: int, cases: int) -> int:
             work.wait()
         for value, (start, end) in zip(average, layout.slots, strict=True):
             torch.testing.assert_close(buffer[start:end], value)
-        done += 1
-    return done
-
-
-@pytest.mark.pitfall("P14", "P26")
-@pytest.mark.parametrize("world", [2, 3])
-def test_reductions_and_gathers_reproduce_every_matrix(ranks: RankPool, world: int) -> None:
-    assert ranks(world, carry, 8) == [48] * world

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from harness.pieces import mesh_on, numbered, part_of
 from harness.pool import RankPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -24,29 +25,11 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dmuon.layout.parameters import ParameterLayout, place, place_dtensor, place_replicated
 from dmuon.layout.rank_grid import ROLES, RankGrid
-from dmuon.layout.shards import Piece
 
 SHAPES = [(1, 1), (1, 7), (5, 3), (6, 1), (8, 4)]
 
 Nested = Sequence[Any]
 Placed = Mapping[int, tuple[ParameterLayout | None, Tensor]]  # by rank, where a parameter lies, and the local tensor
-
-
-def numbered(*shape: int) -> Tensor:
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(*shape)
-
-
-def part_of(whole: Tensor, piece: Piece) -> Tensor:
-    """The local tensor of a piece."""
-    local = torch.full(piece.shape, -1.0)
-    for block, of_whole in piece.blocks():
-        local[block] = whole[of_whole]
-    return local
-
-
-def mesh_on(rank: int, ranks: Nested) -> DeviceMesh:
-    """The mesh as ``rank`` has it, without process groups."""
-    return DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
 
 
 def dtensor_on(rank: int, whole: Tensor, ranks: Nested, placements: Sequence[Placement]) -> DTensor:
@@ -116,7 +99,7 @@ def test_a_dtensor_lies_where_torch_put_it(sizes: tuple[int, ...]) -> None:
     ranks = torch.arange(prod(sizes)).view(sizes).tolist()
     choices: list[Placement] = [Shard(0), Shard(1), Replicate()]
     for shape, placements in product(SHAPES, product(choices, repeat=len(sizes))):
-        whole = numbered(*shape)
+        whole = numbered(shape)
         params = {rank: dtensor_on(rank, whole, ranks, placements) for rank in range(prod(sizes))}
         assert_placed(whole, {r: (place_dtensor(p, "w", r), p.to_local()) for r, p in params.items()})
 
@@ -142,7 +125,7 @@ def test_a_dtensor_lies_where_torch_put_it_on_any_mesh(
     case: tuple[Nested, tuple[int, ...], list[Placement]],
 ) -> None:
     ranks, shape, placements = case
-    whole = numbered(*shape)
+    whole = numbered(shape)
     params = {r: dtensor_on(r, whole, ranks, placements) for r in torch.tensor(ranks).flatten().tolist()}
     assert_placed(whole, {r: (place_dtensor(p, "w", r), p.to_local()) for r, p in params.items()})
 
@@ -185,7 +168,7 @@ def test_fsdp_over_tensor_parallelism_lies_where_its_shards_are(ranks: RankPool)
 @pytest.mark.pitfall("P24")
 def test_a_new_mesh_of_the_same_shape_places_anew() -> None:
     """Meshes of one shape with the ranks in another order each time."""
-    whole = numbered(5, 2)
+    whole = numbered((5, 2))
     numels = []
     for order in ([[0, 1], [2, 3]], [[3, 1], [2, 0]], [[0, 2], [1, 3]]):
         params = {rank: dtensor_on(rank, whole, order, [Shard(0), Replicate()]) for rank in range(4)}
@@ -286,7 +269,7 @@ def test_plain_shards_of_any_lengths_are_placed_on_any_grid(
     wholes, shards = {}, {}
     for first in {grid.line(rank, dims) for rank in grid.ranks}:  # one tensor each
         expert = sum(at[first[0]][i] for i in apart)
-        whole = numbered(*shape[:-1], shape[-1] + expert)
+        whole = numbered([*shape[:-1], shape[-1] + expert])
         of_line = hand_cut(whole, grid, dims, source)
         wholes[first] = whole
         shards |= {rank: of_line[at[rank]] for rank in first}
@@ -310,7 +293,7 @@ def test_a_dtensor_has_copies_along_what_its_mesh_does_not_reach(
     along = [i for i in range(len(grid.sizes)) if data.draw(st.booleans())] or [0]
     placements = [data.draw(st.sampled_from([Shard(0), Shard(1), Replicate()])) for _ in along]
     copied = [i for i, role in enumerate(grid.roles) if i not in along and role != "ep"]
-    whole = numbered(*shape)
+    whole = numbered(shape)
     params = {}
     for rank in grid.ranks:
         mesh = torch.tensor(grid.line(rank, along)).view([grid.sizes[i] for i in along]).tolist()
@@ -326,7 +309,7 @@ def test_a_dtensor_has_copies_along_what_its_mesh_does_not_reach(
 
 @pytest.mark.pitfall("P14")
 def test_a_function_says_how_each_plain_parameter_is_cut() -> None:
-    whole = numbered(5, 7)
+    whole = numbered((5, 7))
     halves = {rank: whole.split([1, 4])[rank // 2] for rank in range(4)}
     params = {rank: [half, whole, half.T] for rank, half in halves.items()}
 
@@ -348,7 +331,7 @@ def test_shards_beside_copies_count_the_copies_alike(role: str) -> None:
         if role == "tp"
         else RankGrid(("fsdp", role), (2, 2), (0, 1, 2, 3))
     )
-    whole = numbered(3, 2)
+    whole = numbered((3, 2))
     pairs = {r: dtensor_on(r, whole, [r % 2, r % 2 + 2], [Shard(0)]) for r in range(4)}
     everywhere = {r: dtensor_on(r, whole, [[0, 2], [1, 3]], [Replicate(), Shard(0)]) for r in range(4)}
     for params in (pairs, everywhere):
@@ -370,7 +353,7 @@ def test_all_plain_shards_are_told_of_at_once() -> None:
         assert len(told) == calls
 
 
-WHOLE = numbered(4, 4)
+WHOLE = numbered((4, 4))
 FSDP = {rank: RankGrid(("fsdp",), (2,), (rank % 2, rank % 2 + 2)) for rank in range(4)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from harness.pieces import mesh_on
 
 from dmuon.layout.parameters import place
 from dmuon.layout.rank_grid import RankGrid, grid_of_mesh, mesh_dim
@@ -19,21 +19,16 @@ NAMES = {
 }
 
 
-def mesh_of(ranks: list[list[int]], rank: int = 0) -> DeviceMesh:
-    """As ``rank`` has it, without process groups."""
-    return DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
-
-
 @pytest.mark.parametrize(("role", "name"), [(role, name) for role, names in NAMES.items() for name in names])
 def test_names_of_mesh_dimensions_tell_their_roles(role: str, name: str) -> None:
-    assert grid_of_mesh(mesh_of([[0, 1]]), ["pp", name], 0) == RankGrid((role,), (2,), (0, 1))
-    assert grid_of_mesh(mesh_of([[0], [1]], 1), [name, "pp"], 1) == RankGrid((role,), (2,), (0, 1))
+    assert grid_of_mesh(mesh_on(0, [[0, 1]]), ["pp", name], 0) == RankGrid((role,), (2,), (0, 1))
+    assert grid_of_mesh(mesh_on(1, [[0], [1]]), [name, "pp"], 1) == RankGrid((role,), (2,), (0, 1))
 
 
 def test_stages_of_a_pipeline_are_grids_of_their_own() -> None:
     for rank, stage in enumerate([(0, 2), (1, 3), (0, 2), (1, 3)]):
-        assert grid_of_mesh(mesh_of([[0, 1], [2, 3]], rank), ["tp", "pp"], rank) == RankGrid(("tp",), (2,), stage)
-    assert grid_of_mesh(mesh_of([[0, 1]]), ["dp", "pipeline"], 0) == RankGrid((), (), (0,))
+        assert grid_of_mesh(mesh_on(rank, [[0, 1], [2, 3]]), ["tp", "pp"], rank) == RankGrid(("tp",), (2,), stage)
+    assert grid_of_mesh(mesh_on(0, [[0, 1]]), ["dp", "pipeline"], 0) == RankGrid((), (), (0,))
 
 
 @pytest.mark.parametrize(
@@ -46,11 +41,11 @@ def test_stages_of_a_pipeline_are_grids_of_their_own() -> None:
 )
 def test_what_makes_no_grid_is_refused(names: list[str], rank: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        grid_of_mesh(mesh_of([[0, 1]]), names, rank)
+        grid_of_mesh(mesh_on(0, [[0, 1]]), names, rank)
 
 
 def test_a_mesh_may_have_two_dimensions_of_a_role() -> None:
-    mesh = mesh_of([[0, 1], [2, 3]])
+    mesh = mesh_on(0, [[0, 1], [2, 3]])
     assert grid_of_mesh(mesh, ["dp_replicate", "dp"], 0) == RankGrid(("dp", "dp"), (2, 2), (0, 1, 2, 3))
 
 
@@ -79,7 +74,7 @@ READINGS = {
 @pytest.mark.parametrize("name", READINGS)
 def test_one_table_says_what_dedicated_and_plain_weights_are_along_a_dimension(name: str) -> None:
     """They differ only where a name says neither copies nor shards: there who lays the weights out decides."""
-    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=(name,), _init_backend=False, _rank=0)
+    mesh = mesh_on(0, [0, 1], [name])
     dedicated, plain = READINGS[name]
     if dedicated == REFUSED:
         with pytest.raises(ValueError, match=f"{name!r} is one of .* parallelism"):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from itertools import product
 from math import prod
 
 import pytest
 import torch
+from harness.pieces import numbered, part_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dmuon.layout.shards import Piece, ShardLayout, cells, layout_from_shapes, layout_of
+from dmuon.layout.shards import ShardLayout, cells, layout_from_shapes, layout_of
 
 EXAMPLES = settings(deadline=None, max_examples=200)
 Case = tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]
@@ -33,11 +33,6 @@ def sharded(draw: st.DrawFn, ndim: int = 2, most: int = 9, strided: bool = True)
     if strided:  # torch takes no negative dimension there
         choices.append(st.builds(_StridedShard, st.integers(0, ndim - 1), split_factor=st.integers(1, 4)))
     return shape, sizes, tuple(draw(st.tuples(*[st.one_of(choices)] * len(sizes))))
-
-
-def numbered(shape: Sequence[int]) -> Tensor:
-    """A tensor whose elements are their flat indices."""
-    return torch.arange(prod(shape)).view(*shape)
 
 
 def split(tensor: Tensor, placement: Placement, count: int) -> list[Tensor]:
@@ -65,15 +60,6 @@ def copies_of(case: Case) -> list[tuple[int, ...]]:
     return [tuple(at[i] for i in along) for at in product(*map(range, sizes))]
 
 
-def assembled(piece: Piece, whole: Tensor) -> Tensor:
-    """The local tensor of a piece, block by block; -1 where no block writes."""
-    local = torch.full(piece.shape, -1)
-    for here, there in piece.blocks():
-        assert (local[here] == -1).all(), "blocks overlap"
-        local[here] = whole[there]
-    return local
-
-
 # -- layouts of DTensors --------------------------------------------------------------------------------------------
 
 
@@ -90,7 +76,7 @@ def test_every_piece_is_the_local_tensor_that_torch_makes(case: Case) -> None:
     assert layout.shape == case[0] and len(layout.pieces) == len(expected)
     for position, (piece, local) in enumerate(zip(layout.pieces, expected, strict=True)):
         assert piece.shape == tuple(local.shape) and piece.numel == local.numel(), f"position {position}: {piece}"
-        assert torch.equal(assembled(piece, whole), local), f"position {position}: {piece}"
+        assert torch.equal(part_of(whole, piece), local), f"position {position}: {piece}"
         assert piece.covers(case[0]) == torch.equal(local, whole)
         if not piece.numel:
             assert piece.blocks() == []
@@ -109,7 +95,7 @@ def test_the_pieces_of_a_copy_partition_the_whole(case: Case) -> None:
         assert [i for i, number in enumerate(layout.replicas) if number == layout.replicas[owner]] == of_copy
         sources = layout.sources(owner)
         assert list(sources) == [i for i in of_copy if elements[i]]
-        held = torch.cat([assembled(layout.pieces[i], whole).flatten() for i in sources])
+        held = torch.cat([part_of(whole, layout.pieces[i]).flatten() for i in sources])
         assert torch.equal(held.sort().values, whole.flatten())
 
 
@@ -223,7 +209,7 @@ def test_shards_of_any_lengths_have_their_place(case: tuple[list[list[int]], lis
     layout = layout_from_shapes([tuple(block.shape) for block in held], sizes, (0, 0, 1))
     assert layout.shape == tuple(whole.shape) and set(layout.replicas) == {0}
     for piece, block in zip(layout.pieces, held, strict=True):
-        assert torch.equal(assembled(piece, whole), block)
+        assert torch.equal(part_of(whole, piece), block)
 
 
 @pytest.mark.parametrize(
@@ -279,12 +265,12 @@ def test_cells_are_the_matrices_with_equal_holders(case: Case) -> None:
             holders, parts = expected[expert]
             assert cell.holders == holders
             for piece, part in zip(cell.layout.pieces, parts, strict=True):
-                assert torch.equal(assembled(piece, matrix), part)
+                assert torch.equal(part_of(matrix, piece), part)
         copies = [layout.replicas[i] for i in cell.holders]
         assert sorted(set(cell.layout.replicas)) == list(range(len(set(copies))))
         assert len(set(zip(copies, cell.layout.replicas, strict=True))) == len(set(copies))
         for owner in range(len(cell.holders)):
-            held = [assembled(cell.layout.pieces[i], matrix).flatten() for i in cell.layout.sources(owner)]
+            held = [part_of(matrix, cell.layout.pieces[i]).flatten() for i in cell.layout.sources(owner)]
             assert torch.equal(torch.cat(held).sort().values, matrix.flatten())
 
 

@@ -1,0 +1,33 @@
+"""Tensors whose elements tell where they are from, parts of them, and meshes without process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dmuon.layout.shards import Piece
+
+
+def numbered(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Its elements are their flat indices; exact in bf16, too, up to 256 of them."""
+    return torch.arange(prod(shape)).view(*shape).to(dtype)
+
+
+def part_of(whole: Tensor, piece: Piece) -> Tensor:
+    """The local tensor of a piece, block by block; -1 where no block writes."""
+    local = whole.new_full(piece.shape, -1)
+    for here, there in piece.blocks():
+        assert (local[here] == -1).all(), "blocks overlap"
+        local[here] = whole[there]
+    return local
+
+
+def mesh_on(rank: int, ranks: Any, names: Sequence[str] | None = None) -> DeviceMesh:
+    """As ``rank`` has it, without process groups."""
+    named = None if names is None else tuple(names)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=named, _init_backend=False, _rank=rank)

@@ -374,14 +374,19 @@ def test_one_cycle_takes_a_list() -> None:
 # -- gradients, closures, counters ---------------------------------------------------------------------------------
 
 
-@pytest.mark.pitfall("P19")
-def test_parameters_without_gradients_are_skipped_as_in_torch() -> None:
-    """Also in the middle of a batch of one shape, and with another set missing at every step."""
+@pytest.fixture
+def pair() -> Any:
+    """Two equal models, one with our optimizer and one with torch's."""
     ours, theirs = build(), build()
-    optimizer, reference = dmuon.Muon(ours, **OPTIONS), Reference(theirs)
+    return (ours, dmuon.Muon(ours, **OPTIONS)), (theirs, Reference(theirs))
+
+
+@pytest.mark.pitfall("P19")
+def test_parameters_without_gradients_are_skipped_as_in_torch(pair: Any) -> None:
+    """Also in the middle of a batch of one shape, and with another set missing at every step."""
+    (ours, optimizer), (theirs, _) = pair
     for step in range(6):
-        counted = 0
-        for model in (ours, theirs):
+        for model, either in pair:
             model.zero_grad()
             loss_of(model, *batch(step)).backward()
             counted = 0
@@ -389,8 +394,7 @@ def test_parameters_without_gradients_are_skipped_as_in_torch() -> None:
                 if index % 4 == step % 4:
                     param.grad = None
                 counted += param.grad is not None and is_matrix(name)
-        optimizer.step()
-        reference.step()
+            either.step()
         assert optimizer.last_step.ns_matrices == counted < 9
     assert_equal_weights(dict(ours.state_dict()), dict(theirs.state_dict()))
     ours.zero_grad()
@@ -432,19 +436,13 @@ def test_block_unused_on_all_ranks_is_skipped_as_in_torch(ranks: RankPool) -> No
 
 
 @pytest.mark.pitfall("P19")
-def test_frozen_parameters_stay_and_thaw() -> None:
-    def freeze(model: nn.Module, frozen: bool) -> None:
-        for name, param in model.named_parameters():
-            if name in ("blocks.1.up.weight", "blocks.0.up.bias", "embed.weight"):
-                param.requires_grad_(not frozen)
-
-    ours, theirs = build(), build()
-    optimizer, reference = dmuon.Muon(ours, **OPTIONS), Reference(theirs)
+def test_frozen_parameters_stay_and_thaw(pair: Any) -> None:
+    (ours, optimizer), (theirs, _) = pair
     for step in range(4):
-        for model in (ours, theirs):
-            freeze(model, step < 2)
-        train(ours, optimizer, [step])
-        train(theirs, reference, [step])
+        for model, either in pair:
+            for name in ("blocks.1.up.weight", "blocks.0.up.bias", "embed.weight"):
+                model.get_parameter(name).requires_grad_(step >= 2)
+            train(model, either, [step])
         assert optimizer.last_step.ns_matrices == (8 if step < 2 else 9)
     assert_equal_weights(dict(ours.state_dict()), dict(theirs.state_dict()))
 

@@ -17,6 +17,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.oracle import reference_weights
 from harness.pool import RankPool
+from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,10 +43,9 @@ def trained(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
     return full_state(model)
 
 
-def fully_sharded(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32, **of_blocks: Any) -> None:
-    for block in model.blocks:
-        dmuon.fully_shard(block, mesh=mesh, mp_policy=policy, **of_blocks)
-    dmuon.fully_shard(model, mesh=mesh, mp_policy=policy)
+def fully_sharded(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32) -> None:
+    for module in (*model.blocks, model):
+        dmuon.fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 # -- one plan -----------------------------------------------------------------------------------------------------
@@ -242,12 +242,10 @@ def test_a_new_mesh_after_destroying_the_process_group_works(ranks: RankPool) ->
             assert_equal_weights(weights, reference_weights(2))
 
 
-def users_own_collectives(rank: int, world: int, fsdp: bool) -> dict[str, Tensor]:
-    model, _ = dedicated(rank, world)
-    if fsdp:
-        fully_sharded(model, init_device_mesh("cpu", (world,)))
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    expected = sum(range(1, world + 1))
+def users_own_collectives(rank: int, world: int, layout: str) -> dict[str, Tensor]:
+    laid = lay(layout, build(rank))
+    optimizer = laid.optimizer()
+    expected = torch.full((1000,), world * (world + 1) / 2)
     pending: list[tuple[Any, Tensor]] = []
     seen = 0
 
@@ -259,15 +257,15 @@ def users_own_collectives(rank: int, world: int, fsdp: bool) -> dict[str, Tensor
             pending.append((work, value))
             return
         work.wait()
-        assert torch.equal(value, torch.full_like(value, expected))
+        assert torch.equal(value, expected)
         seen += 1
 
-    for block in model.blocks:
+    for block in laid.network.blocks:
         block.register_forward_hook(lambda m, a, out: out.register_hook(collective) and None)
         block.register_forward_pre_hook(collective)
     for step in range(2):
         optimizer.zero_grad()
-        loss = loss_of(model, *shard(batch(step), rank, world))
+        loss = laid.loss(step)
         collective(wait=False)
         collective()
         loss.backward()
@@ -276,15 +274,15 @@ def users_own_collectives(rank: int, world: int, fsdp: bool) -> dict[str, Tensor
         collective(wait=False)
     for work, value in pending:
         work.wait()
-        assert torch.equal(value, torch.full_like(value, expected))
+        assert torch.equal(value, expected)
     assert seen == 2 * (3 + 3 + 2)
-    return full_state(model)
+    return full_state(laid.model)
 
 
 @pytest.mark.pitfall("P25")
-@pytest.mark.parametrize("fsdp", [False, True], ids=["two-lines", "fsdp2"])
-def test_a_users_collectives_on_the_default_group_do_not_interleave(ranks: RankPool, fsdp: bool) -> None:
-    for weights in ranks(3, users_own_collectives, fsdp):
+@pytest.mark.parametrize("layout", ["1d-3-two-lines", "1d-3"])
+def test_a_users_collectives_on_the_default_group_do_not_interleave(ranks: RankPool, layout: str) -> None:
+    for weights in ranks(3, users_own_collectives, layout):
         assert_equal_weights(weights, reference_weights(2))
 
 
@@ -369,10 +367,8 @@ def edit(model: nn.Module) -> None:
         model.blocks[1].up.weight.zero_()
 
 
-def summoned(rank: int, world: int, keep: bool, fsdp: bool) -> dict[str, Any]:
-    model, _ = dedicated(0, world, reshard_after_forward=not keep)
-    if fsdp:
-        fully_sharded(model, init_device_mesh("cpu", (world,)), reshard_after_forward=not keep)
+def summoned(rank: int, world: int, layout: str, keep: bool) -> dict[str, Any]:
+    model = lay(layout, build(), keep=keep).network
     tokens = batch(0)[0]
     model(tokens)  # leaves weights in the buffers where they are kept
 
@@ -410,8 +406,8 @@ def summoned(rank: int, world: int, keep: bool, fsdp: bool) -> dict[str, Any]:
 
 
 @pytest.mark.pitfall("P17", "P28", "P54")
-@pytest.mark.parametrize(("keep", "fsdp"), [(False, True), (True, False)], ids=["reshard-fsdp2", "keep-two-lines"])
-def test_summoned_weights_are_whole_and_edits_reach_the_next_forward(ranks: RankPool, keep: bool, fsdp: bool) -> None:
+@pytest.mark.parametrize(("layout", "keep"), [("1d", False), ("1d-two-lines", True)])
+def test_summoned_weights_are_whole_and_edits_reach_the_next_forward(ranks: RankPool, layout: str, keep: bool) -> None:
     model = build()
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     edit(model)
@@ -419,7 +415,7 @@ def test_summoned_weights_are_whole_and_edits_reach_the_next_forward(ranks: Rank
         model.blocks[2].down.weight.fill_(1)
         model.blocks[2].mix.weight.copy_(torch.eye(13))
         expected = model(batch(0)[0])
-    for found in ranks(2, summoned, keep, fsdp):
+    for found in ranks(2, summoned, layout, keep):
         assert found["read"].keys() == set(NAMES)
         for name, tensor in found["read"].items():
             assert torch.equal(tensor, start[name]), name

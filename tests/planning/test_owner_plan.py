@@ -46,9 +46,9 @@ BATCHED = CostTable({(13, 13): {1: 60, 2: 70, 4: 80}, (13, 29): {1: 100, 2: 110}
 GREEDY = SolveOptions(method="greedy")
 
 
-def toy_plan(world: int, model: nn.Module | None = None, table: CostTable = BATCHED) -> OwnerPlan:
-    """A plan for ``Toy``, made without a process group."""
-    named = (build() if model is None else model).named_parameters()
+def toy_plan(world: int, table: CostTable = BATCHED) -> OwnerPlan:
+    """A plan for the toy, made without a process group."""
+    named = build().named_parameters()
     matrices = [Matrix(n, *p.shape, ".".join(n.split(".")[:2])) for n, p in named if is_matrix(n)]
     return OwnerPlan.from_solution(dmuon.solver.plan(matrices, world, table, GREEDY), FoundCosts(table, "a table"))
 
@@ -508,7 +508,7 @@ OTHER = r"option plan is a plan with digest \w{64} on rank 1 and a plan with dig
             )
         ),
         ({"plan": PLAN}, {"plan": rotated(PLAN)}, ValueError, OTHER),
-        ({"plan": PLAN}, {"plan": toy_plan(2, table=CostTable.from_flops(BATCHED.costs))}, ValueError, OTHER),
+        ({"plan": PLAN}, {"plan": toy_plan(2, CostTable.from_flops(BATCHED.costs))}, ValueError, OTHER),
         ({"plan": PLAN}, {"plan": replace(PLAN, chunks={(13, 13): 1, (13, 29): 1})}, ValueError, OTHER),
         ({"plan": PLAN}, {"plan": "plan.json"}, ValueError, "plan is a path on rank 1 and a plan with .*every rank"),
         ({"plan": PLAN}, {}, ValueError, "plan is None on rank 1 and a plan with digest.*every rank"),

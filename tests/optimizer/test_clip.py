@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.on_ranks import on_ranks
 from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS as TOPOLOGIES
@@ -625,7 +626,9 @@ def test_a_used_generator_is_said_to_be_empty() -> None:
         dmuon.clip_grad_norm_(parameters, 1.0)
 
 
-def refuse_partial(rank: int, world: int) -> None:
+@pytest.mark.pitfall("P36", "P48")
+@on_ranks(2)
+def test_gradients_that_are_not_summed_are_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     sharded = with_gradient(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
     partial_sum = with_gradient(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
@@ -635,7 +638,9 @@ def refuse_partial(rank: int, world: int) -> None:
         assert "allreduce_" not in ran
 
 
-def refuse_meshes(rank: int, world: int) -> None:
+@pytest.mark.pitfall("P36", "P48")
+@on_ranks(3)
+def test_meshes_over_which_no_rank_can_count_are_refused(rank: int, world: int) -> None:
     pair = DeviceMesh("cpu", [0, 1])
     if rank == 2:
         outside = with_gradient(DTensor.from_local(torch.ones(0, 3), pair, [Shard(0)], run_check=False))
@@ -646,18 +651,9 @@ def refuse_meshes(rank: int, world: int) -> None:
 
 
 @pytest.mark.pitfall("P36", "P48")
-def test_gradients_that_no_rank_can_count_are_refused(ranks: RankPool) -> None:
-    ranks(2, refuse_partial)
-    ranks(3, refuse_meshes)
-
-
-def torch_inf_norm(rank: int, world: int) -> None:
+@on_ranks(3, timeout=20.0, expect=RuntimeError, match=r"dmuon\.clip_grad_norm_")
+def test_torch_inf_norm_is_refused_by_name(rank: int, world: int) -> None:
     torch_clip(on_topology("1d-3", rank, world).values(), 1.0, norm_type=math.inf)
-
-
-@pytest.mark.pitfall("P36", "P48")
-def test_torch_inf_norm_is_refused_by_name(ranks: RankPool) -> None:
-    ranks(3, torch_inf_norm, timeout=20.0, expect=RuntimeError, match=r"dmuon\.clip_grad_norm_")
 
 
 # Training.

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference, fp32_newton_schulz, reference_weights
-from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
@@ -107,7 +107,8 @@ def test_matrix_updates_equal_torch_muon(adjust: str | None, nesterov: bool) -> 
             torch.testing.assert_close(optimizer.state[mine]["momentum_buffer"], stock.state[other]["momentum_buffer"])
 
 
-def beside_adamw(rank: int, world: int) -> dict[str, Tensor]:
+@on_ranks(2)
+def test_owned_parameters_beside_torch_adamw_equal_single_process(rank: int, world: int) -> None:
     laid = lay("1d", build())
     model = laid.model
     owned = dmuon.owned_parameters(model)
@@ -125,12 +126,7 @@ def beside_adamw(rank: int, world: int) -> dict[str, Tensor]:
         laid.backward(step)
         for optimizer in optimizers:
             optimizer.step()
-    return full_state(model)
-
-
-def test_owned_parameters_beside_torch_adamw_equal_single_process(ranks: RankPool) -> None:
-    for weights in ranks(2, beside_adamw):
-        assert_equal_weights(weights, reference_weights())
+    assert_equal_weights(full_state(model), reference_weights())
 
 
 # -- options -------------------------------------------------------------------------------------------------------
@@ -411,28 +407,18 @@ def skip_block(model: Network, step: int) -> None:
         del model.blocks[1].forward
 
 
-def unused_block(rank: int, world: int) -> tuple[dict[str, Tensor], list[int]]:
-    laid = lay("1d-two-lines", build())
-    optimizer = laid.optimizer()
-    counts = []
-    for step in range(4):
-        skip_block(laid.network, step)
-        train(laid.model, optimizer, [step], rank, world)
-        counts.append(optimizer.last_step.ns_matrices)
-    return full_state(laid.model), counts
-
-
 @pytest.mark.pitfall("P01", "P19", "P48")
-def test_block_unused_on_all_ranks_is_skipped_as_in_torch(ranks: RankPool) -> None:
-    model = build()
-    reference = Reference(model)
+@on_ranks(2)
+def test_block_unused_on_all_ranks_is_skipped_as_in_torch(rank: int, world: int) -> None:
+    laid, model = lay("1d-two-lines", build()), build()
+    optimizer, reference = laid.optimizer(), Reference(model)
     for step in range(4):
-        skip_block(model, step)
+        for network in (laid.network, model):
+            skip_block(network, step)
+        train(laid.model, optimizer, [step], rank, world)
         train(model, reference, [step])
-    results = ranks(2, unused_block)
-    for weights, _ in results:
-        assert_equal_weights(weights, dict(model.state_dict()))
-    assert [sum(c) for c in zip(*(counts for _, counts in results), strict=True)] == [9, 6, 9, 6]
+        assert over_ranks(optimizer.last_step.ns_matrices) == (6 if step % 2 else 9)
+    assert_equal_weights(full_state(laid.model), dict(model.state_dict()))
 
 
 @pytest.mark.pitfall("P19")
@@ -467,7 +453,9 @@ def test_closure_is_called_once_with_gradients_enabled() -> None:
     assert optimizer.step() is None
 
 
-def closure_run(rank: int, world: int) -> dict[str, Tensor]:
+@pytest.mark.pitfall("P55")
+@on_ranks(2)
+def test_closure_on_a_dedicated_model_equals_single_process(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build())
     optimizer = laid.optimizer()
     for step in range(5):
@@ -479,13 +467,7 @@ def closure_run(rank: int, world: int) -> dict[str, Tensor]:
             return loss.item()
 
         assert optimizer.step(closure) > 0
-    return full_state(laid.model)
-
-
-@pytest.mark.pitfall("P55")
-def test_closure_on_a_dedicated_model_equals_single_process(ranks: RankPool) -> None:
-    for weights in ranks(2, closure_run):
-        assert_equal_weights(weights, reference_weights())
+    assert_equal_weights(full_state(laid.model), reference_weights())
 
 
 SCRIPT = """

@@ -74,7 +74,7 @@ from training.model import GPT, MLP, GPTConfig
 
 import dmuon
 from dmuon.comm.domain import make_domain
-from dmuon.comm.redistribution import start_redistribution
+from dmuon.comm.redistribution import Redistribution
 from dmuon.exchanged import assignment
 from dmuon.planning.link_cost import link_ns_per_byte
 from dmuon.report.accounting import ExchangeBudget, expected_exchange
@@ -293,10 +293,8 @@ class Replay:
     def __call__(self) -> None:
         for round_, parts in zip(self._rounds, self._parts, strict=True):
             like = torch.empty(0, dtype=round_.batches[0].momentum.dtype)
-            whole = start_redistribution(
-                [p.to_owner for p in round_.parcels], parts, round_.domain, like, "replay"
-            ).wait()
-            start_redistribution([p.from_owner for p in round_.parcels], whole, round_.domain, like, "replay").wait()
+            whole = Redistribution([p.to_owner for p in round_.parcels], parts, round_.domain, like, "replay").wait()
+            Redistribution([p.from_owner for p in round_.parcels], whole, round_.domain, like, "replay").wait()
 
 
 def measure(programs: list[Program], settings: Settings, rank: int) -> dict[tuple[str, str], list[float]]:

@@ -1,10 +1,10 @@
 """Owner-centric distributed Muon for PyTorch."""
 
 from dmuon import kernels, solver
+from dmuon.comm.context import CommOptions
 from dmuon.comm.monitor import CollectiveError
-from dmuon.comm.options import CommOptions
 from dmuon.dedicated.dedicate import dedicate_params, fully_shard, owned_parameters
-from dmuon.dedicated.gradient_sync import no_sync, set_requires_all_reduce, set_requires_gradient_sync
+from dmuon.dedicated.dedication import no_sync, set_requires_all_reduce, set_requires_gradient_sync
 from dmuon.dedicated.summon import summon_full_params
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.generators import (

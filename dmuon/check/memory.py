@@ -24,7 +24,7 @@ def placement(dedication: Dedication) -> list[Reading]:
     comm = runtime.comm
     wrong = 0
     mine = 0
-    for entry in runtime.entries():
+    for entry in runtime.matrices():
         at = comm.topology.coordinates[plan.owners[entry.fqn]]
         owner = comm.topology.rank_at(at.r, at.s, comm.at.t)
         here = owner == comm.ranks[comm.position]
@@ -40,7 +40,7 @@ def at_rest(dedication: Dedication, optimizer: dmuon.Muon, orthogonalized: int) 
     """Masters, momentum and copies of this rank after a step; every matrix that it updates was orthogonalized once."""
     expected, found = expected_nbytes(dedication), found_nbytes(dedication, optimizer)
     wrong = [f"{name} {found[name]} bytes, expected {want}" for name, want in expected.items() if found[name] != want]
-    updated = sum(_updates(entry, dedication) for entry in dedication.runtime.entries())
+    updated = sum(_updates(entry, dedication) for entry in dedication.runtime.matrices())
     if orthogonalized != updated:
         wrong.append(f"{orthogonalized} matrices orthogonalized, expected {updated}")
     right = ", ".join(f"{name} {nbytes / 1e3:.0f} kB" for name, nbytes in found.items())
@@ -56,7 +56,7 @@ def expected_nbytes(dedication: Dedication) -> dict[str, int]:
 def found_nbytes(dedication: Dedication, optimizer: dmuon.Muon) -> dict[str, int]:
     """Bytes of the storages that hold them."""
     runtime = dedication.runtime
-    masters = [entry.master for entry in runtime.entries()]
+    masters = [entry.master for entry in runtime.matrices()]
     momentum = [
         local_tensor(state["momentum_buffer"])
         for param, state in optimizer.state.items()

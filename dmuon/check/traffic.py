@@ -75,7 +75,7 @@ class Traffic(TorchDispatchMode):
                 purposes[purpose].append(lane.weights)
                 purposes["reduce"].append(lane.gradients)
         if comm.tensor is not None:
-            purposes["exchange"].append(comm.tensor)
+            purposes["exchange"].append(comm.tensor.group)
         return {purpose: self.over(*groups) for purpose, groups in purposes.items()}
 
     def _amount(self, keys: Iterable[tuple[str, str]]) -> Amount:

@@ -1,9 +1,10 @@
-"""The ranks that share one model, dmuon's own process groups over them, and the exchange that precedes any data."""
+"""The ranks that share one model, dmuon's own process groups over them, and how blocks communicate there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from datetime import timedelta
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,15 +12,54 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.comm.domain import Domain
 from dmuon.comm.monitor import Monitor
-from dmuon.comm.options import CommOptions
 from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.comm.transport import Line
+from dmuon.layout.buffer import Transport
 from dmuon.layout.ranks import GlobalRank, Position, position_in
 from dmuon.layout.topology import Coordinate, Topology
+from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
 from dmuon.platform.torch_private import backend_of, default_store
 
-__all__ = ["Comm", "make_comm", "tensor_domain"]
+__all__ = ["Comm", "CommOptions", "make_comm"]
+
+
+@dataclass(frozen=True, slots=True)
+class CommOptions:
+    """Transport and overlap of the owned matrices.
+
+    Attributes:
+        transport: ``"broadcast"`` sends each owner's part by a broadcast of its own and reduces gradients likewise;
+            ``"single"`` is one all-gather and one reduce-scatter over parts padded to one size; ``"list"`` is the same
+            over unequal parts, which NCCL alone can do. ``"auto"`` on NCCL takes ``single`` for a block whose padding
+            is at most 15 %, else ``list``; elsewhere ``broadcast``.
+        prefetch: blocks whose weights are on their way while another one computes, and that ``step()`` fills.
+        outstanding_reductions: blocks whose gradients travel at once.
+        merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights.
+        asynchronous: ``False`` waits for every collective where it starts: for debugging; results are bitwise the same.
+        timeout: of dmuon's own process groups; ``None`` is the back end's default.
+
+    Raises:
+        TypeError, ValueError: an option out of its range, by name.
+    """
+
+    transport: Transport = "auto"
+    prefetch: int = 1
+    outstanding_reductions: int = 2
+    merge_bytes: int = 0
+    asynchronous: bool = True
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("comm.transport", self.transport, get_args(Transport))
+        check_integer("comm.prefetch", self.prefetch, 0)
+        check_integer("comm.outstanding_reductions", self.outstanding_reductions, 1)
+        check_integer("comm.merge_bytes", self.merge_bytes, 0)
+        check_flag("comm.asynchronous", self.asynchronous)
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise TypeError(f"comm.timeout must be a datetime.timedelta or None, got {self.timeout!r}")
+        if self.timeout is not None and self.timeout <= timedelta(0):
+            raise ValueError(f"comm.timeout must be positive, got {self.timeout}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +88,8 @@ class Comm:
         group: over ``ranks``: broadcasts of initial values, state dicts, and other collectives that block.
         average_group: over ``ranks``: all-reduces of gradients of parameters that nobody shards.
         control: over all ranks of the topology, tensor parallelism included: agreement on plans, and votes.
-        tensor: over the tensor-parallel ranks at this coordinate: pieces of matrices, to their owners and back. None
-            without tensor parallelism.
+        tensor: the tensor-parallel ranks at this coordinate: pieces of matrices, to their owners and back. None without
+            tensor parallelism.
     """
 
     mesh: DeviceMesh
@@ -71,7 +111,7 @@ class Comm:
     group: dist.ProcessGroup
     average_group: dist.ProcessGroup
     control: dist.ProcessGroup
-    tensor: dist.ProcessGroup | None
+    tensor: Domain | None
 
     @property
     def world(self) -> int:
@@ -82,6 +122,11 @@ class Comm:
     def backend(self) -> str:
         """Name of the back end that moves tensors of this device."""
         return backend_of(self.group, self.device)
+
+    @property
+    def domain(self) -> Domain:
+        """The data-parallel ranks, for matrices that travel while everything else waits."""
+        return Domain(self.ranks, self.position, self.device, self.group, self.monitor, lane=None)
 
     def coordinate(self, owner: Position) -> Coordinate:
         """Of a position among the data-parallel ranks."""
@@ -105,10 +150,17 @@ def make_comm(
     rank = this_rank()
     at = topology.of(rank)
     ranks = topology.data_parallel(at.t)
-    control, tensor = group, None
+    control = group
     if topology.tensor > 1:
-        control = make_group(device.type, [topology.ranks], "control", options)
-        tensor = make_group(device.type, topology.partition("t"), "tensor", options)
+        control = make_group(device.type, [topology.ranks], "control", options.timeout)
+    monitor = Monitor(
+        topology.ranks, rank, default_store(), control.group_name, device=device, asynchronous=options.asynchronous
+    )
+    tensor: Domain | None = None
+    if topology.tensor > 1:
+        members = tuple(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
+        across = make_group(device.type, topology.partition("t"), "tensor", options.timeout)
+        tensor = Domain(members, Position(at.t), device, across, monitor, lane=None)
     flat = mesh
     if mesh.ndim > 1:
         flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
@@ -126,13 +178,11 @@ def make_comm(
         publish_stream=Stream(device),
         reduce_stream=Stream(device),
         options=options,
-        monitor=Monitor(
-            topology.ranks, rank, default_store(), control.group_name, device=device, asynchronous=options.asynchronous
-        ),
-        row=_line(device.type, topology, "s", rank, options),
-        column=_line(device.type, topology, "r", rank, options),
+        monitor=monitor,
+        row=_line(device.type, topology, "s", rank, options.timeout),
+        column=_line(device.type, topology, "r", rank, options.timeout),
         group=group,
-        average_group=make_group(device.type, topology.partition("rs"), "average", options),
+        average_group=make_group(device.type, topology.partition("rs"), "average", options.timeout),
         control=control,
         tensor=tensor,
     )
@@ -154,7 +204,7 @@ def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: 
 
 
 def _line(
-    device_type: str, topology: Topology, along: Literal["r", "s"], rank: GlobalRank, options: CommOptions
+    device_type: str, topology: Topology, along: Literal["r", "s"], rank: GlobalRank, timeout: timedelta | None
 ) -> Line | None:
     partition = topology.partition(along)
     ranks = next(group for group in partition if rank in group)
@@ -164,14 +214,6 @@ def _line(
     return Line(
         ranks,
         position_in(ranks, rank),
-        make_group(device_type, by_rank, f"weights_along_{along}", options, urgent=True),
-        make_group(device_type, by_rank, f"gradients_along_{along}", options),
+        make_group(device_type, by_rank, f"weights_along_{along}", timeout, urgent=True),
+        make_group(device_type, by_rank, f"gradients_along_{along}", timeout),
     )
-
-
-def tensor_domain(comm: Comm) -> Domain | None:
-    """The tensor-parallel ranks at this rank's data-parallel coordinate; None without tensor parallelism."""
-    if comm.tensor is None:
-        return None
-    ranks = tuple(comm.topology.rank_at(comm.at.r, comm.at.s, t) for t in range(comm.topology.tensor))
-    return Domain(ranks, Position(comm.at.t), comm.device, comm.tensor, comm.monitor, lane=None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from dmuon.comm.agreement import Verdict, Vote
 from dmuon.comm.monitor import Monitor
-from dmuon.comm.options import CommOptions
 from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.layout.ranks import GlobalRank, Position, position_in
 from dmuon.platform.streams import Stream
@@ -59,22 +59,19 @@ class Domain:
         return verdict
 
 
-def make_domain(ranks: Sequence[GlobalRank], device: torch.device, options: CommOptions | None = None) -> Domain:
+def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: timedelta | None = None) -> Domain:
     """Connect ``ranks``. Collective over them, and over no others.
 
     Raises:
         ValueError: some of all ranks, and the default process group is bound to a device.
     """
-    options = options or CommOptions()
     members = tuple(sorted(ranks))
     if default_group_is_bound() and len(members) < dist.get_world_size():
         raise ValueError(
             f"ranks {list(members)} hold matrices together, and the default process group was bound to a device, which "
             "makes creating groups collective over all ranks; leave device_id out of init_process_group"
         )
-    group = make_group(device.type, [members], "exchange", options)
+    group = make_group(device.type, [members], "exchange", timeout)
     rank = this_rank()
-    monitor = Monitor(
-        members, rank, default_store(), group.group_name, device=device, asynchronous=options.asynchronous
-    )
+    monitor = Monitor(members, rank, default_store(), group.group_name, device=device)
     return Domain(members, position_in(members, rank), device, group, monitor)

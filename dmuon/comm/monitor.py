@@ -6,9 +6,10 @@ import json
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NoReturn
 
@@ -16,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from dmuon.comm.journal import Lane, Report, first_beyond, numbered
 from dmuon.layout.ranks import GlobalRank
 
 __all__ = ["CollectiveError", "Monitor", "Pending", "first_line", "run_all"]
 
 _EXIT_SECONDS = 2.0
+_REMEMBERED = 512  # collectives per lane
+_Journal = dict[str, tuple[int, list[str]]]  # by lane, how many collectives were started, and the last ones
 _REMEDY = "run the same blocks, backwards and steps in the same order on every rank"
 
 
@@ -49,10 +51,11 @@ def first_line(error: Exception) -> str:
 class Pending:
     """Collectives under way, and what they are."""
 
-    def __init__(self, monitor: Monitor, what: str, works: Sequence[dist.Work]) -> None:
+    def __init__(self, monitor: Monitor, what: str, works: Sequence[dist.Work | None]) -> None:
         self._monitor = monitor
         self._what = what
-        self._works = list(works)
+        self._works = [work for work in works if work is not None]
+        assert len(self._works) == len(works), "an asynchronous collective returns its work"
 
     def wait_at_exit(self) -> None:
         """Wait a moment, whatever comes of it.
@@ -83,6 +86,36 @@ class Pending:
             self._monitor.fail(self._what, error)
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What a rank tells the others when something failed.
+
+    Attributes:
+        message: what failed, and where.
+        arrival: how many ranks had reported before.
+        journal: what it has started.
+    """
+
+    rank: GlobalRank
+    message: str
+    arrival: int
+    journal: _Journal
+
+
+class _Lane:
+    """Collectives that come in the same order on all ranks."""
+
+    def __init__(self) -> None:
+        self.digest = 0
+        self.count = 0
+        self.recent: deque[str] = deque(maxlen=_REMEMBERED)
+
+    def note(self, what: str) -> None:
+        self.digest = zlib.crc32(what.encode() + b"\n", self.digest)
+        self.count += 1
+        self.recent.append(what)
+
+
 class Monitor:
     """Journal of one model's collectives on this rank.
 
@@ -99,7 +132,7 @@ class Monitor:
         name: str,
         *,
         device: torch.device,
-        asynchronous: bool,
+        asynchronous: bool = True,
         patience: float = 5.0,
     ) -> None:
         """``name`` is the same on all of them and nowhere else."""
@@ -111,10 +144,10 @@ class Monitor:
         self._store = store
         self._name = name
         self._asynchronous = asynchronous
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, _Lane] = {}
         self._broken: str | None = None
 
-    def start(self, lane: str | None, what: str, launch: Callable[[], Sequence[dist.Work]]) -> Pending:
+    def start(self, lane: str | None, what: str, launch: Callable[[], Sequence[dist.Work | None]]) -> Pending:
         """Launch collectives.
 
         Args:
@@ -158,7 +191,7 @@ class Monitor:
 
     def note(self, lane: str, what: str) -> None:
         """Remember what all ranks do in one order, whether or not it communicates."""
-        self._lanes.setdefault(lane, Lane()).note(what)
+        self._lanes.setdefault(lane, _Lane()).note(what)
 
     def begin_step(self) -> None:
         """The optimizer takes a step: the other ranks must, too, before the next gradients are used."""
@@ -211,16 +244,16 @@ class Monitor:
         self._broken = message
         raise CollectiveError(message)
 
-    def _difference(self, reports: Sequence[Report], *, ended: bool) -> str | None:
+    def _difference(self, reports: Sequence[_Report], *, ended: bool) -> str | None:
         """The first collective, lane by lane, that another rank has and this one has not.
 
         Args:
             ended: all ranks have come to the same place, so that one that another rank has beyond the last counts.
         """
         for name in sorted(self._lanes.keys() | {name for report in reports for name in report.journal}):
-            entries = numbered(self._journal().get(name))
+            entries = _numbered(self._journal().get(name))
             for report in sorted(reports, key=lambda r: r.rank):
-                others = numbered(report.journal.get(name))
+                others = _numbered(report.journal.get(name))
                 compared = sorted((entries.keys() | others.keys()) if ended else (entries.keys() & others.keys()))
                 oldest = max(min(entries, default=0), min(others, default=0))
                 for i in compared:
@@ -229,40 +262,40 @@ class Monitor:
                         return f"{other!r} on rank {report.rank} where rank {self._rank} has {own!r}"
         return None
 
-    def _crossing(self, reports: Sequence[Report]) -> str | None:
+    def _crossing(self, reports: Sequence[_Report]) -> str | None:
         """What this rank has and another has not, if that rank is ahead in another lane."""
         journal = self._journal()
         for report in sorted(reports, key=lambda r: r.rank):
-            ahead = first_beyond(journal, report.journal)
-            behind = first_beyond(report.journal, journal)
+            ahead = _first_beyond(journal, report.journal)
+            behind = _first_beyond(report.journal, journal)
             if ahead is not None and behind is not None:
                 return f"{behind!r} on rank {report.rank} where rank {self._rank} has {ahead!r}"
         return None
 
-    def _journal(self) -> dict[str, tuple[int, list[str]]]:
+    def _journal(self) -> _Journal:
         return {name: (lane.count, list(lane.recent)) for name, lane in self._lanes.items()}
 
-    def _others(self, message: str) -> tuple[list[Report], list[str]]:
+    def _others(self, message: str) -> tuple[list[_Report], list[str]]:
         """Tell the other ranks.
 
         Returns:
             What they tell within a few seconds, and sentences about those that were not heard.
         """
-        reports: dict[GlobalRank, Report] = {}
+        reports: dict[GlobalRank, _Report] = {}
         trouble: list[str] = []
         deadline = time.monotonic() + self.patience
 
         def converse() -> None:
             try:
                 arrival = int(self._store.add(self._key("count"), 1)) - 1
-                report = Report(self._rank, message, arrival, self._journal())
+                report = _Report(self._rank, message, arrival, self._journal())
                 self._store.set(self._key(self._rank), json.dumps(asdict(report)))
                 waiting = [rank for rank in self._ranks if rank != self._rank]
                 while waiting and time.monotonic() < deadline:
                     for rank in list(waiting):
                         if self._store.check([self._key(rank)]):
                             waiting.remove(rank)
-                            reports[rank] = Report(**json.loads(self._store.get(self._key(rank))))
+                            reports[rank] = _Report(**json.loads(self._store.get(self._key(rank))))
                     time.sleep(0.02)
             except Exception as error:  # the store lives in a process that may be gone too
                 trouble.append(f"is gone ({type(error).__name__})")
@@ -287,3 +320,20 @@ class Monitor:
 
     def _key(self, who: int | str) -> str:
         return f"dmuon/fault/{self._name}/{who}"
+
+
+def _first_beyond(journal: _Journal, other: _Journal) -> str | None:
+    """The first collective of ``journal`` that ``other`` has not come to, of the last lane where there is one."""
+    for name in sorted(journal, reverse=True):  # a step of the optimizer says most
+        entries, count = _numbered(journal[name]), other.get(name, (0, []))[0]
+        if count in entries:
+            return entries[count]
+    return None
+
+
+def _numbered(lane: tuple[int, list[str]] | None) -> dict[int, str]:
+    """The remembered collectives of a lane by their position since the beginning."""
+    if lane is None:
+        return {}
+    count, recent = lane
+    return {count - len(recent) + i: what for i, what in enumerate(recent)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,49 +9,67 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuon.comm.domain import Domain
+from dmuon.comm.monitor import Pending
 from dmuon.layout.parcels import Route, travels
 from dmuon.layout.shards import Piece
 
-__all__ = ["Redistribution", "start_redistribution"]
+__all__ = ["Redistribution", "redistribute"]
 
 
-def start_redistribution(
-    routes: Sequence[Route], tensors: Mapping[int, Tensor], domain: Domain, like: Tensor, what: str
-) -> Redistribution:
-    """Send what this rank has to those who want it. Collective over the domain, in one order on all ranks.
+class Redistribution:
+    """Matrices on their way, in one direction or the other, by one uneven all-to-all.
+
+    Each rank sends what it has to those who want it. Collective over the domain, in one order on all ranks.
 
     Args:
         tensors: by number of the route, ``(count, …)`` of what this rank has, in the dtype of ``like``.
         like: has the dtype and device of what travels, also where this rank has no part of anything.
         what: names the redistribution, the same on all ranks.
     """
-    kept = {i: tensors[i] for i, route in enumerate(routes) if domain.position in route.senders}
-    flight = _Flight(routes, kept, domain, like, what) if travels(routes) else None
-    kept = {i: tensor for i, tensor in kept.items() if domain.position in routes[i].receivers}
-    return Redistribution(routes, kept, domain, like, flight)
-
-
-class Redistribution:
-    """Matrices on their way, in one direction or the other."""
 
     def __init__(
-        self,
-        routes: Sequence[Route],
-        kept: Mapping[int, Tensor],
-        domain: Domain,
-        like: Tensor,
-        flight: _Flight | None,
+        self, routes: Sequence[Route], tensors: Mapping[int, Tensor], domain: Domain, like: Tensor, what: str
     ) -> None:
-        """``kept``: what this rank has, of the routes on which it sends something to itself."""
         self._routes = routes
-        self._kept = dict(kept)
         self._position = domain.position
         self._like = like
-        self._flight = flight
+        held = {i: tensors[i] for i, route in enumerate(routes) if domain.position in route.senders}
+        self._kept = {i: tensor for i, tensor in held.items() if domain.position in routes[i].receivers}
+        self._incoming = [0] * domain.world
+        for route in routes:
+            for sender, numel in route.numel_in(domain.position).items():
+                self._incoming[sender] += numel
+        self._pending = self._start(held, domain, what) if travels(routes) else None
+
+    def _start(self, tensors: Mapping[int, Tensor], domain: Domain, what: str) -> Pending:
+        parts: list[list[Tensor]] = [[] for _ in domain.ranks]
+        for i, tensor in tensors.items():
+            route = self._routes[i]
+            for receiver in route.receivers:
+                if receiver != self._position:
+                    piece = route.piece(self._position, receiver)
+                    parts[receiver].append(_cut(tensor, route.senders[self._position], piece))
+        packed = [part for of_rank in parts for part in of_rank]
+        self._sent = self._like.new_empty(sum(part.numel() for part in packed))
+        if packed:
+            slots = self._sent.split([part.numel() for part in packed])
+            torch._foreach_copy_([slot.view(part.shape) for slot, part in zip(slots, packed, strict=True)], packed)
+        self._received = self._like.new_empty(sum(self._incoming))
+        outgoing = [sum(part.numel() for part in of_rank) for of_rank in parts]
+        received, sent, incoming = self._received, self._sent, self._incoming
+
+        def launch() -> list[dist.Work | None]:
+            return [dist.all_to_all_single(received, sent, incoming, outgoing, group=domain.group, async_op=True)]
+
+        return domain.monitor.start(domain.lane, what, launch)
 
     def wait(self) -> dict[int, Tensor]:
         """By number of the route, ``(count, …)`` of what this rank wanted; perhaps views of what it had."""
-        arrived = {} if self._flight is None else self._flight.wait()
+        rest: list[Tensor] = []  # of what each rank sent: pieces are taken off in the order of the routes
+        if self._pending is not None:
+            self._pending.wait()
+            rest = list(self._received.split(self._incoming))
+            del self._sent, self._received  # only now: the collective read and wrote them
         wanted: dict[int, Tensor] = {}
         for i, route in enumerate(self._routes):
             if self._position not in route.receivers:
@@ -61,63 +78,25 @@ class Redistribution:
             for sender in route.senders:
                 piece = route.piece(sender, self._position)
                 if sender == self._position:
-                    parts.append((piece, _cut(self._kept[i], route.senders[sender], piece)))
+                    part = _cut(self._kept[i], route.senders[sender], piece)
                 else:
-                    parts.append((piece, arrived[sender].take((route.count, *piece.shape))))
+                    taken, rest[sender] = rest[sender].tensor_split([route.count * piece.numel])
+                    part = taken.view((route.count, *piece.shape))
+                parts.append((piece, part))
             wanted[i] = _assembled(route, route.receivers[self._position], parts, self._like)
-        self._flight, self._kept = None, {}
+        self._pending, self._kept = None, {}
         return wanted
 
 
-class _Flight:
-    """One uneven all-to-all."""
+def redistribute(route: Route, tensor: Tensor | None, domain: Domain, like: Tensor, what: str) -> Tensor | None:
+    """Bring one matrix, of which this rank has ``tensor``, to those who want it. Collective over the domain.
 
-    def __init__(
-        self, routes: Sequence[Route], tensors: Mapping[int, Tensor], domain: Domain, like: Tensor, what: str
-    ) -> None:
-        parts: list[list[Tensor]] = [[] for _ in domain.ranks]
-        self._incoming = [0] * domain.world
-        for i, route in enumerate(routes):
-            for receiver in route.receivers if domain.position in route.senders else ():
-                if receiver != domain.position:
-                    piece = route.piece(domain.position, receiver)
-                    parts[receiver].append(_cut(tensors[i], route.senders[domain.position], piece))
-            for sender, numel in route.numel_in(domain.position).items():
-                self._incoming[sender] += numel
-        packed = [part for of_rank in parts for part in of_rank]
-        self._sent = like.new_empty(sum(part.numel() for part in packed))
-        if packed:
-            slots = self._sent.split([part.numel() for part in packed])
-            torch._foreach_copy_([slot.view(part.shape) for slot, part in zip(slots, packed, strict=True)], packed)
-        self._received = like.new_empty(sum(self._incoming))
-        outgoing = [sum(part.numel() for part in of_rank) for of_rank in parts]
-
-        def launch() -> list[dist.Work]:
-            work = dist.all_to_all_single(
-                self._received, self._sent, self._incoming, outgoing, group=domain.group, async_op=True
-            )
-            assert work is not None
-            return [work]
-
-        self._pending = domain.monitor.start(domain.lane, what, launch)
-
-    def wait(self) -> dict[int, _Arrived]:
-        """By position, what each rank sent."""
-        self._pending.wait()
-        arrived = {sender: _Arrived(flat) for sender, flat in enumerate(self._received.split(self._incoming))}
-        del self._sent, self._received  # only now: the collective read and wrote them
-        return arrived
-
-
-class _Arrived:
-    """What one rank sent, taken off piece by piece, in the order of the routes."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self._rest = flat
-
-    def take(self, shape: Sequence[int]) -> Tensor:
-        taken, self._rest = self._rest.tensor_split([math.prod(shape)])
-        return taken.view(list(shape))
+    Returns:
+        What this rank wanted, perhaps a view of ``tensor``; None if it wants nothing.
+    """
+    held = {} if tensor is None else {0: tensor[None]}
+    wanted = Redistribution([route], held, domain, like.new_empty(0), what).wait()
+    return wanted[0][0] if wanted else None
 
 
 def _assembled(route: Route, wanted: Piece, parts: Sequence[tuple[Piece, Tensor]], like: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ from dmuon.layout.buffer import Transport, part_offsets
 from dmuon.layout.ranks import GlobalRank, Position
 from dmuon.platform.torch_private import all_gather_single, reduce_scatter_single
 
-__all__ = ["Line", "gather", "reduce", "scratch"]
+__all__ = ["Line", "Works", "gather", "reduce", "scratch"]
+
+Works = list[dist.Work | None]  # of collectives that were started; None of none
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,6 @@ class Line:
     weights: dist.ProcessGroup
     gradients: dist.ProcessGroup
 
-    def __len__(self) -> int:
-        return len(self.ranks)
-
 
 def scratch(
     transport: Transport, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -52,7 +51,7 @@ def scratch(
     return region, [region[a:b] for a, b in pairwise(offsets)]
 
 
-def gather(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: Line) -> list[dist.Work]:
+def gather(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: Line) -> Works:
     """Start filling every part from the rank at its position on ``line``; this rank's own part holds its content.
 
     Args:
@@ -61,18 +60,18 @@ def gather(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: 
     """
     match transport:
         case "single":
-            return [_work(all_gather_single(region, parts[line.position], group=line.weights, async_op=True))]
+            return [all_gather_single(region, parts[line.position], group=line.weights, async_op=True)]
         case "list":
-            return [_work(dist.all_gather(list(parts), parts[line.position], group=line.weights, async_op=True))]
+            return [dist.all_gather(list(parts), parts[line.position], group=line.weights, async_op=True)]
         case _:
             return [
-                _work(dist.broadcast(part, src=line.ranks[i], group=line.weights, async_op=True))
+                dist.broadcast(part, src=line.ranks[i], group=line.weights, async_op=True)
                 for i, part in enumerate(parts)
                 if part.numel()
             ]
 
 
-def reduce(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: Line) -> tuple[Tensor, list[dist.Work]]:
+def reduce(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: Line) -> tuple[Tensor, Works]:
     """Start averaging every part to the rank at its position on ``line``; the other parts are garbage then.
 
     Returns:
@@ -83,18 +82,13 @@ def reduce(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: 
     match transport:
         case "single":
             out = torch.empty_like(own)
-            return out, [_work(reduce_scatter_single(out, region, op=average, group=line.gradients, async_op=True))]
+            return out, [reduce_scatter_single(out, region, op=average, group=line.gradients, async_op=True)]
         case "list":
             out = torch.empty_like(own)
-            return out, [_work(dist.reduce_scatter(out, list(parts), op=average, group=line.gradients, async_op=True))]
+            return out, [dist.reduce_scatter(out, list(parts), op=average, group=line.gradients, async_op=True)]
         case _:
             return own, [
-                _work(dist.reduce(part, line.ranks[i], average, group=line.gradients, async_op=True))
+                dist.reduce(part, line.ranks[i], average, group=line.gradients, async_op=True)
                 for i, part in enumerate(parts)
                 if part.numel()
             ]
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "an asynchronous collective returns its work"
-    return work

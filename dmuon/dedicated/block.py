@@ -1,16 +1,21 @@
-"""One block of a model: when its modules hold whole weights, and for whom."""
+"""The blocks of a model: when their modules hold whole weights, in which order they run, where a backward ends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from itertools import pairwise
+from typing import Any
 
+import torch
 import torch.nn as nn
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
 
-__all__ = ["Block", "Phase"]
+__all__ = ["Block", "ExecutionOrder", "Phase", "mark_boundary"]
 
 
 class Phase(Enum):
@@ -32,10 +37,10 @@ class Block:
         awaits_backward: some output of a forward needs a gradient.
     """
 
-    def __init__(self, name: str, module: nn.Module, entries: Sequence[OwnedMatrix], buffer: OwnedBuffer) -> None:
+    def __init__(self, name: str, module: nn.Module, matrices: Sequence[OwnedMatrix], buffer: OwnedBuffer) -> None:
         self.name = name
         self.module = module
-        self.entries = list(entries)
+        self.matrices = list(matrices)
         self.buffer = buffer
         self.phase = Phase.REST
         self.backward: int | None = None
@@ -50,17 +55,17 @@ class Block:
     def enter(self, phase: Phase) -> None:
         """Put whole weights into the modules."""
         self._require(Phase.REST)
-        for entry in self.entries:
-            if not all(entry.is_rest(module._parameters.get(name)) for module, name in entry.sites):
+        for matrix in self.matrices:
+            if not all(matrix.is_rest(module._parameters.get(name)) for module, name in matrix.sites):
                 raise RuntimeError(
-                    f"parameter {entry.fqn!r} was replaced in its module after dedicate_params; edit it under "
+                    f"parameter {matrix.fqn!r} was replaced in its module after dedicate_params; edit it under "
                     "dmuon.summon_full_params(model) instead"
                 )
         self.buffer.acquire(self.name, phase.value)
-        for entry in self.entries:
-            if entry.full.requires_grad != entry.rest.requires_grad:
-                entry.full.requires_grad_(entry.rest.requires_grad)
-            entry.place(entry.full)
+        for matrix in self.matrices:
+            if matrix.full.requires_grad != matrix.rest.requires_grad:
+                matrix.full.requires_grad_(matrix.rest.requires_grad)
+            matrix.place(matrix.full)
         self.phase = phase
 
     def leave(self) -> None:
@@ -70,10 +75,10 @@ class Block:
         self.buffer.release(self.name)
 
     def summon(self, wholes: Sequence[nn.Parameter]) -> None:
-        """Put ``wholes``, one per entry, into the modules for the user."""
+        """Put ``wholes``, one per matrix, into the modules for the user."""
         self._require(Phase.REST)
-        for entry, whole in zip(self.entries, wholes, strict=True):
-            entry.place(whole)
+        for matrix, whole in zip(self.matrices, wholes, strict=True):
+            matrix.place(whole)
         self.phase = Phase.SUMMONED
 
     def dismiss(self) -> None:
@@ -89,16 +94,102 @@ class Block:
         """Back to rest, without gradients that were not reduced."""
         if self.at_work:
             self.leave()
-        for entry in self.entries:
-            entry.drop_unreduced()
+        for matrix in self.matrices:
+            matrix.drop_unreduced()
         self.forget_graph()
 
     def _rest(self) -> None:
-        for entry in self.entries:
-            entry.place(entry.rest)
+        for matrix in self.matrices:
+            matrix.place(matrix.rest)
         self.phase = Phase.REST
 
     def _require(self, *phases: Phase) -> None:
         if self.phase not in phases:
             expected = " or ".join(p.name for p in phases)
             raise RuntimeError(f"block {self.name!r} is {self.phase.name}, expected {expected}: {self.phase.value}")
+
+
+class ExecutionOrder:
+    """In which order blocks run, as the last forward showed it: what to fetch next, and what to publish first.
+
+    Successors and predecessors of blocks; the order of the model until a forward has run.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._first = blocks[0] if blocks else None
+        self._following = dict(pairwise(blocks))
+        self._preceding: dict[Block, Block] = {}
+        self._last: Block | None = None
+
+    def restart(self) -> None:
+        """The next block that runs does not follow the last one."""
+        self._last = None
+
+    def record(self, block: Block, *, first: bool) -> None:
+        """``block`` runs forward now.
+
+        Args:
+            first: without a block before it, it is the first of the model.
+        """
+        if self._last is None:
+            if first:
+                self._first = block
+        elif self._last is not block:
+            self._following[self._last] = block
+            self._preceding[block] = self._last
+        self._last = block
+
+    def after(self, block: Block) -> Block | None:
+        """What ran after ``block`` in forward."""
+        return self._following.get(block)
+
+    def before(self, block: Block) -> Block | None:
+        """What ran before ``block`` in forward, and comes after it in backward."""
+        return self._preceding.get(block)
+
+    def walk(self, block: Block | None = None, *, backward: bool = False) -> Iterator[Block]:
+        """``block`` (by default the first one) and what comes after it in forward or backward, each once."""
+        links = self._preceding if backward else self._following
+        block = self._first if block is None else block
+        visited: set[Block] = set()
+        while block is not None and block not in visited:
+            visited.add(block)
+            yield block
+            block = links.get(block)
+
+
+def mark_boundary(
+    args: tuple[Any, ...], kwargs: dict[str, Any], reached: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Pass all inputs of a module that need gradients through one function, whose backward runs after the module's.
+
+    Args:
+        reached: called by that backward.
+
+    Returns:
+        The arguments to call the module with; None if no input needs a gradient.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not indices:
+        return None
+    outputs = _Boundary.apply(reached, *(leaves[i] for i in indices))  # type: ignore[no-untyped-call]
+    for i, tensor in zip(indices, outputs, strict=True):
+        leaves[i] = tensor
+    new_args, new_kwargs = tree_unflatten(leaves, spec)
+    return new_args, new_kwargs
+
+
+class _Boundary(torch.autograd.Function):
+    """Identity on its inputs; its backward tells that everything after them has been differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, reached: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.reached = reached
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.reached()
+        return (None, *grads)

@@ -91,25 +91,21 @@ class OwnedBuffer:
         column_spans = self.layout.parts[comm.at.s]
         self._column_parts = [self._buffer[a:b] for a, b in column_spans]
         self._column_region = self._buffer[column_spans[0][0] : column_spans[-1][1]]  # without the segment's padding
-        self._standins = {} if self.keep else self._make_standins(comm_dtype)
+        self._standins = {
+            r: torch.empty(b - a, dtype=comm_dtype, device=comm.device)
+            for r, (a, b) in enumerate([] if self.keep else column_spans)
+            if r != comm.at.r and b > a
+        }
         slots = [self._buffer[a:b] for a, b in self.layout.slots]
-        self.entries = [
+        self.matrices = [
             own(weight, slot.view(local_tensor(weight.param).shape), comm)
             for weight, slot in zip(weights, slots, strict=True)
         ]
-        spans = zip(self.entries, self.layout.slots, strict=True)
-        self._masters = [(entry, span) for entry, span in spans if entry.owner == comm.position]  # and where they go
+        spans = zip(self.matrices, self.layout.slots, strict=True)
+        self._masters = [(matrix, span) for matrix, span in spans if matrix.owner == comm.position]  # and where they go
         self._buffer.untyped_storage().resize_(0)
         first, last = weights[0].block, weights[-1].block
         self.name = first if first == last else f"{first} to {last}"
-
-    def _make_standins(self, dtype: torch.dtype) -> dict[int, Tensor]:
-        comm = self.comm
-        return {
-            r: torch.empty(b - a, dtype=dtype, device=comm.device)
-            for r, (a, b) in enumerate(self.layout.parts[comm.at.s])
-            if r != comm.at.r and b > a
-        }
 
     @property
     def buffer_nbytes(self) -> int:
@@ -166,7 +162,7 @@ class OwnedBuffer:
         if self.state is BufferState.FREED:
             self._buffer.untyped_storage().resize_(self._nbytes)
         # With one rank nothing travels, so nobody would wait for another stream.
-        stream = comm.fill_stream.beside() if comm.world > 1 else nullcontext()
+        stream = nullcontext() if comm.row is None and comm.column is None else comm.fill_stream.beside()
         with record_function(f"dmuon::fill {self.name}"), torch.no_grad(), stream:
             if comm.row is not None or comm.column is None:
                 self._settle_publication()

@@ -20,8 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree, require_same
-from dmuon.comm.context import Comm, make_comm
-from dmuon.comm.options import CommOptions
+from dmuon.comm.context import Comm, CommOptions, make_comm
 from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
@@ -41,8 +40,7 @@ from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.buffer import choose_transport
 from dmuon.layout.ranks import GlobalRank, Position, position_in
 from dmuon.layout.topology import Topology
-from dmuon.model.blocks import BlockPredicate
-from dmuon.model.names import canonical_fqn
+from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.routing import Route, Select, route_parameters
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
@@ -112,7 +110,7 @@ def dedicate_params(
     require_supported_torch()
     topology = check_mesh(mesh)
     options = comm if isinstance(comm, CommOptions) else CommOptions()
-    group = make_group(mesh.device_type, [topology.ranks], "group", options)
+    group = make_group(mesh.device_type, [topology.ranks], "group", options.timeout)
 
     def inspect() -> _Inspected:
         check_options(costs, solve, plan)
@@ -128,7 +126,12 @@ def dedicate_params(
             "plan": describe_source(plan),
             "comm": options,
         }
-        return _inspect(model, topology, select, blocks, policy, common)
+        check_model(model)
+        routes = route_parameters(model, select, blocks)
+        check_parameters(model, routes, topology.ranks)
+        tensor_mesh = tensor_mesh_of(routes)
+        ranks = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
+        return _Inspected(routes, policy, tensor_mesh, _describe(model, routes, common), (HostShare.here(), ranks))
 
     inspected, seats = _agree(model, topology, group, inspect)
     context, hosts = _connect(mesh, topology, group, options, inspected, seats)
@@ -191,27 +194,6 @@ class _Inspected:
         ]
 
 
-def _inspect(
-    model: nn.Module,
-    topology: Topology,
-    select: Select | None,
-    blocks: Sequence[nn.Module] | BlockPredicate | None,
-    policy: MixedPrecisionPolicy,
-    common: dict[str, object],
-) -> _Inspected:
-    """Look at the model on this rank, without communication.
-
-    Raises:
-        TypeError, ValueError: the model cannot be dedicated; and what ``select`` or ``blocks`` raise.
-    """
-    check_model(model)
-    routes = route_parameters(model, select, blocks)
-    check_parameters(model, routes, topology.ranks)
-    tensor_mesh = tensor_mesh_of(routes)
-    ranks = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
-    return _Inspected(routes, policy, tensor_mesh, _describe(model, routes, common), (HostShare.here(), ranks))
-
-
 def _agree(
     model: nn.Module, topology: Topology, group: dist.ProcessGroup, inspect: Callable[[], _Inspected]
 ) -> tuple[_Inspected, list[_Seat]]:
@@ -272,10 +254,10 @@ def _place(model: nn.Module, inspected: _Inspected, plan: OwnerPlan, comm: Comm,
     for dtype, weights in _pack(inspected, plan, comm):
         reduce_dtype = inspected.policy.reduce_dtype or torch.promote_types(dtype, torch.float32)
         buffer = OwnedBuffer(weights, comm, comm_dtype=dtype, reduce_dtype=reduce_dtype, keep=keep)
-        entries: dict[str, list[OwnedMatrix]] = {}
-        for weight, entry in zip(weights, buffer.entries, strict=True):
-            entries.setdefault(weight.block, []).append(entry)
-        for name, of_block in entries.items():
+        by_block: dict[str, list[OwnedMatrix]] = {}
+        for weight, matrix in zip(weights, buffer.matrices, strict=True):
+            by_block.setdefault(weight.block, []).append(matrix)
+        for name, of_block in by_block.items():
             module = modules[name]
             assert module is not None
             blocks.append(Block(name, module, of_block, buffer))

@@ -11,22 +11,183 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.profiler import record_function
 
 from dmuon.comm.agreement import Vote
 from dmuon.comm.context import Comm
-from dmuon.comm.monitor import run_all
+from dmuon.comm.monitor import Pending, run_all
+from dmuon.comm.transport import Line, Works, reduce, scratch
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.reduction import GradReduction
 from dmuon.dedicated.replicated import GradAverager
+from dmuon.layout.buffer import Transport
 from dmuon.platform.streams import HostCopy
+from dmuon.step.parts import like_param
 
 __all__ = ["Gradients", "Landed"]
 
 Landed = Callable[[Sequence[Tensor]], None]
+
+
+class GradReduction:
+    """Averages the gradients of one buffer to their owners; a rank without a gradient contributes zeros.
+
+    What an owner receives becomes the gradient, without a copy where the dtypes agree.
+
+    Args:
+        along_column: ``False`` stops behind the row; what arrives there is added to ``partial`` of each matrix, and
+            becomes part of the next reduction that goes on.
+
+    Attributes:
+        used: by ``id``, the matrices that this rank has a gradient for.
+        whole: it ends at the owners.
+    """
+
+    def __init__(self, buffer: OwnedBuffer, *, along_column: bool = True) -> None:
+        self.buffer = buffer
+        self._comm = comm = buffer.comm
+        self.whole = along_column or comm.column is None
+        self._stage_two = comm.column if along_column else None
+        self._pending: Pending | None = None
+        self._in_flight: list[Tensor] = []  # until the collectives have ended: [Note: who keeps a tensor alive]
+        layout = buffer.layout
+        with record_function(f"dmuon::reduce {buffer.name}"), torch.no_grad():
+            sizes = [end - start for start, end in layout.segments]
+            region, parts = scratch(layout.row, sizes, buffer.reduce_dtype, comm.device)
+            self.used = self._pack(parts)
+            self._in_flight += [region, *parts]
+            self._result = parts[comm.at.s]  # of the last stage that was started
+            if comm.row is not None:
+                with comm.reduce_stream.beside():
+                    self._result = self._start(comm.row, "along the row", layout.row, region, parts)
+            if comm.row is None or comm.device.type != "cpu":
+                self.advance()  # on the CPU this would wait: the next buffer or the end of backward advances it
+
+    def _pack(self, parts: list[Tensor]) -> set[int]:
+        """Move the gradients of this rank into ``parts``, one per shard; tells which matrices had one."""
+        used: set[int] = set()
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for matrix, (start, end) in zip(self.buffer.matrices, self.buffer.layout.slots, strict=True):
+            first = self.buffer.layout.segments[matrix.at.s][0]
+            slot = parts[matrix.at.s][start - first : end - first].view(matrix.local_shape)
+            grad = matrix.full_grad()
+            if grad is not None or matrix.partial is not None:
+                used.add(id(matrix))
+            if grad is None:
+                slot.zero_()
+            else:
+                pairs.append((slot, grad))
+            matrix.full.grad = None
+            matrix.unreduced = False
+        if pairs:
+            torch._foreach_copy_([slot for slot, _ in pairs], [grad for _, grad in pairs])
+        return used
+
+    def _start(self, line: Line, direction: str, transport: Transport, region: Tensor, parts: list[Tensor]) -> Tensor:
+        """Start one stage.
+
+        Returns:
+            The tensor in which its result arrives.
+        """
+        results: list[Tensor] = []
+
+        def launch() -> Works:
+            result, works = reduce(transport, region, parts, line)
+            results.append(result)
+            return works
+
+        what = f"reduce of block {self.buffer.name!r} {direction}"
+        self._pending = self._comm.monitor.start("reduce", what, launch)
+        return results[0]
+
+    def advance(self) -> None:
+        """Start the second stage, if there is one, behind the first. On the CPU this waits for the first."""
+        line, self._stage_two = self._stage_two, None
+        if line is None:
+            return
+        layout, at = self.buffer.layout, self._comm.at
+        with torch.no_grad(), self._comm.reduce_stream.beside():
+            self._wait()
+            first = layout.segments[at.s][0]
+            for matrix, (start, end) in self._in_segment():
+                if matrix.partial is not None:
+                    self._result[start - first : end - first].view(matrix.local_shape).add_(matrix.partial)
+                    self._in_flight.append(matrix.partial)
+                    matrix.partial = None
+            segment = self._result[: layout.parts[at.s][-1][1] - first]  # without its padding
+            parts = [segment[start - first : end - first] for start, end in layout.parts[at.s]]
+            self._in_flight.append(segment)
+            self._result = self._start(line, "along the column", layout.column, segment, parts)
+
+    def _in_segment(self) -> list[tuple[OwnedMatrix, tuple[int, int]]]:
+        """The matrices that this rank's column owns, and where they lie in the buffer."""
+        spans = zip(self.buffer.matrices, self.buffer.layout.slots, strict=True)
+        return [(matrix, span) for matrix, span in spans if matrix.at.s == self._comm.at.s]
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def _wait_for_all(self) -> None:
+        """Wait for both stages.
+
+        A rank with nothing to send in the second has nothing pending then, and joins the first by its stream.
+        """
+        self._wait()
+        self._comm.reduce_stream.join()
+        self._in_flight = []
+
+    def discard(self) -> None:
+        """Wait, and forget the result."""
+        self._stage_two = None
+        self._wait_for_all()
+
+    def finish(self) -> list[tuple[OwnedMatrix, Tensor]]:
+        """Wait, and set ``rest.grad`` of the matrices that this rank has used.
+
+        Returns:
+            ``(matrix, local gradient)`` of the others: whether another rank has used them is not known yet.
+        """
+        self.advance()
+        with record_function(f"dmuon::wait_reduce {self.buffer.name}"):
+            self._wait_for_all()
+        if not self.whole:
+            self._keep_partial()
+            return []
+        if self._result.untyped_storage().nbytes() > self._result.nbytes:
+            self._result = self._result.clone()  # a view of what others own would keep that alive with the gradients
+        undecided = []
+        first = self.buffer.layout.parts[self._comm.at.s][self._comm.at.r][0]
+        for matrix, (start, end) in zip(self.buffer.matrices, self.buffer.layout.slots, strict=True):
+            master = matrix.master
+            if matrix.owner == self._comm.position:
+                local = self._result[start - first : end - first].view(master.shape).to(master.dtype)
+            else:
+                local = master.new_empty(master.shape)
+            if id(matrix) in self.used:
+                matrix.set_grad(self._comm, local)
+            elif matrix.full.requires_grad:
+                undecided.append((matrix, local))
+        return undecided
+
+    def _keep_partial(self) -> None:
+        first = self.buffer.layout.segments[self._comm.at.s][0]
+        spans = {id(matrix): span for matrix, span in self._in_segment()}
+        for matrix in self.buffer.matrices:
+            start, end = spans.get(id(matrix), (first, first))
+            average = self._result[start - first : end - first]
+            # What only others on the row have used must not be lost. Looking at the values can stall an accelerator.
+            if id(matrix) not in self.used and (id(matrix) not in spans or not bool(average.any())):
+                continue
+            matrix.hold()
+            if id(matrix) in spans:
+                slot = average.view(matrix.local_shape)
+                matrix.partial = slot if matrix.partial is None else matrix.partial.add_(slot)
 
 
 class Gradients:
@@ -37,14 +198,14 @@ class Gradients:
         listeners: called with the parameters of this owner whose gradients have just arrived, as long as they live.
     """
 
-    def __init__(self, comm: Comm, entries: Sequence[OwnedMatrix]) -> None:
+    def __init__(self, comm: Comm, matrices: Sequence[OwnedMatrix]) -> None:
         self._comm = comm
-        self._entries = list(entries)
+        self._matrices = list(matrices)
         self.averager: GradAverager | None = None
         self.listeners: list[weakref.WeakMethod[Landed]] = []
         self._reductions: deque[GradReduction] = deque()
         self._undecided: list[tuple[OwnedMatrix, Tensor]] = []
-        self._used: set[int] = set()  # entries that got a gradient on this rank in this backward
+        self._used: set[int] = set()  # matrices that got a gradient on this rank in this backward
         self._votes: HostCopy | None = None
 
     def reduce(self, buffer: OwnedBuffer, *, along_column: bool) -> None:
@@ -54,15 +215,15 @@ class Gradients:
         for earlier in self._reductions:
             earlier.advance()
         reduction = GradReduction(buffer, along_column=along_column)
-        self._used.update(key for key, used in reduction.used.items() if used)
+        self._used |= reduction.used
         self._reductions.append(reduction)
 
     def _finish_oldest(self) -> None:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
         if self.listeners and reduction.whole:
-            entries = [e for e in reduction.buffer.entries if e.owner == self._comm.position and reduction.used[id(e)]]
-            owned = [entry.rest for entry in entries]
+            used = [matrix for matrix in reduction.buffer.matrices if id(matrix) in reduction.used]
+            owned = [matrix.rest for matrix in used if matrix.owner == self._comm.position]
             self.listeners = [listener for listener in self.listeners if listener() is not None]
             for listener in self.listeners:
                 landed = listener()
@@ -94,7 +255,7 @@ class Gradients:
         undecided, self._undecided = self._undecided, []
         replicated = self.averager.params if self.averager is not None else []
         missing = {id(param) for param, _ in averages}
-        flags = [id(e) in self._used for e in self._entries]
+        flags = [id(m) in self._used for m in self._matrices]
         flags += [p.grad is not None and id(p) not in missing for p in replicated]
         self._used.clear()
         if len(self._comm.topology.ranks) > 1:
@@ -102,16 +263,16 @@ class Gradients:
             if not undecided and not averages:
                 return  # this rank needs no other's vote: do not wait for them on the host
             flags = [*Vote.decode(votes.tolist()).flags]
-        keys = [id(e) for e in self._entries] + [id(p) for p in replicated]
+        keys = [id(m) for m in self._matrices] + [id(p) for p in replicated]
         used = {key for key, flag in zip(keys, flags, strict=True) if flag}
-        for entry, local in undecided:
-            if id(entry) in used:
-                entry.set_grad(self._comm, local)
+        for matrix, local in undecided:
+            if id(matrix) in used:
+                matrix.set_grad(self._comm, local)
             else:
-                entry.drop_unreduced()
+                matrix.drop_unreduced()
         for param, average in averages:
-            if id(param) in used and self.averager is not None:
-                self.averager.set_grad(param, average)
+            if id(param) in used:
+                param.grad = like_param(param, average.clone())
 
     def _vote(self, flags: list[bool]) -> HostCopy:
         """Vote on the parameters that any rank used, and on whether all issued the same collectives so far.
@@ -124,19 +285,13 @@ class Gradients:
             votes = votes.pin_memory().to(self._comm.device, non_blocking=True)
         with self._comm.monitor.watch("vote on unused parameters"):
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._comm.control)
-        copy = HostCopy(votes)
+        self._votes = copy = HostCopy(votes)
         if copy.immediate:
-            self._check(copy)
-        else:
-            self._votes = copy
+            self.verify()
         return copy
 
     def verify(self) -> None:
         """Raise if, by the last vote, ranks had issued different collectives; the host waits for that vote."""
         votes, self._votes = self._votes, None
-        if votes is not None:
-            self._check(votes)
-
-    def _check(self, votes: HostCopy) -> None:
-        if not Vote.decode(votes.tolist()).same_collectives:
+        if votes is not None and not Vote.decode(votes.tolist()).same_collectives:
             self._comm.monitor.disagree()

@@ -39,7 +39,7 @@ from dmuon.layout.topology import Coordinate
 from dmuon.platform.torch_private import local_tensor
 
 __all__ = [
-    "OwnedMatrix", "Sites", "TensorSharding", "Weight", "matrix_of", "own", "resting", "tensor_placements",
+    "OwnedMatrix", "Sites", "TensorSharding", "Weight", "as_dtensor", "own", "resting", "tensor_placements",
     "whole_parameter",
 ]  # fmt: skip
 
@@ -62,7 +62,7 @@ class TensorSharding:
 
     def wrap(self, part: Tensor, shape: torch.Size) -> DTensor:
         """Make the DTensor of global ``shape`` whose local part is ``part``, sharing its storage."""
-        return matrix_of(part, self.mesh, [self.placement], shape)
+        return as_dtensor(part, self.mesh, [self.placement], shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,7 +232,7 @@ def tensor_placements(sharding: TensorSharding | None) -> list[Placement]:
     return [] if sharding is None else [sharding.placement]
 
 
-def matrix_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
     """Make the DTensor of global ``shape`` ``(m, n)`` whose local part is ``local``, sharing its storage."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
 

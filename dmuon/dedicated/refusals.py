@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dmuon.dedicated.dedication import dedication_of
 from dmuon.layout.topology import Topology, topology_of
-from dmuon.model.names import canonical_fqn
+from dmuon.model.blocks import canonical_fqn
 from dmuon.model.routing import Route
 from dmuon.platform.torch_private import default_group_is_bound
 

@@ -46,9 +46,12 @@ class _Bucket:
                 flat.zero_()
             if present:
                 torch._foreach_copy_([slot for slot, _ in present], [grad for _, grad in present])
+        average, group = dist.ReduceOp.AVG, comm.average_group
         with comm.reduce_stream.beside():
             what = f"average of {len(self.params)} replicated gradients, {sum(p.numel() for p in self.params)} elements"
-            self.pending = comm.monitor.start("average", what, lambda: _average(flat, comm))
+            self.pending = comm.monitor.start(
+                "average", what, lambda: [dist.all_reduce(flat, average, group=group, async_op=True)]
+            )
         self.flat = flat
 
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -66,12 +69,6 @@ class _Bucket:
         locals_ = [local_tensor(p) for p in self.params]
         parts = flat.split([t.numel() for t in locals_])
         return [part.view(t.shape) for part, t in zip(parts, locals_, strict=True)]
-
-
-def _average(flat: Tensor, comm: Comm) -> list[dist.Work]:
-    work = dist.all_reduce(flat, dist.ReduceOp.AVG, group=comm.average_group, async_op=True)
-    assert work is not None
-    return [work]
 
 
 class GradAverager:
@@ -162,14 +159,6 @@ class GradAverager:
         self._active = []
         return undecided
 
-    def set_grad(self, param: nn.Parameter, average: Tensor) -> None:
-        """Give ``param``, which got no gradient on this rank, the average of the others'."""
-        grad = average.clone()
-        if isinstance(param, DTensor):
-            mesh, placements, stride = param.device_mesh, param.placements, param.stride()
-            grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=param.shape, stride=stride)
-        param.grad = grad
-
     def reset(self) -> None:
         """Forget a backward that did not finish."""
         active, self._active = self._active, []
@@ -195,7 +184,7 @@ def unsharded_parameters(
                 f"parameter {tensor.fqn!r} is owned by dmuon and managed by DistributedDataParallel too; call the "
                 "dedicated model without it: dmuon averages all gradients over the mesh"
             )
-    forms = {id(form) for entry in owned for form in (entry.rest, entry.full)}
+    forms = {id(form) for matrix in owned for form in (matrix.rest, matrix.full)}
     params: dict[int, nn.Parameter] = {}
     sharded: set[int] = set()
     for module in model.modules():

@@ -13,10 +13,9 @@ from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.batches import Batch, SharedBatch
+from dmuon.step.batches import Batch, Shared, SharedBatch, Task
 from dmuon.step.residency import MOMENTUM, Residency
 from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
-from dmuon.step.task import Shared, Task
 
 __all__ = ["Dedicated", "dedicated_residencies"]
 
@@ -31,23 +30,6 @@ def dedicated_residencies(params: Iterable[Tensor]) -> list[Dedicated]:
     return [Dedicated(runtime, of_model) for runtime, of_model in members.items()]
 
 
-def owned_tasks(runtime: Runtime) -> list[Task]:
-    """What this rank orthogonalizes of one dedicated model, or has tensor-parallel parts of, in forward order."""
-    tasks = []
-    for position, matrix in enumerate(runtime.entries()):
-        if matrix.owner != runtime.comm.position:
-            continue
-        m, n = matrix.shape
-        sides = min(m, n), max(m, n)
-        shared = None
-        if matrix.parcel is not None:
-            assert runtime.tensor_domain is not None
-            shared = Shared(runtime.tensor_domain, matrix.parcel)
-        variants = runtime.variants.get(sides, {})
-        tasks.append(Task(matrix.rest, position, (m, n), runtime.chunks[sides], variants, slice(0, 1), shared=shared))
-    return tasks
-
-
 class Dedicated(Residency):
     """The matrices of one dedicated model that are in one optimizer. Its runtime moves the weights."""
 
@@ -56,7 +38,18 @@ class Dedicated(Residency):
         self._runtime = runtime
 
     def tasks(self) -> list[Task]:
-        return owned_tasks(self._runtime)
+        """What this rank orthogonalizes of the model, or has tensor-parallel parts of, in forward order."""
+        comm, tasks = self._runtime.comm, []
+        for position, matrix in enumerate(self._runtime.matrices()):
+            if matrix.owner != comm.position:
+                continue
+            m, n = matrix.shape
+            sides = min(m, n), max(m, n)
+            parcel = matrix.parcel
+            shared = None if parcel is None or comm.tensor is None else Shared(comm.tensor, parcel)
+            size, variants = self._runtime.chunks[sides], self._runtime.variants.get(sides, {})
+            tasks.append(Task(matrix.rest, position, (m, n), size, variants, slice(0, 1), shared=shared))
+        return tasks
 
     def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
         """In the order of the model: what a round completes is published for the next forward at once."""
@@ -96,15 +89,15 @@ class Dedicated(Residency):
     # -- momentum --------------------------------------------------------------------------------------------------
 
     def shown(self, param: Tensor, local: Tensor) -> Tensor:
-        matrix = self._runtime.entry_of(param)
+        matrix = self._runtime.matrix_of(param)
         return matrix.like_rest(local, f"{matrix.fqn}.{MOMENTUM}")
 
     def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
         """An even row-sharded DTensor."""
-        return owned_to_even(local_tensor(momentum), self._runtime.entry_of(param), self._runtime.comm)
+        return owned_to_even(local_tensor(momentum), self._runtime.matrix_of(param), self._runtime.comm)
 
     def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
-        matrix = self._runtime.entry_of(param)
+        matrix = self._runtime.matrix_of(param)
         if isinstance(momentum, OwnedTensor) and momentum.owner == matrix.owner:
             return local_tensor(momentum)
         if momentum.shape != param.shape:

@@ -26,13 +26,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
-from dmuon.comm.context import Comm, tensor_domain
+from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
-from dmuon.dedicated.backward_boundary import mark_boundary
-from dmuon.dedicated.block import Block, Phase
+from dmuon.dedicated.block import Block, ExecutionOrder, Phase, mark_boundary
 from dmuon.dedicated.buffer import BufferState, OwnedBuffer
 from dmuon.dedicated.even_dtensor import write_even
-from dmuon.dedicated.execution_order import ExecutionOrder
 from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_tensor import OwnedTensor
@@ -62,7 +60,6 @@ class Runtime:
         variants: ``(small side, large side)`` to batch size to how Newton–Schulz runs, as planned.
         sync: backward reduces gradients; otherwise they accumulate where they arise.
         all_reduce: backward reduces gradients across replicas too.
-        tensor_domain: the tensor-parallel ranks at this rank's coordinate; None without.
     """
 
     def __init__(
@@ -82,8 +79,7 @@ class Runtime:
         self.sync = True
         self.all_reduce = True
         self.order = ExecutionOrder(self.blocks)
-        self.tensor_domain = tensor_domain(comm)
-        self.gradients = Gradients(comm, list(self.entries()))
+        self.gradients = Gradients(comm, list(self.matrices()))
         self._neighbours = {buffer: [b for b in self.blocks if b.buffer is buffer] for buffer in self.buffers}
         self._backwards: set[int] = set()
         self._reducible: dict[OwnedBuffer, None] = {}  # an ordered set: with gradients, reduction not started
@@ -98,33 +94,33 @@ class Runtime:
         # Without what dmuon owns: `Module.to` swaps tensor subclasses, and fails if a weak reference watches one.
         self._replicated = {id(p): weakref.ref(p) for p in model.parameters() if not isinstance(p, OwnedTensor)}
         model.register_forward_pre_hook(self._root_pre_forward)
-        self._by_rest = {id(entry.rest): entry for entry in self.entries()}
-        for entry in self.entries():
-            entry.rest.keeper = self
+        self._by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
+        for matrix in self.matrices():
+            matrix.rest.keeper = self
         for block in self.blocks:
             block.module.register_forward_pre_hook(partial(self._pre_forward, block), with_kwargs=True)
             block.module.register_forward_hook(partial(self._post_forward, block), always_call=True)
 
-    def entries(self) -> Iterator[OwnedMatrix]:
+    def matrices(self) -> Iterator[OwnedMatrix]:
         """All owned matrices, in the order of the buffers."""
         for buffer in self.buffers:
-            yield from buffer.entries
+            yield from buffer.matrices
 
     @property
     def name(self) -> str:
         """The same on all ranks, and of no other dedicated model."""
         return str(self.comm.control.group_name)
 
-    def entry_of(self, param: Tensor) -> OwnedMatrix:
-        """The entry whose resting form ``param`` is."""
+    def matrix_of(self, param: Tensor) -> OwnedMatrix:
+        """The matrix whose resting form ``param`` is."""
         return self._by_rest[id(param)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Hooks hold the runtime, so copying or pickling a model meets it before its parameters.
-        return next(self.entries()).rest.__deepcopy__(memo)  # raises, with the remedy
+        return next(self.matrices()).rest.__deepcopy__(memo)  # raises, with the remedy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return next(self.entries()).rest.__reduce_ex__(protocol)
+        return next(self.matrices()).rest.__reduce_ex__(protocol)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -138,13 +134,13 @@ class Runtime:
         Raises:
             ValueError, RuntimeError: on every rank, if some rank cannot.
         """
-        entry = next(entry for entry in self.entries() if entry.fqn == param.fqn)  # ``param`` may be an alias
+        matrix = next(matrix for matrix in self.matrices() if matrix.fqn == param.fqn)  # ``param`` may be an alias
         fault: Exception | None = None
         try:
             self.at_rest("a write to to_local()")
         except RuntimeError as error:
             fault = error
-        write_even(shard, param, entry, self.comm, fault)
+        write_even(shard, param, matrix, self.comm, fault)
         self.weights_changed()
 
     def begin_update(self, params: Iterable[Tensor]) -> None:
@@ -177,7 +173,7 @@ class Runtime:
         self.comm.monitor.end_step()
 
     def _publish_ready(self) -> None:
-        while self._publications and not any(id(e.rest) in self._outdated for e in self._publications[0].entries):
+        while self._publications and not any(id(e.rest) in self._outdated for e in self._publications[0].matrices):
             buffer = self._publications.popleft()
             buffer.start_publication(self.generation)
             if (buffer.keep or self._fill_budget > 0) and not self.fills_wait:
@@ -275,7 +271,7 @@ class Runtime:
         """Average what nobody shards. The first forward tells what that is: FSDP2 may be applied until then."""
         if self.gradients.averager is not None:
             return
-        params = unsharded_parameters(self._model, list(self.entries()), self._replicated)
+        params = unsharded_parameters(self._model, list(self.matrices()), self._replicated)
         several = [p for p in params if self.comm.world > 1 or isinstance(p, DTensor)]
         self.gradients.averager = GradAverager(several, self.comm, self._gradient_arrived)
         self._replicated.clear()
@@ -317,9 +313,9 @@ class Runtime:
         buffer = block.buffer
         # Without shards there is nothing to reduce but across replicas.
         if not self.sync or not (self.all_reduce or self.comm.row is not None or self.comm.column is None):
-            for entry in block.entries:
-                if entry.full.requires_grad:
-                    entry.hold()
+            for matrix in block.matrices:
+                if matrix.full.requires_grad:
+                    matrix.hold()
             self._leftovers.add(buffer)
             return
         self._reducible[buffer] = None
@@ -338,9 +334,9 @@ class Runtime:
 
         Of the whole buffer, not of one block: it is reduced as a whole.
         """
-        for entry in buffer.entries:
-            if entry.was_dropped:
-                entry.drop_unreduced()
+        for matrix in buffer.matrices:
+            if matrix.was_dropped:
+                matrix.drop_unreduced()
 
     def _in_backward(self) -> int:
         """Identity of the running backward pass, whose end is hooked on first sight."""
@@ -388,12 +384,12 @@ class Runtime:
         """Forget gradients that were not reduced yet."""
         self._recover()
         self._leftovers.clear()
-        for entry in self.entries():
-            entry.drop_unreduced()
+        for matrix in self.matrices():
+            matrix.drop_unreduced()
 
     def unreduced(self) -> str | None:
         """Name of a parameter whose gradient was left unreduced by a backward without synchronization."""
-        return next((e.fqn for e in self.entries() if e.unreduced and not e.was_dropped), None)
+        return next((e.fqn for e in self.matrices() if e.unreduced and not e.was_dropped), None)
 
     def _recover(self) -> None:
         """Clean up after a backward that raised: nothing more of it may reach a gradient.

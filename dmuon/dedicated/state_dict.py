@@ -15,11 +15,11 @@ from dmuon.comm.agreement import agree
 from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.runtime import Runtime
-from dmuon.model.names import canonical_fqn
+from dmuon.model.blocks import canonical_fqn
 
 __all__ = ["describe", "hook_state_dicts"]
 
-_Entries = dict[str, OwnedMatrix]  # of one module, by attribute
+_Matrices = dict[str, OwnedMatrix]  # of one module, by attribute
 
 
 def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
@@ -27,16 +27,16 @@ def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
 
     Both become collective: call them on all ranks.
     """
-    by_module: dict[nn.Module, _Entries] = {}
-    for entry in runtime.entries():
-        for module, name in entry.sites:
-            by_module.setdefault(module, {})[name] = entry
+    by_module: dict[nn.Module, _Matrices] = {}
+    for matrix in runtime.matrices():
+        for module, name in matrix.sites:
+            by_module.setdefault(module, {})[name] = matrix
     loading = _Loading(runtime, by_module)
     model.register_load_state_dict_pre_hook(loading.begin)
     model.register_load_state_dict_post_hook(loading.end)
-    for module, entries in by_module.items():
-        module.register_state_dict_post_hook(partial(_after_state_dict, runtime, entries))
-        module.register_load_state_dict_pre_hook(partial(loading.convert, entries))
+    for module, matrices in by_module.items():
+        module.register_state_dict_post_hook(partial(_after_state_dict, runtime, matrices))
+        module.register_load_state_dict_pre_hook(partial(loading.convert, matrices))
 
 
 def describe(value: Any, shape: torch.Size) -> str | None:
@@ -46,28 +46,28 @@ def describe(value: Any, shape: torch.Size) -> str | None:
     return "sharded" if isinstance(value, DTensor) else "whole"
 
 
-def _resting(module: nn.Module, entries: _Entries) -> _Entries:
-    """The entries that ``module`` holds in their resting form; torch saves whole ones (``summon_full_params``)."""
-    return {name: entry for name, entry in entries.items() if entry.is_rest(module._parameters[name])}
+def _resting(module: nn.Module, matrices: _Matrices) -> _Matrices:
+    """The matrices that ``module`` holds in their resting form; torch saves whole ones (``summon_full_params``)."""
+    return {name: matrix for name, matrix in matrices.items() if matrix.is_rest(module._parameters[name])}
 
 
 def _after_state_dict(
-    runtime: Runtime, entries: _Entries, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+    runtime: Runtime, matrices: _Matrices, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
     runtime.at_rest("state_dict()", summoned=True)
     runtime.gradients.verify()  # do not save weights if the ranks issued different collectives
     with torch.no_grad():
-        for name, entry in _resting(module, entries).items():
-            state_dict[prefix + name] = owned_to_even(entry.master, entry, runtime.comm)
+        for name, matrix in _resting(module, matrices).items():
+            state_dict[prefix + name] = owned_to_even(matrix.master, matrix, runtime.comm)
 
 
 _ABSENT, _UNFIT = "absent", "unfit"
 
 
-def _kind(state_dict: dict[str, Any], key: str, entry: OwnedMatrix) -> str:
+def _kind(state_dict: dict[str, Any], key: str, matrix: OwnedMatrix) -> str:
     if key not in state_dict:
         return _ABSENT
-    return describe(state_dict[key], entry.shape) or _UNFIT
+    return describe(state_dict[key], matrix.shape) or _UNFIT
 
 
 @dataclass(slots=True)
@@ -95,34 +95,26 @@ class _Loading:
     faults once afterwards. In a call that starts below, every module that holds an owned matrix compares on its own.
     """
 
-    def __init__(self, runtime: Runtime, by_module: dict[nn.Module, _Entries]) -> None:
+    def __init__(self, runtime: Runtime, by_module: dict[nn.Module, _Matrices]) -> None:
         self.runtime = runtime
         self.by_module = by_module
         self.call: _Call | None = None
 
     def begin(
-        self,
-        model: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        _strict: bool,
-        _missing: list[str],
-        _unexpected: list[str],
-        errors: list[str],
+        self, model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *further: Any
     ) -> None:
         """Exchange what kinds of values ranks got for the whole model."""
-        call = _Call(errors)
+        call = _Call(errors=further[-1])
         fault: Exception | None = None
         kinds: dict[str, str] = {}
         try:
             self._require_loadable(metadata)
             for path, module in model.named_modules(remove_duplicate=False):
-                for name, entry in _resting(module, self.by_module.get(module, {})).items():
+                for name, matrix in _resting(module, self.by_module.get(module, {})).items():
                     key = prefix + (f"{path}.{name}" if path else name)
                     # A wrapper between ``model`` and ``module`` may yet rename what has a canonical name in the dict.
                     source = key if key in state_dict else prefix + canonical_fqn(key[len(prefix) :])
-                    kinds[key] = _kind(state_dict, source, entry)
+                    kinds[key] = _kind(state_dict, source, matrix)
                     call.values[key] = state_dict.get(source, _ABSENT)
         except (RuntimeError, ValueError) as error:
             fault = error
@@ -131,38 +123,36 @@ class _Loading:
 
     def convert(
         self,
-        entries: _Entries,
+        matrices: _Matrices,
         module: nn.Module,
         state_dict: dict[str, Any],
         prefix: str,
         metadata: dict[str, Any],
-        _strict: bool,
-        _missing: list[str],
-        _unexpected: list[str],
-        errors: list[str],
+        *further: Any,
     ) -> None:
         """Replace each value by the owner's part of it, unless some rank's value cannot be loaded."""
         self._require_loadable(metadata)
-        entries = _resting(module, entries)
-        if not entries:
+        matrices = _resting(module, matrices)
+        if not matrices:
             return
         comm, call = self.runtime.comm, self.call
-        keys = {prefix + name: entry for name, entry in entries.items()}
+        errors: list[str] = further[-1]
+        keys = {prefix + name: matrix for name, matrix in matrices.items()}
         if call is not None and all(call.knows(errors, key, state_dict.get(key, _ABSENT)) for key in keys):
             kinds_of = call.kinds
         else:
-            kinds_of = self._exchange(None, {key: _kind(state_dict, key, entry) for key, entry in keys.items()})
-        for key, entry in keys.items():
+            kinds_of = self._exchange(None, {key: _kind(state_dict, key, matrix) for key, matrix in keys.items()})
+        for key, matrix in keys.items():
             kinds = kinds_of[key]
             if len(set(kinds)) == 1 and kinds[0] not in (_ABSENT, _UNFIT):
                 with torch.no_grad():
-                    local = even_to_owned(state_dict[key], entry, comm, entry.master.dtype)
-                state_dict[key] = entry.like_rest(local, entry.fqn)
+                    local = even_to_owned(state_dict[key], matrix, comm, matrix.master.dtype)
+                state_dict[key] = matrix.like_rest(local, matrix.fqn)
                 continue
             # No rank loads what some rank cannot; torch then reports the key as missing.
             if _UNFIT in kinds:
                 rank = kinds.index(_UNFIT)
-                errors.append(f"{key}: rank {rank} holds a value that is not a tensor of shape {tuple(entry.shape)}")
+                errors.append(f"{key}: rank {rank} holds a value that is not a tensor of shape {tuple(matrix.shape)}")
             elif _ABSENT not in kinds:
                 errors.append(f"{key}: some ranks hold a sharded tensor and some a whole one")
             elif len(set(kinds)) > 1:

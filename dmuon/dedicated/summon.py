@@ -39,48 +39,48 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
     for runtime in runtimes:
         runtime.at_rest("summon_full_params()")
     blocks = [block for runtime in runtimes for block in runtime.blocks]
-    wholes = [[_whole(block.buffer.comm, entry) for entry in block.entries] for block in blocks]
+    wholes = [[_whole(block.buffer.comm, matrix) for matrix in block.matrices] for block in blocks]
     for block, whole in zip(blocks, wholes, strict=True):
         if block.buffer.state is not BufferState.FREED:
             block.buffer.free()
         block.summon(whole)
     try:
         yield
-        edited = [(block.buffer.comm, entry, _edited(entry)) for block in blocks for entry in block.entries]
+        edited = [(block.buffer.comm, matrix, _edited(matrix)) for block in blocks for matrix in block.matrices]
     finally:
         for block in blocks:
             block.dismiss()
     if writeback:
         with torch.no_grad():
-            for comm, entry, param in edited:
-                if entry.owner == comm.position:
-                    entry.master.copy_(local_tensor(param))
+            for comm, matrix, param in edited:
+                if matrix.owner == comm.position:
+                    matrix.master.copy_(local_tensor(param))
         for runtime in runtimes:
             runtime.weights_changed()
 
 
-def _edited(entry: OwnedMatrix) -> nn.Parameter:
+def _edited(matrix: OwnedMatrix) -> nn.Parameter:
     """What the module holds now: the parameter that was put there, or one that the user put in its place."""
-    module, name = entry.sites[0]
+    module, name = matrix.sites[0]
     param = module._parameters[name]
-    if param is None or param.shape != entry.shape:
+    if param is None or param.shape != matrix.shape:
         replacement = "nothing" if param is None else f"shape {tuple(param.shape)}"
         raise RuntimeError(
-            f"summon_full_params(): parameter {entry.fqn!r} of shape {tuple(entry.shape)} was replaced by "
+            f"summon_full_params(): parameter {matrix.fqn!r} of shape {tuple(matrix.shape)} was replaced by "
             f"{replacement}; keep its shape"
         )
     return param
 
 
-def _whole(comm: Comm, entry: OwnedMatrix) -> nn.Parameter:
+def _whole(comm: Comm, matrix: OwnedMatrix) -> nn.Parameter:
     with torch.no_grad():
-        if entry.owner == comm.position:
-            whole = entry.master.clone()
+        if matrix.owner == comm.position:
+            whole = matrix.master.clone()
         else:
-            whole = torch.empty(entry.local_shape, dtype=entry.master.dtype, device=comm.device)
+            whole = torch.empty(matrix.local_shape, dtype=matrix.master.dtype, device=comm.device)
         if comm.world > 1:
-            with comm.monitor.watch(f"broadcast of {entry.fqn!r} for summon_full_params"):
-                dist.broadcast(whole, src=comm.ranks[entry.owner], group=comm.group)
-        if entry.tensor is not None:
-            whole = entry.tensor.wrap(whole, entry.shape)
-    return whole_parameter(whole, entry.rest)
+            with comm.monitor.watch(f"broadcast of {matrix.fqn!r} for summon_full_params"):
+                dist.broadcast(whole, src=comm.ranks[matrix.owner], group=comm.group)
+        if matrix.tensor is not None:
+            whole = matrix.tensor.wrap(whole, matrix.shape)
+    return whole_parameter(whole, matrix.rest)

@@ -9,8 +9,7 @@ import torch
 
 from dmuon.comm.agreement import agree
 from dmuon.comm.domain import Domain
-from dmuon.exchanged.layouts import Layouts, Ranks
-from dmuon.exchanged.recipe import LayoutOptions
+from dmuon.exchanged.layouts import LayoutOptions, Layouts, Ranks
 from dmuon.layout.parameters import ParameterLayout
 from dmuon.layout.parcels import Parcel
 from dmuon.layout.ranks import GlobalRank, Position, position_in, positions
@@ -20,7 +19,7 @@ from dmuon.planning.link_cost import link_ns_per_byte
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.solver import Matrix
-from dmuon.step.task import Shared, Task, unplanned_batch_size
+from dmuon.step.batches import Shared, Task, unplanned_batch_size
 
 __all__ = ["plan", "planned_owners", "tasks", "whole_parcel"]
 

@@ -67,7 +67,8 @@ class DistributedConfig:
             this rank's part, of the parameter's local shape, on every rank.
         state: passed to all three, for process groups, shapes and whatever else they need. dmuon sets ``"rank"``,
             this process's global rank; ``"assignments"``, what ``assign_fn`` returned; ``"param_names"``, names by
-            index; and ``"current_param_idx"``, the index of the parameter, before every call of ``gather_fn`` and
+            index; ``"dmuon.layouts"``, what generated functions know of the parameters, for them alone; and
+            ``"current_param_idx"``, the index of the parameter, before every call of ``gather_fn`` and
             ``redistribute_fn``. Read the last when called: by the time of ``wait()``, other parameters may have been
             started. Set ``"process_group"`` if fewer ranks than all take part. Several optimizers may have one
             configuration: before every call, these entries are those of the optimizer that calls.

@@ -18,18 +18,15 @@ from dmuon.comm.monitor import CollectiveError
 from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.exchanged.assignment import plan, planned_owners, tasks
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig, owners_from
-from dmuon.exchanged.functions import AssignByLayout, GatherByLayout, RedistributeByLayout
-from dmuon.exchanged.generators import default_config
-from dmuon.exchanged.layouts import Layouts, lay_out
-from dmuon.exchanged.recipe import LayoutRecipe
+from dmuon.exchanged.generators import AssignByLayout, GatherByLayout, RedistributeByLayout, default_config
+from dmuon.exchanged.layouts import LayoutRecipe, Layouts, lay_out
 from dmuon.exchanged.user_functions import UserFunctions
-from dmuon.exchanged.user_round import user_rounds
+from dmuon.exchanged.user_round import UserRound, by_owner
 from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.batches import Batch, SharedBatch
+from dmuon.step.batches import Batch, SharedBatch, Task
 from dmuon.step.residency import Residency
 from dmuon.step.rounds import Round, exchanged_rounds, longest_first
-from dmuon.step.task import Task
 
 __all__ = ["Exchange", "Exchanged", "LayoutExchange", "UserExchange", "exchange_for"]
 
@@ -54,7 +51,7 @@ def exchange_for(
     config = given or default_config(copies, params)
     if config is None or not (params or dist.is_initialized()):
         return None
-    state, old = config.state, None if last is None else last.layouts
+    state, old = config.state, None if last is None else last.known
     state |= {"rank": this_rank(), "param_names": list(names), LAYOUTS: old}
     kind, recipe = _kind(config)
     layouts: Layouts | None = None
@@ -74,7 +71,7 @@ def exchange_for(
     domains: list[tuple[Domain, list[Tensor]]] = []
     if layouts is not None:
         domains = [(domain, layouts.members(domain)) for domain in layouts.domains.values()]
-    elif (domain := _domain_of_users(config, params, device)) is not None:
+    elif (domain := _domain_of_users(config, params, device, last)) is not None:
         domains = [(domain, list(params))]
         stranger = next((i for i, owner in enumerate(owners) if owner not in domain.ranks), None)
         if stranger is not None and fault is None:
@@ -84,7 +81,7 @@ def exchange_for(
             )
     _require_same_owners(domains, params, names if layouts is None else layouts.labels, owners, fault)
     domains = domains if params else []  # no other rank has any either
-    return kind(config, list(params), list(names), owners, layouts, domains)
+    return kind(config, list(params), list(names), owners, layouts, domains, layouts or state[LAYOUTS])
 
 
 def _kind(config: DistributedConfig) -> tuple[type[Exchange], LayoutRecipe | None]:
@@ -114,14 +111,19 @@ def _asked(config: DistributedConfig, params: Sequence[Tensor]) -> tuple[tuple[G
         return (GlobalRank(0),) * len(params), fault
 
 
-def _domain_of_users(config: DistributedConfig, params: Sequence[Tensor], device: torch.device) -> Domain | None:
+def _domain_of_users(
+    config: DistributedConfig, params: Sequence[Tensor], device: torch.device, last: Exchange | None
+) -> Domain | None:
     """The ranks of a user's functions; None if they are others, and this one has no parameters."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group = config.state.get("process_group") or dist.group.WORLD
     if not params and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
         return None
-    return make_domain(ranks_of(group), local_tensor(params[0]).device if params else device)
+    ranks = ranks_of(group)
+    opened = [] if last is None else [domain for domain, _ in last.domains]
+    same = next((domain for domain in opened if domain.ranks == tuple(sorted(ranks))), None)
+    return same or make_domain(ranks, local_tensor(params[0]).device if params else device)
 
 
 def _require_same_owners(
@@ -163,6 +165,7 @@ class Exchange(Residency):
         owners: by number of the parameter.
         layouts: where the parameters lie; None where only a user's functions know.
         domains: ranks that share parameters with this one, and which.
+        known: what generated functions know of the parameters, whose groups the next assignment uses again.
     """
 
     config: DistributedConfig
@@ -171,6 +174,7 @@ class Exchange(Residency):
     owners: tuple[GlobalRank, ...]
     layouts: Layouts | None
     domains: list[tuple[Domain, list[Tensor]]]
+    known: Layouts | None
 
     def __post_init__(self) -> None:
         self._laid = [_lies(p) for p in self.params]
@@ -321,16 +325,9 @@ class UserExchange(Exchange):
         for index, of_group in enumerate(batches):
             for domain, members in domains:
                 ids = {id(p) for p in members}
-                rounds += user_rounds(
-                    index,
-                    [batch for batch in of_group if id(batch.params[0]) in ids],
-                    self._functions,
-                    self.owners,
-                    self.names,
-                    rank=self._rank,
-                    domain=domain,
-                    together=self.config.async_gpu_parallelism,
-                )
+                shared = [batch for batch in of_group if id(batch.params[0]) in ids]
+                for some in by_owner(shared, self.owners, self.config.async_gpu_parallelism):
+                    rounds.append(UserRound(index, some, self._functions, self.owners, self.names, self._rank, domain))
         return rounds
 
     def table(self) -> list[Exchanged]:

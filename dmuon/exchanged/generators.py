@@ -1,31 +1,40 @@
-"""Configurations for the usual ways of laying a model over ranks; each composes gathers and scatters by layout."""
+"""Configurations for the usual ways of laying a model over ranks, and the three functions that they consist of.
+
+Users may call, wrap and replace these functions as their own. They keep nothing. What the parameters' layouts are
+stands in the ``state`` that each of them gets, where ``assign_fn`` puts it, so that one configuration serves several
+optimizers. ``dmuon.Muon`` recognizes a ``gather_fn`` and a ``redistribute_fn`` of one recipe, and exchanges many
+matrices at once by the same layouts, instead of calling them for one parameter after the other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.group_grid import grid_of_groups
-from dmuon.comm.process_groups import ranks_of, this_rank
-from dmuon.exchanged.config import DistributedConfig
-from dmuon.exchanged.functions import AssignByLayout, GatherByLayout, RedistributeByLayout
-from dmuon.exchanged.recipe import CHUNK_BYTES, SMALL_PARAM_NUMEL, LayoutOptions, LayoutRecipe
-from dmuon.layout.rank_grid import RankGrid, ShardDims, grid_of_mesh
+from dmuon.comm.process_groups import grid_of_groups, ranks_of, this_rank
+from dmuon.comm.redistribution import redistribute
+from dmuon.exchanged.assignment import plan, planned_owners, whole_parcel
+from dmuon.exchanged.config import LAYOUTS, DistributedConfig
+from dmuon.exchanged.layouts import CHUNK_BYTES, SMALL_PARAM_NUMEL, LayoutOptions, LayoutRecipe, Layouts, lay_out
+from dmuon.layout.ranks import GlobalRank
+from dmuon.layout.topology import RankGrid, ShardDims, grid_of_mesh
 from dmuon.planning.agreed_plan import Costs
 from dmuon.platform.options import check_integer
+from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import SolveOptions
 
 __all__ = [
-    "create_auto_config",
-    "create_devicemesh_config",
-    "create_dtensor_config",
-    "create_processgroup_config",
-    "default_config",
-]
+    "AssignByLayout", "GatherByLayout", "RedistributeByLayout", "create_auto_config", "create_devicemesh_config",
+    "create_dtensor_config", "create_processgroup_config", "default_config",
+]  # fmt: skip
+
+_SINGLE = "layout_of_update"  # in ``state``, of a tensor that was gathered without an assignment
 
 
 def create_dtensor_config(
@@ -166,17 +175,23 @@ def create_auto_config(
     Raises:
         TypeError, ValueError: groups that are not the lines of one grid, or a stage that the groups do not have.
     """
-    groups = {
-        "fsdp": fsdp_process_group, "tp": tp_process_group, "dp": dp_process_group, "ep": ep_process_group,
-        "cp": cp_process_group, "pp": pp_process_group,
-    }  # fmt: skip
     _check_stage(pp_process_group, pp_stage_id, pp_num_stages)
     shard_dims = {"tp": tp_shard_dim, "fsdp": fsdp_shard_dim, "ep": ep_shard_dim}
-    dims = {role: dim for role, dim in shard_dims.items() if dim is not None}
-    grid = _grid(groups)  # before anything that one rank alone may refuse
-    options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold)
-    config = _config(LayoutRecipe(grid, dims, options=options), async_gpu_parallelism, prefetch_count)
-    config.state["process_groups"] = {role: group for role, group in groups.items() if group is not None}
+    config = create_processgroup_config(
+        fsdp_process_group,
+        tp_process_group,
+        dp_process_group,
+        ep_process_group,
+        cp_process_group,
+        pp_process_group,
+        async_gpu_parallelism,
+        prefetch_count,
+        shard_dims={role: dim for role, dim in shard_dims.items() if dim is not None},
+        costs=costs,
+        solve=solve,
+        chunk_bytes=chunk_bytes,
+        small_param_numel_threshold=small_param_numel_threshold,
+    )
     if pp_stage_id is not None:
         config.state |= {"pp_stage_id": pp_stage_id, "pp_num_stages": pp_num_stages}
     return config
@@ -223,3 +238,96 @@ def _check_stage(group: dist.ProcessGroup | None, stage: int | None, stages: int
         raise ValueError(f"pp_stage_id must be from 0 to pp_num_stages - 1 = {stages - 1}, got {stage}")
     if group is not None and group.size() != stages:
         raise ValueError(f"pp_num_stages is {stages}, but pp_process_group has {group.size()} ranks, one per stage")
+
+
+# -- the functions -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AssignByLayout:
+    """``assign_fn(params, state)``: find where the parameters lie, and plan who owns them.
+
+    Collective over the ranks that share parameters, and over all ranks of the process groups of the configuration.
+
+    Returns:
+        Index to the owner; of a stack of matrices, to that of its first matrix.
+    """
+
+    recipe: LayoutRecipe
+
+    def __call__(self, params: Sequence[Tensor], state: dict[str, Any]) -> dict[int, GlobalRank]:
+        names = list(state.get("param_names", ()))
+        if len(names) != len(params):
+            names = [str(i) for i in range(len(params))]
+        last: Layouts | None = state.get(LAYOUTS)
+        state[LAYOUTS] = plan(lay_out(self.recipe, params, names, last=last), last)
+        return planned_owners(state[LAYOUTS], this_rank())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatherByLayout:
+    """``gather_fn(update, dst_rank, state)``: the whole of a parameter's tensor on ``dst_rank``, None elsewhere.
+
+    Collective over the ranks that hold the parameter. ``update`` is this rank's part, or a DTensor. Without
+    ``state["current_param_idx"]``, or without an assignment, it lies as it says itself.
+
+    Raises:
+        ValueError: ``dst_rank`` does not hold the parameter.
+        RuntimeError: ``update`` is not shaped as this rank's part.
+    """
+
+    recipe: LayoutRecipe
+
+    def __call__(self, update: Tensor, dst_rank: GlobalRank, state: dict[str, Any]) -> Tensor | None:
+        local = local_tensor(update).detach()
+        layouts, index = _under_way(state) or self._single(update, state)
+        expected = local_tensor(layouts.params[index]).shape
+        if local.shape != expected:
+            raise RuntimeError(
+                f"gather_fn got a tensor of shape {tuple(local.shape)} for parameter {index} on rank {this_rank()}, "
+                f"whose part here is {tuple(expected)}"
+            )
+        placed = layouts.placed[index]
+        if placed is None:
+            return local
+        parcel = whole_parcel(placed, dst_rank, "update")
+        return redistribute(parcel.to_owner, local, layouts.domains[placed.ranks], local, "gather of one matrix")
+
+    def _single(self, update: Tensor, state: dict[str, Any]) -> tuple[Layouts, int]:
+        last, _ = state.get(_SINGLE, (None, 0))
+        layouts = lay_out(self.recipe, [update], ["update"], last=last)
+        state[_SINGLE] = layouts, 0
+        return layouts, 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RedistributeByLayout:
+    """``redistribute_fn(update, src_rank, state)``: this rank's part of what ``src_rank`` has whole.
+
+    Collective over the ranks that hold the parameter. ``update`` is the whole tensor on ``src_rank``, None elsewhere.
+
+    Raises:
+        RuntimeError: called before ``gather_fn``, which learns where the tensor lies.
+    """
+
+    recipe: LayoutRecipe
+
+    def __call__(self, update: Tensor | None, src_rank: GlobalRank, state: dict[str, Any]) -> Tensor:
+        layouts, index = _under_way(state) or state.get(_SINGLE, (None, 0))
+        if layouts is None:
+            raise RuntimeError("redistribute_fn was called before gather_fn, which learns where the tensor lies")
+        placed, local = layouts.placed[index], local_tensor(layouts.params[index])
+        if placed is None:
+            assert update is not None
+            return update
+        parcel = whole_parcel(placed, src_rank, "update")
+        domain, what = layouts.domains[placed.ranks], "scatter of one matrix"
+        part = redistribute(parcel.from_owner, update, domain, local, what)
+        return local.new_empty(local.shape) if part is None else part.to(local.dtype)
+
+
+def _under_way(state: Mapping[str, Any]) -> tuple[Layouts, int] | None:
+    """The layouts of all parameters, and which of them a call is about; None without an assignment."""
+    index: int | None = state.get("current_param_idx")
+    layouts: Layouts | None = state.get(LAYOUTS)
+    return None if index is None or layouts is None else (layouts, index)

@@ -1,8 +1,8 @@
-"""Where the parameters of one optimizer lie, and the process groups that connect the ranks that share them."""
+"""Where the parameters of one optimizer lie by a recipe, and the process groups of the ranks that share them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,16 +12,56 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.process_groups import this_rank
-from dmuon.exchanged.recipe import LayoutRecipe
 from dmuon.layout.parameters import ParameterLayout, place, place_dtensor, place_replicated
-from dmuon.layout.rank_grid import RankGrid
 from dmuon.layout.ranks import GlobalRank
+from dmuon.layout.topology import RankGrid, ShardDims
+from dmuon.planning.agreed_plan import Costs, check_options
 from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.platform.options import check_integer
 from dmuon.platform.torch_private import local_tensor
+from dmuon.solver import SolveOptions
 
-__all__ = ["Layouts", "Ranks", "lay_out"]
+__all__ = ["CHUNK_BYTES", "SMALL_PARAM_NUMEL", "LayoutOptions", "LayoutRecipe", "Layouts", "Ranks", "lay_out"]
+
+CHUNK_BYTES = 2**28
+SMALL_PARAM_NUMEL = 65536
 
 Ranks = tuple[GlobalRank, ...]  # ascending
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutOptions:
+    """What all generators have in common; :func:`dmuon.create_dtensor_config` explains each option.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or out of its range.
+    """
+
+    costs: Costs = None
+    solve: SolveOptions | None = None
+    chunk_bytes: int = CHUNK_BYTES
+    small_param_numel_threshold: int = SMALL_PARAM_NUMEL
+
+    def __post_init__(self) -> None:
+        check_options(self.costs, self.solve, None)
+        check_integer("chunk_bytes", self.chunk_bytes, 1)
+        check_integer("small_param_numel_threshold", self.small_param_numel_threshold, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayoutRecipe:
+    """What a generated configuration says; nothing in it changes, and any number of optimizers may go by it.
+
+    Attributes:
+        grid: the ranks of the user's groups or mesh; None where parameters say themselves where they lie.
+        shard_dims: of plain tensors in a grid, the dimension that each role cuts.
+        copies: without a grid, by ``id``, the parameters that several ranks have whole, and those ranks.
+    """
+
+    grid: RankGrid | None = None
+    shard_dims: ShardDims | Callable[[Tensor], ShardDims] | None = None
+    copies: Mapping[int, Sequence[GlobalRank]] = field(default_factory=dict)
+    options: LayoutOptions = field(default_factory=LayoutOptions)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -148,9 +148,8 @@ def _documented_call(name: str, function: Callable[..., object], rank_name: str)
         forms.append((names[0], "state"))  # whatever their order is
     forms += [(rank, state) for state in (None, "state") for rank in (None, rank_name, "rank")]
     for form in forms:
-        positional, by_name = _arguments(form, None, 0, {})
         try:
-            signature.bind(*positional, **by_name)
+            _call(signature.bind, form, None, 0, {})
         except TypeError:
             continue
         return partial(_call, function, form)
@@ -164,17 +163,10 @@ def _call(
     rank: int,
     state: dict[str, Any],
 ) -> object:
-    positional, by_name = _arguments(form, update, rank, state)
-    return function(*positional, **by_name)
-
-
-def _arguments(
-    form: tuple[str | None, str | None], update: Tensor | None, rank: int, state: dict[str, Any]
-) -> tuple[list[object], dict[str, object]]:
-    """Arguments of a call that names the rank and the state as ``form`` does; None is by position."""
+    """Call ``function`` with the rank and the state named as ``form`` says; None is by position."""
     arguments: tuple[tuple[str | None, object], ...] = ((form[0], rank), (form[1], state))
-    positional: list[object] = [update, *(value for name, value in arguments if name is None)]
-    return positional, {name: value for name, value in arguments if name is not None}
+    positional = [value for name, value in arguments if name is None]
+    return function(update, *positional, **{name: value for name, value in arguments if name is not None})
 
 
 def check_gathered(

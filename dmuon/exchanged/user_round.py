@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,50 +15,42 @@ from dmuon.comm.domain import Domain
 from dmuon.exchanged.user_functions import Result, UserFunctions, check_gathered, check_part
 from dmuon.kernels import update_scale
 from dmuon.layout.ranks import GlobalRank
-from dmuon.platform.timing import PhaseTimer
+from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.parts import like_param
 from dmuon.step.update import Done, apply, folded, orthogonalize_whole
 
-__all__ = ["UserRound", "user_rounds"]
+__all__ = ["UserRound", "by_owner"]
 
 
+@dataclass(eq=False)
 class UserRound:
     """At most one parameter of each owner: all are gathered, each owner orthogonalizes, all are redistributed.
 
     A batch is one parameter, and its position the number of that.
 
     Where the ranks check what the functions gave for a parameter for the first time, a fault of one ends all of them.
+
+    Attributes:
+        owners, names: of all parameters, by number.
+        rank: this one.
+        domain: the ranks that take part; None for a single process.
     """
 
     exchanged = True
     queue = 0  # one for all domains: the functions of every rank are called for all parameters in one order
 
-    def __init__(
-        self,
-        index: int,
-        batches: Sequence[Batch],
-        functions: UserFunctions,
-        owners: Sequence[GlobalRank],
-        names: Sequence[str],
-        rank: GlobalRank,
-        domain: Domain | None,
-    ) -> None:
-        """``owners`` and ``names`` are those of all parameters, by number.
+    index: int
+    batches: Sequence[Batch]
+    functions: UserFunctions
+    owners: Sequence[GlobalRank]
+    names: Sequence[str]
+    rank: GlobalRank
+    domain: Domain | None
 
-        Args:
-            rank: this one.
-            domain: the ranks that take part; None for a single process.
-        """
-        self.index = index
-        self.batches = list(batches)
-        self._functions = functions
-        self._owners = owners
-        self._names = names
-        self._rank = rank
-        self._domain = domain
-        self._unproven = {batch.position for batch in batches}
+    def __post_init__(self) -> None:
+        self._unproven = {batch.position for batch in self.batches}
         self._gathered: dict[int, Result] = {}  # by number of the parameter
         self._parts: dict[int, Result] = {}
 
@@ -72,7 +64,7 @@ class UserRound:
                 update = folded(group, batch, [True])
                 update = like_param(param, update if batch.is_stack else update[0])
             with timer.phase("exchange"), self._named("gather_fn", number):
-                self._gathered[number] = self._functions.gather(number, update, self._owners[number])
+                self._gathered[number] = self.functions.gather(number, update, self.owners[number])
 
     def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
         done = []
@@ -91,7 +83,7 @@ class UserRound:
             for number in list(updates):
                 update = updates.pop(number)
                 with self._named("redistribute_fn", number):
-                    self._parts[number] = self._functions.redistribute(number, update, self._owners[number])
+                    self._parts[number] = self.functions.redistribute(number, update, self.owners[number])
         return done
 
     def _wholes(self, timer: PhaseTimer) -> dict[int, Tensor | None]:
@@ -108,9 +100,9 @@ class UserRound:
                 try:
                     wholes[number] = check_gathered(
                         whole,
-                        name=self._names[number],
-                        owner=self._owners[number],
-                        rank=self._rank,
+                        name=self.names[number],
+                        owner=self.owners[number],
+                        rank=self.rank,
                         local_shape=tuple(local_tensor(param).shape),
                         global_shape=tuple(param.shape) if isinstance(param, DTensor) else None,
                     )
@@ -131,7 +123,7 @@ class UserRound:
                     part = self._parts[number].wait()
                 shape = tuple(local_tensor(batch.params[0]).shape)
                 try:
-                    parts[number] = check_part(part, name=self._names[number], rank=self._rank, local_shape=shape)
+                    parts[number] = check_part(part, name=self.names[number], rank=self.rank, local_shape=shape)
                 except RuntimeError as error:
                     fault = fault or error
         self._raise(fault, self._parts)
@@ -145,15 +137,15 @@ class UserRound:
 
     def _named(self, function: str, number: int) -> AbstractContextManager[None]:
         """Communication that fails inside says where, as dmuon's own does."""
-        if self._domain is None:
+        if self.domain is None:
             return nullcontext()
-        return self._domain.monitor.watch(f"{function} of parameter {self._names[number]!r}")
+        return self.domain.monitor.watch(f"{function} of parameter {self.names[number]!r}")
 
     def _raise(self, fault: RuntimeError | None, numbers: Collection[int]) -> None:
         """Raise a fault of this rank, and of any other one if some of ``numbers`` come for the first time."""
-        if self._domain is not None and not self._unproven.isdisjoint(numbers):
+        if self.domain is not None and not self._unproven.isdisjoint(numbers):
             try:
-                agree(self._domain.group, fault)
+                agree(self.domain.group, fault)
             except ValueError as of_others:
                 raise RuntimeError(str(of_others)) from None
         if fault is not None:
@@ -170,18 +162,8 @@ def _orthogonalized(group: Mapping[str, Any], batch: Batch, whole: Tensor, timer
     return update if whole.ndim == 3 else update[0], replace(ready.done, matrices=labels)
 
 
-def user_rounds(
-    index: int,
-    batches: Sequence[Batch],
-    functions: UserFunctions,
-    owners: Sequence[GlobalRank],
-    names: Sequence[str],
-    *,
-    rank: GlobalRank,
-    domain: Domain | None,
-    together: bool,
-) -> list[UserRound]:
-    """Rounds of what ``functions`` exchange, of at most one parameter per owner; one parameter each unless together."""
+def by_owner(batches: Sequence[Batch], owners: Sequence[GlobalRank], together: bool) -> list[list[Batch]]:
+    """The batches of each round: at most one parameter per owner; one parameter each unless together."""
     rounds: list[list[Batch]] = []
     taken: dict[int, int] = {}
     for batch in batches:
@@ -191,4 +173,4 @@ def user_rounds(
         if number == len(rounds):
             rounds.append([])
         rounds[number].append(batch)
-    return [UserRound(index, some, functions, owners, names, rank, domain) for some in rounds]
+    return rounds

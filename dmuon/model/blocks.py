@@ -1,4 +1,4 @@
-"""The blocks of a model: the repeated layers that communicate as units."""
+"""The blocks of a model, which are the repeated layers that communicate as units, and names without wrappers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch.nn as nn
 
-from dmuon.model.names import WRAPPER_PREFIXES, canonical_fqn
+__all__ = ["BlockPredicate", "blocks_by_module", "canonical_fqn", "find_blocks"]
 
-__all__ = ["BlockPredicate", "blocks_by_module", "find_blocks"]
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 BlockPredicate = Callable[[str, nn.Module], bool]
+
+
+def canonical_fqn(name: str) -> str:
+    """``name`` without the components that wrappers (compile, activation checkpointing) insert."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def find_blocks(
@@ -50,7 +55,7 @@ def _is_callable(module: nn.Module) -> bool:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    for prefix in WRAPPER_PREFIXES:
+    for prefix in _WRAPPERS:
         inner = module._modules.get(prefix)
         if inner is not None:
             return _unwrapped(inner)

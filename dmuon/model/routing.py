@@ -10,8 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from dmuon.model.blocks import BlockPredicate, blocks_by_module, find_blocks
-from dmuon.model.names import canonical_fqn
+from dmuon.model.blocks import BlockPredicate, blocks_by_module, canonical_fqn, find_blocks
 
 __all__ = ["Route", "Select", "route_parameters"]
 

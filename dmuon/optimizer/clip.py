@@ -201,23 +201,16 @@ def _absent(order: float) -> float:
 
 def _terms(locals_: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
     """What each of ``n`` tensors of one device and dtype adds, ``(n,)``."""
-    device = locals_[0].device
     dtype = torch.promote_types(locals_[0].dtype, torch.float32)
-    nonempty = [local for local in locals_ if local.numel()]
-    if not nonempty:
-        return torch.full((len(locals_),), _absent(order), dtype=torch.float64, device=device)
+    # In place of no elements, one that adds nothing: its power, or its share of a largest or smallest magnitude.
+    nothing = math.inf if order < 0 else 0.0
+    filled = [local if local.numel() else local.new_full((1,), nothing) for local in locals_]
     if foreach is False:
-        norms = [torch.linalg.vector_norm(local, order, dtype=dtype) for local in nonempty]
+        norms = [torch.linalg.vector_norm(local, order, dtype=dtype) for local in filled]
     else:
-        norms = list(torch._foreach_norm(nonempty, order, dtype=dtype))
+        norms = list(torch._foreach_norm(filled, order, dtype=dtype))
     terms = torch.stack(norms).double()
-    if order != 0 and math.isfinite(order):
-        terms = terms.pow(order)
-    if len(nonempty) == len(locals_):
-        return terms
-    absent = torch.full((), _absent(order), dtype=torch.float64, device=device)
-    present = iter(terms.unbind())
-    return torch.stack([next(present) if local.numel() else absent for local in locals_])
+    return terms.pow(order) if order != 0 and math.isfinite(order) else terms
 
 
 def _join(terms: Tensor, order: float) -> Tensor:

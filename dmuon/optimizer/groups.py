@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from dmuon.dedicated.dedication import dedication_of, dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.kernels import coefficient_sequence, update_scale
-from dmuon.model.names import canonical_fqn
+from dmuon.model.blocks import canonical_fqn
 from dmuon.model.routing import Select, route_parameters
 from dmuon.platform.options import check_flag, is_number
 from dmuon.platform.torch_private import flattened_by_fsdp1, replicate_group, unwrapped_for_ddp

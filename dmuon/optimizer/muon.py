@@ -19,14 +19,13 @@ from dmuon.model.routing import Select
 from dmuon.optimizer.groups import check_group, groups_from, names_in, names_of, replicated_by_ddp
 from dmuon.optimizer.momentum import Momentum
 from dmuon.platform.options import check_flag
-from dmuon.platform.timing import PhaseTimer
+from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import adamw_step, adopt_adamw_state, init_adamw_state
 from dmuon.step.batches import Batch, make_batches
 from dmuon.step.overlap import EarlyUpdates
-from dmuon.step.pipeline import drive
 from dmuon.step.residency import Alone, Residency
-from dmuon.step.rounds import AloneRound, Round
+from dmuon.step.rounds import AloneRound, Round, drive
 from dmuon.step.update import Done
 
 __all__ = ["Muon", "StepStats"]

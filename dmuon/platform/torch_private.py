@@ -21,26 +21,11 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "TorchDispatchMode",
-    "all_gather_single",
-    "backend_of",
-    "current_backward",
-    "default_group_is_bound",
-    "default_store",
-    "even_shape",
-    "flattened_by_fsdp1",
-    "group_names",
-    "local_tensor",
-    "managed_by_ddp",
-    "new_named_group",
-    "on_backward_end",
-    "outside_compile",
-    "owned_spec",
-    "reduce_scatter_single",
-    "replicate_group",
-    "require_supported_torch",
-    "unwrapped_for_ddp",
-]
+    "TorchDispatchMode", "all_gather_single", "backend_of", "current_backward", "default_group_is_bound",
+    "default_store", "even_shape", "flattened_by_fsdp1", "group_names", "local_tensor", "managed_by_ddp",
+    "new_named_group", "on_backward_end", "outside_compile", "owned_spec", "reduce_scatter_single", "replicate_group",
+    "require_supported_torch", "unwrapped_for_ddp",
+]  # fmt: skip
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

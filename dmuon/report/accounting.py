@@ -15,8 +15,7 @@ from dmuon.kernels import carrier_dtype, storage_dtype
 from dmuon.layout.parcels import travels
 from dmuon.optimizer.muon import Muon
 from dmuon.step.batches import make_batches
-from dmuon.step.pipeline import prefetch_windows
-from dmuon.step.rounds import ExchangedRound
+from dmuon.step.rounds import ExchangedRound, prefetch_windows
 from dmuon.step.update import wire_dtype
 
 __all__ = ["ExchangeBudget", "Memory", "Traffic", "expected_exchange", "expected_memory", "expected_traffic"]
@@ -99,7 +98,7 @@ def expected_memory(runtime: Runtime) -> Memory:
             outgoing += sizes_here[comm.at.r]
             standins += sum(sizes_here) - sizes_here[comm.at.r]
     masters = sum(
-        e.local_shape.numel() * e.master.element_size() for e in runtime.entries() if e.owner == comm.position
+        e.local_shape.numel() * e.master.element_size() for e in runtime.matrices() if e.owner == comm.position
     )
     return Memory(masters, standins, outgoing, kept, 0 if kept else sum(ahead), max(sizes, default=0))
 
@@ -260,7 +259,7 @@ class _RoundBytes:
 
 
 def _itemsize(buffer: OwnedBuffer) -> int:
-    return buffer.entries[0].full.element_size()
+    return buffer.matrices[0].full.element_size()
 
 
 def _buffer_nbytes(buffer: OwnedBuffer) -> int:

@@ -81,7 +81,7 @@ def _on_adamw(dedication: Dedication) -> list[str]:
 
 def _runtime(runtime: Runtime) -> list[str]:
     """Dtypes, memory and traffic of the owned weights."""
-    entries = list(runtime.entries())
+    entries = list(runtime.matrices())
     return [
         f"owned weights: {len({b.name for b in runtime.buffers})} blocks, "
         f"forward in {_unique(e.full.dtype for e in entries)}, "

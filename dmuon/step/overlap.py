@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.platform.streams import Stream
-from dmuon.platform.timing import PhaseTimer
+from dmuon.platform.streams import PhaseTimer, Stream
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.rounds import AloneRound

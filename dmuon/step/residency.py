@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.batches import Batch
+from dmuon.step.batches import Batch, Task, unplanned_batch_size
 from dmuon.step.parts import like_param, part_like
 from dmuon.step.rounds import AloneRound, Round
-from dmuon.step.task import Task, unplanned_batch_size
 
 __all__ = ["MOMENTUM", "Alone", "Residency"]
 

@@ -1,20 +1,24 @@
-"""Rounds of a step: batches that are gathered, orthogonalized and scattered together."""
+"""Rounds of a step: batches that travel together, and how the next ones travel while one is orthogonalized."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dmuon.comm.redistribution import Redistribution, start_redistribution
-from dmuon.platform.timing import PhaseTimer
+from dmuon.comm.redistribution import Redistribution
+from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, SharedBatch
 from dmuon.step.update import Done, Orthogonalized, apply, folded, kept, orthogonalize, orthogonalize_whole, wire_dtype
 
-__all__ = ["AloneRound", "ExchangedRound", "Round", "exchanged_rounds", "in_model_order", "longest_first"]
+__all__ = [
+    "AloneRound", "ExchangedRound", "Round", "drive", "exchanged_rounds", "in_model_order", "longest_first",
+    "prefetch_windows",
+]  # fmt: skip
 
 
 class Round(Protocol):
@@ -48,15 +52,11 @@ class Round(Protocol):
         """Update this rank's parts of the weights."""
 
 
-def _never(group: Mapping[str, Any], batch: Batch) -> Orthogonalized | None:
-    return None
-
-
 class AloneRound:
     """One batch that this rank has whole.
 
     Attributes:
-        early: gives the update of the batch if it was computed during backward and is still right.
+        early: gives the update of the batch if it was computed during backward and is still right; None without.
     """
 
     exchanged = False
@@ -65,7 +65,7 @@ class AloneRound:
     def __init__(self, index: int, batch: Batch) -> None:
         self.index = index
         self.batches = [batch]
-        self.early: Callable[[Mapping[str, Any], Batch], Orthogonalized | None] = _never
+        self.early: Callable[[Mapping[str, Any], Batch], Orthogonalized | None] | None = None
         self._ready: list[tuple[int, int, Orthogonalized]] = []
 
     def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
@@ -73,7 +73,7 @@ class AloneRound:
 
     def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
         batch = self.batches[0]
-        early = self.early(group, batch)
+        early = None if self.early is None else self.early(group, batch)
         if early is not None:
             self._ready = [(0, len(batch.params), early)]
         else:
@@ -121,11 +121,11 @@ class ExchangedRound:
             parts = {
                 i: folded(group, batch, present_params)
                 for i, (batch, present_params) in enumerate(zip(self.batches, self._present, strict=True))
-                if self._has_part(batch)
+                if self.domain.position in batch.parcel.pieces
             }
         with timer.phase("exchange"):
             routes = [parcel.to_owner for parcel in self.parcels]
-            self._gathering = start_redistribution(routes, parts, self.domain, self._like(), f"gather of {self._what}")
+            self._gathering = Redistribution(routes, parts, self.domain, self._like(), f"gather of {self._what}")
 
     def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
         if self._gathering is None:
@@ -143,7 +143,7 @@ class ExchangedRound:
         like = like.to(wire_dtype(group, like.dtype, like.device))
         with timer.phase("exchange"):
             routes = [parcel.from_owner for parcel in self.parcels]
-            self._scattering = start_redistribution(routes, whole, self.domain, like, f"scatter of {self._what}")
+            self._scattering = Redistribution(routes, whole, self.domain, like, f"scatter of {self._what}")
         return done
 
     def finish(self, group: Mapping[str, Any], timer: PhaseTimer) -> None:
@@ -161,9 +161,6 @@ class ExchangedRound:
         """What all ranks of the domain must agree on before data travels."""
         parcels = [(parcel.count, parcel.layout.shape, parcel.owner) for parcel in self.parcels]
         return f"{self._what} as (count, shape, owner) {parcels}"
-
-    def _has_part(self, batch: SharedBatch) -> bool:
-        return self.domain.position in batch.parcel.pieces
 
     def _like(self) -> Tensor:
         momentum = self.batches[0].momentum
@@ -241,3 +238,83 @@ def _packed(batches: Sequence[SharedBatch], small_numel: int, nbytes: int) -> li
             packs.append([batch])
             room = nbytes - size if batch.shape[0] * batch.shape[1] <= small_numel else 0
     return packs
+
+
+def drive(
+    rounds: Sequence[Round],
+    group_at: Callable[[int], Mapping[str, Any]],
+    present: Collection[int],
+    prefetch: int,
+    timer: PhaseTimer,
+    meanwhile: Callable[[], None],
+) -> Iterator[tuple[Round, list[Done]]]:
+    """Run all rounds; yields each with what it did here, when its weights are up to date.
+
+    The gathers of up to ``prefetch`` rounds that come later are on their way while one computes, and the scatter of the
+    one before; with none of them, every collective ends before the next thing begins. Collectives start in one order on
+    all ranks that share them, whatever other rounds these ranks have.
+
+    Args:
+        prefetch: counts for the rounds of each domain on its own.
+        meanwhile: what else is to do, while the last scatter is on its way.
+    """
+    exchanged = [r for r in rounds if r.exchanged]
+    windows = prefetch_windows([r.queue for r in exchanged], prefetch)
+    started: set[int] = set()
+    turn = 0  # of the next round to exchange
+    leaving: deque[tuple[Round, list[Done]]] = deque()
+
+    def start(turns: Iterable[int]) -> None:
+        for coming in turns:
+            if coming not in started:
+                started.add(coming)
+                exchanged[coming].start(group_at(exchanged[coming].index), present, timer)
+
+    def finished() -> tuple[Round, list[Done]]:
+        round_, done = leaving.popleft()
+        round_.finish(group_at(round_.index), timer)
+        return round_, done
+
+    for round_ in rounds:
+        if round_.exchanged:
+            start(windows[turn])
+            turn += 1
+            leaving.append((round_, round_.compute(group_at(round_.index), timer)))
+            while len(leaving) > (1 if prefetch else 0):
+                yield finished()
+        else:
+            start(range(turn, min(turn + prefetch, len(exchanged))))
+            round_.start(group_at(round_.index), present, timer)
+            done = round_.compute(group_at(round_.index), timer)
+            round_.finish(group_at(round_.index), timer)
+            yield round_, done
+    meanwhile()
+    while leaving:
+        yield finished()
+
+
+def prefetch_windows(domains: Sequence[int], prefetch: int) -> list[list[int]]:
+    """For each round, the rounds that have started when it computes, itself included.
+
+    These are the next ``prefetch`` rounds of whatever domain, and the next ``prefetch`` rounds of its own domain. The
+    latter give the collectives of a domain one order on all its ranks, whatever other rounds each of them has. Say that
+    ranks 0 and 1 share the domain ``a``, rank 1 has a round of another domain in between, and ``prefetch`` is 1::
+
+        rank 0 with rounds a0 a1:      at a0  gather a0, gather a1,             compute, scatter a0
+        rank 1 with rounds a0 b0 a1:   at a0  gather a0, gather b0, gather a1,  compute, scatter a0
+
+    By the next round of whatever domain alone, rank 1 would start the gather of a1 at b0 only, after the scatter of a0,
+    which follows it on rank 0: each rank would wait for a collective that the other one has not come to.
+
+    Args:
+        domains: of each round.
+    """
+    turns: dict[int, list[int]] = {}  # by domain
+    for turn, domain in enumerate(domains):
+        turns.setdefault(domain, []).append(turn)
+    windows: list[list[int]] = [[] for _ in domains]
+    for of_domain in turns.values():
+        for number, turn in enumerate(of_domain):
+            following = range(turn, min(turn + prefetch + 1, len(domains)))
+            windows[turn] = sorted({*following, *of_domain[number : number + prefetch + 1]})
+    return windows

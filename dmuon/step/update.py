@@ -26,7 +26,7 @@ from dmuon.kernels import (
     update_scale,
     variant_fault,
 )
-from dmuon.platform.timing import PhaseTimer
+from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch
 
 __all__ = ["Done", "Orthogonalized", "apply", "folded", "kept", "orthogonalize", "orthogonalize_whole", "wire_dtype"]

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from harness.on_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from dmuon.comm.group_grid import grid_of_groups
-from dmuon.layout.rank_grid import RankGrid, grid_of_mesh
+from dmuon.comm.process_groups import grid_of_groups
+from dmuon.layout.topology import RankGrid, grid_of_mesh
 
 GRIDS = [
     ({"fsdp": 2, "tp": 2}, ("tp", "fsdp"), [(0, 2, 1, 3)] * 4),

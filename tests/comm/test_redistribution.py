@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dmuon import create_dtensor_config
 from dmuon.comm.domain import Domain, make_domain
-from dmuon.comm.redistribution import start_redistribution
+from dmuon.comm.redistribution import Redistribution
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.parcels import Parcel
 from dmuon.layout.shards import Piece, ShardLayout, layout_of
@@ -163,12 +163,12 @@ def test_batches_of_parts_travel_to_their_owners_and_back(rank: int, world: int,
         pieces = [parcel.layout.pieces[rank] for parcel in parcels]
         like = torch.empty(0, dtype=dtype)
         sent = {i: part_of_each(wholes[i], piece) for i, piece in enumerate(pieces) if piece.numel}
-        collected = start_redistribution([p.to_owner for p in parcels], sent, domain, like, "a test").wait()
+        collected = Redistribution([p.to_owner for p in parcels], sent, domain, like, "a test").wait()
         assert sorted(collected) == [i for i, parcel in enumerate(parcels) if parcel.owner == rank]
         for i, whole in collected.items():
             assert torch.equal(whole, wholes[i]), f"case {case}: {parcels[i]}"
         twice = {i: 2 * whole for i, whole in collected.items()}
-        back = start_redistribution([p.from_owner for p in parcels], twice, domain, like, "a test").wait()
+        back = Redistribution([p.from_owner for p in parcels], twice, domain, like, "a test").wait()
         assert back.keys() == sent.keys(), f"case {case}: {parcels}"
         for i, arrived in back.items():
             assert torch.equal(arrived, 2 * sent[i]), f"case {case}: {parcels[i]}"
@@ -184,7 +184,7 @@ def test_several_gathers_may_be_under_way(rank: int, world: int) -> None:
     parcels = [Parcel(2, layout, tuple(range(world)), i % world) for i in range(4)]
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         gatherings = [
-            start_redistribution(
+            Redistribution(
                 [parcel.to_owner], {0: part_of_each(whole, layout.pieces[rank])}, domain, whole.new_empty(0), f"{i}"
             )
             for i, (whole, parcel) in enumerate(zip(wholes, parcels, strict=True))
@@ -202,7 +202,7 @@ def test_copies_are_not_gathered(rank: int, world: int) -> None:
     layout = layout_of((4, 3), (world,), [Replicate()])
     parcel = Parcel(1, layout, tuple(range(world)), 1)
     whole = numbered((1, 4, 3))
-    gathering = start_redistribution([parcel.to_owner], {0: whole}, domain, whole.new_empty(0), "copies")
+    gathering = Redistribution([parcel.to_owner], {0: whole}, domain, whole.new_empty(0), "copies")
     assert not domain.monitor._lanes, "a collective was started"
     found = gathering.wait()
     assert found.keys() == ({0} if rank == 1 else set())

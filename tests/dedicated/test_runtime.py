@@ -126,7 +126,7 @@ def run_placement(rank: int, world: int, keep: bool) -> dict[str, Any]:
         check(kept)
         out.backward()
         check(kept)
-        for entry in runtime.entries():
+        for entry in runtime.matrices():
             assert entry.full.grad is None
             grad = entry.rest.grad
             assert grad._local_tensor.shape == (entry.shape if entry.owner == rank else (0, entry.shape[1]))

@@ -86,7 +86,7 @@ def train(rank: int, case: Case) -> Trajectory:
         assert resident or all(buffer.state.name == "FREED" for buffer in runtime.buffers)
         optimizer.step()
         orthogonalized += optimizer.last_step.ns_matrices
-    masters = {entry.master.dtype for entry in runtime.entries()}
+    masters = {entry.master.dtype for entry in runtime.matrices()}
     if case.kind:
         for buffer in runtime.buffers:
             buffer.free()  # also what the last step published: nobody may still use it

@@ -254,7 +254,7 @@ class TwoDtypes(Block):
 def run_two_dtypes(_rank: int, _world: int, name: str, comm: Options) -> dict[str, Tensor]:
     laid, optimizer = laid_out(name, build(block=TwoDtypes), comm)
     train(laid, optimizer)
-    dtypes = {e.fqn: (e.full.dtype, e.master.dtype) for e in runtime_of(laid.model).entries()}
+    dtypes = {e.fqn: (e.full.dtype, e.master.dtype) for e in runtime_of(laid.model).matrices()}
     for fqn, found in dtypes.items():
         wanted = torch.float64 if fqn.endswith("mix.weight") else torch.float32
         assert found == (wanted, wanted), fqn

@@ -276,7 +276,7 @@ def test_a_rank_that_takes_no_step_is_found_silent(rank: int, world: int) -> Non
     make = dmuon.comm.domain.make_domain
 
     def impatient(ranks: Any, device: torch.device) -> Any:
-        return make(ranks, device, dmuon.CommOptions(timeout=timedelta(seconds=3)))
+        return make(ranks, device, timedelta(seconds=3))
 
     dmuon.exchanged.layouts.make_domain = impatient  # type: ignore[attr-defined]
     try:

@@ -34,7 +34,7 @@ from dmuon import (
 )
 from dmuon.check.model import loss_of, shard
 from dmuon.check.topologies import full_state
-from dmuon.platform.torch_private import default_store
+from dmuon.platform.torch_private import default_store, group_names
 
 # As the documents call Muon; "classic" coefficients are those of torch.optim.Muon.
 CALL: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": "classic"}
@@ -372,6 +372,28 @@ def test_the_ranks_of_a_grid_are_connected_once(rank: int, world: int) -> None:
     assert [tuple(sorted(ranks)) for ranks, *_ in made] == [(0, 1, 2, 3), (first, first + 1)]
     assert optimizer._exchange is not None
     assert [domain.ranks for domain, _ in optimizer._exchange.domains] == [(first, first + 1)]
+
+
+@on_ranks(2)
+def test_wrapped_functions_use_their_process_groups_again(rank: int, world: int) -> None:
+    """Functions of the user's around generated ones: another parameter opens no further process groups."""
+    mesh = init_device_mesh("cpu", (world,))
+    generated = of_dtensors(mesh)
+    config = DistributedConfig(
+        lambda params, state: generated.assign_fn(params, state),
+        lambda update, dst_rank, state: generated.gather_fn(update, dst_rank, state),
+        lambda update, src_rank, state: generated.redistribute_fn(update, src_rank, state),
+        {},
+    )
+    params = [nn.Parameter(distribute_tensor(torch.ones(4, 3 + i), mesh, [Shard(0)])) for i in range(2)]
+    optimizer = dmuon.Muon(params[:1], distributed_config=config)
+    opened = group_names()
+    optimizer.add_param_group({"params": params[1:], "use_muon": True})
+    assert group_names() == opened
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert group_names() == opened
 
 
 @on_ranks(2)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 from dmuon.comm.transport import Line, gather, reduce, scratch
-from dmuon.dedicated.even_dtensor import even_parts
 from dmuon.layout.buffer import BufferLayout, Transport, choose_transport, make_layout, part_offsets
+from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Topology, topology_of
 
 TRANSPORTS: list[Transport] = ["auto", "broadcast", "single", "list"]
@@ -206,7 +206,7 @@ def test_tensor_parallel_groups_extend_a_topology(order: list[str], extents: tup
 
 @given(st.integers(0, 100), st.integers(1, 9))
 def test_even_parts_are_those_of_chunk_and_of_shard(length: int, size: int) -> None:
-    parts = even_parts(length, size)
+    parts = [piece.shape[0] for piece in layout_of((length,), [size], [Shard(0)]).pieces]
     assert len(parts) == size and sum(parts) == length
     chunks = [len(chunk) for chunk in torch.arange(length).chunk(size)] if length else []
     assert [p for p in parts if p] == chunks

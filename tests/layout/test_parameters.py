@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dmuon.layout.parameters import ParameterLayout, place, place_dtensor, place_replicated
-from dmuon.layout.rank_grid import ROLES, RankGrid
+from dmuon.layout.topology import ROLES, RankGrid
 
 SHAPES = [(1, 1), (1, 7), (5, 3), (6, 1), (8, 4)]
 

@@ -7,8 +7,7 @@ import torch
 from harness.pieces import mesh_on
 
 from dmuon.layout.parameters import place
-from dmuon.layout.rank_grid import RankGrid, grid_of_mesh, mesh_dim
-from dmuon.layout.topology import topology_of
+from dmuon.layout.topology import RankGrid, grid_of_mesh, mesh_dim, topology_of
 
 NAMES = {
     "tp": ("tp", "tensor", "tensor_parallel"),

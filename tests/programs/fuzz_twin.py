@@ -341,7 +341,7 @@ def _gradient(param: nn.Parameter) -> Tensor | None:
     if isinstance(param, OwnedTensor):
         runtime = runtime_of(param)
         assert runtime is not None
-        entry = runtime.entry_of(param)
+        entry = runtime.matrix_of(param)
         if entry.owner != runtime.comm.position:
             return None
         return _local(grad) if entry.tensor is None else entry.tensor.wrap(_local(grad), entry.shape).full_tensor()
@@ -388,7 +388,7 @@ def check_rest(run: Run, filled: int | None = None) -> None:
         runtime = dedication.runtime
         for block in runtime.blocks:
             assert block.phase is Phase.REST, f"{block.name} is {block.phase.name}"
-        for entry in runtime.entries():
+        for entry in runtime.matrices():
             held = {id(module._parameters[name]) for module, name in entry.sites}
             assert held == {id(entry.rest)}, f"{entry.fqn}: a module does not hold its resting form"
             left = entry.full.grad is not None or entry.partial is not None or entry.unreduced

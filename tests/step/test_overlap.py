@@ -169,7 +169,7 @@ def late_owner(rank: int, _world: int) -> dict[str, float]:
     laid = lay("1d-two-lines", build(), plan=plan, costs=None)
     late = {
         id(e.rest)
-        for e in dedications(laid.model)[0].runtime.entries()
+        for e in dedications(laid.model)[0].runtime.matrices()
         if e.fqn.startswith("blocks.2") and e.owner == 1
     }
     optimizer = dmuon.Muon(laid.model, **OPTIONS)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmuon.platform.timing import PhaseTimer
-from dmuon.step.pipeline import drive, prefetch_windows
+from dmuon.platform.streams import PhaseTimer
+from dmuon.step.rounds import drive, prefetch_windows
 
 Event = tuple[str, str]  # what happens, and to which round
 

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.on_ranks import on_ranks
 from harness.oracle import Reference
 from harness.pool import RankPool
+from harness.topologies import LAYOUTS as TOPOLOGIES
 from harness.topologies import Laid, lay
 from harness.toy import batch, build
 from hypothesis import HealthCheck, given, settings
@@ -46,22 +48,7 @@ HIDDEN = 28  # tensor parallelism splits it evenly
 Gradients = dict[str, Tensor]
 
 
-# Layouts: each gives the parameters of one model, by name, with the gradient of one global batch as it lays them out.
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A way to lay a model out.
-
-    Attributes:
-        world: ranks.
-        parameters: of a rank, given its number and the world; collective.
-        torch_is_exact: torch's own clipping must be right for orders between 0 and infinity, else it may also raise.
-    """
-
-    world: int
-    parameters: Callable[[int, int], dict[str, Tensor]]
-    torch_is_exact: bool = False
+# Layouts of one model: each gives its parameters, by name, with the gradient of one global batch as it lays them out.
 
 
 def toy() -> Network:
@@ -146,22 +133,17 @@ def on_owners_by_hand(shape: tuple[int, ...], last: Placement, rank: int, world:
     return by_hand(lay_out)
 
 
-LAYOUTS = {
-    "dedicated, fully_shard": Layout(3, partial(on_topology, "1d-3"), torch_is_exact=True),
-    "dedicated, two lines": Layout(4, partial(on_topology, "1d-4-two-lines")),
-    "dedicated, root replicated": Layout(2, partial(on_topology, MIXED)),
-    "dedicated, HSDP": Layout(4, partial(on_topology, "hsdp"), torch_is_exact=True),
-    "dedicated, HSDP, two lines": Layout(4, partial(on_topology, "hsdp-two-lines")),
-    "dedicated, DDP": Layout(2, partial(on_topology, "ddp-2")),
-    "dedicated, TP": Layout(2, partial(on_topology, "tp")),
-    "dedicated, FSDP2 x TP": Layout(4, partial(on_topology, "tp-fsdp")),
-    "dedicated, DDP x TP": Layout(4, partial(on_topology, "tp-ddp")),
-    "HSDP": Layout(4, partial(on_topology, "fsdp2-hsdp")),
-    "FSDP2 x TP": Layout(4, partial(on_topology, "fsdp2-tp")),
-    "any placement": Layout(4, on_any_placement),
-    "owned, 2-D": Layout(4, partial(on_owners_by_hand, (2, 2), Shard(0)), torch_is_exact=True),
-    "owned x TP replicated": Layout(4, partial(on_owners_by_hand, (2, 1, 2), Replicate())),
+STOCK = ["fsdp2-hsdp", "fsdp2-tp"]
+DEDICATED = ["1d-3", "1d-4-two-lines", "hsdp", "hsdp-two-lines", "ddp-2", "tp", "tp-fsdp", "tp-ddp"]
+# The number of ranks; and what gives the parameters of a rank, from its number and the world: collective.
+LAYOUTS: dict[str, tuple[int, Callable[[int, int], dict[str, Tensor]]]] = {
+    **{name: (TOPOLOGIES[name].world, partial(on_topology, name)) for name in (*DEDICATED, *STOCK)},
+    MIXED: (2, partial(on_topology, MIXED)),
+    "any placement": (4, on_any_placement),
+    "owned, 2-D": (4, partial(on_owners_by_hand, (2, 2), Shard(0))),
+    "owned x TP replicated": (4, partial(on_owners_by_hand, (2, 1, 2), Replicate())),
 }
+TORCH_IS_EXACT = {"1d-3", "hsdp", "owned, 2-D"}  # for orders between 0 and infinity; elsewhere it may also raise
 
 
 # Oracle: torch's functions on whole gradients, in fp64.
@@ -388,16 +370,16 @@ def record_operations(params: dict[str, Tensor]) -> dict[tuple[float, bool | Non
 CLAIMS: dict[Callable[[dict[str, Tensor]], Any], list[str]] = {
     clip_every_order: [*LAYOUTS],
     clip_values: [*LAYOUTS],
-    clip_nonfinite: ["dedicated, root replicated", "dedicated, FSDP2 x TP", "any placement"],
-    torch_every_order: [name for name in LAYOUTS if "dedicated" in name or "owned" in name],
-    record_operations: ["dedicated, fully_shard", "dedicated, root replicated", "HSDP"],
+    clip_nonfinite: [MIXED, "tp-fsdp", "any placement"],
+    torch_every_order: [name for name in LAYOUTS if name not in (*STOCK, "any placement")],
+    record_operations: ["1d-3", MIXED, "fsdp2-hsdp"],
     norms_of_some: [*LAYOUTS],
 }
 
 
 def run_claims(rank: int, world: int, layout: str) -> dict[str, Any]:
     """What every claim about a layout returns on this rank; each one begins with the gradients of one backward."""
-    params = LAYOUTS[layout].parameters(rank, world)
+    params = LAYOUTS[layout][1](rank, world)
     grads, snapshot = {n: p.grad for n, p in params.items()}, Snapshot(params.values())
     results = {}
     for claim, layouts in CLAIMS.items():
@@ -415,7 +397,7 @@ def results_of(ranks: RankPool) -> Callable[[Callable[[dict[str, Tensor]], Any],
 
     @cache
     def claimed(layout: str) -> list[dict[str, Any]]:
-        return ranks(LAYOUTS[layout].world, run_claims, layout)
+        return ranks(LAYOUTS[layout][0], run_claims, layout)
 
     return lambda claim, layout: [results[claim.__name__] for results in claimed(layout)]
 
@@ -455,7 +437,7 @@ def test_clipped_values_equal_single_process(results_of: Any, layout: str) -> No
 def test_torch_is_exact_or_raises(results_of: Any, layout: str) -> None:
     results = results_of(torch_every_order, layout)
     assert all(exact == results[0] for exact in results), "all ranks raise or none"
-    if LAYOUTS[layout].torch_is_exact:
+    if layout in TORCH_IS_EXACT:
         refused = {case for case, exact in results[0].items() if not exact}
         without = [order for order in TORCH_ORDERS if not 0 < order < math.inf]
         assert refused == {f"order {p}, foreach {f}" for p in without for f in (None, True, False)}
@@ -644,7 +626,9 @@ def test_a_used_generator_is_said_to_be_empty() -> None:
         dmuon.clip_grad_norm_(parameters, 1.0)
 
 
-def refuse_partial(rank: int, world: int) -> None:
+@pytest.mark.pitfall("P36", "P48")
+@on_ranks(2)
+def test_gradients_that_are_not_summed_are_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     sharded = with_gradient(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
     partial_sum = with_gradient(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
@@ -654,7 +638,9 @@ def refuse_partial(rank: int, world: int) -> None:
         assert "allreduce_" not in ran
 
 
-def refuse_meshes(rank: int, world: int) -> None:
+@pytest.mark.pitfall("P36", "P48")
+@on_ranks(3)
+def test_meshes_over_which_no_rank_can_count_are_refused(rank: int, world: int) -> None:
     pair = DeviceMesh("cpu", [0, 1])
     if rank == 2:
         outside = with_gradient(DTensor.from_local(torch.ones(0, 3), pair, [Shard(0)], run_check=False))
@@ -665,18 +651,9 @@ def refuse_meshes(rank: int, world: int) -> None:
 
 
 @pytest.mark.pitfall("P36", "P48")
-def test_gradients_that_no_rank_can_count_are_refused(ranks: RankPool) -> None:
-    ranks(2, refuse_partial)
-    ranks(3, refuse_meshes)
-
-
-def torch_inf_norm(rank: int, world: int) -> None:
+@on_ranks(3, timeout=20.0, expect=RuntimeError, match=r"dmuon\.clip_grad_norm_")
+def test_torch_inf_norm_is_refused_by_name(rank: int, world: int) -> None:
     torch_clip(on_topology("1d-3", rank, world).values(), 1.0, norm_type=math.inf)
-
-
-@pytest.mark.pitfall("P36", "P48")
-def test_torch_inf_norm_is_refused_by_name(ranks: RankPool) -> None:
-    ranks(3, torch_inf_norm, timeout=20.0, expect=RuntimeError, match=r"dmuon\.clip_grad_norm_")
 
 
 # Training.

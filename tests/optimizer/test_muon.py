@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference, fp32_newton_schulz, reference_weights
-from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
@@ -107,7 +107,8 @@ def test_matrix_updates_equal_torch_muon(adjust: str | None, nesterov: bool) -> 
             torch.testing.assert_close(optimizer.state[mine]["momentum_buffer"], stock.state[other]["momentum_buffer"])
 
 
-def beside_adamw(rank: int, world: int) -> dict[str, Tensor]:
+@on_ranks(2)
+def test_owned_parameters_beside_torch_adamw_equal_single_process(rank: int, world: int) -> None:
     laid = lay("1d", build())
     model = laid.model
     owned = dmuon.owned_parameters(model)
@@ -125,12 +126,7 @@ def beside_adamw(rank: int, world: int) -> dict[str, Tensor]:
         laid.backward(step)
         for optimizer in optimizers:
             optimizer.step()
-    return full_state(model)
-
-
-def test_owned_parameters_beside_torch_adamw_equal_single_process(ranks: RankPool) -> None:
-    for weights in ranks(2, beside_adamw):
-        assert_equal_weights(weights, reference_weights())
+    assert_equal_weights(full_state(model), reference_weights())
 
 
 # -- options -------------------------------------------------------------------------------------------------------
@@ -374,14 +370,19 @@ def test_one_cycle_takes_a_list() -> None:
 # -- gradients, closures, counters ---------------------------------------------------------------------------------
 
 
-@pytest.mark.pitfall("P19")
-def test_parameters_without_gradients_are_skipped_as_in_torch() -> None:
-    """Also in the middle of a batch of one shape, and with another set missing at every step."""
+@pytest.fixture
+def pair() -> Any:
+    """Two equal models, one with our optimizer and one with torch's."""
     ours, theirs = build(), build()
-    optimizer, reference = dmuon.Muon(ours, **OPTIONS), Reference(theirs)
+    return (ours, dmuon.Muon(ours, **OPTIONS)), (theirs, Reference(theirs))
+
+
+@pytest.mark.pitfall("P19")
+def test_parameters_without_gradients_are_skipped_as_in_torch(pair: Any) -> None:
+    """Also in the middle of a batch of one shape, and with another set missing at every step."""
+    (ours, optimizer), (theirs, _) = pair
     for step in range(6):
-        counted = 0
-        for model in (ours, theirs):
+        for model, either in pair:
             model.zero_grad()
             loss_of(model, *batch(step)).backward()
             counted = 0
@@ -389,8 +390,7 @@ def test_parameters_without_gradients_are_skipped_as_in_torch() -> None:
                 if index % 4 == step % 4:
                     param.grad = None
                 counted += param.grad is not None and is_matrix(name)
-        optimizer.step()
-        reference.step()
+            either.step()
         assert optimizer.last_step.ns_matrices == counted < 9
     assert_equal_weights(dict(ours.state_dict()), dict(theirs.state_dict()))
     ours.zero_grad()
@@ -407,44 +407,28 @@ def skip_block(model: Network, step: int) -> None:
         del model.blocks[1].forward
 
 
-def unused_block(rank: int, world: int) -> tuple[dict[str, Tensor], list[int]]:
-    laid = lay("1d-two-lines", build())
-    optimizer = laid.optimizer()
-    counts = []
-    for step in range(4):
-        skip_block(laid.network, step)
-        train(laid.model, optimizer, [step], rank, world)
-        counts.append(optimizer.last_step.ns_matrices)
-    return full_state(laid.model), counts
-
-
 @pytest.mark.pitfall("P01", "P19", "P48")
-def test_block_unused_on_all_ranks_is_skipped_as_in_torch(ranks: RankPool) -> None:
-    model = build()
-    reference = Reference(model)
+@on_ranks(2)
+def test_block_unused_on_all_ranks_is_skipped_as_in_torch(rank: int, world: int) -> None:
+    laid, model = lay("1d-two-lines", build()), build()
+    optimizer, reference = laid.optimizer(), Reference(model)
     for step in range(4):
-        skip_block(model, step)
+        for network in (laid.network, model):
+            skip_block(network, step)
+        train(laid.model, optimizer, [step], rank, world)
         train(model, reference, [step])
-    results = ranks(2, unused_block)
-    for weights, _ in results:
-        assert_equal_weights(weights, dict(model.state_dict()))
-    assert [sum(c) for c in zip(*(counts for _, counts in results), strict=True)] == [9, 6, 9, 6]
+        assert over_ranks(optimizer.last_step.ns_matrices) == (6 if step % 2 else 9)
+    assert_equal_weights(full_state(laid.model), dict(model.state_dict()))
 
 
 @pytest.mark.pitfall("P19")
-def test_frozen_parameters_stay_and_thaw() -> None:
-    def freeze(model: nn.Module, frozen: bool) -> None:
-        for name, param in model.named_parameters():
-            if name in ("blocks.1.up.weight", "blocks.0.up.bias", "embed.weight"):
-                param.requires_grad_(not frozen)
-
-    ours, theirs = build(), build()
-    optimizer, reference = dmuon.Muon(ours, **OPTIONS), Reference(theirs)
+def test_frozen_parameters_stay_and_thaw(pair: Any) -> None:
+    (ours, optimizer), (theirs, _) = pair
     for step in range(4):
-        for model in (ours, theirs):
-            freeze(model, step < 2)
-        train(ours, optimizer, [step])
-        train(theirs, reference, [step])
+        for model, either in pair:
+            for name in ("blocks.1.up.weight", "blocks.0.up.bias", "embed.weight"):
+                model.get_parameter(name).requires_grad_(step >= 2)
+            train(model, either, [step])
         assert optimizer.last_step.ns_matrices == (8 if step < 2 else 9)
     assert_equal_weights(dict(ours.state_dict()), dict(theirs.state_dict()))
 
@@ -469,7 +453,9 @@ def test_closure_is_called_once_with_gradients_enabled() -> None:
     assert optimizer.step() is None
 
 
-def closure_run(rank: int, world: int) -> dict[str, Tensor]:
+@pytest.mark.pitfall("P55")
+@on_ranks(2)
+def test_closure_on_a_dedicated_model_equals_single_process(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build())
     optimizer = laid.optimizer()
     for step in range(5):
@@ -481,13 +467,7 @@ def closure_run(rank: int, world: int) -> dict[str, Tensor]:
             return loss.item()
 
         assert optimizer.step(closure) > 0
-    return full_state(laid.model)
-
-
-@pytest.mark.pitfall("P55")
-def test_closure_on_a_dedicated_model_equals_single_process(ranks: RankPool) -> None:
-    for weights in ranks(2, closure_run):
-        assert_equal_weights(weights, reference_weights())
+    assert_equal_weights(full_state(laid.model), reference_weights())
 
 
 SCRIPT = """

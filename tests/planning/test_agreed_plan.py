@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
+from harness.assertions import assert_equal_weights, assert_same_bits
+from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
+from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,10 +44,9 @@ def trained(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
     return full_state(model)
 
 
-def fully_sharded(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32, **of_blocks: Any) -> None:
-    for block in model.blocks:
-        dmuon.fully_shard(block, mesh=mesh, mp_policy=policy, **of_blocks)
-    dmuon.fully_shard(model, mesh=mesh, mp_policy=policy)
+def fully_sharded(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32) -> None:
+    for module in (*model.blocks, model):
+        dmuon.fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 # -- one plan -----------------------------------------------------------------------------------------------------
@@ -105,15 +106,12 @@ def test_all_ranks_hold_the_same_balanced_plan(ranks: RankPool, world: int) -> N
         assert balance > 1 and max(loads) == loads[huge]
 
 
-def train_one_matrix(rank: int, world: int) -> dict[str, Tensor]:
-    return trained(dedicated(rank, world, select=only_first)[0], rank, world)
-
-
 @pytest.mark.pitfall("P14", "P53")
-def test_more_ranks_than_matrices_train_exactly(ranks: RankPool) -> None:
+@on_ranks(3)
+def test_more_ranks_than_matrices_train_exactly(rank: int, world: int) -> None:
+    model, _ = dedicated(rank, world, select=only_first)
     expected = reference_weights(2, matrix=lambda name: name == NAMES[0])
-    for weights in ranks(3, train_one_matrix):
-        assert_equal_weights(weights, expected)
+    assert_equal_weights(trained(model, rank, world), expected)
 
 
 def ranks_given_to_the_solver(rank: int, world: int, hosts: list[str]) -> list[dmuon.solver.Rank]:
@@ -223,31 +221,25 @@ def test_rank_0_warns_of_a_plan_that_is_not_proven_and_all_ranks_use_it(
 # -- groups -------------------------------------------------------------------------------------------------------
 
 
-def two_process_groups(rank: int, world: int) -> list[dict[str, Tensor]]:
-    found = []
+@pytest.mark.pitfall("P24")
+@on_ranks(2, fresh=True)
+def test_a_new_mesh_after_destroying_the_process_group_works(rank: int, world: int) -> None:
     for attempt in range(2):
-        found.append(trained(dedicated(rank, world)[0], rank, world))
+        assert_equal_weights(trained(dedicated(rank, world)[0], rank, world), reference_weights(2))
         if attempt == 0:
             store = dist.distributed_c10d._get_default_store()
             dist.barrier()
             dist.destroy_process_group()
             dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=world)
-    return found
 
 
-@pytest.mark.pitfall("P24")
-def test_a_new_mesh_after_destroying_the_process_group_works(ranks: RankPool) -> None:
-    for found in ranks(2, two_process_groups, fresh=True):
-        for weights in found:
-            assert_equal_weights(weights, reference_weights(2))
-
-
-def users_own_collectives(rank: int, world: int, fsdp: bool) -> dict[str, Tensor]:
-    model, _ = dedicated(rank, world)
-    if fsdp:
-        fully_sharded(model, init_device_mesh("cpu", (world,)))
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    expected = sum(range(1, world + 1))
+@pytest.mark.pitfall("P25")
+@pytest.mark.parametrize("layout", ["1d-3-two-lines", "1d-3"])
+@on_ranks(3)
+def test_a_users_collectives_on_the_default_group_do_not_interleave(rank: int, world: int, layout: str) -> None:
+    laid = lay(layout, build(rank))
+    optimizer = laid.optimizer()
+    expected = torch.full((1000,), world * (world + 1) / 2)
     pending: list[tuple[Any, Tensor]] = []
     seen = 0
 
@@ -259,15 +251,15 @@ def users_own_collectives(rank: int, world: int, fsdp: bool) -> dict[str, Tensor
             pending.append((work, value))
             return
         work.wait()
-        assert torch.equal(value, torch.full_like(value, expected))
+        assert torch.equal(value, expected)
         seen += 1
 
-    for block in model.blocks:
+    for block in laid.network.blocks:
         block.register_forward_hook(lambda m, a, out: out.register_hook(collective) and None)
         block.register_forward_pre_hook(collective)
     for step in range(2):
         optimizer.zero_grad()
-        loss = loss_of(model, *shard(batch(step), rank, world))
+        loss = laid.loss(step)
         collective(wait=False)
         collective()
         loss.backward()
@@ -276,47 +268,33 @@ def users_own_collectives(rank: int, world: int, fsdp: bool) -> dict[str, Tensor
         collective(wait=False)
     for work, value in pending:
         work.wait()
-        assert torch.equal(value, torch.full_like(value, expected))
+        assert torch.equal(value, expected)
     assert seen == 2 * (3 + 3 + 2)
-    return full_state(model)
+    assert_equal_weights(full_state(laid.model), reference_weights(2))
 
 
-@pytest.mark.pitfall("P25")
-@pytest.mark.parametrize("fsdp", [False, True], ids=["two-lines", "fsdp2"])
-def test_a_users_collectives_on_the_default_group_do_not_interleave(ranks: RankPool, fsdp: bool) -> None:
-    for weights in ranks(3, users_own_collectives, fsdp):
-        assert_equal_weights(weights, reference_weights(2))
-
-
-def half_worlds(rank: int, world: int, both: bool) -> dict[str, Tensor] | None:
+@pytest.mark.pitfall("P24", "P25")
+@pytest.mark.parametrize("both", [True, False], ids=["two jobs", "one job"])
+@on_ranks(4)
+def test_meshes_over_parts_of_the_world_do_not_involve_the_rest(rank: int, world: int, both: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "shard"))["shard"]
     job, place = divmod(rank, 2)
     if job == 1 and not both:
-        return None  # takes part in nothing
+        return  # takes part in nothing
     model = build(seed=100 * job + place, layers=2 + job)
     dmuon.dedicate_params(model, mesh, costs="flops")
     fully_sharded(model, mesh)
     with dmuon.summon_full_params(model):
         assert model.blocks[0].mix.weight.shape == (13, 13)
-    return trained(model, place, 2)
-
-
-@pytest.mark.pitfall("P24", "P25")
-@pytest.mark.parametrize("both", [True, False], ids=["two jobs", "one job"])
-def test_meshes_over_parts_of_the_world_do_not_involve_the_rest(ranks: RankPool, both: bool) -> None:
-    results = ranks(4, half_worlds, both)
-    for rank, weights in enumerate(results):
-        if rank >= 2 and not both:
-            assert weights is None
-            continue
-        job = rank // 2
-        assert_equal_weights(weights, reference_weights(2, seed=100 * job, layers=2 + job))
+    assert_equal_weights(trained(model, place, 2), reference_weights(2, seed=100 * job, layers=2 + job))
 
 
 # -- explain ------------------------------------------------------------------------------------------------------
 
 
-def explained(rank: int, world: int) -> tuple[str, dict[str, int], str]:
+@pytest.mark.pitfall("P01", "P02", "P03", "P20")
+@on_ranks(2)
+def test_explain_shows_every_parameter_its_route_and_the_balance(rank: int, world: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model, plan = dedicated(rank, world, mp_policy=policy)
     before = dmuon.explain(model, dmuon.Muon(model))
@@ -328,36 +306,30 @@ def explained(rank: int, world: int) -> tuple[str, dict[str, int], str]:
     optimizer.step()
     with pytest.raises(TypeError, match=r"optimizer must be a dmuon\.Muon, got SGD"):
         dmuon.explain(model, torch.optim.SGD(model.parameters()))
-    return dmuon.explain(model, optimizer), plan.owners, plan.digest
-
-
-@pytest.mark.pitfall("P01", "P02", "P03", "P20")
-def test_explain_shows_every_parameter_its_route_and_the_balance(ranks: RankPool) -> None:
-    results = ranks(2, explained)
+    text, owners = dmuon.explain(model, optimizer), plan.owners
     sizes = {n: p.numel() for n, p in build().named_parameters()}
-    for rank, (text, owners, digest) in enumerate(results):
-        muon, _, rest = text.partition("on AdamW")
-        for name in sizes:
-            [line] = [line for line in text.splitlines() if line.split()[:1] == [name]]
-            assert (line in muon) == is_matrix(name), f"{name} is in the wrong table"
-            if is_matrix(name):
-                cells = line.split()
-                assert cells[2] == ".".join(name.split(".")[:2]) and int(cells[3]) == owners[name]
-                assert line.endswith("matrix inside a block")
-            else:
-                reasons = {"embed.weight": "embedding embed", "head.weight": "outside blocks"}
-                assert line.endswith(reasons.get(name, "1-D"))
-        elements = sum(size for name, size in sizes.items() if is_matrix(name))
-        assert f"Muon: 9 matrices, {elements:,} elements" in rest
-        assert f"AdamW: {len(sizes) - 9} parameters, {sum(sizes.values()) - elements:,} elements" in rest
-        assert "forward in torch.bfloat16, masters in torch.float32, gradients reduced in torch.float32" in rest
-        assert digest in text and "makespan" in text and "bound" in text
-        for owner in range(2):
-            held = sum(o == owner for o in owners.values())
-            [row] = [line.split() for line in rest.splitlines() if line.split()[:1] == [str(owner)]]
-            assert int(row[-2]) == held, "matrices per rank"
-        mine = sum(o == rank for o in owners.values())
-        assert f"{mine} matrices orthogonalized" in text
+    muon, _, rest = text.partition("on AdamW")
+    for name in sizes:
+        [line] = [line for line in text.splitlines() if line.split()[:1] == [name]]
+        assert (line in muon) == is_matrix(name), f"{name} is in the wrong table"
+        if is_matrix(name):
+            cells = line.split()
+            assert cells[2] == ".".join(name.split(".")[:2]) and int(cells[3]) == owners[name]
+            assert line.endswith("matrix inside a block")
+        else:
+            reasons = {"embed.weight": "embedding embed", "head.weight": "outside blocks"}
+            assert line.endswith(reasons.get(name, "1-D"))
+    elements = sum(size for name, size in sizes.items() if is_matrix(name))
+    assert f"Muon: 9 matrices, {elements:,} elements" in rest
+    assert f"AdamW: {len(sizes) - 9} parameters, {sum(sizes.values()) - elements:,} elements" in rest
+    assert "forward in torch.bfloat16, masters in torch.float32, gradients reduced in torch.float32" in rest
+    assert plan.digest in text and "makespan" in text and "bound" in text
+    for owner in range(2):
+        held = sum(o == owner for o in owners.values())
+        [row] = [line.split() for line in rest.splitlines() if line.split()[:1] == [str(owner)]]
+        assert int(row[-2]) == held, "matrices per rank"
+    mine = sum(o == rank for o in owners.values())
+    assert f"{mine} matrices orthogonalized" in text
 
 
 # -- summon -------------------------------------------------------------------------------------------------------
@@ -369,25 +341,31 @@ def edit(model: nn.Module) -> None:
         model.blocks[1].up.weight.zero_()
 
 
-def summoned(rank: int, world: int, keep: bool, fsdp: bool) -> dict[str, Any]:
-    model, _ = dedicated(0, world, reshard_after_forward=not keep)
-    if fsdp:
-        fully_sharded(model, init_device_mesh("cpu", (world,)), reshard_after_forward=not keep)
+@pytest.mark.pitfall("P17", "P28", "P54")
+@pytest.mark.parametrize(("layout", "keep"), [("1d", False), ("1d-two-lines", True)])
+@on_ranks(2)
+def test_summoned_weights_are_whole_and_edits_reach_the_next_forward(
+    rank: int, world: int, layout: str, keep: bool
+) -> None:
+    edited = build()
+    start = {n: p.detach().clone() for n, p in edited.named_parameters() if is_matrix(n)}
+    edit(edited)
+    with torch.no_grad():
+        edited.blocks[2].down.weight.fill_(1)
+        edited.blocks[2].mix.weight.copy_(torch.eye(13))
+        expected = edited(batch(0)[0])
+    model = lay(layout, build(), keep=keep).network
     tokens = batch(0)[0]
     model(tokens)  # leaves weights in the buffers where they are kept
 
-    def owned() -> dict[str, Tensor]:
-        return {n: p.detach().clone() for n, p in model.named_parameters() if is_matrix(n)}
-
-    found: dict[str, Any] = {}
     resting = dict(model.named_parameters())
     with dmuon.summon_full_params(model):
-        found["read"] = owned()
+        assert_same_bits([start, {n: p for n, p in model.named_parameters() if is_matrix(n)}])
         edit(model)
         model.blocks[2].down.weight.data = torch.ones_like(model.blocks[2].down.weight)
         model.blocks[2].mix.weight = nn.Parameter(torch.eye(13))
     assert all(resting[n] is p for n, p in model.named_parameters()), "the same resting parameters as before"
-    found["edited"] = model(tokens).detach()
+    torch.testing.assert_close(model(tokens).detach(), expected)
 
     with dmuon.summon_full_params(model, writeback=False):
         model.blocks[0].mix.weight.data.zero_()
@@ -402,32 +380,16 @@ def summoned(rank: int, world: int, keep: bool, fsdp: bool) -> dict[str, Any]:
     replaced_by = r"'blocks\.0\.mix\.weight'.*was replaced by shape"
     with pytest.raises(RuntimeError, match=replaced_by), dmuon.summon_full_params(model):
         model.blocks[0].mix.weight = nn.Parameter(torch.ones(2, 2))
-    found["unchanged"] = model(tokens).detach()
+    torch.testing.assert_close(model(tokens).detach(), expected)
     with pytest.raises(RuntimeError, match="is FORWARD"):
         model.blocks[1].mix.register_forward_hook(lambda *_: dmuon.summon_full_params(model).__enter__())
         model(tokens)
-    return found
 
 
-@pytest.mark.pitfall("P17", "P28", "P54")
-@pytest.mark.parametrize(("keep", "fsdp"), [(False, True), (True, False)], ids=["reshard-fsdp2", "keep-two-lines"])
-def test_summoned_weights_are_whole_and_edits_reach_the_next_forward(ranks: RankPool, keep: bool, fsdp: bool) -> None:
-    model = build()
-    start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    edit(model)
-    with torch.no_grad():
-        model.blocks[2].down.weight.fill_(1)
-        model.blocks[2].mix.weight.copy_(torch.eye(13))
-        expected = model(batch(0)[0])
-    for found in ranks(2, summoned, keep, fsdp):
-        assert found["read"].keys() == set(NAMES)
-        for name, tensor in found["read"].items():
-            assert torch.equal(tensor, start[name]), name
-        torch.testing.assert_close(found["edited"], expected)
-        torch.testing.assert_close(found["unchanged"], expected)
-
-
-def summoned_in_half(rank: int, world: int, own_dtype: bool) -> dict[str, Tensor]:
+@pytest.mark.pitfall("P42")
+@pytest.mark.parametrize("own_dtype", [False, True], ids=["bf16 policy", "fp32"])
+@on_ranks(2)
+def test_summoning_keeps_fp32_precision(rank: int, world: int, own_dtype: bool) -> None:
     policy = None if own_dtype else MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model, _ = dedicated(0, world, mp_policy=policy)
     if not own_dtype:
@@ -441,15 +403,9 @@ def summoned_in_half(rank: int, world: int, own_dtype: bool) -> dict[str, Tensor
         weight = model.blocks[0].mix.weight
         assert weight.dtype == torch.float32
         weight.data.add_(1e-6)
-    with dmuon.summon_full_params(model, writeback=False):
-        return {n: p.detach().clone() for n, p in model.named_parameters() if is_matrix(n)}
-
-
-@pytest.mark.pitfall("P42")
-@pytest.mark.parametrize("own_dtype", [False, True], ids=["bf16 policy", "fp32"])
-def test_summoning_keeps_fp32_precision(ranks: RankPool, own_dtype: bool) -> None:
     start = {n: p.detach() for n, p in build().named_parameters()}
-    for found in ranks(2, summoned_in_half, own_dtype):
-        for name, tensor in found.items():
-            wanted = start[name] + 1e-6 if name == "blocks.0.mix.weight" else start[name]
-            assert torch.equal(tensor, wanted), name
+    with dmuon.summon_full_params(model, writeback=False):
+        for name, param in model.named_parameters():
+            if is_matrix(name):
+                wanted = start[name] + 1e-6 if name == "blocks.0.mix.weight" else start[name]
+                assert torch.equal(param, wanted), name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -78,30 +78,30 @@ def alone(counts=COUNTS, **options):
     return found.table, found.source
 
 
-def together(world, counts=COUNTS, each=None, **options):
+RANK = threading.local()  # that a thread stands for
+
+
+def together(world, counts=COUNTS, **options):
     """``find_costs`` on ``world`` ranks, as threads; each rank's result or exception."""
-    barrier, items, results = threading.Barrier(world, timeout=30), [None] * world, [None] * world
+    barrier, items = threading.Barrier(world, timeout=30), [None] * world
+
+    def share(item):
+        items[RANK.index] = item
+        barrier.wait()
+        answer = list(items)
+        barrier.wait()
+        return answer
 
     def run(rank):
-        def share(item):
-            items[rank] = item
-            barrier.wait()
-            answer = list(items)
-            barrier.wait()
-            return answer
-
+        RANK.index = rank
         try:
             found = find_costs(counts, world=world, rank=rank, device=CPU, share=share, **options)
-            results[rank] = found.table, found.source
+            return found.table, found.source
         except Exception as error:
-            results[rank] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(run, range(world)))
 
 
 def test_a_first_call_measures_for_real_and_caches(key):
@@ -317,24 +317,11 @@ def test_ranks_divide_the_work_and_agree(measurements, key):
     assert measurements == []
 
 
-def test_ranks_on_another_device_do_not_measure(measurements, monkeypatch):
-    local = threading.local()
-    real = costs.device_key
-
-    def differing(device, options):
-        index = getattr(local, "index", None)
-        if index is None:
-            with lock:
-                local.index = index = next(numbers)
-        return replace(real(device, options), device=f"Device {min(index, 1)}")
-
-    lock, numbers = threading.Lock(), iter(range(9))
-    monkeypatch.setattr(costs, "device_key", differing)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def test_ranks_on_another_device_do_not_measure(measurements, monkeypatch, key):
+    monkeypatch.setattr(costs, "device_key", lambda *_: replace(key, device=f"Device {RANK.index}"))
+    with pytest.warns(UserWarning, match="has another device than rank 0"):
         results = together(2)
-    assert all(r[0] == results[0][0] for r in results)
-    assert any("has another device than rank 0" in str(w.message) for w in caught)
+    assert results[0][0] == results[1][0]
 
 
 def test_a_failing_measurement_is_the_same_error_on_every_rank(monkeypatch):

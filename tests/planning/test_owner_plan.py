@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
+from harness.assertions import assert_equal_weights, assert_same_bits
 from harness.configs import SMALL_LLAMA, written
+from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.toy import OPTIONS, build, train
@@ -46,9 +47,9 @@ BATCHED = CostTable({(13, 13): {1: 60, 2: 70, 4: 80}, (13, 29): {1: 100, 2: 110}
 GREEDY = SolveOptions(method="greedy")
 
 
-def toy_plan(world: int, model: nn.Module | None = None, table: CostTable = BATCHED) -> OwnerPlan:
-    """A plan for ``Toy``, made without a process group."""
-    named = (build() if model is None else model).named_parameters()
+def toy_plan(world: int, table: CostTable = BATCHED) -> OwnerPlan:
+    """A plan for the toy, made without a process group."""
+    named = build().named_parameters()
     matrices = [Matrix(n, *p.shape, ".".join(n.split(".")[:2])) for n, p in named if is_matrix(n)]
     return OwnerPlan.from_solution(dmuon.solver.plan(matrices, world, table, GREEDY), FoundCosts(table, "a table"))
 
@@ -324,33 +325,29 @@ def test_a_run_with_a_saved_plan_repeats_the_run_that_saved_it_bit_by_bit(
             assert all(torch.equal(repeated[n], t) for n, t in weights.items()), f"{name}: other bits"
 
 
-def interrupted_and_resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights after four steps: straight, and stopped after two, loaded from the checkpoint with the saved plan."""
+@pytest.mark.pitfall("P23")
+@on_ranks(3)
+def test_a_resumed_run_with_its_plan_goes_on_bit_by_bit(rank: int, world: int, tmp_path: Path) -> None:
+    """Four steps: straight, and stopped after two, loaded from the checkpoint with the saved plan."""
     mesh = init_device_mesh("cpu", (world,))
     model = build(seed=rank)
-    dmuon.dedicate_params(model, mesh, costs=BATCHED, solve=GREEDY).save(f"{folder}/plan{rank}.json")
+    dmuon.dedicate_params(model, mesh, costs=BATCHED, solve=GREEDY).save(tmp_path / f"plan{rank}.json")
     optimizer = dmuon.Muon(model, **OPTIONS)
     train(model, optimizer, range(2), rank, world)
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/checkpoint")
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(tmp_path / "checkpoint"))
     train(model, optimizer, range(2, 4), rank, world)
     again = build(seed=10 + rank)
-    dmuon.dedicate_params(again, mesh, plan=f"{folder}/plan0.json")
+    dmuon.dedicate_params(again, mesh, plan=tmp_path / "plan0.json")
     resumed = dmuon.Muon(again, **OPTIONS)
     weights, state = get_state_dict(again, resumed)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/checkpoint")
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(tmp_path / "checkpoint"))
     set_state_dict(again, resumed, model_state_dict=weights, optim_state_dict=state)
     train(again, resumed, range(2, 4), rank, world)
-    return full_state(model), full_state(again)
-
-
-@pytest.mark.pitfall("P23")
-def test_a_resumed_run_with_its_plan_goes_on_bit_by_bit(ranks: RankPool, tmp_path: Path) -> None:
-    for straight, resumed in ranks(3, interrupted_and_resumed, str(tmp_path)):
-        assert_equal_weights(straight, reference_weights(4))
-        assert all(torch.equal(resumed[name], weight) for name, weight in straight.items())
-    texts = {path.read_bytes() for path in tmp_path.glob("plan*.json")}
-    assert len(texts) == 1, "every rank writes the same file"
+    straight = full_state(model)
+    assert_equal_weights(straight, reference_weights(4))
+    assert_same_bits([straight, full_state(again)])
+    assert len({path.read_bytes() for path in tmp_path.glob("plan*.json")}) == 1, "every rank writes the same file"
 
 
 def run_as_planned(rank: int, world: int, path: str) -> tuple[dict[tuple[int, int], str], str, list[str]]:
@@ -384,33 +381,29 @@ def test_newton_schulz_runs_as_the_plan_says_and_explain_tells(ranks: RankPool, 
     assert both[13, 29] == "gram r3 torch by173", "the rule's, as there is no GPU"
 
 
-def odd_plan_applied(rank: int, world: int, path: str) -> tuple[str, str, tuple[int, ...]]:
+@pytest.mark.pitfall("P21")
+@on_ranks(2)
+def test_owners_and_batches_are_the_files_and_bytes_this_runs(rank: int, world: int, tmp_path: Path) -> None:
+    """A plan that the planner would not make, written elsewhere for fp32 communication, applied to an fp64 run."""
+    planned, path = rotated(toy_plan(2)), tmp_path / "plan.json"
+    if rank == 0:
+        planned.save(path)
     model = build(seed=rank)
     policy = MixedPrecisionPolicy(param_dtype=torch.float64)
     plan = dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), plan=path, mp_policy=policy)
     owners = [entry.owner for entry in dedications(model)[0].runtime.matrices()]
-    assert plan.owners == rotated(toy_plan(world)).owners
+    assert plan.owners == planned.owners and plan.digest == planned.digest
     assert all(m.nbytes == 8 * m.rows * m.cols for m in (*plan.matrices, *plan.solution.matrices)), "of this run"
-    return plan.digest, dmuon.explain(model), tuple(owners.count(r) for r in range(world))
-
-
-@pytest.mark.pitfall("P21")
-def test_owners_and_batches_are_the_files_and_bytes_this_runs(ranks: RankPool, tmp_path: Path) -> None:
-    """A plan that the planner would not make, written elsewhere for fp32 communication, applied to an fp64 run."""
-    plan = rotated(toy_plan(2))
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    for digest, text, held in ranks(2, odd_plan_applied, str(path)):
-        assert digest == plan.digest
-        assert held == plan.solution.rank_matrices
-        for part in (
-            f"plan: loaded from {path}, digest with batches {plan.digest}",
-            "costs: a table",
-            "batches: 13x13 by 4; 13x29 by 2",
-            f"{plan.solution.makespan_ns / 1e6:.3f} ms",
-            f"gap {plan.solution.gap:.2%}",
-        ):
-            assert part in text, f"{part!r} is not in {text}"
+    assert tuple(owners.count(r) for r in range(world)) == planned.solution.rank_matrices
+    text = dmuon.explain(model)
+    for part in (
+        f"plan: loaded from {path}, digest with batches {planned.digest}",
+        "costs: a table",
+        "batches: 13x13 by 4; 13x29 by 2",
+        f"{planned.solution.makespan_ns / 1e6:.3f} ms",
+        f"gap {planned.solution.gap:.2%}",
+    ):
+        assert part in text, f"{part!r} is not in {text}"
 
 
 # -- refused ------------------------------------------------------------------------------------------------------
@@ -508,7 +501,7 @@ OTHER = r"option plan is a plan with digest \w{64} on rank 1 and a plan with dig
             )
         ),
         ({"plan": PLAN}, {"plan": rotated(PLAN)}, ValueError, OTHER),
-        ({"plan": PLAN}, {"plan": toy_plan(2, table=CostTable.from_flops(BATCHED.costs))}, ValueError, OTHER),
+        ({"plan": PLAN}, {"plan": toy_plan(2, CostTable.from_flops(BATCHED.costs))}, ValueError, OTHER),
         ({"plan": PLAN}, {"plan": replace(PLAN, chunks={(13, 13): 1, (13, 29): 1})}, ValueError, OTHER),
         ({"plan": PLAN}, {"plan": "plan.json"}, ValueError, "plan is a path on rank 1 and a plan with .*every rank"),
         ({"plan": PLAN}, {}, ValueError, "plan is None on rank 1 and a plan with digest.*every rank"),

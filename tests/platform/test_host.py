@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from harness.pool import RankPool
+from harness.on_ranks import on_ranks
 from harness.toy import build
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -48,17 +48,14 @@ def test_here_is_this_process() -> None:
     assert here.threads == torch.get_num_threads() and len(here.cpus) <= (os.cpu_count() or 1)
 
 
-def dedicated_with_threads(rank: int, world: int, threads: int) -> list[str]:
-    torch.set_num_threads(threads)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        dmuon.dedicate_params(build(), init_device_mesh("cpu", (world,)), costs="flops")
-    return [str(w.message) for w in caught if "threads" in str(w.message)]
-
-
-def test_dedicate_params_warns_on_one_rank(ranks: RankPool) -> None:
-    crowded = len(os.sched_getaffinity(0))
-    said = ranks(2, dedicated_with_threads, crowded)
-    assert len(said[0]) == 1 and f"{2 * crowded} threads on {crowded} CPUs" in said[0][0] and said[1] == []
-    if crowded >= 2:
-        assert ranks(2, dedicated_with_threads, 1) == [[], []]
+@on_ranks(2)
+def test_dedicate_params_warns_on_one_rank(rank: int, world: int) -> None:
+    cpus = len(os.sched_getaffinity(0))
+    for threads in {cpus, 1}:
+        torch.set_num_threads(threads)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dmuon.dedicate_params(build(), init_device_mesh("cpu", (world,)), costs="flops")
+        said = [str(w.message) for w in caught if "threads" in str(w.message)]
+        assert len(said) == (rank == 0 and threads == cpus)
+        assert all(f"{2 * cpus} threads on {cpus} CPUs" in text for text in said)

@@ -131,9 +131,6 @@ def test_a_table_has_the_batch_sizes_that_would_be_timed_and_says_that_it_is_est
     assert table.estimated == tuple(sorted(limits))
     for batches in table.costs.values():
         assert list(batches.values()) == sorted(batches.values())
-
-
-def test_an_empty_table_is_possible():
     assert wave_costs(H200, {}).costs == {}
 
 

@@ -66,6 +66,7 @@ def test_work_goes_where_the_ranks_can_take_it(
     result = plan(matrices, ranks, linear_costs(10))
     check(result, ranks)
     assert result.rank_matrices == held
+    assert result.loads_ns == tuple(10 * n / rank.speed for n, rank in zip(held, ranks, strict=True))
     assert (result.makespan_ns, result.gap) == (makespan, 0.0)
 
 

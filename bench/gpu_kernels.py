@@ -191,7 +191,7 @@ def check_orthogonal(settings: Settings) -> Iterable[dict[str, Any]]:
     backends = ["torch", *(["triton"] if settings.tiles else [])]
     for m, n in ((1024, 1024), (1024, 1536), (1024, 4096), (4096, 1024)):
         m, n = max(8, m // settings.scale), max(8, n // settings.scale)
-        x = torch.cat([settings.gaussian(1, m, n), nearly_singular((m, n), settings.device)])
+        x = torch.cat([settings.gaussian(1, m, n), *nearly_singular((m, n), settings.device)])
         exact = orthogonalize(x.double(), method="standard")
         for backend in backends:
             for method in ("standard", "gram"):

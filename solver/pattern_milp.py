@@ -89,12 +89,9 @@ class PatternPool:
         """
         problem = self.problem
         ranks, members = np.array(problem.ranks_per_kind), np.array(problem.members)
-        knapsacks = [_Knapsack(problem, kind, capacity, members, strict=False) for kind in range(problem.kinds)]
+        knapsacks = self._knapsacks(capacity, members, strict=False)
         # Patterns of the relaxed knapsack may lie a little above the capacity: they serve this proof alone.
         relaxed: dict[Pattern, None] = {}
-        for kind, knapsack in enumerate(knapsacks):
-            for row in knapsack.singles():
-                self.add(kind, row)
         while time.monotonic() < self.deadline:
             cover = self._price([*self._within(capacity), *relaxed], members, ranks)
             if cover.shortfall <= _TOLERANCE:
@@ -105,7 +102,9 @@ class PatternPool:
                 return "infeasible"
             before = len(self._pool) + len(relaxed)
             for kind, (_, row) in enumerate(offers):
-                if not self._add_within(kind, row, capacity):
+                if int(problem.loads(row[None], np.array([kind]))[0]) <= capacity:
+                    self.add(kind, row)
+                else:
                     relaxed[kind, tuple(row.tolist())] = None
             if len(self._pool) + len(relaxed) == before:
                 break
@@ -149,11 +148,9 @@ class PatternPool:
                     counts[unused[kind].pop(0)] = taken
                     left -= taken
                     free[kind] -= 1
-        for s in np.flatnonzero(left).tolist():
-            for _ in range(int(left[s])):
-                one = np.zeros_like(left)
-                one[s] = 1
-                counts[problem.loads(counts + one).argmin(), s] += 1
+        for s in np.repeat(np.arange(len(left)), left).tolist():
+            one = np.eye(len(left), dtype=np.int64)[s]
+            counts[problem.loads(counts + one).argmin(), s] += 1
         return counts
 
     def _finish(self, capacity: int, left: Ints, unused: list[list[int]], counts: Counts) -> bool:
@@ -172,11 +169,7 @@ class PatternPool:
 
     def _fewest(self, capacity: int, members: Ints, ranks: Ints) -> list[tuple[Pattern, float]]:
         """Price until no pattern lets fewer of ``ranks`` cover ``members``; then how often each pattern is used."""
-        problem = self.problem
-        knapsacks = [_Knapsack(problem, kind, capacity, members, strict=True) for kind in range(problem.kinds)]
-        for kind, knapsack in enumerate(knapsacks):
-            for row in knapsack.singles():
-                self.add(kind, row)
+        knapsacks = self._knapsacks(capacity, members, strict=True)
         for _ in range(_ROUNDS):
             patterns = self._within(capacity)
             cover = self._price(patterns, members, ranks, fewest=True)
@@ -188,12 +181,14 @@ class PatternPool:
     def _within(self, capacity: int) -> list[Pattern]:
         return [key for key, cost in self._pool.items() if cost <= capacity]
 
-    def _add_within(self, kind: int, row: Ints, capacity: int) -> bool:
-        """Whether the pattern fits; if so it is kept."""
-        if int(self.problem.loads(row[None, :], np.array([kind]))[0]) > capacity:
-            return False
-        self.add(kind, row)
-        return True
+    def _knapsacks(self, capacity: int, members: Ints, *, strict: bool) -> list[_Knapsack]:
+        """One per kind of rank; patterns of one class alone are added on the way."""
+        problem = self.problem
+        knapsacks = [_Knapsack(problem, kind, capacity, members, strict=strict) for kind in range(problem.kinds)]
+        for kind, knapsack in enumerate(knapsacks):
+            for s, most in enumerate(knapsack.most):
+                self.add(kind, np.eye(len(members), dtype=np.int64)[s] * most)
+        return knapsacks
 
     def _price(self, patterns: Sequence[Pattern], members: Ints, ranks: Ints, *, fewest: bool = False) -> _Cover:
         """Cover as much of ``members`` as ``ranks`` can with patterns in fractions, ``fewest``: with few of them."""
@@ -287,10 +282,6 @@ class _Knapsack:
             # Of counts that weigh the same, the largest.
             last = np.flatnonzero(np.diff(np.append(weights, _CELLS + 1)))
             self.items.append((weights[last], last + 1))
-
-    def singles(self) -> list[Ints]:
-        """Per class, as many as fit."""
-        return [np.eye(len(self.most), dtype=np.int64)[s] * most for s, most in enumerate(self.most) if most]
 
     def best(self, prices: Floats) -> tuple[float, Ints]:
         """An upper bound on the value of any pattern, and a pattern that nearly reaches it.

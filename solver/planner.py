@@ -10,11 +10,10 @@ import numpy as np
 from .bound import lower_bound
 from .costs import CostTable
 from .exact import Solution, refine
-from .greedy import batch_greedy, longest_first, round_robin
+from .heuristics import batch_greedy, longest_first, multifit, round_robin
 from .inputs import ClassKey, Matrix, Rank, SolveOptions, check_matrices, check_ranks
 from .local_search import level_bytes, shorten
 from .milp_solver import check_backend
-from .multifit import multifit
 from .problem import FORBIDDEN, Counts, Infeasible, Problem, build_problem
 from .relabel import relabel
 from .result import Plan, least_block_bytes

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from dmuon.check.report import Board
+from dmuon.check.report import Board, Status
 from dmuon.planning.cost_lookup import cached_entries
 from dmuon.planning.device_key import NsOptions, device_key
 from dmuon.platform.host import HostShare
@@ -54,38 +54,37 @@ def describe(board: Board, machines: Sequence[Machine]) -> int:
     where = f"{len(machines)} ranks" if len(machines) > 1 else "1 rank"
     devices = ", ".join(f"{n} × {name}" for name, n in Counter(m.device for m in machines).items())
     spread = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}"
-    text = f"torch {first.torch_version}, dmuon {first.dmuon_version}, {first.backend}, {spread}, {devices}"
-    board.say("info", "environment", where, text)
-    _require_alike(board, machines, where)
+
+    def say(status: Status, text: str) -> None:
+        board.say(status, "environment", where, text)
+
+    say("info", f"torch {first.torch_version}, dmuon {first.dmuon_version}, {first.backend}, {spread}, {devices}")
+    for fault in _differences(machines):
+        say("fail", fault)
     for host in hosts:
         here = [m.place for m in machines if m.place.host == host]
         threads, cpus = sum(p.threads for p in here), len(frozenset().union(*(p.cpus for p in here)))
         if threads > cpus:
             fitting = cpus // len(here)
             advice = f"set OMP_NUM_THREADS={fitting}" if fitting else "start fewer ranks there"
-            text = f"{len(here)} ranks on host {host} compute with {threads} threads on {cpus} CPUs; {advice}"
-            board.say("warn", "environment", where, text)
+            say("warn", f"{len(here)} ranks on host {host} compute with {threads} threads on {cpus} CPUs; {advice}")
     if importlib.util.find_spec("pulp") is None:
-        board.say("warn", "environment", where, "no solver: plans are heuristic; pip install pulp")
+        say("warn", "no solver: plans are heuristic; pip install pulp")
     if not all(m.cached for m in machines):
         name = next(m.device for m in machines if not m.cached)
-        text = f"no measured costs of {name}: dedicate_params measures for up to ten seconds; run dmuon-profile MODEL"
-        board.say("warn", "environment", where, text)
+        measured = "dedicate_params measures for up to ten seconds; run dmuon-profile MODEL"
+        say("warn", f"no measured costs of {name}: {measured}")
     return len(hosts)
 
 
-def _require_alike(board: Board, machines: Sequence[Machine], where: str) -> None:
+def _differences(machines: Sequence[Machine]) -> Iterator[str]:
+    """What must be alike on all ranks and is not, and devices that several ranks share."""
     for name in ("torch_version", "dmuon_version", "backend"):
         found = {getattr(m, name): rank for rank, m in reversed(list(enumerate(machines)))}
         if len(found) > 1:
             text = ", ".join(f"{value} on rank {rank}" for value, rank in found.items())
-            board.say(
-                "fail",
-                "environment",
-                where,
-                f"ranks differ in {name.replace('_', ' ')}: {text}; install the same everywhere",
-            )
+            yield f"ranks differ in {name.replace('_', ' ')}: {text}; install the same everywhere"
     units = Counter((m.place.host, m.unit) for m in machines if m.unit)
     for (host, _), count in units.items():
         if count > 1:
-            board.say("fail", "environment", where, f"{count} ranks share one device of host {host}")
+            yield f"{count} ranks share one device of host {host}"

@@ -81,8 +81,8 @@ class Board:
         """Add a line; the same on all ranks."""
         self._add(Line(status, check, where, text, **numbers))
 
-    def judge(self, check: str, where: str, work: Callable[[], list[Reading]]) -> bool:
-        """Run ``work`` on every rank and add a line per reading; a fault is a line named ``check``.
+    def judge(self, check: str, where: str, work: Callable[[], list[Reading] | None]) -> bool:
+        """Run ``work`` on every rank and add a line per reading, if it has any; a fault is a line named ``check``.
 
         Returns:
             Whether ``work`` ended without a fault, on all ranks.
@@ -95,7 +95,7 @@ class Board:
         readings: list[Reading] = []
         with self._time_limit(f"{check} {where}"):
             try:
-                readings = work()
+                readings = work() or []
             except Exception as error:
                 fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 fatal = isinstance(error, (CollectiveError, dist.DistError))

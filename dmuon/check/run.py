@@ -80,9 +80,8 @@ def _residencies(settings: Settings, grid: Grid) -> Sequence[bool]:
 
 
 def _train_twin(board: Board, twins: dict[torch.dtype, Twin], kind: Kind, rows: int) -> bool:
-    def train() -> list[Reading]:
+    def train() -> None:
         twins[kind.dtype] = train_alone(rows, kind.device, kind.dtype)
-        return []
 
     return board.judge("reference", str(kind.dtype), train)
 
@@ -91,17 +90,12 @@ def _train_twin(board: Board, twins: dict[torch.dtype, Twin], kind: Kind, rows: 
 def _process_group(board: Board, where: str) -> Iterator[None]:
     """The default group for what is inside; all groups that were made there end with it."""
 
-    def start() -> list[Reading]:
-        board.ranks.start_group()
-        return []
-
-    def end() -> list[Reading]:
+    def end() -> None:
         gc.collect()  # the modules and the hooks of a dedicated model refer to each other
         mesh_of.cache_clear()
         board.ranks.end_group()
-        return []
 
-    if not board.judge("start", where, start):
+    if not board.judge("start", where, board.ranks.start_group):
         raise Stopped(f"the start of {where}")
     yield
     board.judge("end", where, end)
@@ -130,13 +124,9 @@ def _try(board: Board, kind: Kind, twin: Twin, rows: int) -> None:
 def _measure(board: Board, settings: Settings, speed: Speed) -> None:
     said: list[str] = []
 
-    def measure() -> list[Reading]:
-        said.append(measure_speed(speed, settings.device, settings.timeout))
-        return []
-
     where = f"1d {board.ranks.world}"
     if settings.device.type == "cuda":
         board.judge("memory", where, lambda: memory_of_device(speed, settings.device, settings.timeout))
         gc.collect()
-    if board.judge("speed", where, measure):
+    if board.judge("speed", where, lambda: said.append(measure_speed(speed, settings.device, settings.timeout))):
         board.say("info", "speed", where, f"{speed}: {said[0]}")

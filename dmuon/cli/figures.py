@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dmuon.kernels import newton_schulz_flops
 from dmuon.planning.cost_cache import CostCache, Entries
 from dmuon.planning.device_key import NsOptions
 from dmuon.platform.figures import new_figure
-from dmuon.solver import Plan, Shape
+from dmuon.solver import Plan
 
 __all__ = ["cost_table", "draw_costs", "draw_plan"]
 
@@ -21,7 +20,7 @@ def cost_table(entries: Entries, options: NsOptions, device: torch.device) -> st
     head = f"{'shape':>14} {'batch':>6} {'ms':>11} {'ms each':>11} {'GFLOP/s':>10} {'spread':>7} {'samples':>8}"
     lines = [f"{head}  variant"]
     for (m, n), timings in sorted(entries.items()):
-        flops = _flops((m, n), options, device)
+        flops = options.flops((m, n), device)
         for k, t in sorted(timings.items()):
             each, spread = t.median_ns / k / 1e6, (t.p90_ns - t.p10_ns) / t.median_ns
             lines.append(
@@ -41,7 +40,7 @@ def draw_costs(cache: CostCache, options: NsOptions) -> Any:
         raise ValueError("the cost cache holds no timings to draw; measure some with dmuon-profile --shapes")
     figure = new_figure(9, 5.5)
     device = torch.device("cpu")  # which decides the dtype alone, and the cache's key has one
-    flops = {shape: _flops(shape, options, device) for shape in sorted(cache.entries)}
+    flops = {shape: options.flops(shape, device) for shape in sorted(cache.entries)}
     rate = max(k * flops[shape] / t.median_ns for shape, timings in cache.entries.items() for k, t in timings.items())
     axes = figure.add_subplot()
     for (m, n), operations in flops.items():
@@ -71,10 +70,6 @@ def draw_costs(cache: CostCache, options: NsOptions) -> Any:
     axes.set_title(f"{key.device}, {key.dtype}, {key.coefficients}, {key.steps} steps", fontsize=10)
     figure.legend(loc="outside right upper", fontsize=8, ncols=1 + len(flops) // 24)
     return figure
-
-
-def _flops(shape: Shape, options: NsOptions, device: torch.device) -> int:
-    return int(newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device))
 
 
 def draw_plan(plan: Plan, title: str) -> Any:

@@ -9,13 +9,12 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
-from dmuon.kernels import newton_schulz_flops
 from dmuon.planning.cost_cache import (
     CacheKey,
     CostCache,
@@ -60,16 +59,6 @@ class FoundCosts:
     variants: Mapping[Shape, Mapping[int, str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """What rank 0 found: an error for all ranks, or entries and the work that is left to measure."""
-
-    error: str | None = None
-    entries: Entries | None = None
-    missing: Work | None = None
-    source: str = ""
-
-
 def find_costs(
     counts: Mapping[Shape, int],
     *,
@@ -103,22 +92,22 @@ def find_costs(
     if costs == "flops":
         return FoundCosts(CostTable.from_flops(counts), "estimated from FLOPs")
     options = options or NsOptions()
-    share = share or _alone
+    share = share or (lambda item: [item])
     key = device_key(device, options)
-    decision = _Decision()
+    fault, found = None, None
     if rank == 0:
         try:
-            decision = _decide(counts, world, device, options, key, costs)
+            found = _known(counts, world, device, options, key, costs)
         except Exception as error:  # every rank must hear of it, whatever it is
-            decision = _Decision(error=str(error))
-    answers: list[Any] = share((key, decision))
-    keys = [answer[0] for answer in answers]
-    decision = answers[0][1]
-    if decision.error is not None:
-        raise CostCacheError(decision.error)
-    entries, source = decision.entries or {}, decision.source
-    if decision.missing:
-        measured = _measure_together(decision.missing, keys, rank, device, options, budget_s, share)
+            fault = str(error)
+    answers: list[Any] = share((key, fault, found))
+    _, fault, found = answers[0]
+    if fault is not None:
+        raise CostCacheError(fault)
+    entries, missing, source = found
+    if missing:
+        keys = [answer[0] for answer in answers]
+        measured = _measure_together(missing, keys, rank, device, options, budget_s, share)
         entries = merge_entries(entries, measured)
         if measured:
             source = ", ".join(
@@ -179,20 +168,17 @@ def store(cache: CostCache) -> str | None:
     return str(path)
 
 
-def _alone(item: object) -> list[object]:
-    return [item]
-
-
-def _decide(
+def _known(
     counts: Mapping[Shape, int],
     world: int,
     device: torch.device,
     options: NsOptions,
     key: CacheKey,
     costs: str | os.PathLike[str] | None,
-) -> _Decision:
+) -> tuple[Entries, Work, str]:
+    """Entries, the work that is left to measure, and where the entries are from."""
     if costs is not None:
-        return _Decision(entries=_explicit(costs, key, counts), source=f"cost cache {os.fspath(costs)}")
+        return _explicit(costs, key, counts), {}, f"cost cache {os.fspath(costs)}"
     entries, source = cached_entries(key)
     with _lock:
         if key in _measured:
@@ -210,7 +196,7 @@ def _decide(
         wanted = dict(entries)
     if not source and wanted:
         source = f"measured earlier by this process on {key.device}"
-    return _Decision(entries=wanted, missing=missing, source=source if wanted else "")
+    return wanted, missing, source if wanted else ""
 
 
 def _most_per_owner(
@@ -220,7 +206,7 @@ def _most_per_owner(
 
     Not twice an even share of the shape: beside owners of large matrices, another may get most of the small ones.
     """
-    flops = {shape: _flops(shape, options, device) for shape in counts}
+    flops = {shape: options.flops(shape, device) for shape in counts}
     even = sum(count * flops[shape] for shape, count in counts.items()) / world
     share = 2 * max([even, *flops.values()])
     return {shape: min(count, math.ceil(share / flops[shape])) for shape, count in sorted(counts.items())}
@@ -267,16 +253,20 @@ def _measure_together(
         warnings.warn(f"rank {other} has another device than rank 0 ({keys[other]}); costs are those of rank 0's")
     load = dict.fromkeys(workers, 0)
     work: dict[Shape, list[int]] = {}
-    cost = {(shape, k): k * _flops(shape, options, device) for shape, sizes in missing.items() for k in sizes}
+    cost = {(shape, k): k * options.flops(shape, device) for shape, sizes in missing.items() for k in sizes}
     for (shape, k), flops in sorted(cost.items(), key=lambda item: (-item[1], item[0])):
         worker = min(workers, key=lambda r: (load[r], r))
         load[worker] += flops
         if worker == rank:
             work.setdefault(shape, []).append(k)
-    outcome: tuple[str | None, Entries, list[tuple[Shape, int]]] = (None, {}, [])
+    if rank == 0 and not sys.stderr.isatty():
+        name = keys[0].device
+        _log.info("timing %d batches of the Muon update on %s, %g s per rank at most", len(cost), name, budget_s)
+    fault: str | None = None
+    entries: Entries = {}
     full: list[tuple[Shape, int]] = []
     try:
-        with _progress(work, len(cost), rank, keys[0].device, budget_s) as progress:
+        with timing_bar(work, keys[0].device) if rank == 0 else contextlib.nullcontext() as progress:
             entries = measure(
                 work,
                 device=device,
@@ -285,10 +275,9 @@ def _measure_together(
                 progress=progress,
                 too_large=lambda shape, k: full.append((shape, k)),
             )
-        outcome = (None, entries, full)
     except Exception as error:  # the others wait in share
-        outcome = (f"rank {rank}: measuring Newton–Schulz on {device} failed: {type(error).__name__}: {error}", {}, [])
-    outcomes: list[Any] = share(outcome)
+        fault = f"rank {rank}: measuring Newton–Schulz on {device} failed: {type(error).__name__}: {error}"
+    outcomes: list[Any] = share((fault, entries, full))
     merged: dict[Shape, dict[int, Timing]] = {}
     for fault, entries, unfit in outcomes:
         if fault is not None:
@@ -300,19 +289,6 @@ def _measure_together(
     return merged
 
 
-@contextlib.contextmanager
-def _progress(
-    work: Mapping[Shape, list[int]], batches: int, rank: int, name: str, budget_s: float
-) -> Iterator[Callable[[Shape, int], None] | None]:
-    if rank != 0 or not sys.stderr.isatty():
-        if rank == 0:
-            _log.info("timing %d batches of the Muon update on %s, %g s per rank at most", batches, name, budget_s)
-        yield None
-        return
-    with timing_bar(work, name) as progress:
-        yield progress
-
-
 def _table(counts: Mapping[Shape, int], entries: Entries, options: NsOptions, device: torch.device) -> CostTable:
     """Measured costs; a shape without one is scaled by FLOPs from the measured shape that is nearest in FLOPs."""
     medians = {
@@ -321,7 +297,7 @@ def _table(counts: Mapping[Shape, int], entries: Entries, options: NsOptions, de
     if not medians:
         return CostTable.from_flops(counts)
 
-    flops = {shape: _flops(shape, options, device) for shape in {*counts, *medians}}
+    flops = {shape: options.flops(shape, device) for shape in {*counts, *medians}}
     table, sources = {}, {}
     for shape in sorted(counts):
         if shape in medians:
@@ -331,7 +307,3 @@ def _table(counts: Mapping[Shape, int], entries: Entries, options: NsOptions, de
             table[shape] = {1: max(1, medians[near][1] * flops[shape] // flops[near])}
             sources[shape] = "estimated"
     return CostTable(table, sources)
-
-
-def _flops(shape: Shape, options: NsOptions, device: torch.device) -> int:
-    return int(newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device))

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from dmuon.kernels import coefficient_sequence
+from dmuon.kernels import coefficient_sequence, newton_schulz_flops
 from dmuon.planning.cost_cache import CacheKey, CostCacheError
+from dmuon.solver import Shape
 
 __all__ = ["NsOptions", "code_digest", "device_key", "options_of"]
 
@@ -27,6 +28,10 @@ class NsOptions:
     coefficients: str | tuple[float, ...] | tuple[tuple[float, ...], ...] = "polar_express"
     steps: int = 5
     dtype: torch.dtype | None = None
+
+    def flops(self, shape: Shape, device: torch.device) -> int:
+        """Operations of one run on one matrix of ``shape``."""
+        return int(newton_schulz_flops(shape, self.coefficients, self.steps, self.dtype, device))
 
 
 def device_key(device: torch.device, options: NsOptions) -> CacheKey:

@@ -23,7 +23,6 @@ from dmuon.kernels import (
     coefficient_sequence,
     drop_graphs,
     muon_update_,
-    newton_schulz_flops,
     orthogonalize,
     storage_dtype,
 )
@@ -42,6 +41,7 @@ _CLEARLY = 0.95  # less of a gain is noise, and another form rounds otherwise
 _AGREEMENT = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-9}
 _GROWTH = 0.06  # of the largest singular value over the standard form's
 _POWERS = 30
+_LEVELS = (0.0, 1e-3, 1e-2)  # of noise in nearly singular matrices
 _CACHE_BYTES = 1 << 28  # above every current device's L2
 _CPU_CACHE_BYTES = 1 << 25  # above a core's L2 and its share of the L3
 _MAX_BATCH_ELEMENTS = 1 << 28  # 1 GiB of fp32: far beyond where batching still helps
@@ -78,10 +78,9 @@ def measure(
     options = options or NsOptions()
     deadline = time.perf_counter() + budget_s
     items = sorted(
-        ((k, newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device), shape)
-         for shape, sizes in work.items() for k in set(sizes)),
+        ((k, options.flops(shape, device), shape) for shape, sizes in work.items() for k in set(sizes)),
         key=lambda item: (item[0], item[0] * item[1], item[2]),
-    )  # fmt: skip
+    )
     result: dict[Shape, dict[int, Timing]] = {}
     full: set[Shape] = set()
     if not items or budget_s <= 0:
@@ -134,8 +133,7 @@ def timing_bar(work: Mapping[Shape, Sequence[int]], device_name: str) -> Iterato
 def _rate(shape: Shape, device: torch.device, options: NsOptions, clock: Clock) -> float:
     update = _Batch(shape, 1, device).update(options)
     clock(update)
-    flops = newton_schulz_flops(shape, options.coefficients, options.steps, options.dtype, device)
-    return flops / min(clock(update) for _ in range(2))
+    return options.flops(shape, device) / min(clock(update) for _ in range(2))
 
 
 def _time_best(
@@ -164,6 +162,8 @@ def _fastest(
     sequence = coefficient_sequence(options.coefficients, options.steps)
     dtype = storage_dtype(torch.float32, batch.device, options.dtype)
     best = choose_variant(batch.shape, batch.k, sequence, dtype, batch.device)
+    # What trying one rival takes, in runs of the batch: four looks, and what ``_agrees`` runs.
+    runs = 4 * (_TRIALS + 1) + 3 + (2 * len(_LEVELS) / batch.k if dtype in HALF else 0)
 
     def quick(variant: Variant) -> int:
         update = batch.update(options, variant)
@@ -174,7 +174,7 @@ def _fastest(
     for rivals in alternatives(batch.shape, batch.k, sequence, dtype, batch.device):
         for rival in rivals(best):
             spent_ns = (time.perf_counter() - started) * 1e9
-            if rival == best or spent_ns + 4 * (_TRIALS + 1) * (best_ns or expected_ns) > limit_ns:
+            if rival == best or spent_ns + runs * (best_ns or expected_ns) > limit_ns:
                 continue
             best_ns = quick(best) if best_ns is None else best_ns
             try:
@@ -204,33 +204,30 @@ def _agrees(batch: _Batch, options: NsOptions, variant: Variant) -> bool:
         warnings.warn(f"Newton–Schulz variant {variant} differs from the standard form by {error:.2g}; not used")
         return False
     if dtype in HALF:
-        x = nearly_singular(batch.shape, batch.device)
-        expected_largest, largest = (
-            _largest_singular_value(form(x)) for form in (plain, partial(run, variant=variant))
-        )
-        if not largest <= expected_largest + _GROWTH:
-            warnings.warn(
-                f"Newton–Schulz variant {variant} gives singular values up to {largest:.2f}, the standard form "
-                f"{expected_largest:.2f}; not used"
-            )
-            return False
+        for x in nearly_singular(batch.shape, batch.device):
+            most, largest = (_largest_singular_value(form(x)) for form in (plain, partial(run, variant=variant)))
+            if not largest <= most + _GROWTH:
+                warnings.warn(
+                    f"Newton–Schulz variant {variant} gives singular values up to {largest:.2f}, the standard form "
+                    f"{most:.2f}; not used"
+                )
+                return False
     return True
 
 
-def nearly_singular(shape: Shape, device: torch.device) -> Tensor:
-    """Three matrices, ``(3, m, n)``, half of whose directions are small or null, in no relation to the axes.
+def nearly_singular(shape: Shape, device: torch.device) -> Iterator[Tensor]:
+    """Three matrices, one by one and ``(1, m, n)`` each: half of the directions are small or null, none is an axis.
 
     There rounding is amplified most, and what commutes in exact arithmetic does not.
     """
     m, n = shape
     rank = max(1, min(shape) // 2)
     generator = torch.Generator(device).manual_seed(0)
-    left, right, noise = (
-        torch.randn(3, *sides, device=device, generator=generator) for sides in ((m, rank), (rank, n), shape)
-    )
-    levels = torch.tensor([0.0, 1e-3, 1e-2], device=device)[:, None, None]
-    matrices: Tensor = left @ right / math.sqrt(rank) + levels * noise
-    return matrices
+    for level in _LEVELS:
+        left, right, noise = (
+            torch.randn(1, *sides, device=device, generator=generator) for sides in ((m, rank), (rank, n), shape)
+        )
+        yield left @ right / math.sqrt(rank) + level * noise
 
 
 def _largest_singular_value(x: Tensor) -> float:

@@ -52,7 +52,6 @@ class Span:
 
     stream: str
     name: str
-    block: str
     start: Times
     end: Times
 
@@ -109,12 +108,12 @@ class Simulation:
         """Whatever is submitted to ``resource`` from here starts no earlier than ``times``."""
         self._free[resource] = np.maximum(self.now(resource), times)
 
-    def compute(self, name: str, seconds: float | Times, *, block: str = "") -> Times:
+    def compute(self, name: str, seconds: float | Times) -> Times:
         """Run on the compute stream, with each rank's noise and slowdown; returns the ends."""
         took = seconds * self._slowdown
         if self._sigma:
             took = took * np.exp(self._sigma * self._random.standard_normal(self.ranks) - self._sigma**2 / 2)
-        return self.run((COMPUTE,), name, took, block=block)
+        return self.run((COMPUTE,), name, took)
 
     def run(
         self,
@@ -122,7 +121,6 @@ class Simulation:
         name: str,
         seconds: float | Times,
         *,
-        block: str = "",
         after: Iterable[Times] = (),
         groups: Groups | None = None,
     ) -> Times:
@@ -140,5 +138,5 @@ class Simulation:
         end: Times = start + seconds
         for resource in resources:
             self._free[resource] = end
-        self.spans.append(Span(resources[0], name, block, start, end))
+        self.spans.append(Span(resources[0], name, start, end))
         return end

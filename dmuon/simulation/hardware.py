@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dmuon.platform.options import is_integer, is_number
@@ -107,21 +107,27 @@ def hardware(name: str, /, **overrides: float) -> Hardware:
     """
     if name not in HARDWARE:
         raise ValueError(f"hardware {name!r} is unknown; use one of {', '.join(HARDWARE)}")
-    preset = HARDWARE[name]
-    parts: dict[str, dict[str, Any]] = {"device": {}, "intra": {}, "inter": {}, "": {}}
+    figures = dict(_FIGURES[name])
     for flat, value in overrides.items():
         if flat not in _PATHS:
             raise ValueError(f"{flat} is no figure of the hardware; use one of {', '.join(_PATHS)}")
+        whole = flat.endswith(_COUNTS) and isinstance(value, float) and value.is_integer()
+        figures[flat] = (int(value) if whole else value, "given")
+        _check(flat, figures[flat][0])
+    return _build(name, figures)
+
+
+def _build(name: str, figures: Mapping[str, tuple[Any, str]]) -> Hardware:
+    """The hardware of these figures, which are there by flat name, each with its source."""
+    parts: dict[str, dict[str, Any]] = {"device": {}, "intra": {}, "inter": {}, "": {}}
+    for flat, (value, _) in figures.items():
         part, _, field = _PATHS[flat].rpartition(".")
-        whole = field in _COUNTS and isinstance(value, float) and value.is_integer()
-        parts[part][field] = int(value) if whole else value
-        _check(flat, parts[part][field])
-    return replace(
-        preset,
-        device=replace(preset.device, **parts["device"]),
-        intra=replace(preset.intra, **parts["intra"]),
-        inter=replace(preset.inter, **parts["inter"]),
-        sources={**preset.sources, **dict.fromkeys((_PATHS[flat] for flat in overrides), "given")},
+        parts[part][field] = value
+    return Hardware(
+        device=Device(name=name.upper(), **parts["device"]),
+        intra=Link(**parts["intra"]),
+        inter=Link(**parts["inter"]),
+        sources={_PATHS[flat]: source for flat, (_, source) in figures.items()},
         **parts[""],
     )
 
@@ -158,86 +164,50 @@ _MAMF = "stas00/ml-engineering, maximum achievable matmul FLOPS, bf16: {}"
 _NVLINK_4 = "NVIDIA in NCCL-tests issue 212: 370 GB/s of 450 GB/s is what NCCL reaches over NVLink 4"
 _NDR = "NVIDIA in NCCL-tests issue 290: 46 to 48 GB/s per 400 Gb/s NIC; judgement: one NIC per GPU"
 
-HARDWARE: Mapping[str, Hardware] = {
-    "h200": Hardware(
-        device=Device(
-            name="H200",
-            sms=132,
-            peak_flops=989.5e12,
-            matmul_efficiency=0.80,
-            memory_bandwidth=4.3e12,
-            launch_s=4e-6,
-            memory=141 * 10**9,
+# By preset and flat name: a figure, and where it is from.
+_FIGURES: Mapping[str, Mapping[str, tuple[float, str]]] = {
+    "h200": {
+        "device_sms": (132, f"{_GH100}; the H200 has the same chip"),
+        "device_peak_flops": (989.5e12, _HOPPER_PEAK.format("H200")),
+        "device_matmul_efficiency": (0.80, "measured on one H200: 790 TFLOP/s in bf16, 8192 on every side"),
+        "device_memory_bandwidth": (4.3e12, "measured on one H200: copy at 4.3 TB/s; its datasheet says 4.8 TB/s"),
+        "device_launch_s": (4e-6, _LAUNCH),
+        "device_memory": (141 * 10**9, "NVIDIA H200 datasheet: 141 GB"),
+        "intra_latency_s": (3.4e-6, _NVLINK_LATENCY),
+        "intra_bandwidth": (370e9, _NVLINK_4),
+        "inter_latency_s": (14e-6, _NETWORK_LATENCY),
+        "inter_bandwidth": (46e9, _NDR),
+        "gpus_per_node": (8, _EIGHT),
+    },
+    "h100": {
+        "device_sms": (132, _GH100),
+        "device_peak_flops": (989.5e12, _HOPPER_PEAK.format("H100")),
+        "device_matmul_efficiency": (0.80, _MAMF.format("80.3 % on an H100 SXM")),
+        "device_memory_bandwidth": (
+            3.0e12,
+            "judgement: 90 % of the 3.35 TB/s of the NVIDIA H100 datasheet, as on an H200",
         ),
-        intra=Link(latency_s=3.4e-6, bandwidth=370e9),
-        inter=Link(latency_s=14e-6, bandwidth=46e9),
-        gpus_per_node=8,
-        sources={
-            "device.sms": f"{_GH100}; the H200 has the same chip",
-            "device.peak_flops": _HOPPER_PEAK.format("H200"),
-            "device.matmul_efficiency": "measured on one H200: 790 TFLOP/s in bf16, 8192 on every side",
-            "device.memory_bandwidth": "measured on one H200: copy at 4.3 TB/s; its datasheet says 4.8 TB/s",
-            "device.launch_s": _LAUNCH,
-            "device.memory": "NVIDIA H200 datasheet: 141 GB",
-            "intra.latency_s": _NVLINK_LATENCY,
-            "intra.bandwidth": _NVLINK_4,
-            "inter.latency_s": _NETWORK_LATENCY,
-            "inter.bandwidth": _NDR,
-            "gpus_per_node": _EIGHT,
-        },
-    ),
-    "h100": Hardware(
-        device=Device(
-            name="H100",
-            sms=132,
-            peak_flops=989.5e12,
-            matmul_efficiency=0.80,
-            memory_bandwidth=3.0e12,
-            launch_s=4e-6,
-            memory=80 * 10**9,
-        ),
-        intra=Link(latency_s=3.4e-6, bandwidth=370e9),
-        inter=Link(latency_s=14e-6, bandwidth=46e9),
-        gpus_per_node=8,
-        sources={
-            "device.sms": _GH100,
-            "device.peak_flops": _HOPPER_PEAK.format("H100"),
-            "device.matmul_efficiency": _MAMF.format("80.3 % on an H100 SXM"),
-            "device.memory_bandwidth": "judgement: 90 % of the 3.35 TB/s of the NVIDIA H100 datasheet, as on an H200",
-            "device.launch_s": _LAUNCH,
-            "device.memory": "NVIDIA H100 datasheet: 80 GB",
-            "intra.latency_s": _NVLINK_LATENCY,
-            "intra.bandwidth": _NVLINK_4,
-            "inter.latency_s": _NETWORK_LATENCY,
-            "inter.bandwidth": _NDR,
-            "gpus_per_node": _EIGHT,
-        },
-    ),
-    "a800": Hardware(
-        device=Device(
-            name="A800",
-            sms=108,
-            peak_flops=312e12,
-            matmul_efficiency=0.87,
-            memory_bandwidth=1.8e12,
-            launch_s=4e-6,
-            memory=80 * 10**9,
-        ),
-        intra=Link(latency_s=3.4e-6, bandwidth=160e9),
-        inter=Link(latency_s=14e-6, bandwidth=24e9),
-        gpus_per_node=8,
-        sources={
-            "device.sms": "NVIDIA A100 architecture whitepaper: 108 SMs; the A800 has the same chip",
-            "device.peak_flops": "NVIDIA A100 datasheet: 312 TFLOP/s dense; the A800 has the same chip",
-            "device.matmul_efficiency": f"{_MAMF.format('86.9 % on an A100 SXM')}; the A800 has the same chip",
-            "device.memory_bandwidth": "judgement: 90 % of the 2,039 GB/s of the NVIDIA A100 80GB datasheet",
-            "device.launch_s": _LAUNCH,
-            "device.memory": "NVIDIA A100 80GB datasheet: 80 GB",
-            "intra.latency_s": _NVLINK_LATENCY,
-            "intra.bandwidth": "NVIDIA in NCCL issue 412: 160 GB/s in a node of eight A800, of 200 GB/s",
-            "inter.latency_s": _NETWORK_LATENCY,
-            "inter.bandwidth": "NVIDIA in NCCL issue 412: 24 GB/s per 200 Gb/s NIC; judgement: one NIC per GPU",
-            "gpus_per_node": _EIGHT,
-        },
-    ),
+        "device_launch_s": (4e-6, _LAUNCH),
+        "device_memory": (80 * 10**9, "NVIDIA H100 datasheet: 80 GB"),
+        "intra_latency_s": (3.4e-6, _NVLINK_LATENCY),
+        "intra_bandwidth": (370e9, _NVLINK_4),
+        "inter_latency_s": (14e-6, _NETWORK_LATENCY),
+        "inter_bandwidth": (46e9, _NDR),
+        "gpus_per_node": (8, _EIGHT),
+    },
+    "a800": {
+        "device_sms": (108, "NVIDIA A100 architecture whitepaper: 108 SMs; the A800 has the same chip"),
+        "device_peak_flops": (312e12, "NVIDIA A100 datasheet: 312 TFLOP/s dense; the A800 has the same chip"),
+        "device_matmul_efficiency": (0.87, f"{_MAMF.format('86.9 % on an A100 SXM')}; the A800 has the same chip"),
+        "device_memory_bandwidth": (1.8e12, "judgement: 90 % of the 2,039 GB/s of the NVIDIA A100 80GB datasheet"),
+        "device_launch_s": (4e-6, _LAUNCH),
+        "device_memory": (80 * 10**9, "NVIDIA A100 80GB datasheet: 80 GB"),
+        "intra_latency_s": (3.4e-6, _NVLINK_LATENCY),
+        "intra_bandwidth": (160e9, "NVIDIA in NCCL issue 412: 160 GB/s in a node of eight A800, of 200 GB/s"),
+        "inter_latency_s": (14e-6, _NETWORK_LATENCY),
+        "inter_bandwidth": (24e9, "NVIDIA in NCCL issue 412: 24 GB/s per 200 Gb/s NIC; judgement: one NIC per GPU"),
+        "gpus_per_node": (8, _EIGHT),
+    },
 }
+
+HARDWARE: Mapping[str, Hardware] = {name: _build(name, figures) for name, figures in _FIGURES.items()}

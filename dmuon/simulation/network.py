@@ -80,19 +80,14 @@ class Topology:
         data = ranks // self.tp
         return data // self.shard, data % self.shard, ranks % self.tp
 
-    def shard_ids(self) -> NDArray[np.int64]:
-        """Group of every rank among those that share a replica and a tensor-parallel index."""
-        replica, _, tp = self.coordinates()
-        return np.asarray(replica * self.tp + tp)
+    def group_ids(self) -> dict[str, NDArray[np.int64]]:
+        """Per kind of group, the group of every rank.
 
-    def replicate_ids(self) -> NDArray[np.int64]:
-        """Group of every rank among those that hold the same shard."""
-        _, shard, tp = self.coordinates()
-        return np.asarray(shard * self.tp + tp)
-
-    def data_ids(self) -> NDArray[np.int64]:
-        """Group of every rank among those that differ in their data only."""
-        return self.coordinates()[2]
+        ``"shard"``: those that share a replica and a tensor-parallel index; ``"replicate"``: those that hold the same
+        shard; ``"data"``: those that differ in their data only.
+        """
+        replica, shard, tp = self.coordinates()
+        return {"shard": replica * self.tp + tp, "replicate": shard * self.tp + tp, "data": tp}
 
     def ring(self, ids: NDArray[np.int64]) -> Ring:
         """The shape of the groups ``ids``: of the one over most nodes, where they differ."""

@@ -14,37 +14,25 @@ from dmuon.simulation.programs import StepTrace
 
 __all__ = ["draw_scaling", "draw_timeline", "pick_ranks"]
 
-_COLOURS = {
-    "forward": "#4c78a8",
-    "backward": "#72b7b2",
-    "head": "#3f5f8a",
-    "ns": "#e45756",
-    "adamw": "#b279a2",
-    "pack": "#bab0ac",
-    "copy-out": "#d7d2cd",
-    "copy": "#d7d2cd",
-    "fill": "#54a24b",
-    "publish": "#2f7a3b",
-    "reduce": "#9d755d",
-    "reduce over replicas": "#6b4c3b",
-    "votes": "#ffbf79",
-    "all-gather": "#88d27a",
-    "gather momentum": "#f2cf5b",
-    "reduce-scatter": "#d8b5a5",
-    "all-reduce": "#f58518",
-}
-_TEXT = {
-    "head": "output head",
-    "ns": "Newton–Schulz",
-    "adamw": "AdamW",
-    "pack": "pack gradients",
-    "copy-out": "copy",
-    "fill": "fill (owners broadcast)",
-    "publish": "publish over replicas",
-    "reduce": "reduce to owners",
-    "all-gather": "FSDP2 all-gather",
-    "reduce-scatter": "FSDP2 reduce-scatter",
-    "all-reduce": "FSDP2 all-reduce",
+# By the name of an operation: the colour of its bars, and what the legend calls it.
+_BARS = {
+    "forward": ("#4c78a8", "forward"),
+    "backward": ("#72b7b2", "backward"),
+    "head": ("#3f5f8a", "output head"),
+    "ns": ("#e45756", "Newton–Schulz"),
+    "adamw": ("#b279a2", "AdamW"),
+    "pack": ("#bab0ac", "pack gradients"),
+    "copy-out": ("#d7d2cd", "copy"),
+    "copy": ("#d7d2cd", "copy"),
+    "fill": ("#54a24b", "fill (owners broadcast)"),
+    "publish": ("#2f7a3b", "publish over replicas"),
+    "reduce": ("#9d755d", "reduce to owners"),
+    "reduce over replicas": ("#6b4c3b", "reduce over replicas"),
+    "votes": ("#ffbf79", "votes"),
+    "all-gather": ("#88d27a", "FSDP2 all-gather"),
+    "gather momentum": ("#f2cf5b", "gather momentum"),
+    "reduce-scatter": ("#d8b5a5", "FSDP2 reduce-scatter"),
+    "all-reduce": ("#f58518", "FSDP2 all-reduce"),
 }
 _LANES = (
     COMPUTE, "fill", "publish", "reduce", "reduce over replicas", "FSDP2 gather", "FSDP2 reduce", "FSDP2 all-reduce",
@@ -97,7 +85,7 @@ def draw_timeline(
     figure = new_figure(13, 1.4 + 0.34 * len(chosen) * (len(lanes) + 0.7), layout="tight")
     axis = figure.subplots()
     ticks: list[tuple[float, str]] = []
-    kinds: dict[str, None] = {}
+    drawn: set[str] = set()
     for place, (rank, name) in enumerate(chosen.items()):
         for index, lane in enumerate(lanes):
             row = place * (len(lanes) + 0.7) + index
@@ -106,12 +94,11 @@ def draw_timeline(
                 first, last = span.start[rank], span.end[rank]
                 if span.stream != lane or last <= first:
                     continue
-                kinds[span.name] = None
+                drawn.add(span.name)
+                colour = _BARS[span.name][0]
                 bar = [((first - begin) * scale, max(last - first, least) * scale)]
-                outline = "white" if lane == COMPUTE else _COLOURS[span.name]
-                axis.broken_barh(
-                    bar, (row - 0.4, 0.8), facecolors=_COLOURS[span.name], edgecolor=outline, linewidth=0.2
-                )
+                outline = "white" if lane == COMPUTE else colour
+                axis.broken_barh(bar, (row - 0.4, 0.8), facecolors=colour, edgecolor=outline, linewidth=0.2)
     for edge in (0.0, (end - begin) * scale):
         axis.axvline(edge, color="black", linewidth=0.8, linestyle=":")
     axis.set_xlim(-margin / 3 * scale, (end - begin + margin) * scale)
@@ -120,9 +107,9 @@ def draw_timeline(
     axis.set_xlabel(f"{unit}; dotted: the slowest rank has finished its update")
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     texts: dict[str, str] = {}
-    for kind in _COLOURS:
-        if kind in kinds:
-            texts.setdefault(_TEXT.get(kind, kind), _COLOURS[kind])
+    for name, (colour, text) in _BARS.items():
+        if name in drawn:
+            texts.setdefault(text, colour)
     from matplotlib.patches import Patch
 
     handles = [Patch(color=colour, label=text) for text, colour in texts.items()]

@@ -6,18 +6,26 @@ The prediction is the simulation of ``dmuon.simulation.programs`` without noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
+from typing import Literal
 
-from dmuon.simulation.changes import Change, find_changes
 from dmuon.simulation.hardware import Hardware
-from dmuon.simulation.network import Topology
+from dmuon.simulation.network import AlphaBeta, Topology
 from dmuon.simulation.programs import PROGRAMS, ProgramName, simulate
-from dmuon.simulation.scenario import Machine, Scenario, batches, ns_chunks
+from dmuon.simulation.scenario import Machine, Scenario, batches, ns_chunks, stored_shapes
 from dmuon.simulation.workload import Workload
-from dmuon.solver import CostTable, Plan
+from dmuon.solver import CostTable, Plan, SolveOptions
+from dmuon.solver import plan as solve_plan
 
-__all__ = ["Prediction", "ProgramTime", "predict"]
+__all__ = ["Change", "Prediction", "ProgramTime", "Quantity", "find_changes", "overhead", "predict"]
+
+Quantity = Literal["tokens per rank", "Newton–Schulz speed", "link bandwidth", "link latency", "ranks", "replicas"]
+
+_FACTORS = (2, 4, 8, 16, 32, 64)
+_PRECISION = 0.01  # of a factor that is found
+_MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,30 @@ class ProgramTime:
     @property
     def exposed_s(self) -> float:
         return self.step_s - self.forward_backward_s - self.ns_s
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The least change of one quantity, all else as it is, that brings the overhead below the target.
+
+    Attributes:
+        factor: on the quantity; latency is divided by it. ``None`` where no factor in ``range`` does.
+        overhead: of dedicated over AdamW at that factor, or the least of those tried.
+        tried: the factors that were tried, for people.
+        value: what the quantity becomes, for people.
+    """
+
+    quantity: Quantity
+    factor: float | None
+    overhead: float
+    tried: str
+    value: str = ""
+
+    def __str__(self) -> str:
+        if self.factor is None:
+            return f"{self.quantity:<20} not reachable by this alone ({self.tried}: {self.overhead:+.1%} at best)"
+        sign = "÷" if self.quantity == "link latency" else "×"
+        return f"{self.quantity:<20} {sign} {self.factor:.2f}" + (f"  ({self.value})" if self.value else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +165,124 @@ def _program_time(name: ProgramName, scenario: Scenario) -> ProgramTime:
     forward_backward = scenario.workload.flops / scenario.topology.tp / scenario.machine.flops_per_s
     ns = 0.0
     if name == "gather":
-        counts: dict[tuple[int, int], int] = {}
-        for m in scenario.plan.matrices:
-            counts[m.rows, m.cols] = counts.get((m.rows, m.cols), 0) + 1
-        ns = sum(batches(scenario, counts))
+        ns = sum(batches(scenario, stored_shapes(scenario.plan.matrices)))
     elif name != "adamw":
         slowness = [1 / scenario.speeds.get(rank, 1.0) for rank in range(scenario.topology.world)]
         ns = float((ns_chunks(scenario).sum(axis=0) * slowness).max())
     return ProgramTime(simulate(name, scenario).step_s, forward_backward, ns)
+
+
+def overhead(scenario: Scenario) -> float:
+    """Dedicated step over AdamW's, less 1."""
+    return simulate("dedicated", scenario).step_s / simulate("adamw", scenario).step_s - 1
+
+
+def find_changes(scenario: Scenario, target: float) -> tuple[Change, ...]:
+    """For each quantity the least change that brings :func:`overhead` below ``target``.
+
+    Continuous quantities go up to a factor of 64. Ranks double up to 1024 at the same tokens per rank, planned anew
+    without the MILP and without limits on memory or spread: more replicas where there are several, otherwise more
+    shards. Replicas double down to one node each, which costs every rank the memory of a larger shard. Both leave the
+    quantity out where it cannot grow, and ranks also where they differ in speed.
+
+    Raises:
+        ValueError: a network that is not :class:`dmuon.simulation.network.AlphaBeta`.
+    """
+    network = scenario.machine.network
+    if not isinstance(network, AlphaBeta):
+        raise ValueError(f"network is {type(network).__name__}; links can be changed in an AlphaBeta only")
+
+    grid = scenario.topology
+
+    def tokens(factor: float) -> Scenario:
+        return replace(scenario, workload=scenario.workload.scaled(factor))
+
+    def ns_speed(factor: float) -> Scenario:
+        machine = scenario.machine
+        return replace(scenario, machine=replace(machine, ns_scale=machine.ns_scale / factor))
+
+    def bandwidth(factor: float) -> Scenario:
+        intra, inter = (replace(k, bandwidth=k.bandwidth * factor) for k in (network.intra, network.inter))
+        return replace(scenario, machine=replace(scenario.machine, network=AlphaBeta(intra, inter)))
+
+    def latency(factor: float) -> Scenario:
+        intra, inter = (replace(k, latency_s=k.latency_s / factor) for k in (network.intra, network.inter))
+        return replace(scenario, machine=replace(scenario.machine, network=AlphaBeta(intra, inter)))
+
+    def ranks(factor: float) -> Scenario:
+        world, replicate = grid.world * int(factor), grid.replicate * (int(factor) if grid.replicate > 1 else 1)
+        owners = solve_plan(scenario.plan.matrices, world, scenario.costs, SolveOptions(method="greedy"))
+        return replace(scenario, plan=owners, topology=replace(grid, world=world, replicate=replicate))
+
+    def more_ranks(factor: int) -> bool:
+        world = grid.world * factor
+        whole = world <= grid.gpus_per_node or world % grid.gpus_per_node == 0
+        # Where ranks differ in speed, what further ones would be like is anybody's guess.
+        return not scenario.speeds and whole and world <= _MOST_RANKS
+
+    def replicas(factor: float) -> Scenario:
+        return replace(scenario, topology=replace(grid, replicate=grid.replicate * int(factor)))
+
+    def more_replicas(factor: int) -> bool:
+        replicate = grid.replicate * factor
+        return replicate <= grid.nodes and grid.world % (replicate * grid.tp) == 0
+
+    continuous: dict[Quantity, Callable[[float], Scenario]] = {
+        "tokens per rank": tokens,
+        "Newton–Schulz speed": ns_speed,
+        "link bandwidth": bandwidth,
+        "link latency": latency,
+    }
+    changes = []
+    for quantity, changed in continuous.items():
+        change = _first(quantity, changed, _FACTORS, target)
+        if change.factor is None:
+            changes.append(replace(change, overhead=min(overhead(scenario), change.overhead)))
+        else:
+            changes.append(_bisected(change, float(change.factor), changed, target))
+    if factors := _doublings(more_ranks):
+        changes.append(_first("ranks", ranks, factors, target))
+    if factors := _doublings(more_replicas):
+        changes.append(_first("replicas", replicas, factors, target))
+    return tuple(changes)
+
+
+def _doublings(allowed: Callable[[int], bool]) -> list[int]:
+    """The powers of two from 2 up to the first that is not ``allowed``."""
+    return list(takewhile(allowed, (2**i for i in count(1))))
+
+
+def _first(quantity: Quantity, changed: Callable[[float], Scenario], factors: Sequence[int], target: float) -> Change:
+    """The first of ``factors`` that reaches the target, or the least overhead of them all."""
+    tried, least = f"up to × {factors[-1]}", math.inf
+    for factor in factors:
+        scenario = changed(factor)
+        reached = overhead(scenario)
+        if reached < target:
+            return Change(quantity, factor, reached, tried, _value(quantity, scenario))
+        least = min(least, reached)
+    return Change(quantity, None, least, tried)
+
+
+def _bisected(change: Change, factor: float, changed: Callable[[float], Scenario], target: float) -> Change:
+    """``change`` with the least factor that reaches the target, between its own and half of it."""
+    below, above, reached = factor / 2, factor, change.overhead
+    while above / below > 1 + _PRECISION:
+        middle = math.sqrt(below * above)
+        now = overhead(changed(middle))
+        if now < target:
+            above, reached = middle, now
+        else:
+            below = middle
+    return replace(change, factor=above, overhead=reached, value=_value(change.quantity, changed(above)))
+
+
+def _value(quantity: Quantity, scenario: Scenario) -> str:
+    match quantity:
+        case "tokens per rank":
+            return f"{scenario.workload.tokens:,}"
+        case "ranks":
+            return f"{scenario.topology.world}, same tokens per rank"
+        case "replicas":
+            return f"{scenario.topology.replicate} × {scenario.topology.shard}"
+    return ""

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from dmuon.simulation.engine import COMPUTE, Groups, Noise, Simulation, Span, Times, latest
 from dmuon.simulation.network import Collective
-from dmuon.simulation.scenario import Scenario, batches, ns_chunks, owned_elements
+from dmuon.simulation.scenario import Scenario, batches, ns_chunks, owned_elements, stored_shapes
 from dmuon.simulation.workload import Block
 
 __all__ = ["PROGRAMS", "ProgramName", "StepTrace", "simulate"]
@@ -89,14 +89,9 @@ class _AdamW:
     def __init__(self, sim: Simulation, scenario: Scenario) -> None:
         self.sim, self.scenario = sim, scenario
         self.workload, self.machine, self.topology = scenario.workload, scenario.machine, scenario.topology
-        topology = self.topology
-        ids = {
-            "shard": topology.shard_ids(),
-            "replicate": topology.replicate_ids(),
-            "data": topology.data_ids(),
-        }
+        ids = self.topology.group_ids()
         self.groups = {name: Groups(i) for name, i in ids.items()}
-        self.rings = {name: topology.ring(i) for name, i in ids.items()}
+        self.rings = {name: self.topology.ring(i) for name, i in ids.items()}
         self._gathers: dict[str, Times] = {}
         self._copied = np.zeros(sim.ranks)
         self._scatter: Times | None = None
@@ -115,14 +110,14 @@ class _AdamW:
         self._unshard(ends)
         for index, block in enumerate(blocks):
             self.enter_forward(index)
-            self._flops("forward", block.forward_flops, block)
+            self._flops("forward", block.forward_flops)
         if not self.keeps:
             self._copied = self.sim.now(COMPUTE)  # the gather for backward waits for the weights to be freed
             self._gather(blocks[-1])
-        self._flops("head", ends.forward_flops + ends.backward_flops, ends)
+        self._flops("head", ends.forward_flops + ends.backward_flops)
         for index in reversed(range(len(blocks))):
             self.enter_backward(index)
-            self._flops("backward", blocks[index].backward_flops, blocks[index])
+            self._flops("backward", blocks[index].backward_flops)
             self.leave_backward(index)
         self._scatter_gradients(ends)
         self.finish_backward()
@@ -154,87 +149,59 @@ class _AdamW:
 
     # -- operations ------------------------------------------------------------------------------------------------
 
-    def collective(
-        self,
-        stream: str,
-        name: str,
-        kind: Collective,
-        group: str,
-        nbytes: float,
-        *,
-        block: str = "",
-        after: tuple[Times, ...] = (),
-    ) -> Times:
-        """Submit one collective of everybody; nothing happens where nothing travels."""
-        seconds = self.machine.network.seconds(kind, self.rings[group], nbytes) if nbytes else 0.0
-        return self.travel(stream, name, group, seconds, block=block, after=after)
+    def seconds(self, kind: Collective, group: str, nbytes: float, calls: int = 1) -> float:
+        """Of collectives of everybody; nothing happens where nothing travels."""
+        return self.machine.network.seconds(kind, self.rings[group], nbytes, calls) if nbytes else 0.0
 
-    def travel(
-        self,
-        stream: str,
-        name: str,
-        group: str,
-        seconds: float | Times,
-        *,
-        block: str = "",
-        after: tuple[Times, ...] = (),
-    ) -> Times:
+    def travel(self, stream: str, name: str, group: str, seconds: float | Times, *after: Times) -> Times:
         """Hold ``stream`` and the link of ``group``; streams that use one link at once share it one by one."""
         if not np.any(seconds):
             return latest(np.zeros(self.sim.ranks), *after)
-        resources: tuple[str, ...] = (stream, f"{self.rings[group].link} link")
-        if self.machine.communication_computes:
-            resources += (COMPUTE,)
-        return self.sim.run(resources, name, seconds, block=block, after=after, groups=self.groups[group])
+        link = f"{self.rings[group].link} link"
+        return self.sim.run(self.beside((stream, link)), name, seconds, after=after, groups=self.groups[group])
 
-    def copy(self, name: str, nbytes: float, block: Block) -> None:
+    def beside(self, resources: tuple[str, ...]) -> tuple[str, ...]:
+        """What an operation of communication holds: the compute stream too, where the machine has nothing else."""
+        return (*resources, COMPUTE) if self.machine.communication_computes else resources
+
+    def copy(self, name: str, nbytes: float) -> None:
         if nbytes:
-            self.sim.compute(name, nbytes / self.machine.copy_bytes_per_s, block=block.name)
+            self.sim.compute(name, nbytes / self.machine.copy_bytes_per_s)
 
-    def _flops(self, name: str, flops: float, block: Block) -> None:
+    def _flops(self, name: str, flops: float) -> None:
         if flops:
-            self.sim.compute(name, flops / self.topology.tp / self.machine.flops_per_s, block=block.name)
+            self.sim.compute(name, flops / self.topology.tp / self.machine.flops_per_s)
 
     def _gather(self, block: Block) -> None:
         nbytes = self.sharded_elements(block) * self.workload.param_bytes
-        self._gathers[block.name] = self.collective(
-            "FSDP2 gather", "all-gather", "all_gather", "shard", nbytes, block=block.name, after=(self._copied,)
-        )
+        seconds = self.seconds("all_gather", "shard", nbytes)
+        self._gathers[block.name] = self.travel("FSDP2 gather", "all-gather", "shard", seconds, self._copied)
 
     def _unshard(self, block: Block) -> None:
         if block.name not in self._gathers:
             self._gather(block)
         self.sim.wait(COMPUTE, self._gathers.pop(block.name))
         if self.topology.shard > 1:
-            self.copy("copy-out", 2 * self.sharded_elements(block) * self.workload.param_bytes, block)
+            self.copy("copy-out", 2 * self.sharded_elements(block) * self.workload.param_bytes)
         self._copied = self.sim.now(COMPUTE)
 
     def _scatter_gradients(self, block: Block) -> None:
-        elements, topology = self.sharded_elements(block), self.topology
+        elements = self.sharded_elements(block)
         if not elements:
             return
         if self._scatter is not None:
             self.sim.wait(COMPUTE, self._scatter)
-        self.pack(elements, block)
+        self.pack(elements)
         nbytes = elements * self.workload.reduce_bytes
-        ready = self.sim.now(COMPUTE)
-        self._scatter = self.collective(
-            "FSDP2 reduce", "reduce-scatter", "reduce_scatter", "shard", nbytes, block=block.name, after=(ready,)
-        )
-        self._replicated = self.collective(
-            "FSDP2 all-reduce",
-            "all-reduce",
-            "all_reduce",
-            "replicate",
-            nbytes / topology.shard,
-            block=block.name,
-            after=(self._scatter,),
-        )
+        seconds = self.seconds("reduce_scatter", "shard", nbytes)
+        self._scatter = self.travel("FSDP2 reduce", "reduce-scatter", "shard", seconds, self.sim.now(COMPUTE))
+        seconds = self.seconds("all_reduce", "replicate", nbytes / self.topology.shard)
+        self._replicated = self.travel("FSDP2 all-reduce", "all-reduce", "replicate", seconds, self._scatter)
 
-    def pack(self, elements: float, block: Block) -> None:
+    def pack(self, elements: float) -> None:
         """Copy a block's gradients into what travels."""
         if self.topology.shard * self.topology.replicate > 1:
-            self.copy("pack", elements * (self.workload.param_bytes + self.workload.reduce_bytes), block)
+            self.copy("pack", elements * (self.workload.param_bytes + self.workload.reduce_bytes))
 
     def _adamw(self, elements: float) -> None:
         if elements:
@@ -246,15 +213,11 @@ class _Gather(_AdamW):
     """FSDP2; every rank gathers and orthogonalizes every matrix, one shape after another, then applies its rows."""
 
     def update(self) -> None:
-        matrices = self.scenario.plan.matrices
-        shapes: dict[tuple[int, int], int] = {}
-        for m in matrices:
-            shapes[m.rows, m.cols] = shapes.get((m.rows, m.cols), 0) + 1
-        for (rows, cols), count in shapes.items():
+        for (rows, cols), count in stored_shapes(self.scenario.plan.matrices).items():
             nbytes = rows * cols * count * _MASTER_BYTES / self.topology.tp
-            seconds = self.machine.network.seconds("all_gather", self.rings["shard"], nbytes, count)
-            ready = self.sim.now(COMPUTE)
-            self.sim.wait(COMPUTE, self.travel("FSDP2 gather", "gather momentum", "shard", seconds, after=(ready,)))
+            seconds = self.seconds("all_gather", "shard", nbytes, count)
+            gathered = self.travel("FSDP2 gather", "gather momentum", "shard", seconds, self.sim.now(COMPUTE))
+            self.sim.wait(COMPUTE, gathered)
             for batch in batches(self.scenario, {(rows, cols): count}):
                 self.sim.compute("ns", batch)
         workload = self.workload
@@ -285,15 +248,14 @@ class _Dedicated(_AdamW):
     def _over_shards(self, kind: Collective, grid: NDArray[np.float64]) -> float:
         """One collective per owning shard."""
         calls = int(np.count_nonzero(grid.sum(axis=0)))
-        return self.machine.network.seconds(kind, self.rings["shard"], float(grid.sum()), calls)
+        return self.seconds(kind, "shard", float(grid.sum()), calls)
 
     def _over_replicas(self, kind: Collective, grid: NDArray[np.float64]) -> Times:
         """One collective per owner in each column of replicas; the columns work side by side."""
         if self.topology.replicate == 1:
             return np.zeros(self.topology.shard)
-        network, ring = self.machine.network, self.rings["replicate"]
         sums = zip(grid.sum(axis=0), np.count_nonzero(grid, axis=0), strict=True)
-        return np.array([network.seconds(kind, ring, float(nbytes), int(calls)) for nbytes, calls in sums])
+        return np.array([self.seconds(kind, "replicate", float(nbytes), int(calls)) for nbytes, calls in sums])
 
     def sharded_elements(self, block: Block) -> float:
         return block.other_elements
@@ -320,12 +282,11 @@ class _Dedicated(_AdamW):
         block = self.workload.blocks[index]
         while len(self._reductions) >= _MAX_REDUCTIONS:
             self.sim.wait(COMPUTE, self._reductions.popleft())
-        self.pack(block.matrix_elements / self.topology.tp, block)
+        self.pack(block.matrix_elements / self.topology.tp)
         ready = self.sim.now(COMPUTE)
-        reduced = self.travel("reduce", "reduce", "shard", self._reduces[index], block=block.name, after=(ready,))
+        reduced = self.travel("reduce", "reduce", "shard", self._reduces[index], ready)
         name, seconds = "reduce over replicas", self._replica_reduces[index]
-        reduced = self.travel(name, name, "replicate", seconds, block=block.name, after=(ready, reduced))
-        self._reductions.append(reduced)
+        self._reductions.append(self.travel(name, name, "replicate", seconds, ready, reduced))
         super().leave_backward(index)
 
     def finish_backward(self) -> None:
@@ -333,9 +294,8 @@ class _Dedicated(_AdamW):
             self.sim.wait(COMPUTE, self._reductions.popleft())
         super().finish_backward()
         # Which gradients exist anywhere: one flag per matrix.
-        flags = 4 * len(self.scenario.plan.matrices)
-        voted = self.collective("reduce", "votes", "all_reduce", "data", flags, after=(self.sim.now(COMPUTE),))
-        self.sim.wait(COMPUTE, voted)
+        seconds = self.seconds("all_reduce", "data", 4 * len(self.scenario.plan.matrices))
+        self.sim.wait(COMPUTE, self.travel("reduce", "votes", "data", seconds, self.sim.now(COMPUTE)))
 
     def update(self) -> None:
         for seconds in self._chunks:
@@ -344,8 +304,7 @@ class _Dedicated(_AdamW):
         self._publications = []
         self._publish(0)
         self._start_fill(0, self._updated)
-        workload = self.workload
-        self._adamw(sum(b.other_elements for b in (*workload.blocks, workload.ends)))
+        super().update()
 
     def _publish(self, index: int) -> None:
         """Send a block's new weights to the stand-ins of its owners in all replicas.
@@ -353,20 +312,14 @@ class _Dedicated(_AdamW):
         They leave in the order of forward as soon as the stream is free; submitting each beside the fill before it lets
         both take turns on a link that they share.
         """
-        block, seconds = self.workload.blocks[index].name, self._publishes[index]
-        after = (self._updated,)
-        self._publications.append(self.travel("publish", "publish", "replicate", seconds, block=block, after=after))
+        published = self.travel("publish", "publish", "replicate", self._publishes[index], self._updated)
+        self._publications.append(published)
 
     def _start_fill(self, index: int, ready: Times) -> None:
         """Copy weights into the block's buffer and broadcast them, one broadcast per owner."""
-        block = self.workload.blocks[index].name
-        resources: tuple[str, ...] = ("fill",)
-        if self.machine.communication_computes:
-            resources += (COMPUTE,)
         after = (ready, self._publications[index])
-        filled = self.sim.run(resources, "copy", self._copies[index], block=block, after=after)
-        seconds = self._broadcasts[index]
-        self._fills[index] = self.travel("fill", "fill", "shard", seconds, block=block, after=(filled,))
+        filled = self.sim.run(self.beside(("fill",)), "copy", self._copies[index], after=after)
+        self._fills[index] = self.travel("fill", "fill", "shard", self._broadcasts[index], filled)
 
     def _finish_fill(self, index: int) -> None:
         if index in self._fills:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,9 +12,9 @@ from numpy.typing import NDArray
 from dmuon.simulation.hardware import Hardware
 from dmuon.simulation.network import AlphaBeta, Network, Topology
 from dmuon.simulation.workload import Workload
-from dmuon.solver import CostTable, Plan
+from dmuon.solver import CostTable, Matrix, Plan
 
-__all__ = ["Machine", "Scenario", "batches", "ns_chunks", "owned_elements"]
+__all__ = ["Machine", "Scenario", "batches", "ns_chunks", "owned_elements", "stored_shapes"]
 
 _ADAMW_BYTES = 28  # per element: weight, gradient and two moments read, all but the gradient written, fp32
 
@@ -101,15 +102,19 @@ def ns_chunks(scenario: Scenario) -> NDArray[np.float64]:
     As ``dmuon.Muon`` batches: per stored shape, in chunks of the cost table.
     """
     order = {block.name: i for i, block in enumerate(scenario.workload.blocks)}
-    counts: list[dict[tuple[int, int], int]] = [{} for _ in range(scenario.topology.world)]
+    owned: list[list[Matrix]] = [[] for _ in range(scenario.topology.world)]
     for m in sorted(scenario.plan.matrices, key=lambda m: order[m.block]):
-        row = counts[scenario.plan.owners[m.name]]
-        row[m.rows, m.cols] = row.get((m.rows, m.cols), 0) + 1
-    rows = [batches(scenario, row) for row in counts]
+        owned[scenario.plan.owners[m.name]].append(m)
+    rows = [batches(scenario, stored_shapes(matrices)) for matrices in owned]
     table = np.zeros((max(map(len, rows)), len(rows)))
     for rank, seconds in enumerate(rows):
         table[: len(seconds), rank] = seconds
     return table
+
+
+def stored_shapes(matrices: Iterable[Matrix]) -> Counter[tuple[int, int]]:
+    """Matrices per shape as they are stored, in the order in which the shapes come."""
+    return Counter((m.rows, m.cols) for m in matrices)
 
 
 def batches(scenario: Scenario, counts: Mapping[tuple[int, int], int]) -> list[float]:

@@ -47,9 +47,9 @@ def test_streams_that_share_a_link_take_turns() -> None:
 
 def test_spans_show_every_operation() -> None:
     sim = Simulation(2)
-    sim.compute("forward", np.array([1.0, 2.0]), block="b0")
+    sim.compute("forward", np.array([1.0, 2.0]))
     (span,) = sim.spans
-    assert (span.stream, span.name, span.block) == (COMPUTE, "forward", "b0")
+    assert (span.stream, span.name) == (COMPUTE, "forward")
     assert (span.start.tolist(), span.end.tolist()) == ([0.0, 0.0], [1.0, 2.0])
 
 
@@ -108,12 +108,12 @@ def test_two_more_collectives_by_hand(kind: Collective, seconds: float) -> None:
 def test_grid_of_groups() -> None:
     grid = Topology(world=16, gpus_per_node=8, replicate=2, tp=2)
     assert (grid.shard, grid.nodes) == (4, 2)
-    shard, replicate = grid.shard_ids(), grid.replicate_ids()
+    shard, replicate, data = grid.group_ids().values()
     assert [int(r) for r in np.flatnonzero(shard == shard[0])] == [0, 2, 4, 6]
     assert [int(r) for r in np.flatnonzero(replicate == replicate[3])] == [3, 11]
     assert grid.ring(shard) == Ring(4, 1)
     assert grid.ring(replicate) == Ring(2, 2)
-    assert grid.ring(grid.data_ids()) == Ring(8, 2)
+    assert grid.ring(data) == Ring(8, 2)
 
 
 @pytest.mark.parametrize(

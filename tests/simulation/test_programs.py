@@ -13,12 +13,11 @@ import pytest
 from harness.configs import LLAMA_8B, written
 
 from dmuon.model.config import read_model
-from dmuon.simulation.changes import overhead
 from dmuon.simulation.engine import Noise
 from dmuon.simulation.hardware import HARDWARE
 from dmuon.simulation.network import AlphaBeta, Collective, Ring, Topology
 from dmuon.simulation.plot import draw_scaling, draw_timeline, pick_ranks
-from dmuon.simulation.prediction import Prediction, predict
+from dmuon.simulation.prediction import Prediction, overhead, predict
 from dmuon.simulation.programs import PROGRAMS, ProgramName, simulate
 from dmuon.simulation.scenario import Machine, Scenario, ns_chunks
 from dmuon.simulation.workload import Block, Workload

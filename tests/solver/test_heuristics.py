@@ -9,9 +9,8 @@ from instances import ALMOST_FREE, GRAHAM, Case, built, linear_costs, make_matri
 
 from dmuon.solver import CostTable
 from dmuon.solver.bound import lower_bound
-from dmuon.solver.greedy import batch_greedy, longest_first
+from dmuon.solver.heuristics import batch_greedy, longest_first, multifit
 from dmuon.solver.local_search import level_bytes, shorten
-from dmuon.solver.multifit import multifit
 from dmuon.solver.problem import Problem
 
 

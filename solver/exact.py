@@ -124,7 +124,7 @@ class _Search:
         )
 
     def _raise_bound(self, pool: PatternPool) -> None:
-        """First what the gap asks for, then, where that is out of reach, as high as it goes."""
+        """Try what the gap asks for; if that is out of reach, bisect for the highest bound that can be proven."""
         high = math.ceil(self.makespan * (1 - self.options.gap_target)) - 1
         if high < self.bound:
             return
@@ -139,7 +139,7 @@ class _Search:
                 high = middle
 
     def _dive(self, pool: PatternPool) -> None:
-        """Patterns for a few capacities: a tight one wastes less on most ranks, a wide one succeeds on the last."""
+        """Try patterns at a few capacities: a tight one packs most ranks well, a wide one leaves room on the last."""
         goal = self._goal()
         for part in _DIVES:
             capacity = self.bound + int((goal - self.bound) * part)

@@ -33,9 +33,9 @@ _ROUNDS = 60
 _LAGRANGE_ROUNDS = 24
 _SMALL = 400  # binaries of a compact MILP that ends a dive
 _FINISH_S = 1.0  # for it
-_DIGITS = 5  # of prices: what solvers report agrees to about eight, and ties must not hang on the rest
+_DIGITS = 5  # of prices: solvers agree on about eight, and ties must not depend on the rest
 _TOLERANCE = 1e-7
-_USE = 1e-3  # what all ranks together may cost against all matrices left over: covering comes first
+_USE = 1e-3  # cost of using all ranks, where leaving all matrices uncovered costs 1: covering comes first
 _WEIGHTS = 1_000_000
 
 
@@ -208,7 +208,7 @@ class PatternPool:
             else 0
         )
         for s, wanted in enumerate(members.tolist()):
-            # Slightly more than there are, by amounts without a pattern: the prices are unique then, whatever solves.
+            # Slightly more than there are, by irregular amounts: then the prices are unique, whichever solver runs.
             wanted *= 1 + 1e-4 * weigh.uniform(0.5, 1.0)
             covered = pulp.lpSum(row[s] * y for (_, row), y in zip(patterns, columns, strict=True) if row[s])
             model += covered + missing[s] >= wanted, f"class_{s}"
@@ -232,7 +232,7 @@ class PatternPool:
         model = pulp.LpProblem("owners", pulp.LpMinimize)
         ranks = problem.ranks_per_kind
         columns = [pulp.LpVariable(f"y_{i}", 0, ranks[kind], pulp.LpInteger) for i, (kind, _) in enumerate(patterns)]
-        # As in the compact MILP: a pseudo-random weight makes the answer one and the same for all solvers.
+        # As in the compact MILP, a pseudo-random weight makes all solvers give the same answer.
         model += pulp.lpSum((1 + weigh.randrange(_WEIGHTS) / _WEIGHTS) * y for y in columns)
         for s, members in enumerate(problem.members):
             model += pulp.lpSum(row[s] * y for (_, row), y in zip(patterns, columns, strict=True) if row[s]) >= members
@@ -253,7 +253,7 @@ class PatternPool:
 
 
 def _without_surplus(problem: Problem, counts: Counts) -> Counts:
-    """Patterns cover every class at least; what is too much leaves the ranks that hold the most of it."""
+    """Patterns may hold more of a class than there is. The surplus is taken from the ranks with the largest loads."""
     for s, members in enumerate(problem.members):
         surplus = int(counts[:, s].sum()) - members
         if surplus < 0:

@@ -17,9 +17,8 @@ __all__ = ["FORBIDDEN", "Counts", "Infeasible", "Ints", "Problem", "build_proble
 Ints = NDArray[np.int64]
 Counts = Ints  # (ranks, classes): matrices of each class per rank
 
-FORBIDDEN = (
-    2**53
-)  # added to the cost of what a rank may not own; far above any sum of costs, and sums of it fit 64 bits
+# Added to the cost of what a rank may not own: far above any sum of costs, and sums of it fit 64 bits.
+FORBIDDEN = 2**53
 _LARGEST_TOTAL = 2**49
 _LARGEST_BYTES = 2**60
 _UNLIMITED = 2**62

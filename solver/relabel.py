@@ -28,8 +28,8 @@ _STRIDE = 7919  # a prime: partners differ from batch to batch, and all have the
 def link_cost(matrices: Sequence[Matrix], owners: Mapping[str, int], ranks: Sequence[Rank]) -> int:
     """Bytes that wait for one another.
 
-    The sum, over blocks and over pairs of consecutive blocks, of the bytes owned by the node that owns most of them
-    plus those of the lane that owns most. Blocks follow one another in the natural order of their names.
+    For every block, and for every two blocks that follow each other, the node and the lane that own most of their bytes
+    are found; the cost is the sum of all these bytes. Blocks come in the natural order of their names.
 
     Args:
         ranks: in the order of their indices.
@@ -42,7 +42,7 @@ def relabel(matrices: Sequence[Matrix], owners: Mapping[str, int], ranks: Sequen
     """Permute the labels of interchangeable ranks so that ``link_cost`` is small.
 
     Interchangeable are ranks of equal speed, memory and pools. Takes the best of the labels as they are, of
-    ``xor_labels``, and of placing ranks one by one, then swaps pairs. Nothing to gain: the labels as they are.
+    ``xor_labels``, and of placing ranks one by one, then swaps pairs. If nothing is gained, the labels stay.
 
     Args:
         ranks: in the order of their indices.
@@ -105,7 +105,7 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def _traffic(rows: _Ints, link_of: _Ints) -> _Ints:
-    """Bytes per row and node, or lane; ``where`` names it per rank."""
+    """Bytes per row and node, or lane; ``link_of`` is that of each rank."""
     links = np.zeros((len(rows), int(link_of.max()) + 1), dtype=np.int64)
     np.add.at(links.T, link_of, rows.T)
     return links
@@ -128,9 +128,10 @@ def _xor_order(ranks: Sequence[Rank]) -> _Ints:
 
 
 def _place(rows: _Ints, grid: tuple[_Ints, _Ints], peers: Sequence[_Ints]) -> _Ints:
-    """New label per rank: by the blocks where they own most, each to the free place that adds least to the cost.
+    """New label per rank. Ranks come in the order of the blocks where they own most.
 
-    Of places that add equally, to the one whose node and lane carry least of the same blocks and their neighbours.
+    Each takes the free place that adds least to the cost. Of equals, it takes the one whose node and lane carry least
+    of the same blocks and their neighbours.
     """
     unit = int(rows.max()) // 2**20 + 1  # keeps products of bytes within 64 bits, and exact
     label = np.zeros(rows.shape[1], dtype=np.int64)

@@ -28,14 +28,14 @@ def spread_blocks(
     """Name an owner for each matrix so that each rank owns exactly its quota of each class.
 
     A block's collective takes as long as its largest owner's bytes, so the sum of those over blocks is kept small.
-    Fills the blocks in three ways, improves each by exchanges between two ranks in two blocks, and takes the best;
-    the order of ``matrices`` does not matter.
+    The blocks are filled in three ways. Each is improved by exchanges between two ranks in two blocks, and the best is
+    taken. The order of ``matrices`` does not matter.
 
     Args:
         quota: ``quota[shape, pool][rank]``: matrices of that class that the rank must own. A rank that may not own a
             class has a quota of 0.
-        caps: per block, the bytes that one rank may own. The bytes above the caps are kept small first; some may be
-            left, which is for the caller to see in ``block_bytes``. ``None``, or a block left out: no cap.
+        caps: per block, the bytes that one rank may own; a block left out has no cap. The bytes above the caps are made
+            small first, but some may remain: the caller sees them in ``block_bytes``.
 
     Returns:
         rank per matrix name, in the order of ``matrices``.
@@ -70,7 +70,7 @@ def block_bytes(matrices: Sequence[Matrix], owners: Mapping[str, int]) -> dict[s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """The task in counts. A kind is a class and a size in bytes; its matrices in one block are interchangeable.
+    """The problem in counts. A kind is a class and a size in bytes; in one block its matrices are interchangeable.
 
     Attributes:
         blocks: names, sorted.
@@ -213,7 +213,7 @@ def _improve(table: _Table, counts: _Ints, least: _Ints, caps: _Ints) -> Iterato
     search = _Search(table, counts, caps)
     search.settle()
     yield search.value(caps), counts.copy()
-    # Where some rank's bytes exceed the sum of the blocks' least, the blocks must rise to hold them: each by its part.
+    # If some rank's bytes exceed the sum of the blocks' least, the blocks must rise to hold them, each by its part.
     short = max(0, int((table.sizes @ table.quota).max()) - int(least.sum()))
     size = table.demand @ table.sizes
     search.targets = np.minimum(least + np.ceil(short / int(size.sum()) * size).astype(np.int64), caps)

@@ -56,15 +56,11 @@ class _Program:
     optimizer: torch.optim.Optimizer
 
     def step(self, data: tuple[Tensor, Tensor], optimize: bool) -> None:
-        loss_of(self.model, *data, self._dtype).backward()
+        dtype = torch.float32 if data[0].device.type == "cpu" else torch.bfloat16
+        loss_of(self.model, *data, dtype).backward()
         if optimize:
             self.optimizer.step()
         self.optimizer.zero_grad()
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        device = local_tensor(next(self.model.parameters())).device
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _dedicated(speed: Speed, device: torch.device, timeout: timedelta) -> _Program:

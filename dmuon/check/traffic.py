@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,9 @@ class Amount:
     operations: int = 0
     nbytes: int = 0
 
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.operations + other.operations, self.nbytes + other.nbytes)
+
     def __str__(self) -> str:
         return f"{self.operations} of {self.nbytes} bytes"
 
@@ -38,8 +40,7 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._operations: Counter[tuple[str, str]] = Counter()  # by name of the group and operator
-        self._nbytes: Counter[tuple[str, str]] = Counter()
+        self._amounts: dict[tuple[str, str], Amount] = {}  # by name of the group and operator
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -47,14 +48,13 @@ class Traffic(TorchDispatchMode):
         if func.namespace == "c10d":
             operator = func.overloadpacket.__name__
             key = next((name for name in map(_group_name, args) if name), ""), operator
-            self._operations[key] += 1
-            self._nbytes[key] += _region_nbytes(operator, args)
+            self._amounts[key] = self._amounts.get(key, Amount()) + Amount(1, _region_nbytes(operator, args))
         return func(*args, **(kwargs or {}))
 
     def over(self, *groups: dist.ProcessGroup) -> Amount:
         """What went over some groups."""
         names = {group.group_name for group in groups}
-        return self._amount(key for key in self._operations if key[0] in names)
+        return sum((amount for (name, _), amount in self._amounts.items() if name in names), Amount())
 
     def operations(self) -> dict[str, int]:
         """How many there were, by operator of ``torch.ops.c10d``."""
@@ -62,10 +62,10 @@ class Traffic(TorchDispatchMode):
 
     def by_operator(self) -> dict[str, Amount]:
         """What went over any group, by operator of ``torch.ops.c10d``, such as ``broadcast_``."""
-        return {
-            operator: self._amount(key for key in self._operations if key[1] == operator)
-            for operator in sorted({operator for _, operator in self._operations})
-        }
+        found: dict[str, Amount] = {}
+        for (_, operator), amount in sorted(self._amounts.items(), key=lambda item: item[0][1]):
+            found[operator] = found.get(operator, Amount()) + amount
+        return found
 
     def of(self, comm: Comm) -> dict[str, Amount]:
         """What went over dmuon's own groups for owned matrices, by purpose."""
@@ -77,13 +77,6 @@ class Traffic(TorchDispatchMode):
         if comm.tensor is not None:
             purposes["exchange"].append(comm.tensor.group)
         return {purpose: self.over(*groups) for purpose, groups in purposes.items()}
-
-    def _amount(self, keys: Iterable[tuple[str, str]]) -> Amount:
-        operations, nbytes = 0, 0
-        for key in keys:
-            operations += self._operations[key]
-            nbytes += self._nbytes[key]
-        return Amount(operations, nbytes)
 
 
 def compare_traffic(found: dict[str, Amount], runtime: Runtime) -> Reading:
@@ -113,8 +106,7 @@ def compare_exchange(traffic: Traffic, optimizer: dmuon.Muon) -> Reading:
     expected = expected_exchange(optimizer)
     domains = [] if optimizer._exchange is None else optimizer._exchange.domains
     votes = [Vote.nbytes(len(members)) for _, members in domains]
-    found = [traffic.over(domain.group) for domain, _ in domains]
-    amount = Amount(sum(a.operations for a in found), sum(a.nbytes for a in found))
+    amount = sum((traffic.over(domain.group) for domain, _ in domains), Amount())
     nbytes = expected.received_before + expected.received_after + sum(votes)
     want = Amount(expected.calls + len(votes), nbytes)
     text = f"exchange {amount}, the vote on gradients included"

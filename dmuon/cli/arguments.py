@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +24,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
+
+    def run(self, argv: Sequence[str] | None, command: Callable[[argparse.Namespace], int]) -> int:
+        """The exit status of ``command`` with these arguments: 2, after a message on stderr, if it refuses them."""
+        arguments = self.parse_args(argv)
+        try:
+            return command(arguments)
+        except (OSError, ValueError) as error:
+            print(f"{self.prog}: {error}", file=sys.stderr)
+            return BAD_INPUT
 
 
 def count(text: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from dmuon.cli.arguments import BAD_INPUT, BadArgument, Parser, count, number, positive, require_target, subset
+from dmuon.cli.arguments import BadArgument, Parser, count, number, positive, require_target, subset
 from dmuon.cli.figures import draw_plan
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
@@ -45,6 +44,9 @@ __all__ = ["main"]
 _percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
 _DEFAULT_DEVICE = "h200"
 _COMPARE = (*BASELINES, "milp")
+_UNPREDICTED = (
+    "no step time is predicted: the costs are another device's than any preset; pass --device to combine them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +63,15 @@ class _Question:
     efficiency: float | None
 
     def solve(self, options: SolveOptions) -> Plan:
-        return plan(
-            self.matrices, self.ranks, self.costs.table, options, predict=None if self.workload is None else self.step
-        )
+        step = None if self.workload is None else self.step
+        return plan(self.matrices, self.ranks, self.costs.table, options, predict=step)
 
     def step(self, result: Plan) -> float:
         """Predicted seconds of a dedicated step."""
-        prediction = self.predict(result, target=None)
-        assert prediction is not None
-        return prediction.programs["dedicated"].step_s
+        return self.predict(result, target=None).programs["dedicated"].step_s
 
-    def predict(self, result: Plan, target: float | None) -> Prediction | None:
-        if self.workload is None:
-            return None
+    def predict(self, result: Plan, target: float | None) -> Prediction:
+        assert self.workload is not None
         return predict(
             self.workload,
             result,
@@ -88,12 +86,7 @@ class _Question:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan for a model's ``config.json`` at a world size; the exit status of invalid input is 2."""
-    arguments = _parser().parse_args(argv)
-    try:
-        return _run(arguments)
-    except (OSError, ValueError) as error:
-        print(f"dmuon-plan: {error}", file=sys.stderr)
-        return BAD_INPUT
+    return _parser().run(argv, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -104,7 +97,6 @@ def _run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     result = question.solve(question.options)
     seconds = time.perf_counter() - started
-    prediction = question.predict(result, arguments.target / 100)
     lines = [
         f"costs: {question.costs.source}",
         result.report(),
@@ -115,10 +107,10 @@ def _run(arguments: argparse.Namespace) -> int:
         lines += ["", *_owners(result)]
     if arguments.compare:
         lines += ["", _compare(question, result, arguments.compare)]
-    lines += [
-        "",
-        prediction.report() if prediction is not None else "no step time is predicted: " + _unpredicted(arguments),
-    ]
+    if question.workload is None:
+        lines += ["", _UNPREDICTED]
+    else:
+        lines += ["", question.predict(result, arguments.target / 100).report()]
     print("\n".join(lines), flush=True)  # before anything is written: a full disk must not cost the report
     if arguments.png is not None:
         save_png(draw_plan(result, f"{arguments.model} over {question.topology.world} ranks"), arguments.png)
@@ -129,7 +121,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(prog="dmuon-plan", description=__doc__)
     parser.add_argument("model", metavar="MODEL.json", help="a model's config.json, or the folder that holds it")
     grid = parser.add_argument_group("ranks")
@@ -204,22 +196,13 @@ def _question(arguments: argparse.Namespace) -> _Question:
         spread_cap=arguments.spread_cap,
         byte_slack=arguments.byte_slack / 100,
     )
-    workload = None if _unpredicted(arguments) else _workload(arguments)
+    workload = None
+    if arguments.costs == "wave" or arguments.device is not None:
+        workload = Workload.from_config(
+            arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
+        )
     ranks = _ranks(arguments, topology)
     return _Question(matrices, ranks, costs, options, machine, topology, workload, arguments.efficiency)
-
-
-def _unpredicted(arguments: argparse.Namespace) -> str:
-    """Why no step is predicted; empty if one is."""
-    if arguments.costs != "wave" and arguments.device is None:
-        return "the costs are another device's than any preset; pass --device to combine them"
-    return ""
-
-
-def _workload(arguments: argparse.Namespace) -> Workload:
-    return Workload.from_config(
-        arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
-    )
 
 
 def _topology(arguments: argparse.Namespace, machine: Hardware) -> Topology:
@@ -320,9 +303,8 @@ def _compare(question: _Question, result: Plan, names: Sequence[str]) -> str:
             continue
         line = f"{name:<12} {other.makespan_ns / 1e6:>12.3f} ms {other.makespan_ns / result.makespan_ns:>8.2f} "
         line += f"{other.gap:>7.2%} {other.makespan_ns * other.world / max(1, sum(other.loads_ns)):>9.2f}"
-        prediction = question.predict(other, target=None)
-        if prediction is not None:
-            line += f" {1e3 * prediction.programs['dedicated'].step_s:>9.2f} ms"
+        if question.workload is not None:
+            line += f" {1e3 * question.step(other):>9.2f} ms"
         lines.append(line)
     return "\n".join(lines)
 

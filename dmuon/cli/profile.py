@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dmuon.cli.arguments import BAD_INPUT, FAILED, BadArgument, Parser, count, positive, require_target
+from dmuon.cli.arguments import FAILED, BadArgument, Parser, count, positive, require_target
 from dmuon.cli.figures import cost_table, draw_costs
 from dmuon.kernels import PRESETS
 from dmuon.model.config import read_model
@@ -46,22 +46,11 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0, 1 where --check finds no agreement, or 2 after a message on stderr, with nothing written."""
-    arguments = _parser().parse_args(argv)
-    try:
-        mode = _mode(arguments)
-        if mode == "merge":
-            return _merge(arguments)
-        if mode == "check":
-            return _check(arguments)
-        if mode == "show":
-            return _show(arguments)
-        return _measure(arguments)
-    except (ValueError, OSError) as error:
-        print(f"dmuon-profile: {error}", file=sys.stderr)
-        return BAD_INPUT
+    modes = {"measure": _measure, "merge": _merge, "check": _check, "show": _show}
+    return _parser().run(argv, lambda arguments: modes[_mode(arguments)](arguments))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(prog="dmuon-profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a model's config.json, or the folder of it: times all its matrices"
@@ -88,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         f"{_SAMPLE} entries, timed again, agree within a factor of {_TOLERANCE}? exit status 0 or 1",
     )
     parser.add_argument("--show", nargs="?", const="", metavar="CACHE", help="print a cache (default: the user's)")
-    parser.add_argument("--png", help="with --show: plot to write, time over batch size (needs matplotlib)")
+    parser.add_argument("--png", type=Path, help="with --show: plot to write, time over batch size (needs matplotlib)")
     return parser
 
 
@@ -228,7 +217,7 @@ def _sample(entries: Entries) -> dict[Shape, list[int]]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    png = None if arguments.png is None else Path(arguments.png)
+    png: Path | None = arguments.png
     if png is not None:
         require_target("--png", png, ".png")
     path = _cache_path(arguments.show, arguments, None)

@@ -39,13 +39,9 @@ def check_options(costs: object, solve: object, plan: object) -> None:
 
 def describe_source(plan: PlanSource) -> str:
     """What all ranks must pass alike. Only rank 0 reads a file, so paths may differ."""
-    match plan:
-        case None:
-            return "None"
-        case OwnerPlan():
-            return f"a plan with digest {plan.digest}"
-        case _:
-            return "a path"
+    if isinstance(plan, OwnerPlan):
+        return f"a plan with digest {plan.digest}"
+    return "None" if plan is None else "a path"
 
 
 def make_plan(

@@ -132,28 +132,29 @@ def cached_entries(key: CacheKey) -> tuple[Entries, str]:
 
     Warns of invalid files and of costs measured with another driver, torch or CUDA.
     """
-    caches: list[tuple[bool, str, CostCache]] = []
-    for path in user_cache_files(key):
-        try:
-            caches.append((True, str(path), CostCache.load(path)))
-        except CostCacheError as error:
-            warnings.warn(f"{error}; measuring anew")
+    caches: list[tuple[str, str, CostCache]] = []
     for name, data in shipped_profiles():
         try:
-            caches.append((False, name, CostCache.parse(data, name)))
+            caches.append(("shipped profile", name, CostCache.parse(data, name)))
         except CostCacheError as error:
             warnings.warn(f"{error}; not used")
-    usable = [(cache.matches(key), user, name, cache) for user, name, cache in caches]
-    usable = [item for item in usable if item[0] != "no"]
-    usable.sort(key=lambda item: (item[0] == "exact", item[1]))  # later wins
+    for path in user_cache_files(key):
+        try:
+            caches.append(("user cache", str(path), CostCache.load(path)))
+        except CostCacheError as error:
+            warnings.warn(f"{error}; measuring anew")
+    caches.sort(key=lambda item: item[2].matches(key) == "exact")  # later wins
     entries: Entries = {}
     tiers = []
-    for match, user, name, cache in usable:
-        if match == "compatible":
-            _warn_compatible(name, cache.key, key)
+    for tier, name, cache in caches:
+        match cache.matches(key):
+            case "no":
+                continue
+            case "compatible":
+                _warn_compatible(name, cache.key, key)
         entries = merge_entries(entries, cache.entries)
-        tiers.append(f"{'user cache' if user else 'shipped profile'} {name}")
-    return entries, ", ".join(reversed(tiers))
+        tiers.insert(0, f"{tier} {name}")
+    return entries, ", ".join(tiers)
 
 
 def store(cache: CostCache) -> str | None:

@@ -313,17 +313,25 @@ def _isotonic(timings: Mapping[int, Timing]) -> dict[int, Timing]:
 @contextmanager
 def _clock(device: torch.device) -> Iterator[Clock]:
     if device.type == "cpu":
+        cache = torch.empty(_CPU_CACHE_BYTES, dtype=torch.uint8)  # as below
+
+        def cpu_time(function: Callable[[], None]) -> int:
+            cache.zero_()
+            # CPU time of this thread: other processes on the machine do not count.
+            start = time.thread_time_ns()
+            function()
+            return max(1, time.thread_time_ns() - start)
+
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # spinning threads would time each other
         try:
-            # As below: in a step, other matrices have taken the cache since this one was last used.
-            yield _cpu_clock(torch.empty(_CPU_CACHE_BYTES, dtype=torch.uint8))
+            yield cpu_time
         finally:
             torch.set_num_threads(threads)
         return
     module = torch.get_device_module(device.type)
     with module.device(device):
-        # Written before each sample, so that none finds its inputs in cache: a training step would not.
+        # Written before each sample, so that none finds its inputs in cache: in a step, other matrices have taken it.
         cache = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device=device)
 
         def accelerator_time(function: Callable[[], None]) -> int:
@@ -340,14 +348,3 @@ def _clock(device: torch.device) -> Iterator[Clock]:
             yield accelerator_time
         finally:
             drop_graphs()  # graphs that were tried keep memory
-
-
-def _cpu_clock(cache: Tensor) -> Clock:
-    def cpu_time(function: Callable[[], None]) -> int:
-        cache.zero_()
-        # CPU time of this thread: other processes on the machine do not count.
-        start = time.thread_time_ns()
-        function()
-        return max(1, time.thread_time_ns() - start)
-
-    return cpu_time

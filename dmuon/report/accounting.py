@@ -207,14 +207,14 @@ class _RoundBytes:
     """
 
     calls: int
-    parts: int
-    own_parts: int
-    sent: int
-    received: int
-    whole: int
-    updates: int
-    answered: int
-    returned: int
+    parts: int = 0
+    own_parts: int = 0
+    sent: int = 0
+    received: int = 0
+    whole: int = 0
+    updates: int = 0
+    answered: int = 0
+    returned: int = 0
 
     @property
     def gathering(self) -> int:
@@ -228,34 +228,23 @@ class _RoundBytes:
     def of(cls, round_: ExchangedRound, back: int) -> _RoundBytes:
         """``back``: bytes of an element of an update."""
         position, itemsize = round_.domain.position, round_.batches[0].momentum.element_size()
-        parts = own_parts = sent = received = whole = updates = answered = returned = 0
+        nbytes: Counter[str] = Counter()
         for parcel in round_.parcels:
             gather, scatter = parcel.to_owner, parcel.from_owner
             piece = parcel.pieces.get(position)
-            part = 0 if piece is None else parcel.count * piece.numel
-            parts += part
-            sent += sum(gather.numel_out(position).values())
-            received += sum(gather.numel_in(position).values())
-            answered += sum(scatter.numel_out(position).values())
-            returned += sum(scatter.numel_in(position).values())
+            part = 0 if piece is None else parcel.count * piece.numel * itemsize
+            nbytes["parts"] += part
+            nbytes["sent"] += sum(gather.numel_out(position).values()) * itemsize
+            nbytes["received"] += sum(gather.numel_in(position).values()) * itemsize
+            nbytes["answered"] += sum(scatter.numel_out(position).values()) * back
+            nbytes["returned"] += sum(scatter.numel_in(position).values()) * back
             if parcel.owner == position:
-                own_parts += part
-                updates += parcel.numel
+                nbytes["own_parts"] += part
+                nbytes["updates"] += parcel.numel * back
                 if position not in gather.senders or not gather.senders[position].covers(parcel.layout.shape):
-                    whole += parcel.numel
-        calls = int(travels(parcel.to_owner for parcel in round_.parcels))
-        calls += int(travels(parcel.from_owner for parcel in round_.parcels))
-        return cls(
-            calls,
-            parts * itemsize,
-            own_parts * itemsize,
-            sent * itemsize,
-            received * itemsize,
-            whole * itemsize,
-            updates * back,
-            answered * back,
-            returned * back,
-        )
+                    nbytes["whole"] += parcel.numel * itemsize
+        ways = [parcel.to_owner for parcel in round_.parcels], [parcel.from_owner for parcel in round_.parcels]
+        return cls(sum(map(travels, ways)), **nbytes)
 
 
 def _itemsize(buffer: OwnedBuffer) -> int:

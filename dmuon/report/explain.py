@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn as nn
@@ -36,7 +36,7 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     if optimizer is not None:
         lines += _exchanged(optimizer)
     for dedication in dedicated:
-        lines += [*_owned(dedication), *_on_adamw(dedication), *_runtime(dedication.runtime), *_rest(model), ""]
+        lines += [*_owned(dedication), *_runtime(dedication.runtime), *_rest(model), ""]
         lines.append(dedication.plan.report())
     if optimizer is not None:
         lines += _last_step(optimizer)
@@ -54,29 +54,24 @@ def _exchanged(optimizer: Muon) -> list[str]:
 
 
 def _owned(dedication: Dedication) -> list[str]:
-    """Matrices that lie whole on their owner."""
-    plan = dedication.plan
-    owners = plan.owners
+    """Matrices that lie whole on their owner, and what Muon leaves."""
+    matrices, owners = dedication.plan.matrices, dedication.plan.owners
     rows = [
-        (m.name, f"{m.rows}x{m.cols}", m.block, str(owners[m.name]), dedication.reasons[m.name][1])
-        for m in plan.matrices
+        (m.name, f"{m.rows}x{m.cols}", m.block, str(owners[m.name]), dedication.reasons[m.name][1]) for m in matrices
     ]
-    return ["owned matrices", *_table([("matrix", "shape", "block", "owner", "why"), *rows])]
-
-
-def _on_adamw(dedication: Dedication) -> list[str]:
-    """What Muon leaves, and how much of the model either takes."""
-    matrices = dedication.plan.matrices
     rest = [(name, why) for name, (muon, why) in dedication.reasons.items() if not muon]
-    elements = sum(m.rows * m.cols for m in matrices)
+    muon = f"{len(matrices)} matrices, {sum(m.rows * m.cols for m in matrices):,}"
     return [
-        "",
-        "on AdamW",
-        *_table([("parameter", "why"), *rest]),
-        "",
-        f"Muon: {len(matrices)} matrices, {elements:,} elements; "
-        f"AdamW: {len(rest)} parameters, {dedication.adamw_elements:,} elements",
+        "owned matrices",
+        *_table([("matrix", "shape", "block", "owner", "why"), *rows]),
+        *_on_adamw(rest, muon, dedication.adamw_elements),
     ]
+
+
+def _on_adamw(rest: Sequence[tuple[str, str]], muon: str, elements: int) -> list[str]:
+    """What Muon leaves, with reasons, and how much of the model either takes: ``muon``, and so many ``elements``."""
+    sums = f"Muon: {muon} elements; AdamW: {len(rest)} parameters, {elements:,} elements"
+    return ["", "on AdamW", *_table([("parameter", "why"), *rest]), "", sums]
 
 
 def _runtime(runtime: Runtime) -> list[str]:
@@ -123,12 +118,7 @@ def _routes(model: nn.Module, optimizer: Muon | None) -> list[str]:
 
     lines = ["matrices of Muon", *_table([("matrix", "why"), *((r.fqn, why(r)) for r in routes if r.fqn in taken)])]
     rest = [(r.fqn, why(r)) for r in routes if r.fqn not in taken]
-    lines += ["", "on AdamW", *_table([("parameter", "why"), *rest]), ""]
-    lines += [
-        f"Muon: {len(taken)} parameters, {elements(True):,} elements; "
-        f"AdamW: {len(rest)} parameters, {elements(False):,} elements"
-    ]
-    return lines
+    return lines + _on_adamw(rest, f"{len(taken)} parameters, {elements(True):,}", elements(False))
 
 
 def _budget(runtime: Runtime) -> list[str]:

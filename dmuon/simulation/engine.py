@@ -1,8 +1,8 @@
 """A discrete-event engine for programs whose streams are first-in first-out and whose collectives have one order.
 
-Under those two rules an event queue is not needed: in program order, an operation starts at the latest of the times at
-which its resources are free, what it depends on has ended and, for a collective, its other members are there too. Every
-time is a vector over ranks.
+Under those two rules no event queue is needed. Operations are taken in program order. Each starts as soon as its
+resources are free, what it waits for has ended and, if it is a collective, all its members are there. Every time is a
+vector over ranks.
 """
 
 from __future__ import annotations

@@ -111,14 +111,14 @@ class Network(Protocol):
 class AlphaBeta:
     """``α · hops + bytes / bandwidth`` per link class, collectives as pipelined rings.
 
-    A ring visits each node once, so it has ``nodes - 1`` hops between nodes, the others inside, and leaves a node
-    over as many network adapters as it has members there. Broadcast and reduce move every byte over each link once,
-    all-gather and reduce-scatter ``(n - 1) / n`` of them, all-reduce twice that; an all-reduce takes the shorter of
-    ring and tree (a chain inside each node, a binary tree over nodes) for its hops.
+    A ring visits each node once: ``nodes - 1`` hops are between nodes, the others inside. It leaves a node over as many
+    network adapters as it has members there. Broadcast and reduce move every byte over each link once, all-gather and
+    reduce-scatter ``(n - 1) / n`` of them, all-reduce twice that. The hops of an all-reduce are those of a ring or of a
+    tree (a chain inside each node, a binary tree over nodes), whichever is shorter.
 
-    Broadcasts or reductions to several owners follow one another along the ring, for a buffer lays a block out
-    in the order of its owners: one starts where the one before has passed, so that all together go around at most
-    twice, and each start costs one more hop. All-gathers have no such order: each goes around.
+    Broadcasts from several owners follow one another along the ring, because a buffer holds a block in the order of its
+    owners. Each starts once the one before has passed. Together they go around at most twice, and each start costs one
+    more hop. Reductions do the same. All-gathers have no such order: each goes all the way around.
     """
 
     intra: Link

@@ -1,14 +1,14 @@
 """One training step of four programs, operation by operation as they run, on the engine of ``dmuon.simulation.engine``.
 
-``dedicated``       as the dedicated residency runs it: depth-1 prefetch, two reductions on their way; but the first
-                    block is published after the last update, where the runtime publishes it after its own.
+``dedicated``       as the dedicated residency runs it: one block is prefetched, two reductions are on their way. One
+                    difference: the runtime publishes the first block after its own update, this after the last one.
 ``dedicated keep``  the same with ``reshard_after_forward=False``: all blocks are published at once.
 ``gather``          FSDP2; every rank gathers every momentum matrix, orthogonalizes all, and applies its own shard.
 ``adamw``           FSDP2 with AdamW on everything.
 
-With replicas gradients are reduced over the shards, then over the replicas to the owner; the update is published over
-the replicas while the next forward runs. With tensor parallelism matrices are divided over its ranks, and the gathers
-of Newton–Schulz inputs are left to the cost table.
+With replicas, gradients are reduced over the shards, then over the replicas to the owner. New weights are published
+over the replicas while the next forward runs. With tensor parallelism, matrices are divided over its ranks; the cost
+table has to include the gathers of what Newton–Schulz reads.
 
 Not modelled: launches on the host (it runs ahead), activation collectives of tensor parallelism, expert parallelism,
 clipping, the allocator, and computation that communication beside it slows down.
@@ -309,8 +309,8 @@ class _Dedicated(_AdamW):
     def _publish(self, index: int) -> None:
         """Send a block's new weights to the stand-ins of its owners in all replicas.
 
-        They leave in the order of forward as soon as the stream is free; submitting each beside the fill before it lets
-        both take turns on a link that they share.
+        They leave in the order of forward as soon as the stream is free. Each is submitted beside the fill of the block
+        before it: both take turns on a link that they share.
         """
         published = self.travel("publish", "publish", "replicate", self._publishes[index], self._updated)
         self._publications.append(published)

@@ -180,10 +180,9 @@ def _active_experts(config: ModelConfig, matrices: Iterable[MatrixShape]) -> flo
 
 
 def _attention_width(matrices: Iterable[MatrixShape]) -> int:
-    """Width of all heads' keys and values together: what each pair of tokens costs, causal, is once that.
+    """Width of all heads' keys and values together, which is what an ordered pair of tokens costs in operations.
 
-    Full attention is ``2 · width`` per ordered pair for the scores and again for the values, over key and value width;
-    half of the pairs are masked.
+    A pair takes ``2 · key width`` for its score and ``2 · value width`` for its value; half of the pairs are masked.
     """
     width = 0
     for m in matrices:

@@ -250,22 +250,19 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-class _Invalid(ValueError):
-    """Names the field and what is wrong with it."""
-
-
 def _document(document: object) -> CostCache:
+    """The cache that ``document`` holds; ValueError names the field that is wrong."""
     top = _object(document, "the file", ("schema", "key", "entries"))
     if top["schema"] != SCHEMA or isinstance(top["schema"], bool):
-        raise _Invalid(f"field 'schema' is {top['schema']!r}, this version reads {SCHEMA}")
+        raise ValueError(f"field 'schema' is {top['schema']!r}, this version reads {SCHEMA}")
     key = _object(top["key"], "field 'key'", tuple(f.name for f in fields(CacheKey)))
     for name, value in key.items():
         if name in ("sm_count", "steps"):
             _integer(value, f"field 'key.{name}'", 0 if name == "sm_count" else 1, 10**6)
         elif not isinstance(value, str):
-            raise _Invalid(f"field 'key.{name}' is {value!r}, not a string")
+            raise ValueError(f"field 'key.{name}' is {value!r}, not a string")
     if not isinstance(top["entries"], dict):
-        raise _Invalid("field 'entries' is no object")
+        raise ValueError("field 'entries' is no object")
     entries = {_shape(name): _batches(name, value) for name, value in top["entries"].items()}
     _refuse_absurd(entries)
     return CostCache(CacheKey(**key), entries)
@@ -288,11 +285,11 @@ def _refuse_absurd(entries: Entries) -> None:
     for item in times:
         work, ns, name, operations = item
         if operations > _MAX_OPS_PER_NS * ns:
-            raise _Invalid(f"field {name!r} is absurd: {ns} ns for {operations} multiply-adds and more")
+            raise ValueError(f"field {name!r} is absurd: {ns} ns for {operations} multiply-adds and more")
         for other in (longest, densest):
             faster = ns * _MAX_CONTRADICTION < other[1]
             if faster or ns * other[0] > _MAX_CONTRADICTION * other[1] * work:
-                raise _Invalid(
+                raise ValueError(
                     f"field {name!r} or {other[2]!r} is absurd: {ns} ns and {other[1]} ns, for {work / other[0]:.3g} "
                     "times the work; times are in nanoseconds"
                 )
@@ -304,21 +301,21 @@ def _shape(text: str) -> Shape:
     try:
         small, large = parse_shape(text)
     except ValueError as error:
-        raise _Invalid(f"field 'entries': {error}") from None
+        raise ValueError(f"field 'entries': {error}") from None
     if not small <= large <= _MAX_SIDE:
-        raise _Invalid(f"field 'entries': shape {text!r} must be small side x large side, at most {_MAX_SIDE}")
+        raise ValueError(f"field 'entries': shape {text!r} must be small side x large side, at most {_MAX_SIDE}")
     return small, large
 
 
 def _batches(shape: str, value: object) -> dict[int, Timing]:
     if not isinstance(value, dict) or not value:
-        raise _Invalid(f"field 'entries.{shape}' is no object of batch sizes")
+        raise ValueError(f"field 'entries.{shape}' is no object of batch sizes")
     return {_batch_size(shape, text): _timing(f"entries.{shape}.{text}", timing) for text, timing in value.items()}
 
 
 def _batch_size(shape: str, text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,6}", text) or int(text) > _MAX_BATCH:
-        raise _Invalid(f"field 'entries.{shape}': batch size {text!r} is no integer from 1 to {_MAX_BATCH}")
+        raise ValueError(f"field 'entries.{shape}': batch size {text!r} is no integer from 1 to {_MAX_BATCH}")
     return int(text)
 
 
@@ -326,17 +323,17 @@ def _timing(name: str, value: object) -> Timing:
     raw = _object(value, f"field {name!r}", tuple(f.name for f in fields(Timing)))
     variant = raw.pop("variant")
     if not isinstance(variant, str):
-        raise _Invalid(f"field '{name}.variant' is {variant!r}, not a string")
+        raise ValueError(f"field '{name}.variant' is {variant!r}, not a string")
     if variant:
         try:
             Variant.parse(variant)
         except ValueError as error:
-            raise _Invalid(f"field '{name}.variant': {error}") from None
+            raise ValueError(f"field '{name}.variant': {error}") from None
     for field, number in raw.items():
         _integer(number, f"field '{name}.{field}'", 1, _MAX_SAMPLES if field == "n" else _MAX_NS)
     timing = Timing(**raw, variant=variant)
     if not timing.p10_ns <= timing.median_ns <= timing.p90_ns:
-        raise _Invalid(
+        raise ValueError(
             f"field {name!r}: p10 {timing.p10_ns}, median {timing.median_ns}, p90 {timing.p90_ns} not in order"
         )
     return timing
@@ -344,16 +341,16 @@ def _timing(name: str, value: object) -> Timing:
 
 def _object(value: object, name: str, names: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _Invalid(f"{name} is no object")
+        raise ValueError(f"{name} is no object")
     for field in names:
         if field not in value:
-            raise _Invalid(f"{name}: field {field!r} is missing")
+            raise ValueError(f"{name}: field {field!r} is missing")
     for field in value:
         if field not in names:
-            raise _Invalid(f"{name}: field {field!r} is unknown")
+            raise ValueError(f"{name}: field {field!r} is unknown")
     return value
 
 
 def _integer(value: object, name: str, least: int, most: int) -> None:
     if not is_integer(value, least, most):
-        raise _Invalid(f"{name} is {value!r}, not an integer from {least} to {most}")
+        raise ValueError(f"{name} is {value!r}, not an integer from {least} to {most}")

@@ -153,33 +153,33 @@ _PATHS: Mapping[str, str] = {
     "gpus_per_node": "gpus_per_node",
 }
 
-# Latencies are what NCCL itself chooses algorithms by. Each collective takes 8.4 us on top there (table baseLat).
-_NVLINK_LATENCY = "NCCL src/graph/tuning.cc, hwLat: 3.4 us per NVLink step of a ring, protocol Simple"
-_NETWORK_LATENCY = "NCCL src/graph/tuning.cc, hwLat: 14 us per network step of a ring, protocol Simple"
-_LAUNCH = "judgement: PyTorch queues a kernel in a few microseconds; the GPU starts one in less"
-_EIGHT = "NVIDIA HGX boards of this generation carry eight GPUs"
 _GH100 = "NVIDIA H100 architecture whitepaper: 132 SMs in the SXM5 module"
 _HOPPER_PEAK = "NVIDIA {} datasheet: 1,979 TFLOP/s with sparsity; dense is half of it"
 _MAMF = "stas00/ml-engineering, maximum achievable matmul FLOPS, bf16: {}"
 _NVLINK_4 = "NVIDIA in NCCL-tests issue 212: 370 GB/s of 450 GB/s is what NCCL reaches over NVLink 4"
 _NDR = "NVIDIA in NCCL-tests issue 290: 46 to 48 GB/s per 400 Gb/s NIC; judgement: one NIC per GPU"
 
-# By preset and flat name: a figure, and where it is from.
+# By flat name: a figure, and where it is from. Latencies are those by which NCCL itself chooses algorithms; it adds
+# 8.4 us for each collective (table baseLat).
+_COMMON: Mapping[str, tuple[float, str]] = {
+    "device_launch_s": (4e-6, "judgement: PyTorch queues a kernel in a few microseconds; the GPU starts one in less"),
+    "intra_latency_s": (3.4e-6, "NCCL src/graph/tuning.cc, hwLat: 3.4 us per NVLink step of a ring, protocol Simple"),
+    "inter_latency_s": (14e-6, "NCCL src/graph/tuning.cc, hwLat: 14 us per network step of a ring, protocol Simple"),
+    "gpus_per_node": (8, "NVIDIA HGX boards of this generation carry eight GPUs"),
+}
 _FIGURES: Mapping[str, Mapping[str, tuple[float, str]]] = {
     "h200": {
+        **_COMMON,
         "device_sms": (132, f"{_GH100}; the H200 has the same chip"),
         "device_peak_flops": (989.5e12, _HOPPER_PEAK.format("H200")),
         "device_matmul_efficiency": (0.80, "measured on one H200: 790 TFLOP/s in bf16, 8192 on every side"),
         "device_memory_bandwidth": (4.3e12, "measured on one H200: copy at 4.3 TB/s; its datasheet says 4.8 TB/s"),
-        "device_launch_s": (4e-6, _LAUNCH),
         "device_memory": (141 * 10**9, "NVIDIA H200 datasheet: 141 GB"),
-        "intra_latency_s": (3.4e-6, _NVLINK_LATENCY),
         "intra_bandwidth": (370e9, _NVLINK_4),
-        "inter_latency_s": (14e-6, _NETWORK_LATENCY),
         "inter_bandwidth": (46e9, _NDR),
-        "gpus_per_node": (8, _EIGHT),
     },
     "h100": {
+        **_COMMON,
         "device_sms": (132, _GH100),
         "device_peak_flops": (989.5e12, _HOPPER_PEAK.format("H100")),
         "device_matmul_efficiency": (0.80, _MAMF.format("80.3 % on an H100 SXM")),
@@ -187,26 +187,19 @@ _FIGURES: Mapping[str, Mapping[str, tuple[float, str]]] = {
             3.0e12,
             "judgement: 90 % of the 3.35 TB/s of the NVIDIA H100 datasheet, as on an H200",
         ),
-        "device_launch_s": (4e-6, _LAUNCH),
         "device_memory": (80 * 10**9, "NVIDIA H100 datasheet: 80 GB"),
-        "intra_latency_s": (3.4e-6, _NVLINK_LATENCY),
         "intra_bandwidth": (370e9, _NVLINK_4),
-        "inter_latency_s": (14e-6, _NETWORK_LATENCY),
         "inter_bandwidth": (46e9, _NDR),
-        "gpus_per_node": (8, _EIGHT),
     },
     "a800": {
+        **_COMMON,
         "device_sms": (108, "NVIDIA A100 architecture whitepaper: 108 SMs; the A800 has the same chip"),
         "device_peak_flops": (312e12, "NVIDIA A100 datasheet: 312 TFLOP/s dense; the A800 has the same chip"),
         "device_matmul_efficiency": (0.87, f"{_MAMF.format('86.9 % on an A100 SXM')}; the A800 has the same chip"),
         "device_memory_bandwidth": (1.8e12, "judgement: 90 % of the 2,039 GB/s of the NVIDIA A100 80GB datasheet"),
-        "device_launch_s": (4e-6, _LAUNCH),
         "device_memory": (80 * 10**9, "NVIDIA A100 80GB datasheet: 80 GB"),
-        "intra_latency_s": (3.4e-6, _NVLINK_LATENCY),
         "intra_bandwidth": (160e9, "NVIDIA in NCCL issue 412: 160 GB/s in a node of eight A800, of 200 GB/s"),
-        "inter_latency_s": (14e-6, _NETWORK_LATENCY),
         "inter_bandwidth": (24e9, "NVIDIA in NCCL issue 412: 24 GB/s per 200 Gb/s NIC; judgement: one NIC per GPU"),
-        "gpus_per_node": (8, _EIGHT),
     },
 }
 

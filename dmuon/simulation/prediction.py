@@ -93,11 +93,6 @@ class Prediction:
         """Dedicated step over AdamW's, less 1."""
         return self.programs["dedicated"].step_s / self.programs["adamw"].step_s - 1
 
-    @property
-    def speedup(self) -> float:
-        """Gather-then-compute's step over the dedicated one."""
-        return self.programs["gather"].step_s / self.programs["dedicated"].step_s
-
     def report(self) -> str:
         """The prediction as text for people."""
         topology, workload, costs = self.scenario.topology, self.scenario.workload, self.scenario.costs

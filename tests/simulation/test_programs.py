@@ -166,7 +166,7 @@ def test_llama_8b_within_brackets(llama: Path, world: int, replicate: int) -> No
     assert times["dedicated"].ns_s >= times["gather"].ns_s / world
     assert times["dedicated"].step_s >= 0.97 * times["adamw"].step_s
     assert times["dedicated keep"].step_s <= times["dedicated"].step_s
-    assert 1.0 < found.speedup < 5.0
+    assert 1.0 < times["gather"].step_s / times["dedicated"].step_s < 5.0
 
 
 def test_all_durations_scale_the_step(llama: Path) -> None:

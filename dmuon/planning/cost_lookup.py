@@ -145,7 +145,7 @@ def cached_entries(key: CacheKey) -> tuple[Entries, str]:
             warnings.warn(f"{error}; measuring anew")
     caches.sort(key=lambda item: item[2].matches(key) == "exact")  # later wins
     entries: Entries = {}
-    tiers = []
+    tiers: list[str] = []
     for tier, name, cache in caches:
         match cache.matches(key):
             case "no":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -13,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
+from harness.assertions import Raised, assert_equal_weights, raised_by
 from harness.oracle import reference_weights
 from harness.pool import RankPool
-from harness.toy import LR, SIZE, WIDTH, batch, build
+from harness.toy import OPTIONS, SIZE, WIDTH, batch, build
 from torch import Tensor
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -35,183 +36,91 @@ import dmuon
 from dmuon.check.model import Block, Network, loss_of, shard
 from dmuon.check.topologies import full_state, tensor_parallel
 
-OPTIONS: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "ns_coefficients": "classic"}
+
+def default_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def default_mesh(world: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (world,))
+def dedicate(model: Any, mesh: Any = None, **options: Any) -> None:
+    dmuon.dedicate_params(model, default_mesh() if mesh is None else mesh, **{"costs": "flops", **options})
 
 
-def dedicated(world: int, **options: Any) -> Network:
+def dedicated(**options: Any) -> Network:
     model = build()
-    dmuon.dedicate_params(model, default_mesh(world), **{"costs": "flops", **options})
+    dedicate(model, **options)
     return model
 
 
-def refused(model: nn.Module, mesh: Any, **options: Any) -> None:
+def refused(model: nn.Module, mesh: Any = None, **options: Any) -> None:
     """``dedicate_params`` must raise; then the model is untouched and a correct call still works."""
     before = {n: (p, p.detach().clone()) for n, p in model.named_parameters() if not p.is_meta}
     try:
-        dmuon.dedicate_params(model, mesh, **{"costs": "flops", **options})
+        dedicate(model, mesh, **options)
     except Exception:
         after = dict(model.named_parameters())
         assert all(after[n] is p and torch.equal(p, value) for n, (p, value) in before.items()), "data moved"
         assert not model._forward_pre_hooks and not dmuon.owned_parameters(model)
-        again = build()
-        dmuon.dedicate_params(again, default_mesh(dist.get_world_size()), costs="flops")
-        assert len(dmuon.owned_parameters(again)) == 9, "the ranks are still in step"
+        assert len(dmuon.owned_parameters(dedicated())) == 9, "the ranks are still in step"
         raise
 
 
 # -- the same mistake on every rank -------------------------------------------------------------------------------
 
 
-def no_matrices(rank: int, world: int) -> None:
-    refused(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), default_mesh(world))
+def pairs(*names: str) -> DeviceMesh:
+    """Both ranks along the first dimension."""
+    return init_device_mesh("cpu", (2, *[1] * (len(names) - 1)), mesh_dim_names=names)
 
 
-def mesh_is_a_group(rank: int, world: int) -> None:
-    refused(build(), dist.group.WORLD)
-
-
-class mesh_names:
-    """A picklable case: a mesh with these names, over both ranks."""
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
-        self.__qualname__ = f"mesh_names {names}"
-
-    def __call__(self, rank: int, world: int) -> None:
-        extents = (world, *[1] * (len(self.names) - 1))
-        refused(build(), init_device_mesh("cpu", extents, mesh_dim_names=self.names))
-
-
-def mesh_of_three_unnamed_dimensions(rank: int, world: int) -> None:
-    refused(build(), init_device_mesh("cpu", (world, 1, 1)))
-
-
-def mesh_in_another_order(rank: int, world: int) -> None:
-    refused(build(), DeviceMesh("cpu", [1, 0]))
-
-
-def mesh_in_another_order_along_one_dimension(rank: int, world: int) -> None:
-    refused(build(), DeviceMesh("cpu", [[0], [1]][::-1], mesh_dim_names=("replicate", "shard")))
-
-
-def mesh_of_other_ranks(rank: int, world: int) -> None:
-    refused(build(), DeviceMesh("cpu", [1 - rank]))  # every rank passes the mesh of the other
-
-
-def mesh_outlived_its_group(rank: int, world: int) -> None:
-    mesh = DeviceMesh("cpu", [0, 1])
-    sub = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b"))["b"]
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    try:
-        dmuon.dedicate_params(build(), mesh, costs="flops")
-        raise AssertionError("no process group")
-    except ValueError as error:
-        assert "torn down" in str(error)
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
-    refused(build(), sub)
-
-
-def model_is_a_function(rank: int, world: int) -> None:
-    dmuon.dedicate_params(lambda x: x, default_mesh(world), costs="flops")  # type: ignore[arg-type]
-
-
-def dedicated_twice(rank: int, world: int) -> None:
-    dmuon.dedicate_params(dedicated(world), default_mesh(world), costs="flops")
-
-
-def part_dedicated_before(rank: int, world: int) -> None:
+def part_dedicated_before() -> None:
     model = build()
-    dmuon.dedicate_params(model.blocks, default_mesh(world), costs="flops", blocks=list(model.blocks))
-    dmuon.dedicate_params(model, default_mesh(world), costs="flops")
+    dedicate(model.blocks, blocks=list(model.blocks))
+    dedicate(model)
 
 
-def fsdp_before(rank: int, world: int) -> None:
+def fsdp_before() -> None:
     model = build()
-    torch_fully_shard(model.blocks[1], mesh=default_mesh(world))
-    dmuon.dedicate_params(model, default_mesh(world), costs="flops")
+    torch_fully_shard(model.blocks[1], mesh=default_mesh())
+    dedicate(model)
 
 
-def lay_out(module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]) -> None:
-    """Replace a parameter by a DTensor."""
-    param = getattr(module, name)
+def laid_out(name: str, mesh: DeviceMesh, placements: list[Placement], model: Network | None = None) -> Network:
+    """A model with a DTensor for one parameter."""
+    model = build() if model is None else model
+    owner, _, leaf = name.rpartition(".")
+    param = model.get_parameter(name)
     if all(type(p) in (Shard, Replicate) for p in placements):
         tensor = distribute_tensor(param.detach(), mesh, placements)
     else:
         tensor = DTensor.from_local(param.detach(), mesh, placements, run_check=False)
-    setattr(module, name, nn.Parameter(tensor))
+    setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor))
+    return model
 
 
-def matrix_sharded_over_the_mesh(rank: int, world: int) -> None:
+def buffer_sharded_over_the_mesh() -> None:
     model = build()
-    lay_out(model.blocks[0].up, "weight", default_mesh(world), [Shard(0)])
-    dmuon.dedicate_params(model, default_mesh(world), costs="flops")
+    model.register_buffer("table", distribute_tensor(torch.ones(4, 2), default_mesh(), [Shard(0)]))
+    dedicate(model)
 
 
-def embedding_sharded_over_the_mesh(rank: int, world: int) -> None:
+def tensor_placement(placement: Placement) -> None:
+    """Tensor parallelism over both ranks with a placement that cannot be dedicated."""
+    whole = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    dedicate(laid_out(UP, whole["tp"], [placement]), whole["dp"])
+
+
+def two_tensor_parallel_meshes() -> None:
+    whole = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = laid_out(UP, whole["tp"], [Shard(0)])
+    dedicate(laid_out("blocks.1.up.weight", DeviceMesh("cpu", [1, 0]), [Shard(0)], model), whole["dp"])
+
+
+def changed(change: Callable[[Network], Any]) -> None:
+    """A model on which somebody has put a hand is refused; what ``change`` returns is alive meanwhile."""
     model = build()
-    lay_out(model.embed, "weight", default_mesh(world), [Shard(0)])
-    dmuon.dedicate_params(model, default_mesh(world), costs="flops")
-
-
-def buffer_sharded_over_the_mesh(rank: int, world: int) -> None:
-    model = build()
-    model.register_buffer("table", distribute_tensor(torch.ones(4, 2), default_mesh(world), [Shard(0)]))
-    dmuon.dedicate_params(model, default_mesh(world), costs="flops")
-
-
-def matrix_over_two_dimensions(rank: int, world: int) -> None:
-    model = build()
-    lay_out(model.blocks[0].up, "weight", init_device_mesh("cpu", (1, world)), [Replicate(), Shard(0)])
-    dmuon.dedicate_params(model, DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b"))["b"], costs="flops")
-
-
-class tensor_placement:
-    """A picklable case: tensor parallelism over both ranks with a placement that cannot be dedicated."""
-
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
-        self.__qualname__ = f"tensor_placement {type(placement).__name__}"
-
-    def __call__(self, rank: int, world: int) -> None:
-        model = build()
-        whole = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-        lay_out(model.blocks[0].up, "weight", whole["tp"], [self.placement])
-        dmuon.dedicate_params(model, whole["dp"], costs="flops")
-
-
-def two_tensor_parallel_meshes(rank: int, world: int) -> None:
-    model = build()
-    whole = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    lay_out(model.blocks[0].up, "weight", whole["tp"], [Shard(0)])
-    lay_out(model.blocks[1].up, "weight", DeviceMesh("cpu", [1, 0]), [Shard(0)])
-    dmuon.dedicate_params(model, whole["dp"], costs="flops")
-
-
-def data_parallel(rank: int, world: int) -> None:
-    refused(nn.DataParallel(build()), default_mesh(world))
-
-
-def distributed_data_parallel(rank: int, world: int) -> None:
-    model = build()
-    model.blocks[0] = nn.parallel.DistributedDataParallel(model.blocks[0])
-    refused(model, default_mesh(world))
-
-
-def fsdp1(rank: int, world: int) -> None:
-    refused(FullyShardedDataParallel(build(), device_id=torch.device("cpu")), default_mesh(world))
-
-
-def composable_replicate(rank: int, world: int) -> None:
-    from torch.distributed._composable.replicate import replicate
-
-    model = build()
-    replicate(model.blocks[1])
-    refused(model, default_mesh(world))
+    alive = change(model)
+    refused(model)
+    del alive
 
 
 class _Engine(nn.Module):
@@ -222,134 +131,224 @@ _Engine.__module__ = "deepspeed.runtime.engine"
 _Engine.__name__ = "DeepSpeedEngine"
 
 
-def deepspeed_engine(rank: int, world: int) -> None:
-    refused(_Engine(), default_mesh(world))
+def wrapped_afterwards(part: str, sync: bool) -> None:
+    model = dedicated()
+    wrapper = nn.parallel.DistributedDataParallel(model.get_submodule(part), init_sync=sync)
+    assert not sync, "the first synchronization touches every parameter"
+    wrapper(batch(0)[0])
 
 
-def deepspeed_parameter(rank: int, world: int) -> None:
-    model = build()
-    model.blocks[1].up.weight.ds_id = 3  # type: ignore[attr-defined]
-    refused(model, default_mesh(world))
+def fsdp_without_ignored_params(part: str) -> None:
+    torch_fully_shard(dedicated().get_submodule(part), mesh=default_mesh())
 
 
-def optimizer_before(rank: int, world: int) -> None:
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters())
-    refused(model, default_mesh(world))
-    del optimizer
+UP = "blocks.0.up.weight"
+POLICY = MixedPrecisionPolicy
+DDP = nn.parallel.DistributedDataParallel
+BY_DDP = r"'blocks\.0\.\w+\.weight'.*DistributedDataParallel.*dmuon averages"
+BY_FSDP = r"'blocks\.0\..*call dmuon\.fully_shard instead"
 
+# By name: what is done, and what is raised. Ranks do all of them in one call.
+EVERYWHERE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no matrices": (
+        lambda: refused(nn.Sequential(nn.Linear(3, 3), nn.ReLU())),
+        ValueError, r"no matrix was selected.*blocks=\[…\]",
+    ),
+    "mesh is a group": (
+        lambda: refused(build(), dist.group.WORLD),
+        TypeError, "mesh must be a torch.distributed DeviceMesh, got ProcessGroup",
+    ),
+    "mesh tp": (
+        lambda: refused(build(), pairs("tp")),
+        ValueError, r"dimension 'tp' is one of tensor parallelism; pass the data-parallel dimensions",
+    ),
+    "mesh dp, pp": (
+        lambda: refused(build(), pairs("dp", "pp")),
+        ValueError, "dimension 'pp' is one of pipeline parallelism; pass the data-parallel",
+    ),
+    "mesh replicate, EP": (
+        lambda: refused(build(), pairs("replicate", "EP")),
+        ValueError, "dimension 'EP' is one of expert parallelism; pass the data-parallel",
+    ),
+    "mesh of three unnamed dimensions": (
+        lambda: refused(build(), init_device_mesh("cpu", (2, 1, 1))),
+        ValueError, "mesh has 3 dimensions without names; name them",
+    ),
+    "mesh in another order": (
+        lambda: refused(build(), DeviceMesh("cpu", [1, 0])),
+        ValueError, r"mesh holds ranks \[1, 0\], .*sort them",
+    ),
+    "mesh in another order along one dimension": (
+        lambda: refused(build(), DeviceMesh("cpu", [[1], [0]], mesh_dim_names=("replicate", "shard"))),
+        ValueError, r"mesh holds ranks \[\[1\], \[0\]\], .*sort them",
+    ),
+    "every rank passes the mesh of the other": (
+        lambda: refused(build(), DeviceMesh("cpu", [1 - dist.get_rank()])),
+        ValueError, r"mesh holds ranks \[[01]\].*this is rank [01] of 2; build the mesh",
+    ),
+    "model is a function": (
+        lambda: dedicate(lambda x: x),
+        TypeError, "model must be an nn.Module, got function",
+    ),
+    "dedicated twice": (
+        lambda: dedicate(dedicated()),
+        ValueError, "was called on 'this model' already; call it once per model",
+    ),
+    "part dedicated before": (part_dedicated_before, ValueError, "was called on 'blocks' already"),
+    "fsdp before": (
+        fsdp_before,
+        ValueError, r"'blocks\.1' is sharded by fully_shard already; call dedicate_params before",
+    ),
+    "matrix sharded over the mesh": (
+        lambda: dedicate(laid_out(UP, default_mesh(), [Shard(0)])),
+        ValueError, r"'blocks\.0\.up\.weight' .*Shard\(dim=0\).*call it before anything sh",
+    ),
+    "embedding sharded over the mesh": (
+        lambda: dedicate(laid_out("embed.weight", default_mesh(), [Shard(0)])),
+        ValueError, r"parameter 'embed\.weight' .*call it before anything shards",
+    ),
+    "buffer sharded over the mesh": (
+        buffer_sharded_over_the_mesh,
+        ValueError, r"buffer 'table' .*call it before anything shards",
+    ),
+    "matrix over two dimensions": (
+        lambda: dedicate(
+            laid_out(UP, init_device_mesh("cpu", (1, 2)), [Replicate(), Shard(0)]),
+            DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b"))["b"],
+        ),
+        ValueError, r"'blocks\.0\.up\.weight'.*split over one dimension.*select=",
+    ),
+    "tensor parallel Partial": (
+        lambda: tensor_placement(Partial()),
+        ValueError, r"'blocks\.0\.up\.weight' .*Partial.*exclude it with select=",
+    ),
+    "tensor parallel _StridedShard": (
+        lambda: tensor_placement(_StridedShard(0, split_factor=2)),
+        ValueError, r"'blocks\.0\.up\.weight'.*exclude it with sel",
+    ),
+    "two tensor parallel meshes": (
+        two_tensor_parallel_meshes,
+        ValueError, r"'blocks\.1\.up\.weight' .*another one than .*over one mesh",
+    ),
+    "DataParallel": (
+        lambda: refused(nn.DataParallel(build())),
+        ValueError, "module 'model' is wrapped in DataParallel; .*plain model: one process per device",
+    ),
+    "DistributedDataParallel": (
+        lambda: changed(lambda m: m.blocks.__setitem__(0, DDP(m.blocks[0]))),
+        ValueError, r"'blocks\.0' is wrapped in DistributedDataParallel; .*named 'replicate'",
+    ),
+    "fsdp1": (
+        lambda: refused(FullyShardedDataParallel(build(), device_id=torch.device("cpu"))),
+        ValueError, "'model' is wrapped in FullyShardedDataParallel; .*dmuon.fully_shard",
+    ),
+    "composable replicate": (
+        lambda: changed(lambda m: replicate(m.blocks[1])),
+        ValueError, r"'blocks\.1' is wrapped in .*replicate; .*dimension named 'replicate'",
+    ),
+    "DeepSpeed engine": (
+        lambda: refused(_Engine()),
+        TypeError, "DeepSpeed DeepSpeedEngine.*pass the plain model",
+    ),
+    "DeepSpeed parameter": (
+        lambda: changed(lambda m: setattr(m.blocks[1].up.weight, "ds_id", 3)),
+        ValueError, r"'blocks\.1\.up\.weight' is managed by DeepSpeed ZeRO; pass a plain model",
+    ),
+    "optimizer before": (
+        lambda: changed(lambda m: torch.optim.AdamW(m.parameters())),
+        ValueError, r"AdamW already holds parameter 'blocks.*build the optimizer after",
+    ),
+    "Muon before": (
+        lambda: changed(dmuon.Muon),
+        ValueError, r"Muon already holds parameter 'blocks.*build the optimizer after",
+    ),
+    "shared by blocks": (
+        lambda: changed(lambda m: setattr(m.blocks[2].mix, "weight", m.blocks[0].mix.weight)),
+        ValueError, r"'blocks\.0\.mix\.weight' is shared by blocks blocks\.0, blocks\.2; untie it",
+    ),
+    "meta device": (
+        lambda: refused(build().to("meta")),
+        ValueError, "parameter 'embed.weight' is on the meta device; materialize",
+    ),
+    "meta buffer": (
+        lambda: changed(lambda m: m.register_buffer("table", torch.zeros(3, device="meta"))),
+        ValueError, "buffer 'table' is on the meta device; materialize",
+    ),
+    "parametrized": (
+        lambda: changed(lambda m: nn.utils.parametrizations.orthogonal(m.blocks[0].mix)),
+        ValueError, r"'blocks\.0\.mix\.parametrizations\.weight\.original' is parametrized by _Orthogonal",
+    ),
+    "fused": (
+        lambda: refused(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)),
+        ValueError, r"'layers\.0\.self_attn\.in_proj_weight' of shape \(24, 8\) looks like several.*select=",
+    ),
+    "DistributedDataParallel around it": (lambda: wrapped_afterwards("", True), RuntimeError, BY_DDP),
+    "DistributedDataParallel around a block of it": (
+        lambda: wrapped_afterwards("blocks.0", True), RuntimeError, BY_DDP,
+    ),
+    "DistributedDataParallel that runs": (lambda: wrapped_afterwards("", False), RuntimeError, BY_DDP),
+    "fully_shard of torch on it": (lambda: fsdp_without_ignored_params(""), TypeError, BY_FSDP),
+    "fully_shard of torch on a layer of it": (
+        lambda: fsdp_without_ignored_params("blocks.0.mix"), TypeError, BY_FSDP,
+    ),
+}  # fmt: skip
 
-def muon_before(rank: int, world: int) -> None:
-    model = build()
-    optimizer = dmuon.Muon(model)
-    refused(model, default_mesh(world))
-    del optimizer
-
-
-def shared_by_blocks(rank: int, world: int) -> None:
-    model = build()
-    model.blocks[2].mix.weight = model.blocks[0].mix.weight
-    refused(model, default_mesh(world))
-
-
-def meta_device(rank: int, world: int) -> None:
-    with torch.device("meta"):
-        model = build()
-    refused(model, default_mesh(world))
-
-
-def meta_buffer(rank: int, world: int) -> None:
-    model = build()
-    model.register_buffer("table", torch.zeros(3, device="meta"))
-    refused(model, default_mesh(world))
-
-
-def parametrized(rank: int, world: int) -> None:
-    model = build()
-    nn.utils.parametrizations.orthogonal(model.blocks[0].mix)
-    refused(model, default_mesh(world))
-
-
-def fused(rank: int, world: int) -> None:
-    refused(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2), default_mesh(world))
-
-
-def option(**options: Any) -> Callable[[int, int], None]:
-    return _Option(options)
-
-
-class _Option:
-    """A picklable case: ``dedicate_params`` with one option that it cannot take."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
-        self.__qualname__ = f"option {options}"
-
-    def __call__(self, rank: int, world: int) -> None:
-        refused(build(), default_mesh(world), **self.options)
-
-
-def choose_head(fqn: str, module: nn.Module, param: nn.Parameter) -> bool:
-    return fqn == "head.weight"
-
-
-EVERYWHERE: list[tuple[Callable[[int, int], None], type[Exception], str]] = [
-    (no_matrices, ValueError, r"no matrix was selected.*blocks=\[…\]"),
-    (mesh_is_a_group, TypeError, "mesh must be a torch.distributed DeviceMesh, got ProcessGroup"),
-    (mesh_names("tp"), ValueError, r"dimension 'tp' is one of tensor parallelism; pass the data-parallel dimensions"),
-    (mesh_names("dp", "pp"), ValueError, "dimension 'pp' is one of pipeline parallelism; pass the data-parallel"),
-    (mesh_names("replicate", "EP"), ValueError, "dimension 'EP' is one of expert parallelism; pass the data-parallel"),
-    (mesh_of_three_unnamed_dimensions, ValueError, "mesh has 3 dimensions without names; name them"),
-    (mesh_in_another_order, ValueError, r"mesh holds ranks \[1, 0\], .*sort them"),
-    (mesh_in_another_order_along_one_dimension, ValueError, r"mesh holds ranks \[\[1\], \[0\]\], .*sort them"),
-    (mesh_of_other_ranks, ValueError, r"mesh holds ranks \[[01]\].*this is rank [01] of 2; build the mesh"),
-    (mesh_outlived_its_group, ValueError, "mesh.*process group.*build"),
-    (model_is_a_function, TypeError, "model must be an nn.Module, got function"),
-    (dedicated_twice, ValueError, "was called on 'this model' already; call it once per model"),
-    (part_dedicated_before, ValueError, "was called on 'blocks' already"),
-    (fsdp_before, ValueError, r"'blocks\.1' is sharded by fully_shard already; call dedicate_params before"),
-    (matrix_sharded_over_the_mesh, ValueError, r"'blocks\.0\.up\.weight' .*Shard\(dim=0\).*call it before anything sh"),
-    (embedding_sharded_over_the_mesh, ValueError, r"parameter 'embed\.weight' .*call it before anything shards"),
-    (buffer_sharded_over_the_mesh, ValueError, r"buffer 'table' .*call it before anything shards"),
-    (matrix_over_two_dimensions, ValueError, r"'blocks\.0\.up\.weight'.*split over one dimension.*select="),
-    (tensor_placement(Partial()), ValueError, r"'blocks\.0\.up\.weight' .*Partial.*exclude it with select="),
-    (tensor_placement(_StridedShard(0, split_factor=2)), ValueError, r"'blocks\.0\.up\.weight'.*exclude it with sel"),
-    (two_tensor_parallel_meshes, ValueError, r"'blocks\.1\.up\.weight' .*another one than .*over one mesh"),
-    (data_parallel, ValueError, "module 'model' is wrapped in DataParallel; .*plain model: one process per device"),
-    (distributed_data_parallel, ValueError, r"'blocks\.0' is wrapped in DistributedDataParallel; .*named 'replicate'"),
-    (fsdp1, ValueError, "'model' is wrapped in FullyShardedDataParallel; .*dmuon.fully_shard"),
-    (composable_replicate, ValueError, r"'blocks\.1' is wrapped in .*replicate; .*dimension named 'replicate'"),
-    (deepspeed_engine, TypeError, "DeepSpeed DeepSpeedEngine.*pass the plain model"),
-    (deepspeed_parameter, ValueError, r"'blocks\.1\.up\.weight' is managed by DeepSpeed ZeRO; pass a plain model"),
-    (optimizer_before, ValueError, r"AdamW already holds parameter 'blocks.*build the optimizer after"),
-    (muon_before, ValueError, r"Muon already holds parameter 'blocks.*build the optimizer after"),
-    (shared_by_blocks, ValueError, r"'blocks\.0\.mix\.weight' is shared by blocks blocks\.0, blocks\.2; untie it"),
-    (meta_device, ValueError, "parameter 'embed.weight' is on the meta device; materialize"),
-    (meta_buffer, ValueError, "buffer 'table' is on the meta device; materialize"),
-    (parametrized, ValueError, r"'blocks\.0\.mix\.parametrizations\.weight\.original' is parametrized by _Orthogonal"),
-    (fused, ValueError, r"'layers\.0\.self_attn\.in_proj_weight' of shape \(24, 8\) looks like several.*select="),
-    (option(reshard_after_forward="yes"), TypeError, "reshard_after_forward must be True or False, got 'yes'"),
-    (option(mp_policy=torch.bfloat16), TypeError, "mp_policy must be a .*MixedPrecisionPolicy, got dtype"),
-    (option(mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16)), ValueError, "output_dtype.*fully_shard"),
-    (option(mp_policy=MixedPrecisionPolicy(param_dtype=torch.int8)), ValueError, "param_dtype must be a floating"),
-    (option(comm="single"), TypeError, r"comm must be a dmuon\.CommOptions, got str"),
-    (option(comm={"transport": "single"}), TypeError, r"comm must be a dmuon\.CommOptions, got dict"),
-    (option(comm=dmuon.CommOptions(transport="list")), ValueError, "transport='list' needs NCCL.*take 'broadcast' or"),
-    (option(costs="typo"), ValueError, "cost cache typo: no such file; write it with dmuon-profile"),
-    (option(costs=3), TypeError, "costs must be None, 'flops', the path .*got int"),
-    (option(costs=dmuon.solver.CostTable.from_flops([(1, 2)])), ValueError, "no cost for shape .*dmuon-profile"),
-    (option(solve="milp"), TypeError, "solve must be a dmuon.solver.SolveOptions, got str"),
-    (option(select=choose_head), ValueError, r"select chose 'head\.weight', which lies outside .*blocks="),
-    (option(blocks="blocks"), ValueError, "blocks: str is not a submodule"),
+BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward must be True or False, got 'yes'"),
+    ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy must be a .*MixedPrecisionPolicy, got dtype"),
+    ({"mp_policy": POLICY(output_dtype=torch.bfloat16)}, ValueError, "output_dtype.*fully_shard"),
+    ({"mp_policy": POLICY(param_dtype=torch.int8)}, ValueError, "param_dtype must be a floating"),
+    ({"comm": "single"}, TypeError, r"comm must be a dmuon\.CommOptions, got str"),
+    ({"comm": {"transport": "single"}}, TypeError, r"comm must be a dmuon\.CommOptions, got dict"),
+    ({"comm": dmuon.CommOptions(transport="list")}, ValueError, "transport='list' needs NCCL.*take 'broadcast' or"),
+    ({"costs": "typo"}, ValueError, "cost cache typo: no such file; write it with dmuon-profile"),
+    ({"costs": 3}, TypeError, "costs must be None, 'flops', the path .*got int"),
+    ({"costs": dmuon.solver.CostTable.from_flops([(1, 2)])}, ValueError, "no cost for shape .*dmuon-profile"),
+    ({"solve": "milp"}, TypeError, "solve must be a dmuon.solver.SolveOptions, got str"),
+    (
+        {"select": lambda fqn, *_: fqn == "head.weight"},
+        ValueError,
+        r"chose 'head\.weight', .* outside .*blocks=",
+    ),
+    ({"blocks": "blocks"}, ValueError, "blocks: str is not a submodule"),
 ]
+EVERYWHERE |= {
+    f"option {number} {next(iter(options))}": (partial(lambda o: refused(build(), **o), options), error, match)
+    for number, (options, error, match) in enumerate(BAD_OPTIONS)
+}
 
 
-@pytest.mark.pitfall("P02", "P05", "P54", "P55", "P60", "P24")
-@pytest.mark.parametrize(("case", "error", "match"), EVERYWHERE, ids=[f[0].__qualname__ for f in EVERYWHERE])
-def test_mistakes_raise_on_every_rank_and_move_nothing(
-    ranks: RankPool, case: Callable[[int, int], None], error: type[Exception], match: str
-) -> None:
-    ranks(2, case, expect=error, match=match, timeout=30)
+def make_mistakes(_rank: int, _world: int) -> dict[str, Raised]:
+    return {name: raised_by(mistake) for name, (mistake, _, _) in EVERYWHERE.items()}
+
+
+@pytest.fixture(scope="module")
+def mistakes(ranks: RankPool) -> list[dict[str, Raised]]:
+    return ranks(2, make_mistakes, timeout=110)
+
+
+@pytest.mark.pitfall("P02", "P05", "P54", "P55", "P60")
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_mistakes_raise_on_every_rank_and_move_nothing(mistakes: list[dict[str, Raised]], name: str) -> None:
+    _, error, match = EVERYWHERE[name]
+    for of_rank in mistakes:
+        assert of_rank[name].matches(error, match), of_rank[name]
+
+
+def mesh_outlived_its_group(rank: int, world: int) -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    sub = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b"))["b"]
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="torn down"):
+        dedicate(build(), mesh)
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+    refused(build(), sub)
+
+
+@pytest.mark.pitfall("P24")
+def test_a_mesh_that_outlived_its_group_is_refused(ranks: RankPool) -> None:
+    ranks(2, mesh_outlived_its_group, expect=ValueError, match="mesh.*process group.*build", timeout=30, fresh=True)
 
 
 BAD_COMM: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -389,7 +388,7 @@ def forgotten_optimizer(rank: int, world: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.cycle = optimizer  # type: ignore[attr-defined]
     del optimizer
-    dmuon.dedicate_params(model, default_mesh(world), costs="flops")
+    dedicate(model)
 
 
 # -- a fault on one rank only -------------------------------------------------------------------------------------
@@ -399,164 +398,163 @@ class Fault(LookupError):
     pass
 
 
-def fault_on_one_rank(rank: int, world: int, kind: str) -> None:
-    model = build()
-    mesh = default_mesh(world)
-    options: dict[str, Any] = {}
-    if rank == 1:
-        match kind:
-            case "other shapes":
-                model.blocks[1].up = nn.Linear(WIDTH, 30)
-            case "other AdamW shapes":
-                model.norm = nn.LayerNorm(WIDTH, bias=False)
-            case "other dtype":
-                model.head.to(torch.bfloat16)
-            case "missing block":
-                del model.blocks[2]
-            case "extra block":
-                model.blocks.append(Block(SIZE))
-            case "other order":
-                model.blocks[0]._modules = dict(reversed(model.blocks[0]._modules.items()))
-            case "extra buffer":
-                model.register_buffer("table", torch.zeros(3))
-            case "frozen":
-                model.blocks[0].mix.weight.requires_grad_(False)
-            case "other policy":
-                options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-            case "other residency":
-                options["reshard_after_forward"] = False
-            case "other costs":
-                options["costs"] = None
-            case "other prefetch":
-                options["comm"] = dmuon.CommOptions(prefetch=3)
-            case "impossible transport":
-                options["comm"] = dmuon.CommOptions(transport="list")
-            case "wrapped":
-                model.blocks[0] = nn.DataParallel(model.blocks[0])
-            case "sharded":
-                weight = DTensor.from_local(model.embed.weight.detach(), mesh, [Shard(0)], run_check=False)
-                model.embed.weight = nn.Parameter(weight)
-            case "bad option":
-                options["mp_policy"] = "bf16"
-            case "optimizer":
-                model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            case _:
-                options["select"] = SELECTS[kind]
-    if kind == "sharded":  # comparing DTensors would communicate
-        dmuon.dedicate_params(model, mesh, costs="flops")
-    refused(model, mesh, **options)
-
-
 def _raise(error: Exception) -> bool:
     raise error
 
 
-SELECTS: dict[str, Callable[..., Any]] = {
-    "select raises ValueError": lambda *_: _raise(ValueError("mine")),
-    "select raises TypeError": lambda *_: _raise(TypeError("mine")),
-    "select raises KeyError": lambda *_: _raise(KeyError("mine")),
-    "select raises its own type": lambda *_: _raise(Fault("mine")),
-    "select returns no bool": lambda *_: "yes",
-}
+def reversed_modules(model: Network) -> None:
+    model.blocks[0]._modules = dict(reversed(model.blocks[0]._modules.items()))
 
-ONE_RANK = {
-    "other shapes": (ValueError, r"'blocks\.1\.up\.weight' is \(30, 13\).* on rank 1 and \(29, 13\).* on rank 0; b"),
-    "other AdamW shapes": (ValueError, r"'norm\.bias' is absent on rank 1 and \(13,\).* on rank 0"),
-    "other dtype": (ValueError, r"'head\.weight' is \(17, 13\), torch\.bfloat16, AdamW on rank 1"),
-    "missing block": (ValueError, r"'blocks\.2\.\w+\.\w+' is absent on rank 1 and .* on rank 0"),
-    "extra block": (ValueError, r"'blocks\.3\.\w+\.\w+' is .* on rank 1 and absent on rank 0"),
-    "other order": (ValueError, "come in another order on some ranks.*build the same model"),
-    "extra buffer": (ValueError, r"buffer 'table' is \(3,\), torch\.float32 on rank 1 and absent on rank 0"),
-    "frozen": (ValueError, r"'blocks\.0\.mix\.weight' is .*AdamW on rank 1 and .*Muon in block blocks\.0 on rank 0"),
-    "other policy": (ValueError, "option mp_policy is param_dtype=torch.bfloat16.* on rank 1"),
-    "other residency": (ValueError, "option reshard_after_forward is False on rank 1 and True on rank 0"),
-    "other costs": (ValueError, "option costs is NoneType on rank 1 and flops on rank 0"),
-    "other prefetch": (ValueError, r"option comm is .*prefetch=3.* on rank 1 and .*prefetch=1.* on rank 0"),
-    "impossible transport": (ValueError, "comm.transport='list' needs NCCL"),
-    "wrapped": (ValueError, r"module 'blocks\.0' is wrapped in DataParallel"),
-    "sharded": (ValueError, r"parameter 'embed\.weight' is a DTensor"),
-    "bad option": (TypeError, "mp_policy must be"),
-    "optimizer": (ValueError, r"optimizer SGD already holds parameter"),
-    "select raises ValueError": (ValueError, "mine"),
-    "select raises TypeError": (TypeError, "mine"),
-    "select raises KeyError": (KeyError, "mine"),
-    "select raises its own type": (Fault, "mine"),
-    "select returns no bool": (TypeError, r"select\('embed\.weight', …\) returned 'yes'; return True or False"),
+
+def sharded_alone(model: Network) -> None:
+    weight = DTensor.from_local(model.embed.weight.detach(), default_mesh(), [Shard(0)], run_check=False)
+    model.embed.weight = nn.Parameter(weight)
+
+
+# By name: what the rank at fault does to its model, which options it returns, and what is raised there.
+ONE_RANK: dict[str, tuple[Callable[[Network], Any], type[Exception], str]] = {
+    "other shapes": (
+        lambda m: setattr(m.blocks[1], "up", nn.Linear(WIDTH, 30)),
+        ValueError, r"'blocks\.1\.up\.weight' is \(30, 13\).* on rank 1 and \(29, 13\).* on rank 0; b",
+    ),
+    "other AdamW shapes": (
+        lambda m: setattr(m, "norm", nn.LayerNorm(WIDTH, bias=False)),
+        ValueError, r"'norm\.bias' is absent on rank 1 and \(13,\).* on rank 0",
+    ),
+    "other dtype": (
+        lambda m: m.head.to(torch.bfloat16),
+        ValueError, r"'head\.weight' is \(17, 13\), torch\.bfloat16, AdamW on rank 1",
+    ),
+    "missing block": (
+        lambda m: m.blocks.__delitem__(2),
+        ValueError, r"'blocks\.2\.\w+\.\w+' is absent on rank 1 and .* on rank 0",
+    ),
+    "extra block": (
+        lambda m: m.blocks.append(Block(SIZE)),
+        ValueError, r"'blocks\.3\.\w+\.\w+' is .* on rank 1 and absent on rank 0",
+    ),
+    "other order": (
+        reversed_modules, ValueError, "come in another order on some ranks.*build the same model",
+    ),
+    "extra buffer": (
+        lambda m: m.register_buffer("table", torch.zeros(3)),
+        ValueError, r"buffer 'table' is \(3,\), torch\.float32 on rank 1 and absent on rank 0",
+    ),
+    "frozen": (
+        lambda m: m.blocks[0].mix.weight.requires_grad_(False),
+        ValueError, r"'blocks\.0\.mix\.weight' is .*AdamW on rank 1 and .*Muon in block blocks\.0 on rank 0",
+    ),
+    "other policy": (
+        lambda _: {"mp_policy": POLICY(param_dtype=torch.bfloat16)},
+        ValueError, "option mp_policy is param_dtype=torch.bfloat16.* on rank 1",
+    ),
+    "other residency": (
+        lambda _: {"reshard_after_forward": False},
+        ValueError, "option reshard_after_forward is False on rank 1 and True on rank 0",
+    ),
+    "other costs": (
+        lambda _: {"costs": None}, ValueError, "option costs is NoneType on rank 1 and flops on rank 0",
+    ),
+    "other prefetch": (
+        lambda _: {"comm": dmuon.CommOptions(prefetch=3)},
+        ValueError, r"option comm is .*prefetch=3.* on rank 1 and .*prefetch=1.* on rank 0",
+    ),
+    "impossible transport": (
+        lambda _: {"comm": dmuon.CommOptions(transport="list")}, ValueError, "comm.transport='list' needs NCCL",
+    ),
+    "wrapped": (
+        lambda m: m.blocks.__setitem__(0, nn.DataParallel(m.blocks[0])),
+        ValueError, r"module 'blocks\.0' is wrapped in DataParallel",
+    ),
+    "bad option": (lambda _: {"mp_policy": "bf16"}, TypeError, "mp_policy must be"),
+    "optimizer": (
+        lambda m: setattr(m, "optimizer", torch.optim.SGD(m.parameters(), lr=0.1)),
+        ValueError, r"optimizer SGD already holds parameter",
+    ),
+    "select raises ValueError": (lambda _: {"select": lambda *_: _raise(ValueError("mine"))}, ValueError, "mine"),
+    "select raises TypeError": (lambda _: {"select": lambda *_: _raise(TypeError("mine"))}, TypeError, "mine"),
+    "select raises KeyError": (lambda _: {"select": lambda *_: _raise(KeyError("mine"))}, KeyError, "mine"),
+    "select raises its own type": (lambda _: {"select": lambda *_: _raise(Fault("mine"))}, Fault, "mine"),
+    "select returns no bool": (
+        lambda _: {"select": lambda *_: "yes"},
+        TypeError, r"select\('embed\.weight', …\) returned 'yes'; return True or False",
+    ),
+    "sharded": (
+        sharded_alone,
+        ValueError, r"parameter 'embed\.weight' is a DTensor",
+    ),
 }  # fmt: skip
+
+
+def make_faults(rank: int, _world: int) -> dict[str, Raised]:
+    def fault(kind: str) -> None:
+        model = build()
+        change = ONE_RANK[kind][0](model) if rank == 1 else None
+        options = change if isinstance(change, dict) else {}
+        if kind == "sharded":  # comparing DTensors would communicate
+            dedicate(model)
+        refused(model, **options)
+
+    default_mesh()
+    return {kind: raised_by(partial(fault, kind)) for kind in ONE_RANK}
+
+
+@pytest.fixture(scope="module")
+def faults(ranks: RankPool) -> list[dict[str, Raised]]:
+    return ranks(2, make_faults, timeout=110)
 
 
 @pytest.mark.pitfall("P21", "P48", "P49")
 @pytest.mark.parametrize("kind", ONE_RANK)
-def test_a_fault_on_one_rank_ends_all_of_them(ranks: RankPool, kind: str) -> None:
-    error, match = ONE_RANK[kind]
-    first, second = ranks.outcomes(2, fault_on_one_rank, kind, timeout=30)
-    assert first.raised(ValueError) and ("rank 1" in first.message or kind == "other order"), first
-    assert second.raised(error), f"the rank at fault raises the original: {second}"
-    for outcome in (first, second):
-        assert re.search(match, outcome.message), outcome.message
+def test_a_fault_on_one_rank_ends_all_of_them(faults: list[dict[str, Raised]], kind: str) -> None:
+    _, error, match = ONE_RANK[kind]
+    first, second = (of_rank[kind] for of_rank in faults)
+    assert first.matches(ValueError, match) and ("rank 1" in first.message or kind == "other order"), first
+    assert second.matches(error, match), f"the rank at fault raises the original: {second}"
 
 
 # -- a fault in one data-parallel group of several ----------------------------------------------------------------
 
 
-def fault_in_one_group(rank: int, world: int, kind: str) -> None:
+def make_faults_in_one_group(rank: int, _world: int) -> dict[str, Raised]:
     """Two data-parallel ranks times two tensor-parallel ones; ranks 0 and 2 or rank 3 alone are wrong."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = build()
-    options: dict[str, Any] = {}
-    match kind:
-        case "option":
-            options["reshard_after_forward"] = "yes" if rank in (0, 2) else True
-        case "policy":
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if rank in (0, 2) else None
-    tensor_parallel(model, whole["tp"])
-    if kind == "model" and rank == 3:
-        model.blocks[1] = nn.DataParallel(model.blocks[1])
-    dmuon.dedicate_params(model, whole["dp"], costs="flops", **options)
+
+    def fault(kind: str) -> None:
+        options: dict[str, Any] = {}
+        model = build()
+        if kind == "option" and rank in (0, 2):
+            options["reshard_after_forward"] = "yes"
+        if kind == "policy" and rank in (0, 2):
+            options["mp_policy"] = POLICY(param_dtype=torch.bfloat16)
+        tensor_parallel(model, whole["tp"])
+        if kind == "model" and rank == 3:
+            model.blocks[1] = nn.DataParallel(model.blocks[1])
+        dedicate(model, whole["dp"], **options)
+
+    return {kind: raised_by(partial(fault, kind)) for kind in IN_ONE_GROUP}
+
+
+IN_ONE_GROUP = {
+    "option": (Exception, "reshard_after_forward must be True or False, got 'yes'"),
+    "policy": (ValueError, "option mp_policy is .* on rank 1 and .*bfloat16.* on rank 0"),
+    "model": (ValueError, r"module 'blocks\.1' is wrapped in DataParallel"),
+}
 
 
 @pytest.mark.pitfall("P21", "P48")
-@pytest.mark.parametrize(
-    ("kind", "error", "match"),
-    [
-        ("option", Exception, "reshard_after_forward must be True or False, got 'yes'"),
-        ("policy", ValueError, "option mp_policy is .* on rank 1 and .*bfloat16.* on rank 0"),
-        ("model", ValueError, r"module 'blocks\.1' is wrapped in DataParallel"),
-    ],
-)
-def test_a_fault_in_one_data_parallel_group_ends_all_of_them(
-    ranks: RankPool, kind: str, error: type[Exception], match: str
-) -> None:
-    ranks(4, fault_in_one_group, kind, expect=error, match=match, timeout=30, pg_timeout=15)
+def test_a_fault_in_one_data_parallel_group_ends_all_of_them(ranks: RankPool) -> None:
+    for found in ranks(4, make_faults_in_one_group):
+        for kind, raised in found.items():
+            assert raised.matches(*IN_ONE_GROUP[kind]), raised
 
 
 # -- wrappers after dedication ------------------------------------------------------------------------------------
 
 
-def wrapped_afterwards(rank: int, world: int, part: str, sync: bool) -> None:
-    model = dedicated(world)
-    module = model if part == "model" else model.blocks[0]
-    wrapper = nn.parallel.DistributedDataParallel(module, init_sync=sync)
-    assert not sync, "the first synchronization touches every parameter"
-    wrapper(batch(0)[0])
-
-
-@pytest.mark.pitfall("P54", "P55")
-@pytest.mark.parametrize(("part", "sync"), [("model", True), ("block", True), ("model", False)])
-def test_distributed_data_parallel_after_dedication_is_refused(ranks: RankPool, part: str, sync: bool) -> None:
-    ranks(
-        2,
-        wrapped_afterwards,
-        part,
-        sync,
-        expect=RuntimeError,
-        match=r"'blocks\.0\.\w+\.weight'.*DistributedDataParallel.*dmuon averages",
-    )
-
-
 def data_parallel_afterwards(rank: int, world: int) -> None:
     """Without devices it only calls the module; with them it would copy the parameters, which is refused."""
-    model = dedicated(world)
+    model = dedicated()
     wrapped = nn.DataParallel(model)
     assert_equal_weights(trained(model, rank, world, wrapper=wrapped), reference_weights(2))
     with pytest.raises(RuntimeError, match="is owned by dmuon"):
@@ -570,68 +568,62 @@ def test_data_parallel_after_dedication_changes_nothing_on_the_cpu(ranks: RankPo
 
 # -- cost files ---------------------------------------------------------------------------------------------------
 
+UNUSABLE = {
+    "absent": (None, "no such file; write it with dmuon-profile"),
+    "empty": (b"", "corrupt or truncated JSON"),
+    "cut off": (b'{"schema": 1, "entr', "corrupt or truncated JSON"),
+    "no object": (b"[1, 2]", "delete the file or measure anew"),
+    "another schema": (b'{"schema": 99}', "delete the file or measure anew"),
+    "no text": (b"\xff\xfe\x00", "corrupt or truncated"),
+}
 
-def with_cost_file(rank: int, world: int, path: str) -> None:
-    refused(build(), default_mesh(world), costs=path)
+
+def with_cost_files(_rank: int, _world: int, paths: dict[str, str]) -> dict[str, Raised]:
+    return {name: raised_by(lambda: refused(build(), costs=path)) for name, path in paths.items()}  # noqa: B023
 
 
 @pytest.mark.pitfall("P50")
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        (None, "no such file; write it with dmuon-profile"),
-        (b"", "corrupt or truncated JSON"),
-        (b'{"schema": 1, "entr', "corrupt or truncated JSON"),
-        (b"[1, 2]", "delete the file or measure anew"),
-        (b'{"schema": 99}', "delete the file or measure anew"),
-        (b"\xff\xfe\x00", "corrupt or truncated"),
-    ],
-)
-def test_unusable_cost_files_are_refused_by_name(
-    ranks: RankPool, tmp_path: Path, content: bytes | None, match: str
-) -> None:
-    path = tmp_path / "costs.json"
-    if content is not None:
-        path.write_bytes(content)
-    ranks(2, with_cost_file, str(path), expect=ValueError, match=rf"cost cache .*costs\.json: .*{match}", timeout=30)
+def test_unusable_cost_files_are_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
+    for name, (content, _) in UNUSABLE.items():
+        (tmp_path / name).mkdir()
+        if content is not None:
+            (tmp_path / name / "costs.json").write_bytes(content)
+    for found in ranks(2, with_cost_files, {name: str(tmp_path / name / "costs.json") for name in UNUSABLE}):
+        for name, raised in found.items():
+            assert raised.matches(ValueError, rf"cost cache .*costs\.json: .*{UNUSABLE[name][1]}"), raised
 
 
-def save_costs(rank: int, world: int, path: str, device: str | None, bad_ns: int | None) -> None:
-    """A file that fits this machine, except for what the caller alters."""
+def save_costs(_rank: int, _world: int, folder: str) -> None:
+    """Files that fit this machine, two of them altered."""
     from dmuon.planning.cost_cache import CostCache, Timing
     from dmuon.planning.device_key import NsOptions, device_key
 
-    shapes = {(13, 13), (13, 29)}
     timing = Timing(median_ns=1000, p10_ns=990, p90_ns=1010, n=5)
-    CostCache(device_key(torch.device("cpu"), NsOptions()), {s: {1: timing} for s in shapes}).save(path)
-    text = Path(path).read_text()
+    path = Path(folder) / "costs.json"
+    CostCache(device_key(torch.device("cpu"), NsOptions()), {s: {1: timing} for s in {(13, 13), (13, 29)}}).save(path)
+    text = path.read_text()
     document = json.loads(text)
-    if device is not None:
-        document["key"]["device"] = device
-    if bad_ns is not None:
-        text = json.dumps(document).replace("1000", str(bad_ns))
-    else:
-        text = json.dumps(document)
-    Path(path).write_text(text)
+    document["key"]["device"] = "another device"
+    (Path(folder) / "foreign.json").write_text(json.dumps(document))
+    (Path(folder) / "negative.json").write_text(text.replace("1000", "-1000"))
 
 
-def plan_from_cost_file(rank: int, world: int, path: str) -> tuple[str, int]:
-    plan = dmuon.dedicate_params(build(), default_mesh(world), costs=path)
+def plan_from_cost_file(_rank: int, _world: int, path: str) -> tuple[str, int]:
+    plan = dmuon.dedicate_params(build(), default_mesh(), costs=path)
     return plan.cost_source, max(plan.solution.loads_ns)
 
 
 @pytest.mark.pitfall("P50")
 def test_cost_files_of_another_device_are_refused_and_of_this_one_used(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(1, save_costs, str(tmp_path))
+    messages = {
+        "foreign": r"'device' is 'another device', this run's is .*dmuon-profile",
+        "negative": r"negative\.json: .*-1000",
+    }
+    for found in ranks(2, with_cost_files, {name: str(tmp_path / f"{name}.json") for name in messages}):
+        for name, raised in found.items():
+            assert raised.matches(ValueError, messages[name]), raised
     path = str(tmp_path / "costs.json")
-    ranks(1, save_costs, path, "another device", None)
-    ranks(
-        2, with_cost_file, path, expect=ValueError, match=r"'device' is 'another device', this run's is .*dmuon-profile"
-    )
-    os.unlink(path)
-    ranks(1, save_costs, path, None, -1000)
-    ranks(2, with_cost_file, path, expect=ValueError, match=r"costs\.json: .*-1000")
-    os.unlink(path)
-    ranks(1, save_costs, path, None, None)
     assert ranks(2, plan_from_cost_file, path) == [(f"cost cache {path}", 5000)] * 2, "9 matrices of 1000 ns each"
 
 
@@ -640,9 +632,9 @@ def test_cost_files_of_another_device_are_refused_and_of_this_one_used(ranks: Ra
 
 def operations(rank: int, world: int) -> dict[str, str]:
     """What each use of a resting weight raises; every rank does them alone, so one that communicated would hang."""
-    model = dedicated(world)
+    model = dedicated()
     weight = model.blocks[0].mix.weight
-    mesh = default_mesh(world)
+    mesh = default_mesh()
     before = full_state(model)
     found = {}
     if rank == 1:
@@ -711,22 +703,9 @@ def test_what_would_lie_or_hang_raises_on_the_rank_that_does_it(ranks: RankPool)
         assert re.search(remedy, message) and "'blocks.0.mix.weight'" in message, f"{name}: {message}"
 
 
-def fsdp_without_ignored_params(rank: int, world: int, root: bool) -> None:
-    model = dedicated(world)
-    torch_fully_shard(model if root else model.blocks[0].mix, mesh=default_mesh(world))
-
-
-@pytest.mark.pitfall("P54")
-@pytest.mark.parametrize("root", [False, True], ids=["layer", "root"])
-def test_torch_fully_shard_names_our_own(ranks: RankPool, root: bool) -> None:
-    ranks(
-        2, fsdp_without_ignored_params, root, expect=TypeError, match=r"'blocks\.0\..*call dmuon\.fully_shard instead"
-    )
-
-
 def fsdp_by_the_rules(rank: int, world: int) -> None:
-    model = dedicated(world)
-    mesh = default_mesh(world)
+    model = dedicated()
+    mesh = default_mesh()
     for block in model.blocks:
         torch_fully_shard(block, mesh=mesh, ignored_params=dmuon.owned_parameters(model))
     torch_fully_shard(model, mesh=mesh, ignored_params=dmuon.owned_parameters(model))
@@ -757,10 +736,10 @@ def trained(
 def moves_that_change_nothing(rank: int, world: int) -> list[dict[str, Tensor]]:
     found = []
     for move in (lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.to(torch.float32).cpu()):
-        model = dedicated(world)
+        model = dedicated()
         move(model)
         found.append(trained(model, rank, world))
-        model = dedicated(world)
+        model = dedicated()
         found.append(trained(model, rank, world, before_step=lambda m=model, f=move: f(m)))
     return found
 
@@ -775,7 +754,7 @@ def test_moves_that_change_nothing_keep_training_exact(ranks: RankPool) -> None:
 
 def edits(rank: int, world: int, keep: bool) -> list[Tensor]:
     """Logits of forwards, each after an edit of a resting weight in place."""
-    model = dedicated(world, reshard_after_forward=not keep)
+    model = dedicated(reshard_after_forward=not keep)
     tokens = batch(0)[0]
     outputs = [model(tokens)]
     with torch.no_grad():
@@ -830,7 +809,7 @@ def odd_parameters(rank: int, world: int) -> None:
     model.blocks[0].codes = nn.Parameter(torch.full((2, 2), rank), requires_grad=False)
     for name, value in ODD_BUFFERS.items():
         model.register_buffer(name, value if rank == 0 else torch.zeros_like(value))
-    dmuon.dedicate_params(model, default_mesh(world), costs="flops")
+    dedicate(model)
     assert torch.equal(model.table, torch.zeros(2, 2, dtype=torch.int64)), "rank 0's"
     assert torch.equal(model.blocks[0].codes, torch.zeros(2, 2, dtype=torch.int64))
     for name, value in ODD_BUFFERS.items():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,3 +45,22 @@ def about(what: object) -> Iterator[None]:
         yield
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What somebody was told; the kind is NoneType if it was nothing."""
+
+    kind: type
+    message: str
+
+    def matches(self, kind: type[BaseException], match: str) -> bool:
+        return issubclass(self.kind, kind) and re.search(match, self.message) is not None
+
+
+def raised_by(use: Callable[[], Any]) -> Raised:
+    try:
+        use()
+    except Exception as error:
+        return Raised(type(error), str(error))
+    return Raised(type(None), "")

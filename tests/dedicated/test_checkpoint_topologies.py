@@ -13,12 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn as nn
-from harness.assertions import assert_equal_weights
-from harness.oracle import Reference, reference_weights
+from harness.assertions import assert_equal_weights, assert_same_bits, assert_same_tensors
+from harness.checkpoints import (
+    FROM_RANK_0,
+    FULL,
+    SAVED,
+    SINGLE,
+    TOTAL,
+    Plain,
+    Run,
+    load,
+    save,
+    start,
+    tensors_of,
+    world_of,
+)
+from harness.oracle import reference_weights
 from harness.pool import RankPool
-from harness.topologies import LAYOUTS, lay
-from harness.toy import batch, build
+from harness.topologies import LAYOUTS
+from harness.toy import LR, batch, build
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
@@ -28,7 +41,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -38,70 +50,8 @@ from dmuon.check.model import is_matrix, loss_of
 from dmuon.check.topologies import full_state
 from dmuon.dedicated import state_dict
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.platform.torch_private import local_tensor
 
-OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1, "ns_coefficients": "classic"}
-SINGLE = "single"  # dmuon.Muon in one process, nothing dedicated
 NAMES = [SINGLE, "1d", "hsdp", "ddp-2", "tp", "tp-fsdp"]
-SAVED, TOTAL = 3, 5  # steps before the checkpoint, and in all
-FULL = StateDictOptions(full_state_dict=True)
-FULL_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-
-def world_of(name: str) -> int:
-    return 1 if name == SINGLE else LAYOUTS[name].world
-
-
-@dataclass
-class Run:
-    """A model on some topology, its optimizer, and this rank's part of a batch."""
-
-    model: nn.Module
-    optimizer: dmuon.Muon
-    part: Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
-    autocast: bool = False
-
-    def backward(self, step: int) -> None:
-        self.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            loss = loss_of(self.model, *self.part(batch(step)))
-        loss.backward()
-
-    def train(self, steps: range) -> None:
-        for step in steps:
-            self.backward(step)
-            self.optimizer.step()
-
-    def local_tensors(self) -> dict[str, Tensor]:
-        """What this rank holds: weights, gradients, state."""
-        found: dict[str, Tensor] = {}
-        for name, param in self.model.named_parameters():
-            found[name] = param
-            if param.grad is not None:
-                found[f"{name}.grad"] = param.grad
-            found |= {f"{name}.{key}": value for key, value in self.optimizer.state[param].items()}
-        return {name: local_tensor(tensor).detach().clone() for name, tensor in found.items()}
-
-
-def start(name: str, seed: int = 0, keep: bool = False, **options: Any) -> Run:
-    model = build(seed=seed)
-    part = lambda tensors: tensors  # noqa: E731
-    if name != SINGLE:
-        laid = lay(name, model, keep=keep, **options)
-        part = laid.mine
-    return Run(model, dmuon.Muon(model, **OPTIONS), part)
-
-
-def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def assert_same_on_all_ranks(results: list[dict[str, Tensor]]) -> None:
-    for result in results[1:]:
-        assert_same_tensors(result, results[0])
 
 
 # -- between topologies --------------------------------------------------------------------------------------------
@@ -115,32 +65,15 @@ class Saved:
     whole: list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def save(_rank: int, _world: int, path: str, name: str, keep: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    run = start(name, keep=keep)
-    run.train(range(SAVED))
-    before = run.local_tensors()
-    assert any(key.endswith(".grad") for key in before)
-    weights, state = get_state_dict(run.model, run.optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    weights, state = get_state_dict(run.model, run.optimizer, options=FULL_ON_RANK_0)
-    assert_same_tensors(run.local_tensors(), before)
-    return dict(weights), dict(state)
-
-
-def load(run: Run, path: str) -> None:
-    weights, state = get_state_dict(run.model, run.optimizer)
-    loaded = {"model": weights, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=path)
-    set_state_dict(run.model, run.optimizer, model_state_dict=weights, optim_state_dict=loaded["optimizer"])
-
-
 def resume(rank: int, _world: int, paths: list[str], name: str, keep: bool) -> list[dict[str, Tensor]]:
     """Weights after the rest of the steps from each checkpoint, one after the other."""
-    run = start(name, seed=50 + rank, keep=keep)
+    run = start(name, seed=50 + rank, keep=keep, lr=1.0)  # the saved one must come back
     run.train(range(1))  # buffers and momentum hold something to be overwritten
     resumed = []
     for path in paths:
         load(run, path)
+        assert {group["lr"] for group in run.optimizer.param_groups} == {LR}
+        assert all(momentum.dtype == torch.float32 for momentum in run.momenta().values())
         run.train(range(SAVED, TOTAL))
         resumed.append(full_state(run.model))
     return resumed
@@ -166,8 +99,19 @@ def uninterrupted() -> dict[str, Tensor]:
 RESHARD, KEEP = False, True
 OTHERS = ("1d-4", "hsdp-two-lines", "ddp-4", "cp", "tp-ddp")
 QUICK = [(source, RESHARD, "hsdp", RESHARD) for source in NAMES] + [
-    ("1d", RESHARD, "hsdp", KEEP), ("hsdp", KEEP, "tp", KEEP), ("tp-fsdp", RESHARD, "ddp-2", RESHARD),
-]  # fmt: skip
+    ("1d", RESHARD, "hsdp", KEEP),
+    ("hsdp", KEEP, "tp", KEEP),
+    ("tp-fsdp", RESHARD, "ddp-2", RESHARD),
+    ("1d-1", RESHARD, "1d", RESHARD),
+    ("1d", RESHARD, "1d", RESHARD),
+    ("1d-4", RESHARD, "1d", RESHARD),
+    ("1d-4-two-lines", RESHARD, "1d", RESHARD),
+    ("1d", RESHARD, "1d-1", RESHARD),
+    ("1d", KEEP, "1d-3", KEEP),
+    ("1d-two-lines", KEEP, "1d-two-lines", KEEP),
+    ("1d-3", KEEP, "1d-two-lines", KEEP),
+    ("1d-two-lines", RESHARD, "1d-3-two-lines", RESHARD),
+]
 SLOW = (
     [
         (source, RESHARD, target, KEEP)
@@ -207,50 +151,11 @@ def test_resume_on_another_topology_continues_the_uninterrupted_run(
     resumed: Callable[..., Any], uninterrupted: dict[str, Tensor], case: tuple[str, bool, str, bool], cases: Any
 ) -> None:
     results = resumed(*case[2:], cases)[case[:2]]
-    assert_same_on_all_ranks(results)
+    assert_same_bits(results)
     assert_equal_weights(results[0], uninterrupted)
 
 
 # -- whole state dicts ---------------------------------------------------------------------------------------------
-
-
-class Plain:
-    """One process of torch alone after ``steps``: what whole state dicts must hold, by name."""
-
-    def __init__(self, steps: int = 0, seed: int = 0) -> None:
-        self.model = build(seed=seed)
-        self.reference = Reference(self.model)
-        self.train(range(steps))
-
-    def train(self, steps: range) -> None:
-        for step in steps:
-            self.reference.zero_grad()
-            loss_of(self.model, *batch(step)).backward()
-            self.reference.step()
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self.reference.muon, self.reference.adamw]
-
-    def weights(self) -> dict[str, Tensor]:
-        return copy.deepcopy(dict(self.model.state_dict()))
-
-    def state(self) -> dict[str, Any]:
-        """As ``get_optimizer_state_dict`` gives it, without options that only dmuon's groups have."""
-        return copy.deepcopy(dict(get_optimizer_state_dict(self.model, self.optimizers)))
-
-    def load(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        self.model.load_state_dict(weights)
-        names = {p: n for n, p in self.model.named_parameters()}
-        for optimizer in self.optimizers:
-            stock = optimizer.state_dict()
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            stock["state"] = {i: state["state"][names[p]] for i, p in enumerate(params)}
-            optimizer.load_state_dict(stock)
-
-
-def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {f"{name}.{key}": value for name, values in state["state"].items() for key, value in values.items()}
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +164,7 @@ def plain() -> Plain:
 
 
 @pytest.mark.pitfall("P27", "P33")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "1d-3", "1d-3-two-lines"])
 def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
     saved: Callable[..., Saved], plain: Plain, uninterrupted: dict[str, Tensor], name: str
 ) -> None:
@@ -296,7 +201,7 @@ def adopt(
 
 
 ADOPTING = [
-    *((name, RESHARD, from_rank0) for name in NAMES for from_rank0 in (False, True)),
+    *((name, RESHARD, from_rank0) for name in [*NAMES, "1d-two-lines"] for from_rank0 in (False, True)),
     ("hsdp", KEEP, False),
     ("hsdp", KEEP, True),
 ]
@@ -330,7 +235,7 @@ def test_full_state_dicts_load(
         assert_same_tensors(found, weights)
         assert_same_tensors(found_state, tensors_of(state))
     trained = [after for _, _, after in results]
-    assert_same_on_all_ranks(trained)
+    assert_same_bits(trained)
     assert_equal_weights(trained[0], uninterrupted)
 
 
@@ -354,7 +259,7 @@ def exchange_momentum(
 
 
 @pytest.mark.pitfall("P33")
-@pytest.mark.parametrize("name", ["hsdp", "tp", "tp-two-lines"])
+@pytest.mark.parametrize("name", ["hsdp", "tp", "tp-two-lines", "1d-3-two-lines"])
 def test_momentum_of_torch_muon_loads_and_goes_back(ranks: RankPool, plain: Plain, name: str) -> None:
     stock = Plain(SAVED)
     given = copy.deepcopy((stock.weights(), stock.reference.muon.state_dict()))
@@ -458,7 +363,7 @@ def test_masters_and_momentum_survive_mixed_precision(
     assert any(not torch.equal(held[name], held[name].bfloat16().float()) for name in matrices)
     for found, _ in after:
         assert_same_tensors(found, held)
-    assert_same_on_all_ranks([weights for _, weights in after])
+    assert_same_bits([weights for _, weights in after])
     if source == target:
         assert_same_tensors(after[0][1], before[0][1])
 

@@ -15,27 +15,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from harness.assertions import assert_close, assert_equal_weights
-from harness.on_ranks import attempt, on_ranks
-from harness.oracle import Twin, reference_weights
-from harness.pool import Outcome, RankPool
-from harness.topologies import LAYOUTS, lay
-from harness.toy import build
-from test_checkpoint_topologies import (
+from harness.assertions import assert_close, assert_equal_weights, assert_same_bits, assert_same_tensors
+from harness.checkpoints import (
     FROM_RANK_0,
     FULL,
     FULL_ON_RANK_0,
-    OPTIONS,
     SAVED,
     SINGLE,
     TOTAL,
     Plain,
     Run,
-    assert_same_on_all_ranks,
-    assert_same_tensors,
     load,
     tensors_of,
 )
+from harness.on_ranks import attempt, on_ranks
+from harness.oracle import Twin, reference_weights
+from harness.pool import Outcome, RankPool
+from harness.topologies import LAYOUTS, lay
+from harness.toy import OPTIONS, build
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -296,7 +293,7 @@ def test_resume_continues_the_uninterrupted_run(
     assert held.keys() >= MATRICES or source.partition(", ")[0] in PLACEMENTS
     for found, _ in after:
         assert_same_tensors(found, held)
-    assert_same_on_all_ranks([weights for _, weights in after])
+    assert_same_bits([weights for _, weights in after])
     if source == target:
         assert_same_tensors(after[0][1], before.went_on)
     if not bf16:
@@ -371,7 +368,7 @@ def test_full_state_dicts_load(
         for found, found_state, _ in of_ranks:
             assert_same_tensors(found, weights)
             assert_same_tensors(found_state, tensors_of(state))
-        assert_same_on_all_ranks([trained for _, _, trained in of_ranks])
+        assert_same_bits([trained for _, _, trained in of_ranks])
         assert_equal_weights(of_ranks[0][2], uninterrupted)
 
 

@@ -31,11 +31,17 @@ def assert_equal_weights(found: dict[str, Tensor], expected: dict[str, Tensor], 
     assert errors[worst] <= tolerance, f"{worst}: relative error {errors[worst]:.2e} > {tolerance:.0e}; all: {errors}"
 
 
+def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same names and bits."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), f"{name} differs"
+
+
 def assert_same_bits(results: Sequence[Mapping[str, Tensor]]) -> None:
     """Of every rank's weights."""
     for weights in results[1:]:
-        for name, tensor in results[0].items():
-            assert torch.equal(weights[name], tensor), f"{name} differs between ranks"
+        assert_same_tensors(weights, results[0])
 
 
 @contextmanager

@@ -136,3 +136,15 @@ def test_imports_stand_at_the_top() -> None:
                     if target.split(".")[0] not in OPTIONAL and not needs_optional(target)
                 ]
     assert not faults, "\n".join(faults)
+
+
+def test_no_test_imports_another() -> None:
+    """What several use stands in tests/harness, tests/programs or beside them, under a name that is no test's."""
+    faults = [
+        f"{path.relative_to(ROOT)}:{node.lineno} imports {target}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        for target in imported("", node)
+        if any(part.startswith("test_") for part in target.split("."))
+    ]
+    assert not faults, "\n".join(faults)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,16 +29,6 @@ FLAT_COSTS = CostTable({(SIDE, SIDE): {1: 1000, COUNT: 1001}})
 
 def matrices(rows: int = SIDE, cols: int = SIDE, count: int = COUNT) -> nn.Module:
     return nn.Sequential(*(nn.Linear(cols, rows, bias=False) for _ in range(count)))
-
-
-@contextmanager
-def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(target, name)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        setattr(target, name, original)
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,10 @@ def largest(_rank: int, world: int, chunk_bytes: int, small_numel: int, costs: A
         arrivals.append(received.nbytes)
         return all_to_all(received, *args, **kwargs)
 
-    with replaced(update_module, "run", counted_run), replaced(dist, "all_to_all_single", counted_all_to_all):
+    with (
+        mock.patch.object(update_module, "run", counted_run),
+        mock.patch.object(dist, "all_to_all_single", counted_all_to_all),
+    ):
         optimizer.step()
     return Largest(max(batches), max(arrivals), optimizer.last_step.ns_matrices)
 
@@ -112,7 +104,7 @@ def owners_beside_a_link(_rank: int, world: int, ns_per_byte: float | None) -> d
         if ns_per_byte is not None:
             time.sleep(1e-9 * ns_per_byte * received.nbytes)
 
-    with replaced(dist, "all_to_all_single", link):
+    with mock.patch.object(dist, "all_to_all_single", link):
         dmuon.Muon(model.parameters(), distributed_config=config)
     owners: dict[int, int] = config.state["assignments"]
     return owners

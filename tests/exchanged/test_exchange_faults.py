@@ -7,7 +7,9 @@ import re
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,10 +25,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import dmuon
-import dmuon.comm.redistribution
-import dmuon.exchanged.layouts
 from dmuon import DistributedConfig, create_dtensor_config
 from dmuon.check.model import loss_of, shard
+from dmuon.exchanged import layouts
 
 FAULT_STEP = 2
 PATIENCE = 1.0  # for what the other ranks report
@@ -61,19 +62,14 @@ def at_place(optimizer: dmuon.Muon, where: str, act: Callable[..., None]) -> Non
     exchange = optimizer._exchange
     assert exchange is not None
     monitor = exchange.domains[0][0].monitor
-    start, watch = monitor.start, monitor.watch
+    for name in ("start", "watch"):
 
-    def before_start(lane: Any, what: str, launch: Any) -> Any:
-        if where in what:
-            act()
-        return start(lane, what, launch)
+        def before(*args: Any, call: Any = getattr(monitor, name)) -> Any:
+            if any(where in what for what in args if isinstance(what, str)):
+                act()
+            return call(*args)
 
-    def before_watch(what: str) -> Any:
-        if where in what:
-            act()
-        return watch(what)
-
-    monitor.start, monitor.watch = before_start, before_watch  # type: ignore[method-assign]
+        setattr(monitor, name, before)
 
 
 def be_impatient(optimizer: dmuon.Muon) -> None:
@@ -273,18 +269,11 @@ def test_nothing_is_tried_again_or_done_alone(rank: int, world: int) -> None:
 @on_ranks(2)
 def test_a_rank_that_takes_no_step_is_found_silent(rank: int, world: int) -> None:
     """Rank 1 takes no step: rank 0 ends when its own group times out."""
-    make = dmuon.comm.domain.make_domain
-
-    def impatient(ranks: Any, device: torch.device) -> Any:
-        return make(ranks, device, timedelta(seconds=3))
-
-    dmuon.exchanged.layouts.make_domain = impatient  # type: ignore[attr-defined]
-    try:
+    impatient = partial(layouts.make_domain, timeout=timedelta(seconds=3))
+    with mock.patch.object(layouts, "make_domain", impatient):
         params = sharded(world)
         optimizer = dmuon.Muon(params, distributed_config=create_dtensor_config(costs="flops"))
-        be_impatient(optimizer)
-    finally:
-        dmuon.exchanged.layouts.make_domain = make  # type: ignore[attr-defined]
+    be_impatient(optimizer)
     give_gradients(params, 0)
     optimizer.step()
     if rank == 1:

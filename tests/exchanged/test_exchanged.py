@@ -17,7 +17,7 @@ from harness.hand_laid import Weights
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference, Twin, reference_weights
 from harness.pool import RankPool
-from harness.topologies import EXCHANGED, LAYOUTS, Laid, lay
+from harness.topologies import EXCHANGED, LAYOUTS, Laid, lay, train
 from harness.toy import LR, OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -68,13 +68,7 @@ def expected(thin: bool, steps: int) -> dict[str, Tensor]:
 
 def run(laid: Laid, steps: int, **options: Any) -> tuple[dict[str, Tensor], list[int]]:
     """Weights after ``steps``, whole, and matrices that this rank orthogonalized in each."""
-    optimizer = laid.optimizer(**options)
-    calls = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
-        calls.append(optimizer.last_step.ns_matrices)
+    calls = train(laid.optimizer(**options), laid.backward, steps)
     return full_state(laid.network), calls
 
 
@@ -85,7 +79,7 @@ def check(weights: dict[str, Tensor], calls: list[int], name: str) -> None:
     assert [over_ranks(of_step) for of_step in calls] == [matrices(name)] * len(calls)
 
 
-def train(_rank: int, _world: int, name: str, steps: int) -> None:
+def trajectory(_rank: int, _world: int, name: str, steps: int) -> None:
     check(*run(lay(name, toy(name)), steps), name)
 
 
@@ -103,7 +97,7 @@ SMALL = [name for name in EXCHANGED if LAYOUTS[name].world <= 4]
     ],
 )
 def test_steps_equal_single_process(ranks: RankPool, name: str, steps: int) -> None:
-    ranks(LAYOUTS[name].world, train, name, steps, timeout=200 if steps == 100 else 60)
+    ranks(LAYOUTS[name].world, trajectory, name, steps, timeout=200 if steps == 100 else 60)
 
 
 @pytest.mark.slow
@@ -112,7 +106,7 @@ def test_steps_equal_single_process(ranks: RankPool, name: str, steps: int) -> N
 def test_eight_ranks_of_hsdp_and_tensor_parallelism() -> None:
     pool = RankPool(most=8)
     try:
-        pool(8, train, "fsdp2-hsdp-tp", 20, timeout=300)
+        pool(8, trajectory, "fsdp2-hsdp-tp", 20, timeout=300)
     finally:
         pool.close()
 
@@ -553,12 +547,7 @@ def test_one_model_may_mix_both_residencies(rank: int, world: int, steps: int) -
         distributed_config=create_dtensor_config(costs="flops"),
         **OPTIONS,
     )
-    calls = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
-        optimizer.step()
-        calls.append(optimizer.last_step.ns_matrices)
+    calls = train(optimizer, lambda step: loss_of(model, *shard(batch(step), rank, world)).backward(), steps)
     check(full_state(model), calls, "mixed")
     assert len(exchanged) == 10
 

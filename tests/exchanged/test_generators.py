@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,15 +17,13 @@ from harness.assertions import assert_equal_weights
 from harness.hand_laid import Cut, Weights
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
-from harness.topologies import LAYOUTS, lay
+from harness.topologies import LAYOUTS, lay, train
 from harness.toy import CPU, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuon
-import dmuon.exchanged.generators
-import dmuon.exchanged.layouts
 from dmuon import (
     DistributedConfig,
     create_auto_config,
@@ -34,6 +33,7 @@ from dmuon import (
 )
 from dmuon.check.model import loss_of, shard
 from dmuon.check.topologies import full_state
+from dmuon.exchanged import generators, layouts
 from dmuon.platform.torch_private import default_store, group_names
 
 # As the documents call Muon; "classic" coefficients are those of torch.optim.Muon.
@@ -98,13 +98,8 @@ def trained(
 ) -> tuple[dict[str, Tensor], int]:
     """Whole weights after ``STEPS``, and how many matrices this rank orthogonalized."""
     optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=config)
-    orthogonalized = 0
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, *mine(batch(step))).backward()
-        optimizer.step()
-        orthogonalized += optimizer.last_step.ns_matrices
-    return full_state(getattr(model, "module", model)), orthogonalized
+    calls = train(optimizer, lambda step: loss_of(model, *mine(batch(step))).backward(), STEPS)
+    return full_state(getattr(model, "module", model)), sum(calls)
 
 
 @pytest.mark.pitfall("P02", "P13")
@@ -360,16 +355,11 @@ def test_the_ranks_of_a_grid_are_connected_once(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
     groups: dict[str, Any] = {"ep_pg": mesh.get_group("ep"), "fsdp_pg": mesh.get_group("fsdp")}
     config = create_processgroup_config(**groups, shard_dims={"fsdp": 0}, costs="flops")
-    made = []
-    make = dmuon.exchanged.layouts.make_domain  # type: ignore[attr-defined]
-    dmuon.exchanged.layouts.make_domain = lambda *args: made.append(args) or make(*args)  # type: ignore[attr-defined]
-    try:
+    with mock.patch.object(layouts, "make_domain", wraps=layouts.make_domain) as made:
         optimizer = dmuon.Muon([nn.Parameter(torch.ones(2, 4))], distributed_config=config)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 4))], "use_muon": True})
-    finally:
-        dmuon.exchanged.layouts.make_domain = make  # type: ignore[attr-defined]
     first = 2 * (rank // 2)
-    assert [tuple(sorted(ranks)) for ranks, *_ in made] == [(0, 1, 2, 3), (first, first + 1)]
+    assert [tuple(sorted(call.args[0])) for call in made.call_args_list] == [(0, 1, 2, 3), (first, first + 1)]
     assert optimizer._exchange is not None
     assert [domain.ranks for domain, _ in optimizer._exchange.domains] == [(first, first + 1)]
 
@@ -497,9 +487,7 @@ def test_a_configuration_serves_several_optimizers_of_one_process(make: Callable
 @on_ranks(2)
 def test_default_layouts_keep_process_groups_and_plans(rank: int, world: int) -> None:
     """A new group keeps the process groups, and a plan that says who owns the very same matrices."""
-    options = dmuon.exchanged.generators.LayoutOptions
-    dmuon.exchanged.generators.LayoutOptions = partial(options, costs="flops")  # type: ignore[misc, assignment]
-    try:
+    with mock.patch.object(generators, "LayoutOptions", partial(generators.LayoutOptions, costs="flops")):
         mesh = init_device_mesh("cpu", (world,))
         params = [nn.Parameter(distribute_tensor(torch.ones(4, 3 + i), mesh, [Shard(0)])) for i in range(3)]
         optimizer = dmuon.Muon(params[:1])
@@ -513,10 +501,8 @@ def test_default_layouts_keep_process_groups_and_plans(rank: int, world: int) ->
             param.grad = torch.ones_like(param)
         optimizer.step()
         exchanges.append(optimizer._exchange)
-    finally:
-        dmuon.exchanged.generators.LayoutOptions = options  # type: ignore[misc]
-    layouts = [one.layouts for one in exchanges if one is not None and one.layouts is not None]
-    plans = [one.plans[tuple(range(world))] for one in layouts]  # type: ignore[index]
+    found = [one.layouts for one in exchanges if one is not None and one.layouts is not None]
+    plans = [one.plans[tuple(range(world))] for one in found]  # type: ignore[index]
     assert plans[0] is plans[1] and len({*map(id, plans)}) == 3
     assert len({id(domain) for one in exchanges if one is not None for domain, _ in one.domains}) == 1
     assert len(optimizer.exchanged()) == 3

@@ -17,7 +17,7 @@ from harness.hand_laid import Cut, Weights
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
-from harness.topologies import Laid, lay
+from harness.topologies import Laid, lay, train
 from harness.toy import build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -248,33 +248,26 @@ def test_functions_may_write_into_what_they_are_given(nesterov: bool) -> None:
     assert all(map(torch.equal, found[0], found[1]))
 
 
-def warned(rank: int, world: int, name: str, prefetch: int) -> int:
+@pytest.mark.parametrize(("name", "prefetch", "times"), [("synchronous", 1, 1), ("synchronous", 0, 0), ("mixed", 1, 0)])
+@on_ranks(2)
+def test_synchronous_functions_warn_once_of_useless_prefetching(
+    rank: int, world: int, name: str, prefetch: int, times: int
+) -> None:
     config = DistributedConfig(by_index, *ROWS[name], {}, prefetch_count=prefetch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stepped(rank, world, config, [(6, 4)] * 4, cut=True)
-    return sum(f"prefetch_count={prefetch} only holds more memory" in str(w.message) for w in caught)
-
-
-@pytest.mark.parametrize(("name", "prefetch", "times"), [("synchronous", 1, 1), ("synchronous", 0, 0), ("mixed", 1, 0)])
-def test_synchronous_functions_warn_once_of_useless_prefetching(
-    ranks: RankPool, name: str, prefetch: int, times: int
-) -> None:
-    assert ranks(2, warned, name, prefetch) == [times] * 2
+    assert sum(f"prefetch_count={prefetch} only holds more memory" in str(w.message) for w in caught) == times
 
 
 # -- users' functions beside generated ones ---------------------------------------------------------------------------
 
 
-def train(laid: Laid, config: DistributedConfig) -> tuple[dmuon.Muon, int]:
+def trained(config: DistributedConfig, laid: Laid | None = None) -> tuple[dmuon.Muon, int]:
+    laid = laid or lay("fsdp2-3", build())
     laid.config = config
     optimizer = laid.optimizer()
-    orthogonalized = 0
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
-        orthogonalized += optimizer.last_step.ns_matrices
+    orthogonalized = sum(train(optimizer, laid.backward, STEPS))
     assert_equal_weights(full_state(laid.model), reference_weights(STEPS))
     return optimizer, orthogonalized
 
@@ -288,7 +281,7 @@ def test_a_users_assignment_alone_keeps_the_pipeline(rank: int, world: int) -> N
         return {i: 0 if i < 6 else i % world for i in range(len(params))}
 
     config = replace(create_dtensor_config(costs="flops"), assign_fn=assign)
-    optimizer, orthogonalized = train(lay("fsdp2-3", build()), config)
+    optimizer, orthogonalized = trained(config)
     rounds = [r for r in optimizer._rounds if r.exchanged]
     assert all(isinstance(r, ExchangedRound) for r in rounds) and len(rounds) == 1
     assert orthogonalized == STEPS * (7 if rank == 0 else 1)
@@ -304,7 +297,7 @@ def wrapped_gather(rank: int, world: int) -> tuple[list[tuple[str, int]], int]:
         return generated.gather_fn(update, dst_rank, state)
 
     config = replace(generated, gather_fn=watched, prefetch_count=0)
-    _, orthogonalized = train(lay("fsdp2-3", build()), config)
+    _, orthogonalized = trained(config)
     return seen, orthogonalized
 
 
@@ -365,7 +358,7 @@ def test_functions_may_take_and_return_dtensors(rank: int, world: int) -> None:
         dist.broadcast(full, src_rank)
         return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
 
-    train(laid, DistributedConfig(by_index, whole, parts, {}, prefetch_count=0))
+    trained(DistributedConfig(by_index, whole, parts, {}, prefetch_count=0), laid)
 
 
 @on_ranks(3)

@@ -94,6 +94,17 @@ class Laid(check.Laid):
         return dmuon.Muon(self.model, distributed_config=self.config, **{**OPTIONS, **options})
 
 
+def train(optimizer: dmuon.Muon, backward: Callable[[int], None], steps: int) -> list[int]:
+    """How many matrices this rank orthogonalized in each step."""
+    calls = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(step)
+        optimizer.step()
+        calls.append(optimizer.last_step.ns_matrices)
+    return calls
+
+
 def lay(name: str, model: Network, *, keep: bool = False, mp_policy: Any = None, **options: Any) -> Laid:
     """Spread ``model`` as the layout ``name`` says. Collective.
 

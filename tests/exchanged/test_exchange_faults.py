@@ -62,14 +62,14 @@ def at_place(optimizer: dmuon.Muon, where: str, act: Callable[..., None]) -> Non
     exchange = optimizer._exchange
     assert exchange is not None
     monitor = exchange.domains[0][0].monitor
+
+    def before(call: Callable[..., Any], *args: Any) -> Any:
+        if any(where in what for what in args if isinstance(what, str)):
+            act()
+        return call(*args)
+
     for name in ("start", "watch"):
-
-        def before(*args: Any, call: Any = getattr(monitor, name)) -> Any:
-            if any(where in what for what in args if isinstance(what, str)):
-                act()
-            return call(*args)
-
-        setattr(monitor, name, before)
+        setattr(monitor, name, partial(before, getattr(monitor, name)))
 
 
 def be_impatient(optimizer: dmuon.Muon) -> None:

@@ -303,39 +303,33 @@ def test_a_failed_wait_is_no_result() -> None:
                 result.wait()
 
 
-def test_a_work_alone_is_refused() -> None:
-    functions = UserFunctions(
-        config(gather_fn=lambda u, r, s: dist.Work(), redistribute_fn=lambda u, r, s: dist.Work())
-    )
-    for owner in (0, 1):
-        with pytest.raises(TypeError, match=r"gather_fn returned a dist.Work alone.*return \(tensor, work\)"):
-            functions.gather(0, torch.ones(1), owner)
-        with pytest.raises(TypeError, match=r"redistribute_fn returned a dist.Work alone.*return \(tensor, work\)"):
-            functions.redistribute(0, None, owner)
-
-
 def test_a_wait_that_gives_no_tensor_is_refused() -> None:
     result = Result("redistribute_fn", Later(True))
     with pytest.raises(TypeError, match=r"^redistribute_fn returned a Later whose wait\(\) gave True, not a tensor"):
         result.wait()
 
 
+@pytest.mark.parametrize("name", ["gather_fn", "redistribute_fn"])
 @pytest.mark.parametrize(
-    ("returned", "found"),
+    ("returned", "message"),
     [
-        ([torch.ones(1)], r"gather_fn must return a tensor, None, .* got \[tensor"),
-        (3, r"gather_fn must return .* got 3"),
-        ((), r"gather_fn returned a tuple \(\)"),
-        ((torch.ones(1),), r"gather_fn returned a tuple \(Tensor\)"),
-        ((Later(), torch.ones(1)), r"gather_fn returned a tuple \(Later, Tensor\): .*\(tensor or None, work or None\)"),
-        ((torch.ones(1), True), r"gather_fn returned a tuple \(Tensor, bool\)"),
-        ((torch.ones(1), torch.ones(1)), r"gather_fn returned a tuple \(Tensor, Tensor\)"),
-        ((torch.ones(1), Later(), Later()), r"gather_fn returned a tuple \(Tensor, Later, Later\)"),
+        (dist.Work(), r"returned a dist.Work alone.*return \(tensor, work\)"),
+        ([torch.ones(1)], r"must return a tensor, None, .* got \[tensor"),
+        (3, r"must return .* got 3"),
+        ((), r"returned a tuple \(\)"),
+        ((torch.ones(1),), r"returned a tuple \(Tensor\)"),
+        ((Later(), torch.ones(1)), r"returned a tuple \(Later, Tensor\): .*\(tensor or None, work or None\)"),
+        ((torch.ones(1), True), r"returned a tuple \(Tensor, bool\)"),
+        ((torch.ones(1), torch.ones(1)), r"returned a tuple \(Tensor, Tensor\)"),
+        ((torch.ones(1), Later(), Later()), r"returned a tuple \(Tensor, Later, Later\)"),
     ],
 )
-def test_other_returns_are_refused(returned: object, found: str) -> None:
-    with pytest.raises(TypeError, match=f"^{found}"):
-        Result("gather_fn", returned)
+def test_other_returns_are_refused(name: str, returned: object, message: str) -> None:
+    functions = UserFunctions(config(**{name: lambda update, rank, state: returned}))
+    call: Any = functions.gather if name == "gather_fn" else functions.redistribute
+    for owner in (0, 1):
+        with pytest.raises(TypeError, match=f"^{name} {message}"):
+            call(0, torch.ones(1), owner)
 
 
 def warnings_of(functions: UserFunctions, owner: int, calls: int = 3) -> list[str]:

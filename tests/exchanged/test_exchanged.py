@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_close, assert_equal_weights
-from harness.dtensors import give, no_whole_tensors, noise, parameter, whole
+from harness.dtensors import give, no_whole_tensors, noise, parameter, placements_of, whole
 from harness.hand_laid import Weights
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference, Twin, reference_weights
@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grad_norm_ as torch_clip
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -328,27 +327,10 @@ SHAPES = [(12, 8), (1, 9), (7, 1), (5, 3), (2, 11), (1, 1), (3, 13)]
 GRADIENTS = 2
 
 
-def placements_of(world: int) -> list[tuple[tuple[int, ...], list[Any]]]:
-    """Extents of a mesh, and placements over it."""
-    line = [((world,), [placement]) for placement in (Shard(0), Shard(1), Replicate())]
-    if world != 4:
-        return line
-    square = [
-        [Shard(0), Shard(0)],
-        [_StridedShard(0, split_factor=2), Shard(0)],
-        [Shard(0), Shard(1)],
-        [Shard(1), Shard(0)],
-        [Replicate(), Shard(0)],
-        [Shard(1), Replicate()],
-        [Replicate(), Replicate()],
-    ]
-    return line + [((2, 2), placements) for placements in square]
-
-
 def update_everywhere(world: int, scale: float = 1.0) -> None:
     """Every shape on every placement, in one optimizer: the sum of two updates, as weights that began at zero."""
     weights = Weights(decay=0.0)
-    for extents, placements in placements_of(world):
+    for extents, placements in placements_of(world, 2):
         mesh = init_device_mesh("cpu", extents)
         for i, shape in enumerate(SHAPES):
             weights.shard(i, shape, mesh, placements, scale=0.0)

@@ -28,7 +28,8 @@ from harness.checkpoints import (
     load,
     tensors_of,
 )
-from harness.on_ranks import attempt, on_ranks
+from harness.dtensors import functions_of_whole_tensors
+from harness.on_ranks import assert_same_over_ranks, attempt, on_ranks
 from harness.oracle import Twin, reference_weights
 from harness.pool import Outcome, RankPool
 from harness.topologies import LAYOUTS, lay
@@ -92,25 +93,11 @@ PLACEMENTS: dict[str, tuple[int, Placement | None]] = {
 }
 
 
-def whole_tensors() -> dmuon.DistributedConfig:
-    """The simplest functions that a user may write."""
-
+def by_functions() -> dmuon.DistributedConfig:
     def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, int]:
         return {i: i % dist.get_world_size() for i in range(len(params))}
 
-    def gather(update: DTensor, dst_rank: int, state: dict[str, Any]) -> Tensor | None:
-        state["laid"] = {**state.get("laid", {}), state["current_param_idx"]: (update.device_mesh, update.placements)}
-        whole = update.full_tensor()
-        return whole if dist.get_rank() == dst_rank else None
-
-    def redistribute(update: Tensor | None, src_rank: int, state: dict[str, Any]) -> Tensor:
-        shape = Experts.SHAPES[state["current_param_idx"]]
-        whole = torch.empty(shape) if update is None else update.contiguous()
-        dist.broadcast(whole, src_rank)
-        mesh, placements = state["laid"][state["current_param_idx"]]
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-
-    return dmuon.DistributedConfig(assign, gather, redistribute, state={}, prefetch_count=0)
+    return dmuon.DistributedConfig(assign, *functions_of_whole_tensors(), state={}, prefetch_count=0)
 
 
 def by_dtensors() -> dmuon.DistributedConfig:
@@ -130,7 +117,7 @@ def start(name: str, seed: int = 0) -> Run:
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     if where in PLACEMENTS:
         experts = Experts(PLACEMENTS[where][1], dtype)
-        config = None if experts.mesh is None else whole_tensors() if kind == "functions" else by_dtensors()
+        config = None if experts.mesh is None else by_functions() if kind == "functions" else by_dtensors()
         groups = [{"params": list(experts.parameters()), "use_muon": True}]
         return RunOfExperts(experts, dmuon.Muon(groups, **OPTIONS, distributed_config=config), lambda part: part)
     model = build(seed=seed).to(dtype)
@@ -328,26 +315,6 @@ def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
     assert_equal_weights(torch_alone.weights(), uninterrupted)
 
 
-def adopt(
-    rank: int, _world: int, name: str, weights: dict[str, Tensor], state: dict[str, Any], ways: list[bool]
-) -> dict[bool, tuple[dict[str, Tensor], ...]]:
-    """Load whole state dicts, from all ranks or from rank 0, give them back, and train on."""
-    run = start(name, seed=50 + rank)
-    ours = get_optimizer_state_dict(run.model, run.optimizer, options=FULL)
-    given = {"state": state["state"], "param_groups": ours["param_groups"]}
-    adopted = {}
-    for from_rank0 in ways:
-        options = FROM_RANK_0 if from_rank0 else FULL
-        silent = from_rank0 and rank > 0
-        model, optimizer = ({}, {}) if silent else copy.deepcopy((dict(weights), given))
-        set_model_state_dict(run.model, model, options=options)
-        set_optimizer_state_dict(run.model, run.optimizer, optimizer, options=options)
-        found, kept = copy.deepcopy(get_state_dict(run.model, run.optimizer, options=FULL))
-        run.train(range(SAVED, TOTAL))
-        adopted[from_rank0] = dict(found), tensors_of(dict(kept)), full_state(inner(run))
-    return adopted
-
-
 # torch's distribute_tensor splits no uneven bias over FSDP2 and tensor parallelism; its broadcast does.
 ADOPTING = {"fsdp2-3": [False, True], "fsdp2-tp": [True], "ddp": [True, False], "tp-alone": [False, True]}
 ADOPTING_SLOWLY = {"fsdp2-2": [False, True], "fsdp2-hsdp": [True, False]}
@@ -355,60 +322,67 @@ ADOPTING_SLOWLY = {"fsdp2-2": [False, True], "fsdp2-hsdp": [True, False]}
 
 @pytest.mark.pitfall("P28", "P33")
 @pytest.mark.parametrize(
-    ("name", "ways"),
-    [*ADOPTING.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in ADOPTING_SLOWLY.items())],
+    ("world", "name", "ways"),
+    [
+        *((world_of(name), name, ways) for name, ways in ADOPTING.items()),
+        *(pytest.param(world_of(n), n, ways, marks=pytest.mark.slow) for n, ways in ADOPTING_SLOWLY.items()),
+    ],
 )
-def test_full_state_dicts_load(
-    ranks: RankPool, plain: Plain, uninterrupted: dict[str, Tensor], name: str, ways: list[bool]
-) -> None:
-    weights, state = plain.weights(), plain.state()
-    results = ranks(world_of(name), adopt, name, weights, state, ways)
+@on_ranks()
+def test_full_state_dicts_load(rank: int, world: int, name: str, ways: list[bool]) -> None:
+    """From all ranks or from rank 0; they are given back, and training goes on."""
+    plain = Plain(SAVED)
+    run = start(name, seed=50 + rank)
+    groups = get_optimizer_state_dict(run.model, run.optimizer, options=FULL)["param_groups"]
     for from_rank0 in ways:
-        of_ranks = [result[from_rank0] for result in results]
-        for found, found_state, _ in of_ranks:
-            assert_same_tensors(found, weights)
-            assert_same_tensors(found_state, tensors_of(state))
-        assert_same_bits([trained for _, _, trained in of_ranks])
-        assert_equal_weights(of_ranks[0][2], uninterrupted)
+        options = FROM_RANK_0 if from_rank0 else FULL
+        silent = from_rank0 and rank > 0
+        given = {"state": plain.state()["state"], "param_groups": groups}
+        set_model_state_dict(run.model, {} if silent else plain.weights(), options=options)
+        set_optimizer_state_dict(run.model, run.optimizer, {} if silent else copy.deepcopy(given), options=options)
+        weights, state = copy.deepcopy(get_state_dict(run.model, run.optimizer, options=FULL))
+        assert_same_tensors(dict(weights), plain.weights())
+        assert_same_tensors(tensors_of(dict(state)), tensors_of(plain.state()))
+        run.train(range(SAVED, TOTAL))
+        trained = full_state(inner(run))
+        assert_same_over_ranks(trained)
+        assert_equal_weights(trained, reference_weights(TOTAL))
 
 
 # -- plain state dicts of torch.optim.Muon -------------------------------------------------------------------------
 
 
-def exchange_momentum(
-    rank: int, _world: int, name: str, weights: dict[str, Tensor], muon: dict[str, Any]
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """One step on from torch's momentum, whole tensors on every rank: weights, and momentum in torch's order."""
-    run = start(name, seed=4)
-    set_model_state_dict(run.model, weights if rank == 0 else {}, options=FROM_RANK_0)
-    matrices = [p for n, p in inner(run).named_parameters() if is_matrix(n)]
-    optimizer = dmuon.Muon(matrices, lr=1.0, distributed_config=run.optimizer._config and by_dtensors())
-    optimizer.load_state_dict(muon)
-    for i, values in optimizer.state_dict()["state"].items():
-        assert torch.equal(values[MOMENTUM].full_tensor(), muon["state"][i][MOMENTUM])
-    run.backward(SAVED)
-    optimizer.step()
-    found = [values[MOMENTUM].full_tensor() for _, values in sorted(optimizer.state_dict()["state"].items())]
-    return {n: t for n, t in full_state(run.model).items() if is_matrix(n)}, found
-
-
 @pytest.mark.pitfall("P33")
 @pytest.mark.parametrize(
-    "name", ["fsdp2-3", "fsdp2-tp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp2-hsdp", "tp-alone"))]
+    ("world", "name"),
+    [
+        (3, "fsdp2-3"),
+        (4, "fsdp2-tp"),
+        pytest.param(4, "fsdp2-hsdp", marks=pytest.mark.slow),
+        pytest.param(2, "tp-alone", marks=pytest.mark.slow),
+    ],
 )
-def test_momentum_of_torch_muon_loads_and_goes_back(ranks: RankPool, name: str) -> None:
+@on_ranks()
+def test_momentum_of_torch_muon_loads_and_goes_back(rank: int, world: int, name: str) -> None:
+    """As whole tensors on every rank, for one step."""
     stock = Plain(SAVED)
-    results = ranks(
-        world_of(name), exchange_momentum, name, stock.weights(), copy.deepcopy(stock.reference.muon.state_dict())
-    )
+    run = start(name, seed=4)
+    set_model_state_dict(run.model, stock.weights() if rank == 0 else {}, options=FROM_RANK_0)
+    matrices = [p for n, p in inner(run).named_parameters() if is_matrix(n)]
+    optimizer = dmuon.Muon(matrices, lr=1.0, distributed_config=run.optimizer._config and by_dtensors())
+    given = copy.deepcopy(stock.reference.muon.state_dict())
+    optimizer.load_state_dict(given)
+    for i, values in optimizer.state_dict()["state"].items():
+        assert torch.equal(values[MOMENTUM].full_tensor(), given["state"][i][MOMENTUM])
+    run.backward(SAVED)
+    optimizer.step()
     stock.train(range(SAVED, SAVED + 1))
     expected = {n: t for n, t in stock.weights().items() if is_matrix(n)}
+    assert_equal_weights({n: t for n, t in full_state(run.model).items() if is_matrix(n)}, expected)
     state = stock.reference.muon.state_dict()
-    for weights, found in results:
-        assert_equal_weights(weights, expected)
-        for i, momentum in enumerate(found):
-            assert_close(momentum, state["state"][i][MOMENTUM], i)
-    for i, momentum in enumerate(results[0][1]):
+    for i, values in optimizer.state_dict()["state"].items():
+        momentum = values[MOMENTUM].full_tensor()
+        assert_close(momentum, state["state"][i][MOMENTUM], i)
         state["state"][i][MOMENTUM] = momentum
     stock.reference.muon.load_state_dict(state)
     stock.train(range(SAVED + 1, TOTAL))

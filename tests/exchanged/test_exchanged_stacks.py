@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.dtensors import no_whole_tensors, noise, parameter
+from harness.dtensors import no_whole_tensors, noise, parameter, placements_of
 from harness.hand_laid import Weights
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
@@ -18,7 +18,7 @@ from harness.toy import DECAY, OPTIONS, VOCAB, WIDTH, batch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import dmuon
@@ -42,22 +42,6 @@ def test_each_expert_equals_a_matrix_of_its_own() -> None:
     weights.check(optimizer)
 
 
-def placements_of(world: int) -> list[tuple[tuple[int, ...], list[Any]]]:
-    line = [((world,), [placement]) for placement in (Shard(0), Shard(1), Shard(2), Replicate())]
-    if world != 4:
-        return line
-    square = [
-        [Shard(0), Shard(1)],
-        [Shard(0), Replicate()],
-        [Shard(0), Shard(0)],
-        [_StridedShard(0, split_factor=2), Shard(0)],
-        [Replicate(), Shard(0)],
-        [Shard(1), Shard(0)],
-        [Shard(2), Shard(1)],
-    ]
-    return line + [((2, 2), placements) for placements in square]
-
-
 @pytest.mark.pitfall("P06", "P14")
 @pytest.mark.parametrize(
     ("world", "options"),
@@ -75,11 +59,9 @@ def placements_of(world: int) -> list[tuple[tuple[int, ...], list[Any]]]:
 def test_stacks_on_any_placement_equal_matrices_of_their_own(rank: int, world: int, options: dict[str, Any]) -> None:
     """Every stack and matrix on every placement, in one optimizer."""
     weights = Weights()
-    for extents, placements in placements_of(world):
-        mesh = init_device_mesh("cpu", extents)
-        for i, shape in enumerate([*SHAPES, *MATRICES]):
-            if len(shape) == 3 or all(getattr(p, "dim", 0) < 2 for p in placements):
-                weights.shard(i, shape, mesh, placements)
+    for i, shape in enumerate([*SHAPES, *MATRICES]):
+        for extents, placements in placements_of(world, len(shape)):
+            weights.shard(i, shape, init_device_mesh("cpu", extents), placements)
     optimizer = weights.optimizer(create_dtensor_config(costs="flops", **options))
     calls = 0
     for _ in range(STEPS):

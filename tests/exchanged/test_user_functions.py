@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.dtensors import functions_of_whole_tensors
 from harness.hand_laid import Cut, Weights
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
-from harness.topologies import Laid, lay, train
+from harness.topologies import lay, train
 from harness.toy import build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_config
@@ -263,8 +264,8 @@ def test_synchronous_functions_warn_once_of_useless_prefetching(
 # -- users' functions beside generated ones ---------------------------------------------------------------------------
 
 
-def trained(config: DistributedConfig, laid: Laid | None = None) -> tuple[dmuon.Muon, int]:
-    laid = laid or lay("fsdp2-3", build())
+def trained(config: DistributedConfig) -> tuple[dmuon.Muon, int]:
+    laid = lay("fsdp2-3", build())
     laid.config = config
     optimizer = laid.optimizer()
     orthogonalized = sum(train(optimizer, laid.backward, STEPS))
@@ -344,21 +345,7 @@ def test_a_wrapper_is_asked_for_what_is_exchanged_only(rank: int, world: int) ->
 
 @on_ranks(3)
 def test_functions_may_take_and_return_dtensors(rank: int, world: int) -> None:
-    laid = lay("fsdp2-3", build())
-    of_name = dict(laid.model.named_parameters())
-
-    def whole(update: DTensor, dst_rank: int, state: State) -> Tensor | None:
-        full = update.full_tensor()
-        return full if rank == dst_rank else None
-
-    def parts(update: Tensor | None, src_rank: int, state: State) -> Tensor:
-        param = of_name[state["param_names"][state["current_param_idx"]]]
-        assert isinstance(param, DTensor)
-        full = torch.empty(param.shape) if update is None else update.contiguous()
-        dist.broadcast(full, src_rank)
-        return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
-
-    trained(DistributedConfig(by_index, whole, parts, {}, prefetch_count=0), laid)
+    trained(DistributedConfig(by_index, *functions_of_whole_tensors(), {}, prefetch_count=0))
 
 
 @on_ranks(3)
@@ -400,64 +387,61 @@ def test_a_new_group_is_assigned_anew(rank: int, world: int) -> None:
 # -- faults that all ranks must see -----------------------------------------------------------------------------------
 
 
-def none_from_gather(update: Tensor, rank: int, state: State) -> None:
-    gather(update, rank, state)
+def altered(function: Callable[..., Any], change: Callable[[Any, int], Any]) -> Callable[..., Any]:
+    """``change`` gets what it returns, and the rank."""
+    return lambda update, rank, state: change(function(update, rank, state), state["rank"])
 
 
-def part_from_gather(update: Tensor, rank: int, state: State) -> Tensor | None:
-    whole = gather(update, rank, state)
-    return None if whole is None else whole[:-1, :-1]
+def raising(error: Exception) -> Callable[..., Any]:
+    def function(update: Tensor, rank: int, state: State) -> Tensor:
+        raise error
 
-
-def short_part(update: Tensor | None, rank: int, state: State) -> Tensor:
-    part = scatter(update, rank, state)
-    return part[:-1] if state["rank"] == 1 else part
-
-
-def no_part(update: Tensor | None, rank: int, state: State) -> Tensor | None:
-    part = scatter(update, rank, state)
-    return None if state["rank"] == 0 else part
-
-
-def raising(update: Tensor, rank: int, state: State) -> Tensor:
-    raise LookupError("no such shard")
-
-
-def failing(update: Tensor, rank: int, state: State) -> Tensor:
-    raise RuntimeError("no link\nwith a long stack")
-
-
-def faulty_step(rank: int, world: int, functions: Functions, together: bool, prefetch: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = DistributedConfig(by_index, *functions, {}, together, prefetch)
-        stepped(rank, world, config, [(6, 4)] * 4, cut=True)
+    return function
 
 
 FAULTS: dict[str, tuple[Functions, type[Exception], str]] = {
-    "nothing gathered": ((none_from_gather, scatter), RuntimeError, "gather_fn returned None for parameter"),
-    "not all gathered": ((part_from_gather, scatter), RuntimeError, r"gather_fn returned a tensor of shape \(5, 3\)"),
+    "nothing gathered": (
+        (altered(gather, lambda whole, rank: None), scatter),
+        RuntimeError,
+        "gather_fn returned None for parameter",
+    ),
+    "not all gathered": (
+        (altered(gather, lambda whole, rank: None if whole is None else whole[:-1, :-1]), scatter),
+        RuntimeError,
+        r"gather_fn returned a tensor of shape \(5, 3\)",
+    ),
     "a short part": (
-        (gather, short_part),
+        (gather, altered(scatter, lambda part, rank: part[:-1] if rank == 1 else part)),
         RuntimeError,
         r"redistribute_fn returned a tensor of shape \(2, 4\) .* on rank 1; this rank's part is \(3, 4\)",
     ),
-    "no part": ((gather, no_part), RuntimeError, "redistribute_fn returned None .* on rank 0"),
-    "raising": ((raising, scatter), LookupError, "^'?no such shard'?$"),
+    "no part": (
+        (gather, altered(scatter, lambda part, rank: None if rank == 0 else part)),
+        RuntimeError,
+        "redistribute_fn returned None .* on rank 0",
+    ),
+    "raising": ((raising(LookupError("no such shard")), scatter), LookupError, "^'?no such shard'?$"),
     "failing": (
-        (failing, scatter),
+        (raising(RuntimeError("no link\nwith a long stack")), scatter),
         dmuon.CollectiveError,
         r"^rank \d, step 0: gather_fn of parameter 'parameter 0 of group 0' failed: no link\. The others",
     ),
 }
 
 
+def faulty_step(rank: int, world: int, name: str, together: bool, prefetch: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = DistributedConfig(by_index, *FAULTS[name][0], {}, together, prefetch)
+        stepped(rank, world, config, [(6, 4)] * 4, cut=True)
+
+
 @pytest.mark.pitfall("P49")
 @pytest.mark.parametrize(("together", "prefetch"), [(True, 1), (False, 0)])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_a_function_ends_all_ranks(ranks: RankPool, name: str, together: bool, prefetch: int) -> None:
-    functions, error, message = FAULTS[name]
-    ranks(2, faulty_step, functions, together, prefetch, timeout=20, expect=error, match=message)
+    _, error, message = FAULTS[name]
+    ranks(2, faulty_step, name, together, prefetch, timeout=20, expect=error, match=message)
 
 
 @pytest.mark.pitfall("P06")

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from harness.pool import RankPool
-from harness.topologies import LAYOUTS, Laid, lay
+import torch.distributed as dist
+from harness.on_ranks import on_ranks
+from harness.topologies import Laid, lay
 from harness.toy import OPTIONS, batch, build
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -18,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 import dmuon
 from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
+from dmuon.platform.torch_private import local_tensor
 from dmuon.step import rounds
 from dmuon.step.batches import Batch
 
@@ -104,108 +107,104 @@ STALE = [
 
 
 def train(
-    _rank: int, _world: int, name: str, keep: bool, edits: list[Callable[[Laid, dmuon.Muon], None]]
-) -> list[tuple[str, bool, list[int], int]]:
-    """Per edit: its name, whether overlapping changed no bit, overlapped batches of every step, and batches a step."""
-    found = []
-    for edit in edits:
-        states, overlapped, count = [], [], 0
-        for overlap in (False, True):
-            laid = lay(name, build(), keep=keep)
-            optimizer = dmuon.Muon(laid.model, overlap_backward=overlap, **OPTIONS)
-            for step in range(3):
-                optimizer.zero_grad()
-                laid.loss(step).backward()
-                edit(laid, optimizer)
-                optimizer.step()
-                if overlap:
-                    overlapped.append(optimizer.last_step.overlapped)
-                    count = optimizer.last_step.ns_batches
-            states.append((full_state(laid.model), optimizer.state_dict()["state"]))
-        same = all(torch.equal(states[0][0][n], t) for n, t in states[1][0].items())
-        for index, values in states[0][1].items():
-            for key, value in values.items():
-                other = states[1][1][index][key]
-                if isinstance(value, Tensor):
-                    value, other = (getattr(t, "_local_tensor", t) for t in (value, other))
-                    same = same and torch.equal(value, other)
-        found.append((edit.__name__, same, overlapped, count))
-    return found
+    name: str, keep: bool, edit: Callable[[Laid, dmuon.Muon], None], overlap: bool
+) -> tuple[dict[str, Tensor], list[int], int]:
+    """Weights and this rank's state, overlapped batches of every step, and batches a step."""
+    laid = lay(name, build(), keep=keep)
+    optimizer = dmuon.Muon(laid.model, overlap_backward=overlap, **OPTIONS)
+    overlapped = []
+    for step in range(3):
+        optimizer.zero_grad()
+        laid.loss(step).backward()
+        edit(laid, optimizer)
+        optimizer.step()
+        overlapped.append(optimizer.last_step.overlapped)
+    found = full_state(laid.model)
+    for index, values in optimizer.state_dict()["state"].items():
+        found |= {f"{index}.{key}": local_tensor(t) for key, t in values.items() if isinstance(t, Tensor)}
+    return found, overlapped, optimizer.last_step.ns_batches
+
+
+def check_overlap(name: str, keep: bool, edit: Callable[[Laid, dmuon.Muon], None], right: bool) -> int:
+    """How many batches a step has, all of which overlap if that is ``right``."""
+    expected, *_ = train(name, keep, edit, overlap=False)
+    found, overlapped, count = train(name, keep, edit, overlap=True)
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), f"{edit.__name__}: {key} differs"
+    assert overlapped == [count if right else 0] * 3, f"{edit.__name__}: {overlapped} of {count} batches overlapped"
+    return count
 
 
 @pytest.mark.pitfall("P16", "P34")
 @pytest.mark.parametrize(
-    ("name", "keep"),
+    ("world", "name", "keep"),
     [
-        pytest.param("1d", False, marks=pytest.mark.slow),
-        ("1d-two-lines", True),
-        pytest.param("hsdp", False, marks=pytest.mark.slow),
-        ("ddp-2", False),
+        pytest.param(2, "1d", False, marks=pytest.mark.slow),
+        (2, "1d-two-lines", True),
+        pytest.param(4, "hsdp", False, marks=pytest.mark.slow),
+        (2, "ddp-2", False),
     ],
 )
-def test_newton_schulz_in_backward_changes_no_bit(ranks: RankPool, name: str, keep: bool) -> None:
+@on_ranks(timeout=100)
+def test_newton_schulz_in_backward_changes_no_bit(rank: int, world: int, name: str, keep: bool) -> None:
     edits = STILL_RIGHT + STALE if name == "1d" else [nothing, clip, another_backward]
-    for results in ranks(LAYOUTS[name].world, train, name, keep, edits, timeout=100):
-        for edit, same, overlapped, count in results:
-            assert same, f"{edit}: weights or momentum differ"
-            right = edit in {e.__name__ for e in STILL_RIGHT}
-            assert overlapped == [count if right else 0] * 3, f"{edit}: {overlapped} of {count} batches overlapped"
-    assert any(count for _, _, _, count in results)
+    counts = [check_overlap(name, keep, edit, edit in STILL_RIGHT) for edit in edits]
+    assert any(counts)
 
 
-def test_what_tensor_parallelism_splits_waits_for_the_step(ranks: RankPool) -> None:
-    for results in ranks(2, train, "tp", False, [nothing]):
-        assert results[0][1] and results[0][2] == [0, 0, 0]
+@on_ranks(2)
+def test_what_tensor_parallelism_splits_waits_for_the_step(rank: int, world: int) -> None:
+    check_overlap("tp", False, nothing, right=False)
 
 
 # -- publication ---------------------------------------------------------------------------------------------------
 
 
-def late_owner(rank: int, _world: int) -> dict[str, float]:
+@on_ranks(2)
+def test_first_blocks_run_while_late_owners_still_compute(rank: int, world: int) -> None:
     """Rank 1 takes a second for every matrix of the last block; when each rank passed what, by one clock."""
     first = lay("1d-two-lines", build())
     plan = dedications(first.model)[0].plan
     plan = replace(plan, chunks=dict.fromkeys(plan.chunks, 1), variants={})
     laid = lay("1d-two-lines", build(), plan=plan, costs=None)
-    late = {
-        id(e.rest)
-        for e in dedications(laid.model)[0].runtime.matrices()
-        if e.fqn.startswith("blocks.2") and e.owner == 1
-    }
+    matrices = dedications(laid.model)[0].runtime.matrices()
+    late = {id(e.rest) for e in matrices if e.fqn.startswith("blocks.2") and e.owner == 1}
+    assert late
     optimizer = dmuon.Muon(laid.model, **OPTIONS)
     original = rounds.orthogonalize
-    times: dict[str, float] = {}
 
     def slow(group: Any, owned: Batch, run_of: Any, momentum: Any, timer: Any) -> Any:
         if any(id(p) in late for p in owned.params):
             time.sleep(1.0)
         return original(group, owned, run_of, momentum, timer)
 
-    rounds.orthogonalize = slow  # type: ignore[assignment]
-    try:
+    passed: list[float] = []
+    with mock.patch.object(rounds, "orthogonalize", slow):
         for step in range(2):
             optimizer.zero_grad()
             laid.loss(step).backward()
             optimizer.step()
-            times["end of step"] = time.monotonic()
-        hook = laid.model.blocks[0].register_forward_hook(lambda *_: times.update({"first block": time.monotonic()}))
+        passed.append(time.monotonic())
+        hook = laid.model.blocks[0].register_forward_hook(lambda *_: passed.append(time.monotonic()))
         laid.model(laid.mine(batch(2))[0])
         hook.remove()
-    finally:
-        rounds.orthogonalize = original
-    times["owns late ones"] = float(len(late)) if rank == 1 else 0.0
-    return times
+    of_ranks: list[Any] = [None] * world
+    dist.all_gather_object(of_ranks, passed)
+    (_, first_block), (end_of_step, _) = of_ranks
+    assert first_block < end_of_step, "rank 0 ran its first block only after rank 1 had finished its step"
 
 
-def test_first_blocks_run_while_late_owners_still_compute(ranks: RankPool) -> None:
-    fast, slow = ranks(2, late_owner)
-    assert slow["owns late ones"] > 0
-    assert fast["first block"] < slow["end of step"], (
-        "rank 0 ran its first block only after rank 1 had finished its step"
-    )
+PHASES = [
+    f"{phase} blocks.{i}" for phase in ("fill", "wait_fill", "publish", "reduce", "wait_reduce") for i in range(3)
+]
 
 
-def profiled(_rank: int, _world: int, name: str) -> set[str]:
+@pytest.mark.parametrize(
+    ("world", "name", "phases"), [(4, "hsdp", PHASES), (2, "tp", ["momentum", "exchange", "ns", "apply", "adamw"])]
+)
+@on_ranks()
+def test_the_profiler_shows_phases_and_blocks(rank: int, world: int, name: str, phases: list[str]) -> None:
     laid = lay(name, build())
     optimizer = dmuon.Muon(laid.model, **OPTIONS)
     with profile(activities=[ProfilerActivity.CPU]) as found:
@@ -213,13 +212,4 @@ def profiled(_rank: int, _world: int, name: str) -> set[str]:
             laid.loss(step).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return {event.name for event in found.events() if event.name.startswith("dmuon::")}
-
-
-def test_the_profiler_shows_phases_and_blocks(ranks: RankPool) -> None:
-    for names in ranks(4, profiled, "hsdp"):
-        for block in ("blocks.0", "blocks.1", "blocks.2"):
-            for phase in ("fill", "wait_fill", "publish", "reduce", "wait_reduce"):
-                assert f"dmuon::{phase} {block}" in names
-    for names in ranks(2, profiled, "tp"):
-        assert {"dmuon::momentum", "dmuon::exchange", "dmuon::ns", "dmuon::apply", "dmuon::adamw"} <= names
+    assert {f"dmuon::{phase}" for phase in phases} <= {event.name for event in found.events()}

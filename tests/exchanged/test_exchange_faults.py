@@ -18,15 +18,14 @@ import torch.nn as nn
 from harness import gang
 from harness.dtensors import give, noise, parameter
 from harness.on_ranks import on_ranks
-from harness.toy import batch, build
+from harness.topologies import lay
+from harness.toy import build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import dmuon
 from dmuon import DistributedConfig, create_dtensor_config
-from dmuon.check.model import loss_of, shard
 from dmuon.exchanged import layouts
 
 FAULT_STEP = 2
@@ -102,17 +101,14 @@ def steps_of_generated(rank: int, world: int, where: str, act: str, victim: int,
 
 def steps_beside_fsdp(rank: int, world: int, where: str, act: str, victim: int) -> None:
     """Of a whole training loop."""
-    model = build()
-    mesh = init_device_mesh("cpu", (world,))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-    optimizer = dmuon.Muon(model, distributed_config=create_dtensor_config(costs="flops"))
+    laid = lay("fsdp2-3", build())
+    optimizer = laid.optimizer()
 
     def before_step(step: int) -> None:
         if rank == victim and step == FAULT_STEP:
             at_place(optimizer, where, ACTS[act])
         optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
+        laid.backward(step)
 
     train(optimizer, before_step)
 

@@ -17,7 +17,7 @@ from harness.hand_laid import Weights
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference, Twin, reference_weights
 from harness.pool import RankPool
-from harness.topologies import EXCHANGED, LAYOUTS, Laid, lay, train
+from harness.topologies import EXCHANGED, LAYOUTS, Laid, lay, orthogonalized
 from harness.toy import LR, OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -67,7 +67,7 @@ def expected(thin: bool, steps: int) -> dict[str, Tensor]:
 
 def run(laid: Laid, steps: int, **options: Any) -> tuple[dict[str, Tensor], list[int]]:
     """Weights after ``steps``, whole, and matrices that this rank orthogonalized in each."""
-    calls = train(laid.optimizer(**options), laid.backward, steps)
+    calls = orthogonalized(laid.optimizer(**options), laid.backward, steps)
     return full_state(laid.network), calls
 
 
@@ -529,7 +529,7 @@ def test_one_model_may_mix_both_residencies(rank: int, world: int, steps: int) -
         distributed_config=create_dtensor_config(costs="flops"),
         **OPTIONS,
     )
-    calls = train(optimizer, lambda step: loss_of(model, *shard(batch(step), rank, world)).backward(), steps)
+    calls = orthogonalized(optimizer, lambda step: loss_of(model, *shard(batch(step), rank, world)).backward(), steps)
     check(full_state(model), calls, "mixed")
     assert len(exchanged) == 10
 

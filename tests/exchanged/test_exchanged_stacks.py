@@ -14,7 +14,7 @@ from harness.hand_laid import Weights
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
 from harness.pool import RankPool
-from harness.toy import DECAY, OPTIONS, VOCAB, WIDTH, batch
+from harness.toy import DECAY, OPTIONS, VOCAB, WIDTH, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +23,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import dmuon
 from dmuon import create_dtensor_config, create_processgroup_config
-from dmuon.check.model import loss_of
 from dmuon.check.topologies import full_state
 from dmuon.check.traffic import Traffic
 
@@ -207,10 +206,7 @@ def train_experts(rank: int, world: int, plain: bool, steps: int) -> tuple[dict[
     if plain:
         config = create_processgroup_config(ep_pg=mesh.get_group(), costs="flops")
     optimizer = dmuon.Muon(groups, distributed_config=config, **OPTIONS)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
+    train(model, optimizer, range(steps))
     weights = full_state(model)
     found = weights.pop("experts.weights")
     if plain:
@@ -228,10 +224,7 @@ def test_expert_parallelism_beside_fsdp_equals_single_process(
 ) -> None:
     model = MoE()
     reference = Reference(model, matrix=lambda name: is_dense_matrix(name) or "experts.weights" in name, decay=DECAY)
-    for step in range(steps):
-        reference.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        reference.step()
+    train(model, reference, range(steps))
     single = {n: p.detach() for n, p in model.named_parameters()}
     results = ranks(world, train_experts, plain, steps)
     for weights, experts, _ in results:

@@ -17,8 +17,8 @@ from harness.assertions import assert_equal_weights
 from harness.hand_laid import Cut, Weights
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
-from harness.topologies import LAYOUTS, lay, train
-from harness.toy import CPU, batch, build
+from harness.topologies import LAYOUTS, lay, orthogonalized
+from harness.toy import CPU, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -31,7 +31,7 @@ from dmuon import (
     create_dtensor_config,
     create_processgroup_config,
 )
-from dmuon.check.model import loss_of, shard
+from dmuon.check.model import loss_of
 from dmuon.check.topologies import full_state
 from dmuon.exchanged import generators, layouts
 from dmuon.platform.torch_private import default_store, group_names
@@ -54,10 +54,7 @@ def expected_weights(steps: int = STEPS) -> dict[str, Tensor]:
     """Of ``torch.optim.Muon`` and ``AdamW`` in one process."""
     model = build()
     reference = Reference(model, matrix=is_2d, lr=CALL["lr"])
-    for step in range(steps):
-        reference.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        reference.step()
+    train(model, reference, range(steps))
     return {n: p.detach().clone() for n, p in model.state_dict().items()}
 
 
@@ -98,7 +95,7 @@ def trained(
 ) -> tuple[dict[str, Tensor], int]:
     """Whole weights after ``STEPS``, and how many matrices this rank orthogonalized."""
     optimizer = dmuon.Muon(model.parameters(), **CALL, distributed_config=config)
-    calls = train(optimizer, lambda step: loss_of(model, *mine(batch(step))).backward(), STEPS)
+    calls = orthogonalized(optimizer, lambda step: loss_of(model, *mine(batch(step))).backward(), STEPS)
     return full_state(getattr(model, "module", model)), sum(calls)
 
 
@@ -108,9 +105,9 @@ def trained(
 def test_an_example_of_the_documents_equals_one_process(rank: int, world: int, name: str) -> None:
     layout, make = EXAMPLES[name]
     laid = lay(layout, build())
-    weights, orthogonalized = trained(laid.model, make(LAYOUTS[layout].mesh(CPU)), laid.mine)
+    weights, count = trained(laid.model, make(LAYOUTS[layout].mesh(CPU)), laid.mine)
     assert_equal_weights(weights, expected_weights())
-    assert over_ranks(orthogonalized) == STEPS * MATRICES
+    assert over_ranks(count) == STEPS * MATRICES
 
 
 @pytest.mark.pitfall("P56")
@@ -118,8 +115,8 @@ def test_an_example_of_the_documents_equals_one_process(rank: int, world: int, n
 def test_one_process_needs_no_torch_distributed(make: Callable[..., DistributedConfig] | None) -> None:
     """Example 4 is that of no configuration: plain Muon."""
     assert not dist.is_initialized()
-    weights, orthogonalized = trained(build(), make and make(costs="flops"))
-    assert orthogonalized == STEPS * MATRICES
+    weights, count = trained(build(), make and make(costs="flops"))
+    assert count == STEPS * MATRICES
     assert_equal_weights(weights, expected_weights())
 
 
@@ -128,10 +125,7 @@ def test_the_documents_validation_program_passes(rank: int, world: int) -> None:
     """The document's "Correctness validation", with fully_shard for FSDP."""
     model_ref = build()
     optimizer_ref = dmuon.Muon(model_ref.parameters(), lr=0.02)
-    for step in range(STEPS):
-        optimizer_ref.zero_grad()
-        loss_of(model_ref, *batch(step)).backward()
-        optimizer_ref.step()
+    train(model_ref, optimizer_ref, range(STEPS))
 
     model_dist = lay("fsdp2-2", build()).model
     optimizer_dist = dmuon.Muon(
@@ -139,10 +133,7 @@ def test_the_documents_validation_program_passes(rank: int, world: int) -> None:
         lr=0.02,
         distributed_config=create_processgroup_config(fsdp_pg=dist.group.WORLD, costs="flops"),
     )
-    for step in range(STEPS):
-        optimizer_dist.zero_grad()
-        loss_of(model_dist, *shard(batch(step), rank, world)).backward()
-        optimizer_dist.step()
+    train(model_dist, optimizer_dist, range(STEPS), rank, world)
 
     found, expected = full_state(model_dist), model_ref.state_dict()
     for name, weight in expected.items():
@@ -237,10 +228,10 @@ def test_plain_shards_are_updated_as_the_whole(rank: int, world: int, name: str)
     if name == "mesh whose dp shards":
         at, sizes = {"fsdp": at["dp"], "tp": at["tp"]}, {"fsdp": 2, "tp": 2}
     weights = Weights().cut(cuts, sizes, at)
-    orthogonalized = weights.train(weights.optimizer(config), STEPS)
+    count = weights.train(weights.optimizer(config), STEPS)
     weights.check()
     wholes = sum(cut.matrices() * prod(sizes[role] for role in cut.apart) for cut in cuts)
-    assert over_ranks(orthogonalized) == STEPS * wholes
+    assert over_ranks(count) == STEPS * wholes
 
 
 # -- validation -----------------------------------------------------------------------------------------------------

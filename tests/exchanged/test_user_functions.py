@@ -18,7 +18,7 @@ from harness.hand_laid import Cut, Weights
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
-from harness.topologies import lay, train
+from harness.topologies import lay, orthogonalized
 from harness.toy import build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -156,9 +156,9 @@ def stepped(
     config.state["shapes"] = shapes
     along = {"fsdp": 0} if cut else {}
     weights = Weights().cut([Cut(shape, **along) for shape in shapes], {"fsdp": world}, {"fsdp": rank})
-    orthogonalized = weights.train(weights.optimizer(config, **options), STEPS)
+    count = weights.train(weights.optimizer(config, **options), STEPS)
     matrices = sum(shape[0] if len(shape) == 3 else 1 for shape in shapes)
-    assert (over_ranks(orthogonalized) if world > 1 else orthogonalized) == STEPS * matrices
+    assert (over_ranks(count) if world > 1 else count) == STEPS * matrices
     if options.get("nesterov", True):
         weights.check()
     return [param.detach() for param in weights.params]
@@ -268,9 +268,9 @@ def trained(config: DistributedConfig) -> tuple[dmuon.Muon, int]:
     laid = lay("fsdp2-3", build())
     laid.config = config
     optimizer = laid.optimizer()
-    orthogonalized = sum(train(optimizer, laid.backward, STEPS))
+    calls = orthogonalized(optimizer, laid.backward, STEPS)
     assert_equal_weights(full_state(laid.model), reference_weights(STEPS))
-    return optimizer, orthogonalized
+    return optimizer, sum(calls)
 
 
 @pytest.mark.pitfall("P13")
@@ -282,10 +282,10 @@ def test_a_users_assignment_alone_keeps_the_pipeline(rank: int, world: int) -> N
         return {i: 0 if i < 6 else i % world for i in range(len(params))}
 
     config = replace(create_dtensor_config(costs="flops"), assign_fn=assign)
-    optimizer, orthogonalized = trained(config)
+    optimizer, count = trained(config)
     rounds = [r for r in optimizer._rounds if r.exchanged]
     assert all(isinstance(r, ExchangedRound) for r in rounds) and len(rounds) == 1
-    assert orthogonalized == STEPS * (7 if rank == 0 else 1)
+    assert count == STEPS * (7 if rank == 0 else 1)
 
 
 def wrapped_gather(rank: int, world: int) -> tuple[list[tuple[str, int]], int]:
@@ -298,8 +298,8 @@ def wrapped_gather(rank: int, world: int) -> tuple[list[tuple[str, int]], int]:
         return generated.gather_fn(update, dst_rank, state)
 
     config = replace(generated, gather_fn=watched, prefetch_count=0)
-    _, orthogonalized = trained(config)
-    return seen, orthogonalized
+    _, count = trained(config)
+    return seen, count
 
 
 def test_a_wrapper_around_a_generated_function_works(ranks: RankPool) -> None:

@@ -94,8 +94,8 @@ class Laid(check.Laid):
         return dmuon.Muon(self.model, distributed_config=self.config, **{**OPTIONS, **options})
 
 
-def train(optimizer: dmuon.Muon, backward: Callable[[int], None], steps: int) -> list[int]:
-    """How many matrices this rank orthogonalized in each step."""
+def orthogonalized(optimizer: dmuon.Muon, backward: Callable[[int], None], steps: int) -> list[int]:
+    """Train; how many matrices this rank orthogonalized in each step."""
     calls = []
     for step in range(steps):
         optimizer.zero_grad()

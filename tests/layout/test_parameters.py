@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from harness.on_ranks import on_ranks
 from harness.pieces import mesh_on, numbered, part_of
-from harness.pool import RankPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -137,31 +138,23 @@ class Pair(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
 
-def fsdp_over_tp(rank: int, world: int) -> list[dict[str, tuple[ParameterLayout, Tensor, Tensor, bool]]]:
-    """FSDP2 over tensor parallelism, even and uneven: some of its shards are strided, some empty."""
+@on_ranks(4)
+def test_fsdp_over_tensor_parallelism_lies_where_its_shards_are(rank: int, world: int) -> None:
+    """Even and uneven: some of its shards are strided, some empty."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("fsdp", "tp"))
-    models = []
+    strided = 0
     for width, hidden in [(8, 8), (5, 7), (3, 2), (1, 6)]:
         torch.manual_seed(1)
         model = Pair(width, hidden)
         wholes = {name: param.detach().clone() for name, param in model.named_parameters()}
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["fsdp"])
-        placed = {}
         for name, param in model.named_parameters():
             assert isinstance(param, DTensor)
-            strided = any(isinstance(placement, _StridedShard) for placement in param.placements)
-            placed[name] = (place_dtensor(param, name, rank), wholes[name], param.to_local().detach(), strided)
-        models.append(placed)
-    return models
-
-
-def test_fsdp_over_tensor_parallelism_lies_where_its_shards_are(ranks: RankPool) -> None:
-    strided = 0
-    for models in zip(*ranks(4, fsdp_over_tp), strict=True):
-        for name, (_, whole, _, of_fsdp) in models[0].items():
-            assert_placed(whole, {rank: model[name][:1] + model[name][2:3] for rank, model in enumerate(models)})
-            strided += of_fsdp
+            strided += any(isinstance(placement, _StridedShard) for placement in param.placements)
+            placed: list[Any] = [None] * world
+            dist.all_gather_object(placed, (place_dtensor(param, name, rank), param.to_local().detach()))
+            assert_placed(wholes[name], dict(enumerate(placed)))
     assert strided == 8
 
 
@@ -392,17 +385,24 @@ def test_what_has_no_place_is_refused_by_name(
         place([param], ["w"], grid or FSDP[rank], rank, dims, no_share)
 
 
-def test_shards_that_no_tensor_was_cut_into_are_refused_on_all_ranks() -> None:
-    """Of experts that differ between ranks, also on those whose own are right."""
-    grid = RankGrid(("ep", "fsdp"), (2, 2), (0, 2, 1, 3))
-    told: list[object] = [[("w", (2, 2 + (rank == 3)))] for rank in grid.ranks]
+@pytest.mark.parametrize(
+    ("grid", "told", "message"),
+    [
+        (  # of experts that differ between ranks, also on those whose own are right
+            RankGrid(("ep", "fsdp"), (2, 2), (0, 2, 1, 3)),
+            {rank: ("w", (2, 2 + (rank == 3))) for rank in range(4)},
+            r"over ranks \[1, 3\]: .* \(2, 2\) at position 0 and \(2, 3\)",
+        ),
+        (
+            TP_FSDP,
+            {rank: (f"w{rank // 2}", (2, 2)) for rank in range(4)},
+            r"rank 2 has sharded parameters \['w1'\] and rank 0 has \['w0'\]",
+        ),
+    ],
+)
+def test_what_ranks_tell_each_other_is_refused_on_all(grid: RankGrid, told: dict[int, Any], message: str) -> None:
+    shares: list[object] = [[told[rank]] for rank in grid.ranks]
+    dims = {"fsdp": 0} if "ep" in grid.roles else {"fsdp": 0, "tp": 1}
     for rank in grid.ranks:
-        with pytest.raises(ValueError, match=r"over ranks \[1, 3\]: .* \(2, 2\) at position 0 and \(2, 3\)"):
-            place([torch.ones(2, 2)], ["w"], grid, rank, {"fsdp": 0}, lambda _: told)
-
-
-def test_ranks_with_other_parameters_are_refused_on_all_ranks() -> None:
-    told: list[object] = [[(f"w{rank // 2}", (4, 4))] for rank in TP_FSDP.ranks]
-    for rank in TP_FSDP.ranks:
-        with pytest.raises(ValueError, match=r"rank 2 has sharded parameters \['w1'\] and rank 0 has \['w0'\]"):
-            place([WHOLE], [f"w{rank // 2}"], TP_FSDP, rank, {"fsdp": 0, "tp": 1}, lambda _: told)
+        with pytest.raises(ValueError, match=message):
+            place([torch.ones(2, 2)], [told[rank][0]], grid, rank, dims, lambda _: shares)

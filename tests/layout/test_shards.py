@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from itertools import product
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -148,23 +149,6 @@ def test_a_reordered_layout_keeps_each_rank_its_piece(case: Case, source: object
     assert other.split_dim == layout.split_dim and other.shape == layout.shape
 
 
-@pytest.mark.parametrize(
-    ("shape", "sizes", "placements", "message"),
-    [
-        ((4, 4), (2,), (Partial(),), r"placement P.*redistribute"),
-        ((4, 4), (2, 2), (Shard(0), Partial("avg")), r"placement P.*redistribute"),
-        ((4, 4), (2,), (Shard(2),), "dimension 2 is cut, but the tensor has 2"),
-        ((4, 4), (2,), (Shard(-3),), "dimension -3 is cut"),
-        ((4, 4), (2, 2), (Shard(0),), "1 placements .* extents"),
-    ],
-)
-def test_what_leaves_no_rank_with_elements_is_refused(
-    shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Placement, ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        layout_of(shape, sizes, placements)
-
-
 def test_a_thousand_ranks_take_no_time() -> None:
     start = time.perf_counter()
     layout = layout_of((1 << 20, 4096), (128, 8), (_StridedShard(0, split_factor=8), Shard(0)))
@@ -212,22 +196,41 @@ def test_shards_of_any_lengths_have_their_place(case: tuple[list[list[int]], lis
         assert torch.equal(part_of(whole, piece), block)
 
 
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("shapes", "sizes", "dims", "message"),
+    ("make", "arguments", "message"),
     [
-        ([(2, 3), (2, 4)], (2,), (0,), r"\(2, 3\) at position 0 and \(2, 4\) at position 1; dimension 1"),
-        ([(2, 3), (3, 3)], (2,), (None,), r"\(2, 3\) at position 0 and \(3, 3\) at position 1; dimension 0"),
-        ([(2, 3), (1, 3), (2, 3), (2, 3)], (2, 2), (None, 0), r"\(1, 3\) at position 1 and \(2, 3\) at position 3"),
-        ([(2, 3), (0,)], (2,), (0,), r"\(0,\) at position 1 and \(2, 3\) at position 0"),
-        ([(2, 3), (2, 3)], (2,), (2,), "dimension 2 is cut, but the tensor has 2"),
-        ([(2, 3)], (2,), (0,), "1 local shapes"),
+        (layout_of, ((4, 4), (2,), (Partial(),)), r"placement P.*redistribute"),
+        (layout_of, ((4, 4), (2, 2), (Shard(0), Partial("avg"))), r"placement P.*redistribute"),
+        (layout_of, ((4, 4), (2,), (Shard(2),)), "dimension 2 is cut, but the tensor has 2"),
+        (layout_of, ((4, 4), (2,), (Shard(-3),)), "dimension -3 is cut"),
+        (layout_of, ((4, 4), (2, 2), (Shard(0),)), "1 placements .* extents"),
+        (
+            layout_from_shapes,
+            ([(2, 3), (2, 4)], (2,), (0,)),
+            r"\(2, 3\) at position 0 and \(2, 4\) at position 1; dimension 1",
+        ),
+        (
+            layout_from_shapes,
+            ([(2, 3), (3, 3)], (2,), (None,)),
+            r"\(2, 3\) at position 0 and \(3, 3\) at position 1; dimension 0",
+        ),
+        (
+            layout_from_shapes,
+            ([(2, 3), (1, 3), (2, 3), (2, 3)], (2, 2), (None, 0)),
+            r"\(1, 3\) at position 1 and \(2, 3\) at position 3",
+        ),
+        (layout_from_shapes, ([(2, 3), (0,)], (2,), (0,)), r"\(0,\) at position 1 and \(2, 3\) at position 0"),
+        (layout_from_shapes, ([(2, 3), (2, 3)], (2,), (2,)), "dimension 2 is cut, but the tensor has 2"),
+        (layout_from_shapes, ([(2, 3)], (2,), (0,)), "1 local shapes"),
+        (cells, (layout_of((4, 4), (2,), (Shard(0),)),), "3 dimensions"),
     ],
 )
-def test_shapes_that_no_tensor_was_cut_into_are_refused(
-    shapes: list[tuple[int, ...]], sizes: tuple[int, ...], dims: tuple[int | None, ...], message: str
-) -> None:
+def test_what_no_tensor_can_be_cut_into_is_refused(make: Any, arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        layout_from_shapes(shapes, sizes, dims)
+        make(*arguments)
 
 
 # -- stacks of matrices ---------------------------------------------------------------------------------------------
@@ -285,8 +288,3 @@ def test_a_rank_without_matrices_holds_none() -> None:
     found = cells(layout_of((5, 2, 2), (4,), (Shard(0),)))
     assert [(cell.start, cell.stop, cell.holders) for cell in found] == [(0, 2, (0,)), (2, 4, (1,)), (4, 5, (2,))]
     assert all(len(cell.layout.pieces) == 1 for cell in found)
-
-
-def test_only_a_stack_has_cells() -> None:
-    with pytest.raises(ValueError, match="3 dimensions"):
-        cells(layout_of((4, 4), (2,), (Shard(0),)))

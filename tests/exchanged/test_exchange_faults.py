@@ -58,9 +58,7 @@ ACTS: dict[str, Callable[..., None]] = {"killed": kill, "raising": throw}
 
 def at_place(optimizer: dmuon.Muon, where: str, act: Callable[..., None]) -> None:
     """Do ``act`` in the next step, when the rank comes to a collective of this kind."""
-    exchange = optimizer._exchange
-    assert exchange is not None
-    monitor = exchange.domains[0][0].monitor
+    monitor = optimizer._exchange.domains[0][0].monitor
 
     def before(call: Callable[..., Any], *args: Any) -> Any:
         if any(where in what for what in args if isinstance(what, str)):

@@ -137,8 +137,7 @@ def start(name: str, seed: int = 0) -> Run:
 
 
 def inner(run: Run) -> nn.Module:
-    module: nn.Module = run.model.module if hasattr(run.model, "module") else run.model
-    return module
+    return getattr(run.model, "module", run.model)
 
 
 def momenta(run: Run) -> dict[str, Tensor]:

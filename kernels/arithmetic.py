@@ -15,8 +15,6 @@ from .symmetric_tiles import TileConfig
 from .symmetric_triton import symmetric_product
 from .variant import HALF, Variant
 
-__all__ = ["Arithmetic", "SplitArithmetic", "TritonArithmetic", "carrier_dtype", "full_accumulation", "make_arithmetic"]
-
 
 @contextmanager
 def full_accumulation() -> Iterator[None]:

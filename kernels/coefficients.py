@@ -15,17 +15,6 @@ from typing import Literal, TypeAlias
 
 import torch
 
-__all__ = [
-    "PRESETS",
-    "Coefficients",
-    "amplification",
-    "checked_restarts",
-    "coefficient_sequence",
-    "is_safe",
-    "polar_express",
-    "safe_restarts",
-]
-
 Coefficients: TypeAlias = "tuple[tuple[float, float, float], ...]"
 Preset: TypeAlias = Literal["classic", "you", "polar_express"]
 

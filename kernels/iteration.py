@@ -14,8 +14,6 @@ from .arithmetic import Arithmetic
 from .coefficients import Coefficients
 from .variant import Variant, whole_v
 
-__all__ = ["Iteration", "Workspace", "iterate", "make_iteration"]
-
 
 @dataclass(frozen=True, slots=True)
 class Iteration:

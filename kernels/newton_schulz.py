@@ -23,15 +23,6 @@ from .normalization import check_eps, normalize
 from .replay import replayed
 from .variant import HALF, Backend, Method, Variant, adapted, choose_variant, relative_cost, variant_fault
 
-__all__ = [
-    "CoefficientsArg",
-    "iteration_flops",
-    "newton_schulz_flops",
-    "orthogonalize",
-    "run",
-    "storage_dtype",
-]
-
 CoefficientsArg: TypeAlias = "str | Sequence[float] | Sequence[Sequence[float]]"
 _STORAGE = (*HALF, torch.float32, torch.float64)
 

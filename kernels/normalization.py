@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .arithmetic import carrier_dtype
 
-__all__ = ["check_eps", "normalize"]
-
 # Norms of matrices that must be scaled first: so many elements at a time, which bounds the scaled copy.
 _NORM_CHUNK = 1 << 22
 # Norms between these come from entries whose squares are in fp32's range, but for some that are too small to matter.

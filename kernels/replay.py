@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["drop_graphs", "replayed"]
-
 _MOST_GRAPHS = 32  # each keeps its workspace; shapes of a model are fewer
 
 

@@ -12,8 +12,6 @@ from .symmetric_cpu import split_product
 from .symmetric_triton import symmetric_product as tiled
 from .variant import Backend, backend_fault, require_backend
 
-__all__ = ["symmetric_product"]
-
 
 @torch.no_grad()
 def symmetric_product(

@@ -11,8 +11,6 @@ import itertools
 import torch
 from torch import Tensor
 
-__all__ = ["block_edges", "split_product", "worth_splitting"]
-
 # Measured by `python bench/newton_schulz.py --products`, one thread, fp32 and fp64 alike. Rows of a block: fewer waste
 # less work above the diagonal, more make a better GEMM; at strides that are powers of two, thin blocks lose it all.
 _LARGE = 1024

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DESCRIPTOR_ALIGNMENT", "UNALIGNED", "TileConfig", "candidates", "default_config", "pointer_config"]
-
 # Bytes that a tensor descriptor's base address and strides must be multiples of.
 DESCRIPTOR_ALIGNMENT = 16
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .symmetric_tiles import DESCRIPTOR_ALIGNMENT, TileConfig, default_config, pointer_config
 
-__all__ = ["symmetric_product", "unsupported"]
-
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (*_HALF, torch.float32)
 

@@ -18,8 +18,6 @@ from .newton_schulz import CoefficientsArg, run, storage_dtype
 from .normalization import check_eps, normalize
 from .variant import Variant, choose_variant
 
-__all__ = ["AdjustLr", "apply_update_", "momentum_update", "muon_update_", "normalized_momentum", "update_scale"]
-
 AdjustLr: TypeAlias = "Literal['original', 'match_rms_adamw', 'spectral'] | Callable[[Sequence[int]], float] | None"
 
 _MOMENTUM_DTYPES = (torch.float32, torch.float64)

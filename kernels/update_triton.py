@@ -26,8 +26,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-__all__ = ["apply_update", "momentum_norms", "normalized_update", "unsupported"]
-
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 # Elements of one program; 16 per thread keep enough loads in flight. A multiple of 16, as hints assume.

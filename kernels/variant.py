@@ -17,24 +17,6 @@ from .symmetric_cpu import worth_splitting
 from .symmetric_tiles import TileConfig, candidates
 from .symmetric_triton import symmetric_product, unsupported
 
-__all__ = [
-    "BACKENDS",
-    "HALF",
-    "METHODS",
-    "Backend",
-    "Method",
-    "Variant",
-    "adapted",
-    "alternatives",
-    "backend_fault",
-    "batch_size",
-    "choose_variant",
-    "relative_cost",
-    "require_backend",
-    "variant_fault",
-    "whole_v",
-]
-
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 Backend: TypeAlias = Literal["auto", "torch", "split", "triton"]
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from .problem import FORBIDDEN, Infeasible, Ints, Problem
 
-__all__ = ["lower_bound"]
-
 # Covers the rounding of the averages; it can only make the bound smaller.
 _SLACK = 1 - 1e-12
 

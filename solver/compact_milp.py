@@ -11,8 +11,6 @@ import numpy as np
 from .milp_solver import MilpSolver, SolverFailed, Status
 from .problem import Counts, Problem
 
-__all__ = ["assign_within", "part_of", "search_space"]
-
 _SCALE = 1000.0  # the capacity in the units of the model; nanoseconds would drown in the solver's tolerances
 _ROOM = 1 + 1e-5  # above the capacity: exactly at an optimum, rounding makes CBC call the model infeasible
 _WEIGHTS = 1_000_000

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from .inputs import Shape, is_int
 
-__all__ = ["CostTable"]
-
 _NEAR_BEST = (103, 100)  # a chunk may cost this ratio of the best average: longer chunks publish later
 _NOMINAL_FLOPS_PER_NS = 400_000  # 400 TFLOP/s; only ratios between shapes matter to a plan
 _MOST_BATCH = 2**16

@@ -17,8 +17,6 @@ from .milp_solver import MilpSolver, SolverFailed
 from .pattern_milp import PatternPool, knapsack_items
 from .problem import Counts, Problem
 
-__all__ = ["Solution", "refine"]
-
 # Items; beyond it one pricing problem takes about a second, and classes are so large that the envelope bound is tight.
 _LARGEST_KNAPSACK = 20_000
 _LARGEST_MODEL = 50_000  # binaries; beyond it, building the model takes longer than any time limit

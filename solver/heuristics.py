@@ -11,8 +11,6 @@ import numpy as np
 
 from .problem import FORBIDDEN, Counts, Ints, Problem
 
-__all__ = ["batch_greedy", "longest_first", "multifit", "round_robin"]
-
 _PERMUTED_CLASSES = 4  # 24 orders; more classes are tried in a few orders only
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-__all__ = ["Backend", "ClassKey", "Matrix", "Method", "Rank", "Shape", "SolveOptions", "check_matrices", "check_ranks"]
-
 Shape = tuple[int, int]  # (small side, large side)
 ClassKey = tuple[int, int, str]  # rows, columns, pool: what matrices in one batch have in common
 Method = Literal["auto", "milp", "greedy"]

@@ -8,8 +8,6 @@ import numpy as np
 
 from .problem import Counts, Ints, Problem
 
-__all__ = ["level_bytes", "shorten"]
-
 _CELLS = 24_000_000  # of neighbours looked at; counted, not timed: a clock would make plans differ from run to run
 _LEVEL_ROUNDS = 4_000
 _ROWS_AT_ONCE = 100_000

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from .inputs import Backend
 
-__all__ = ["MilpSolver", "SolverFailed", "Status", "check_backend"]
-
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 

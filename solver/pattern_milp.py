@@ -22,8 +22,6 @@ from .compact_milp import assign_within, part_of, search_space
 from .milp_solver import MilpSolver, SolverFailed
 from .problem import Counts, Ints, Problem
 
-__all__ = ["PatternPool", "knapsack_items"]
-
 Floats = NDArray[np.float64]
 Verdict = Literal["infeasible", "possible", "unknown"]
 Pattern = tuple[int, tuple[int, ...]]  # kind of rank, matrices of each class

@@ -19,8 +19,6 @@ from .relabel import relabel
 from .result import Plan, least_block_bytes
 from .spread import block_bytes, spread_blocks
 
-__all__ = ["BASELINES", "Plan", "baseline", "plan"]
-
 BASELINES = ("round-robin", "lpt", "greedy")
 
 _AUTO_CAPS = (2.0, 1.5, 1.25, 1.1, 1.0)

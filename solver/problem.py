@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from .costs import CostTable
 from .inputs import ClassKey, Matrix, Rank
 
-__all__ = ["FORBIDDEN", "Counts", "Infeasible", "Ints", "Problem", "build_problem"]
-
 Ints = NDArray[np.int64]
 Counts = Ints  # (ranks, classes): matrices of each class per rank
 

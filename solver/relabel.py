@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from .inputs import Matrix, Rank
 
-__all__ = ["link_cost", "relabel", "xor_labels"]
-
 _Ints = NDArray[np.int64]
 
 _BUDGET = 24_000_000  # cells of traffic looked at; counted, not timed, so that the result repeats

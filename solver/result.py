@@ -11,8 +11,6 @@ from typing import Any
 from .inputs import Matrix, Shape, is_int
 from .spread import block_bytes
 
-__all__ = ["Plan", "least_block_bytes"]
-
 _SCHEMA = 2
 _MOST_ROWS = 32  # of the report
 _BAR = 24  # characters of the bar of the slowest rank

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from .inputs import ClassKey, Matrix
 
-__all__ = ["block_bytes", "spread_blocks"]
-
 _Kind = tuple[int, ClassKey]  # (-bytes, class): the largest sort first
 _Ints = NDArray[np.int64]
 

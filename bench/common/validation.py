@@ -38,8 +38,6 @@ from dmuon.simulation.programs import ProgramName, simulate
 from dmuon.simulation.scenario import Machine, Scenario
 from dmuon.simulation.workload import Block, Workload
 
-__all__ = ["MeasuredNetwork", "validate"]
-
 KEEP = "dedicated keep"
 PROGRAMS: dict[str, ProgramName] = {
     DEDICATED: "dedicated",

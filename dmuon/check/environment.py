@@ -14,8 +14,6 @@ from dmuon.planning.cost_lookup import cached_entries
 from dmuon.planning.device_key import NsOptions, device_key
 from dmuon.platform.host import HostShare
 
-__all__ = ["Machine", "describe"]
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:

@@ -15,8 +15,6 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.platform.torch_private import local_tensor
 from dmuon.report.accounting import expected_memory
 
-__all__ = ["at_rest", "expected_nbytes", "found_nbytes", "placement"]
-
 
 def placement(dedication: Dedication) -> list[Reading]:
     """One owner per matrix, nothing elsewhere, and no buffer left behind; to be read between backward and step."""

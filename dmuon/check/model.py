@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LARGE_VOCABULARY", "SMALL", "Block", "Network", "Size", "batch", "build", "is_matrix", "loss_of", "shard"]
-
 LARGE_VOCABULARY = 1024
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["Ranks"]
-
 _MINUTE = timedelta(minutes=1)
 
 

@@ -11,19 +11,6 @@ from torch import Tensor, nn
 from dmuon.check.model import SMALL, batch, build, is_matrix, loss_of
 from dmuon.kernels import coefficient_sequence
 
-__all__ = [
-    "ADAMW_EPS",
-    "CONTEXT",
-    "DECAY",
-    "LR",
-    "MAX_NORM",
-    "MOMENTUM",
-    "STEPS",
-    "Twin",
-    "relative_difference",
-    "train_alone",
-]
-
 LR, DECAY, MOMENTUM = 2e-3, 0.1, 0.95
 # AdamW's first step is the sign of a gradient unless eps says otherwise: rounding then decides where it is nearly zero.
 ADAMW_EPS = 1e-4

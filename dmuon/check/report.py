@@ -17,8 +17,6 @@ import torch.distributed as dist
 from dmuon.check.ranks import Ranks
 from dmuon.comm.monitor import CollectiveError
 
-__all__ = ["Board", "Line", "Reading", "Status", "Stopped"]
-
 Status = Literal["pass", "fail", "skip", "warn", "info"]
 
 

@@ -17,8 +17,6 @@ from dmuon.check.speed import Speed, measure_speed, memory_of_device
 from dmuon.check.topologies import Grid, grid_of, mesh_of
 from dmuon.check.trial import Kind, Trial
 
-__all__ = ["Settings", "run_checks"]
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

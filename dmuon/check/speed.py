@@ -23,8 +23,6 @@ from dmuon.check.report import Reading
 from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["Speed", "measure_speed", "memory_of_device"]
-
 _CONTEXT = 256  # tokens per row, at most
 _WARMUP, _ROUNDS = 2, 5
 _MEMORY = 0.05  # of the formula

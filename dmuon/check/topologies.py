@@ -20,8 +20,6 @@ import dmuon
 from dmuon.check.model import Network, shard
 from dmuon.dedicated.dedication import Dedication, dedications
 
-__all__ = ["TOPOLOGIES", "Grid", "Laid", "full_state", "grid_of", "lay", "mesh_of", "tensor_parallel"]
-
 TOPOLOGIES = ("1d", "hsdp", "ddp", "cp", "tp", "tp-hsdp", "fsdp2", "fsdp2-hsdp", "fsdp2-tp")
 
 

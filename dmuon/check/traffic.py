@@ -18,8 +18,6 @@ from dmuon.dedicated.runtime import Runtime
 from dmuon.platform.torch_private import TorchDispatchMode
 from dmuon.report.accounting import expected_exchange, expected_traffic
 
-__all__ = ["Amount", "Traffic", "compare_exchange", "compare_traffic", "owned_once"]
-
 
 @dataclass(frozen=True, slots=True)
 class Amount:

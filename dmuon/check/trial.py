@@ -21,8 +21,6 @@ from dmuon.check.report import Reading
 from dmuon.check.topologies import Grid, Laid, full_state, lay, mesh_of
 from dmuon.check.traffic import Traffic, compare_exchange, compare_traffic, owned_once
 
-__all__ = ["Kind", "Trial"]
-
 _FP32, _NORM = 1e-5, 1e-4  # of weights, of a gradient norm: sums in another order
 # Of what training changed. Newton-Schulz magnifies small singular values and their noise with them: on real gradients
 # fp16 stays within 0.1, and bf16 products, whose noise differs by how a batch is divided, were seen to make 0.09.

@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["BAD_INPUT", "FAILED", "BadArgument", "Parser", "count", "number", "positive", "require_target", "subset"]
-
 FAILED, BAD_INPUT = 1, 2  # exit statuses
 
 

@@ -12,8 +12,6 @@ from dmuon.planning.device_key import NsOptions
 from dmuon.platform.figures import new_figure
 from dmuon.solver import Plan
 
-__all__ = ["cost_table", "draw_costs", "draw_plan"]
-
 
 def cost_table(entries: Entries, options: NsOptions, device: torch.device) -> str:
     """One line per shape and batch size: times, rate at whole products, spread, samples, and how it ran."""

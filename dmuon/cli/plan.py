@@ -39,8 +39,6 @@ from dmuon.solver import (
     plan,
 )
 
-__all__ = ["main"]
-
 _percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
 _DEFAULT_DEVICE = "h200"
 _COMPARE = (*BASELINES, "milp")

@@ -15,8 +15,6 @@ from dmuon.comm.monitor import CollectiveError, first_line
 from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.layout.ranks import GlobalRank
 
-__all__ = ["Verdict", "Vote", "agree", "require_same"]
-
 
 @dataclass(frozen=True, slots=True)
 class Vote:

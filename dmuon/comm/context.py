@@ -21,8 +21,6 @@ from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
 from dmuon.platform.torch_private import backend_of, default_store
 
-__all__ = ["Comm", "CommOptions", "make_comm"]
-
 
 @dataclass(frozen=True, slots=True)
 class CommOptions:

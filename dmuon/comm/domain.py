@@ -16,8 +16,6 @@ from dmuon.layout.ranks import GlobalRank, Position, position_in
 from dmuon.platform.streams import Stream
 from dmuon.platform.torch_private import default_group_is_bound, default_store
 
-__all__ = ["Domain", "make_domain"]
-
 
 @dataclass(slots=True, eq=False)
 class Domain:

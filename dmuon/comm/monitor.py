@@ -19,8 +19,6 @@ from torch.distributed.distributed_c10d import Store
 
 from dmuon.layout.ranks import GlobalRank
 
-__all__ = ["CollectiveError", "Monitor", "Pending", "first_line", "run_all"]
-
 _EXIT_SECONDS = 2.0
 _REMEMBERED = 512  # collectives per lane
 _Journal = dict[str, tuple[int, list[str]]]  # by lane, how many collectives were started, and the last ones

@@ -16,8 +16,6 @@ from dmuon.layout.topology import ROLES, RankGrid
 from dmuon.platform.streams import group_options
 from dmuon.platform.torch_private import default_group_is_bound, group_names, new_named_group
 
-__all__ = ["grid_of_groups", "make_group", "ranks_of", "this_rank"]
-
 _T = TypeVar("_T")
 
 

@@ -13,8 +13,6 @@ from dmuon.comm.monitor import Pending
 from dmuon.layout.parcels import Route, travels
 from dmuon.layout.shards import Piece
 
-__all__ = ["Redistribution", "redistribute"]
-
 
 class Redistribution:
     """Matrices on their way, in one direction or the other, by one uneven all-to-all.

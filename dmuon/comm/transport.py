@@ -14,8 +14,6 @@ from dmuon.layout.buffer import Transport, part_offsets
 from dmuon.layout.ranks import GlobalRank, Position
 from dmuon.platform.torch_private import all_gather_single, reduce_scatter_single
 
-__all__ = ["Line", "Works", "gather", "reduce", "scratch"]
-
 Works = list[dist.Work | None]  # of collectives that were started; None of none
 
 

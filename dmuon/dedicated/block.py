@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
 
-__all__ = ["Block", "ExecutionOrder", "Phase", "mark_boundary"]
-
 
 class Phase(Enum):
     """What the modules of a block hold, and why. Only a block at rest may be entered."""

@@ -25,8 +25,6 @@ from dmuon.dedicated.matrix import Weight, own
 from dmuon.layout.buffer import make_layout
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["BufferState", "OwnedBuffer"]
-
 _ALIGN_BYTES = 256  # of each matrix in a flat buffer, so that every view suits vectorized loads
 
 

@@ -50,8 +50,6 @@ from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import backend_of, local_tensor, require_supported_torch
 from dmuon.solver import Matrix, SolveOptions
 
-__all__ = ["dedicate_params", "fully_shard", "owned_parameters"]
-
 _Seat = tuple[HostShare, list[GlobalRank]]
 
 

@@ -12,11 +12,6 @@ from dmuon.dedicated.runtime import Runtime
 from dmuon.model.routing import Route
 from dmuon.planning.owner_plan import OwnerPlan
 
-__all__ = [
-    "Dedication", "dedication_of", "dedications", "no_sync", "require_dedicated", "set_requires_all_reduce",
-    "set_requires_gradient_sync",
-]  # fmt: skip
-
 _ATTRIBUTE = "_dmuon_dedication"
 
 

@@ -18,8 +18,6 @@ from dmuon.layout.ranks import positions
 from dmuon.layout.shards import Piece, layout_of
 from dmuon.platform.torch_private import even_shape, local_tensor
 
-__all__ = ["even_to_owned", "owned_to_even", "write_even"]
-
 
 def owned_to_even(local: Tensor, matrix: OwnedMatrix, comm: Comm) -> DTensor:
     """Copy what an owner holds of ``matrix`` into an ordinary even DTensor. Collective over the data-parallel ranks.

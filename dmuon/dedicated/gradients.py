@@ -28,8 +28,6 @@ from dmuon.layout.buffer import Transport
 from dmuon.platform.streams import HostCopy
 from dmuon.step.parts import like_param
 
-__all__ = ["Gradients", "Landed"]
-
 Landed = Callable[[Sequence[Tensor]], None]
 
 

@@ -38,11 +38,6 @@ from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = [
-    "OwnedMatrix", "Sites", "TensorSharding", "Weight", "as_dtensor", "own", "resting", "tensor_placements",
-    "whole_parameter",
-]  # fmt: skip
-
 Sites = tuple[tuple[nn.Module, str], ...]
 
 

@@ -24,8 +24,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dmuon.layout.ranks import Position
 from dmuon.platform.torch_private import even_shape, local_tensor, owned_spec
 
-__all__ = ["EvenShard", "Keeper", "OwnedTensor", "owned_tensor"]
-
 _ELEMENTWISE = (
     "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "div", "exp", "lerp", "log", "maximum",
     "minimum", "mul", "neg", "pow", "reciprocal", "rsqrt", "sign", "sqrt", "sub", "zero", "copy", "fill",

@@ -26,8 +26,6 @@ _WRAPPERS: dict[type, str] = {
 
 _REPLICATE = "torch.distributed._composable.replicate"  # the module of DDP's composable form and of its classes
 
-__all__ = ["check_mesh", "check_model", "check_parameters", "checked_policy", "tensor_group_of", "tensor_mesh_of"]
-
 
 def check_mesh(mesh: DeviceMesh) -> Topology:
     """The topology of a mesh that lives in the current process group.

@@ -19,8 +19,6 @@ from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.platform.torch_private import local_tensor, managed_by_ddp
 
-__all__ = ["GradAverager", "unsharded_parameters"]
-
 _BUCKET_BYTES = 25 * 2**20
 
 

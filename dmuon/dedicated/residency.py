@@ -17,8 +17,6 @@ from dmuon.step.batches import Batch, Shared, SharedBatch, Task
 from dmuon.step.residency import MOMENTUM, Residency
 from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
 
-__all__ = ["Dedicated", "dedicated_residencies"]
-
 
 def dedicated_residencies(params: Iterable[Tensor]) -> list[Dedicated]:
     """One for each dedicated model that owns some of ``params``, in the order in which they come."""

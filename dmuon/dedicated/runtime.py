@@ -37,8 +37,6 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import GradAverager, unsharded_parameters
 from dmuon.platform.torch_private import current_backward, on_backward_end, outside_compile
 
-__all__ = ["Runtime", "runtime_of"]
-
 _running: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 

@@ -17,8 +17,6 @@ from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.runtime import Runtime
 from dmuon.model.blocks import canonical_fqn
 
-__all__ = ["describe", "hook_state_dicts"]
-
 _Matrices = dict[str, OwnedMatrix]  # of one module, by attribute
 
 

@@ -15,8 +15,6 @@ from dmuon.dedicated.dedication import require_dedicated
 from dmuon.dedicated.matrix import OwnedMatrix, whole_parameter
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["summon_full_params"]
-
 
 @contextmanager
 def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:

@@ -21,8 +21,6 @@ from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.solver import Matrix
 from dmuon.step.batches import Shared, Task, unplanned_batch_size
 
-__all__ = ["plan", "planned_owners", "tasks", "whole_parcel"]
-
 _NOMINAL_NS_PER_BYTE = 1 / 50  # 50 GB/s, beside costs that are estimated from FLOPs
 _WIRE_BYTES = 8  # of an element, to the owner and back in fp32
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.options import check_flag, check_integer
 
-__all__ = ["LAYOUTS", "OWN_ENTRIES", "DistributedConfig", "Waitable", "owners_from"]
-
 LAYOUTS = "dmuon.layouts"  # in ``state``: what generated functions know of an optimizer's parameters
 OWN_ENTRIES = ("rank", "param_names", "assignments", LAYOUTS)  # of ``state``, set once by each optimizer
 

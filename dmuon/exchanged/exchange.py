@@ -28,8 +28,6 @@ from dmuon.step.batches import Batch, SharedBatch, Task
 from dmuon.step.residency import Residency
 from dmuon.step.rounds import Round, exchanged_rounds, longest_first
 
-__all__ = ["Exchange", "Exchanged", "LayoutExchange", "UserExchange", "exchange_for"]
-
 
 def exchange_for(
     given: DistributedConfig | None,

@@ -29,11 +29,6 @@ from dmuon.platform.options import check_integer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import SolveOptions
 
-__all__ = [
-    "AssignByLayout", "GatherByLayout", "RedistributeByLayout", "create_auto_config", "create_devicemesh_config",
-    "create_dtensor_config", "create_processgroup_config", "default_config",
-]  # fmt: skip
-
 _SINGLE = "layout_of_update"  # in ``state``, of a tensor that was gathered without an assignment
 
 

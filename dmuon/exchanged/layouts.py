@@ -21,8 +21,6 @@ from dmuon.platform.options import check_integer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import SolveOptions
 
-__all__ = ["CHUNK_BYTES", "SMALL_PARAM_NUMEL", "LayoutOptions", "LayoutRecipe", "Layouts", "Ranks", "lay_out"]
-
 CHUNK_BYTES = 2**28
 SMALL_PARAM_NUMEL = 65536
 

@@ -15,8 +15,6 @@ from dmuon.exchanged.config import OWN_ENTRIES, DistributedConfig, Waitable
 from dmuon.layout.ranks import GlobalRank
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["Result", "UserFunctions", "check_gathered", "check_part"]
-
 
 class Result:
     """What one call of a user's function comes to, once its communication has finished.

@@ -21,8 +21,6 @@ from dmuon.step.batches import Batch
 from dmuon.step.parts import like_param
 from dmuon.step.update import Done, apply, folded, orthogonalize_whole
 
-__all__ = ["UserRound", "by_owner"]
-
 
 @dataclass(eq=False)
 class UserRound:

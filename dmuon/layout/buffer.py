@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BufferLayout", "Transport", "choose_transport", "make_layout", "part_offsets"]
-
 Transport = Literal["auto", "broadcast", "single", "list"]
 
 

@@ -14,8 +14,6 @@ from dmuon.layout.shards import ShardLayout, layout_from_shapes, layout_of
 from dmuon.layout.topology import COPIES, ROLES, RankGrid, ShardDims
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["ParameterLayout", "place", "place_dtensor", "place_replicated"]
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterLayout:

@@ -10,8 +10,6 @@ from functools import cached_property
 from dmuon.layout.ranks import Position
 from dmuon.layout.shards import Piece, ShardLayout
 
-__all__ = ["Parcel", "Route", "travels"]
-
 
 @dataclass(frozen=True, slots=True)
 class Route:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NewType
 
-__all__ = ["GlobalRank", "Position", "position_in", "positions"]
-
 GlobalRank = NewType("GlobalRank", int)
 """A process among all of them, as ``torch.distributed.get_rank()`` counts."""
 

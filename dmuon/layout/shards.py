@@ -13,8 +13,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dmuon.layout.ranks import Position
 
-__all__ = ["Cell", "Piece", "Run", "ShardLayout", "cells", "layout_from_shapes", "layout_of"]
-
 Run = tuple[int, int]  # half-open [start, stop) of global indices
 Runs = tuple[Run, ...]
 Cut = tuple[int, int]  # a dimension of the tensor, and into how many chunks it is cut before each of them is shared out

@@ -14,11 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.layout.ranks import GlobalRank
 
-__all__ = [
-    "COPIES", "ROLES", "Coordinate", "MeshDim", "RankGrid", "ShardDims", "Topology", "Weights", "grid_of_mesh",
-    "mesh_dim", "topology_of", "weights_laid_out",
-]  # fmt: skip
-
 ROLES = ("tp", "ep", "fsdp", "dp", "cp", "pp")  # what cuts a parameter first comes first
 
 Weights = Literal["copies", "shards", "parts", "as laid out"]

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch.nn as nn
 
-__all__ = ["BlockPredicate", "blocks_by_module", "canonical_fqn", "find_blocks"]
-
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 BlockPredicate = Callable[[str, nn.Module], bool]

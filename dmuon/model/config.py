@@ -12,8 +12,6 @@ from dmuon.model.transformers_config import read_with_transformers, transformers
 from dmuon.platform.files import UnreadableFile, read_json
 from dmuon.platform.options import is_integer
 
-__all__ = ["ModelConfig", "matrices_of", "read_model"]
-
 
 def read_model(path: str | Path) -> list[MatrixShape]:
     """List every matrix inside the blocks of a model: what Muon owns by default, so no embeddings and no output head.

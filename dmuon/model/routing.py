@@ -12,8 +12,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from dmuon.model.blocks import BlockPredicate, blocks_by_module, canonical_fqn, find_blocks
 
-__all__ = ["Route", "Select", "route_parameters"]
-
 Select = Callable[[str, nn.Module, nn.Parameter], bool]
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # their weights have as many dimensions as what they normalize

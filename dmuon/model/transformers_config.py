@@ -16,8 +16,6 @@ import torch.nn as nn
 from dmuon.model.matrix_shape import MatrixShape
 from dmuon.model.routing import route_parameters
 
-__all__ = ["read_with_transformers", "transformers_or_none"]
-
 # What would fetch code or weights, or ask for packages and dtypes that shapes do not depend on.
 _LEFT_OUT = frozenset({
     "model_type", "auto_map", "_name_or_path", "quantization_config", "torch_dtype", "dtype", "transformers_version",

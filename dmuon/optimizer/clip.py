@@ -17,8 +17,6 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_"]
-
 _LARGEST = torch.iinfo(torch.int64).max
 
 

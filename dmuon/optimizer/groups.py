@@ -21,11 +21,6 @@ from dmuon.model.routing import Select, route_parameters
 from dmuon.platform.options import check_flag, is_number
 from dmuon.platform.torch_private import flattened_by_fsdp1, replicate_group, unwrapped_for_ddp
 
-__all__ = [
-    "ADAMW_OPTIONS", "MUON_OPTIONS", "check_group", "groups_from", "inside_ddp", "names_in", "names_of",
-    "param_groups", "replicated_by_ddp",
-]  # fmt: skip
-
 MUON_OPTIONS = (
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "adjust_lr_fn",
 )  # fmt: skip

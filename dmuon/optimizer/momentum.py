@@ -16,8 +16,6 @@ from dmuon.dedicated.state_dict import describe
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.residency import MOMENTUM, Residency
 
-__all__ = ["Momentum"]
-
 _State = MutableMapping[Any, Any]  # `optimizer.state`: a dict of values by parameter
 
 

@@ -28,8 +28,6 @@ from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import AloneRound, Round, drive
 from dmuon.step.update import Done
 
-__all__ = ["Muon", "StepStats"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepStats:

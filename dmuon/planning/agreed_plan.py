@@ -17,8 +17,6 @@ from dmuon.planning.owner_plan import AGAIN, SOLVED, OwnerPlan, PlanSource, reas
 from dmuon.solver import CostTable, Matrix, Rank, SolveOptions
 from dmuon.solver import plan as solve_plan
 
-__all__ = ["Costs", "check_options", "describe_source", "make_plan"]
-
 Costs = Literal["flops"] | str | os.PathLike[str] | CostTable | None
 
 

@@ -20,21 +20,6 @@ from dmuon.platform.files import UnreadableFile, parse_json, read_json, write_by
 from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable, Shape
 
-__all__ = [
-    "SCHEMA",
-    "CacheKey",
-    "CostCache",
-    "CostCacheError",
-    "Entries",
-    "Timing",
-    "discard_invalid",
-    "merge_entries",
-    "shipped_profiles",
-    "user_cache_directory",
-    "user_cache_files",
-    "user_cache_path",
-]
-
 SCHEMA = 2
 
 _REMEDY = "delete the file or measure anew with dmuon-profile"

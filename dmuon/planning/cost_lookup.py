@@ -31,8 +31,6 @@ from dmuon.planning.device_key import NsOptions, device_key
 from dmuon.planning.profiler import measure, timing_bar, useful_batch_sizes
 from dmuon.solver import CostTable, Shape
 
-__all__ = ["FoundCosts", "cached_entries", "fastest_variants", "find_costs", "store"]
-
 Work: TypeAlias = Mapping[Shape, tuple[int, ...]]
 
 _log = logging.getLogger(__name__)

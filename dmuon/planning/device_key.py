@@ -18,8 +18,6 @@ from dmuon.kernels import coefficient_sequence, newton_schulz_flops
 from dmuon.planning.cost_cache import CacheKey, CostCacheError
 from dmuon.solver import Shape
 
-__all__ = ["NsOptions", "code_digest", "device_key", "options_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class NsOptions:

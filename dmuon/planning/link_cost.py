@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from dmuon.comm.domain import Domain
 
-__all__ = ["link_ns_per_byte"]
-
 _PROBE_BYTES = 2**20
 _PROBE_BYTES_PER_RANK = 2**16  # with less, latency would count as cost of bytes
 _PROBES = 3

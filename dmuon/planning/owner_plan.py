@@ -19,8 +19,6 @@ from dmuon.platform.files import read_json, write_text
 from dmuon.platform.options import is_integer
 from dmuon.solver import Matrix, Plan, Shape
 
-__all__ = ["AGAIN", "SOLVED", "OwnerPlan", "PlanSource", "reason_of"]
-
 _SCHEMA = 2
 _FIELDS = ("schema", "solution", "chunks", "variants", "cost_source")
 _CHECKSUM = "sha256"  # of these fields

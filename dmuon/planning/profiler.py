@@ -30,8 +30,6 @@ from dmuon.planning.cost_cache import Timing
 from dmuon.planning.device_key import NsOptions
 from dmuon.solver import Shape
 
-__all__ = ["MAX_BATCH", "fastest_variant", "measure", "nearly_singular", "settled", "timing_bar", "useful_batch_sizes"]
-
 MAX_BATCH = 64  # an owner of more runs several batches: by then launches are long hidden
 _SPREAD = 0.03  # (p90 - p10) / median that counts as settled
 _ROUND = 9  # samples that a spread is judged by

@@ -6,8 +6,6 @@ import re
 
 from dmuon.solver import Shape
 
-__all__ = ["parse_shape"]
-
 
 def parse_shape(text: str) -> Shape:
     """The two sides that ``text`` names, such as ``"1024x4096"``, in its order.

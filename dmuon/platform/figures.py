@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from dmuon.platform.files import write_bytes
 
-__all__ = ["new_figure", "save_png"]
-
 
 def new_figure(width: float, height: float, *, layout: Literal["constrained", "tight"] = "constrained") -> Any:
     """An empty ``matplotlib.figure.Figure`` of so many inches, which knows no window and no other figure.

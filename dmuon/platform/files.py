@@ -8,8 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["UnreadableFile", "parse_json", "read_json", "write_bytes", "write_text"]
-
 _MAX_BYTES = 1 << 26
 
 

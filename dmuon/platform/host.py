@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["HostShare", "warn_if_oversubscribed"]
-
 
 @dataclass(frozen=True, slots=True)
 class HostShare:

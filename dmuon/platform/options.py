@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TypeGuard
 
-__all__ = ["check_choice", "check_flag", "check_integer", "is_integer", "is_number"]
-
 
 def is_integer(value: object, least: int | None = None, most: int | None = None) -> TypeGuard[int]:
     """Whether ``value`` is an integer from ``least`` to ``most``.

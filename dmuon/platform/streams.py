@@ -25,8 +25,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-__all__ = ["HostCopy", "PhaseTimer", "Stream", "group_options", "mesh_device"]
-
 
 def mesh_device(device_type: str) -> torch.device:
     """The device that this process uses on a mesh of ``device_type``."""

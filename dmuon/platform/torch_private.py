@@ -18,14 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "TorchDispatchMode", "all_gather_single", "backend_of", "current_backward", "default_group_is_bound",
-    "default_store", "even_shape", "flattened_by_fsdp1", "group_names", "local_tensor", "managed_by_ddp",
-    "new_named_group", "on_backward_end", "outside_compile", "owned_spec", "reduce_scatter_single", "replicate_group",
-    "require_supported_torch", "unwrapped_for_ddp",
-]  # fmt: skip
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -18,8 +18,6 @@ from dmuon.step.batches import make_batches
 from dmuon.step.rounds import ExchangedRound, prefetch_windows
 from dmuon.step.update import wire_dtype
 
-__all__ = ["ExchangeBudget", "Memory", "Traffic", "expected_exchange", "expected_memory", "expected_traffic"]
-
 
 @dataclass(frozen=True, slots=True)
 class Memory:

@@ -15,8 +15,6 @@ from dmuon.optimizer.groups import inside_ddp
 from dmuon.optimizer.muon import Muon
 from dmuon.report.accounting import expected_memory, expected_traffic
 
-__all__ = ["explain"]
-
 
 def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     """Routes with reasons, owners per matrix, predicted loads, dtypes, and what the optimizer did last.

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["COMPUTE", "Groups", "Noise", "Simulation", "Span", "Times", "latest"]
-
 Times = NDArray[np.float64]  # seconds, one per rank
 
 COMPUTE = "compute"

@@ -9,8 +9,6 @@ from typing import Any
 
 from dmuon.platform.options import is_integer, is_number
 
-__all__ = ["HARDWARE", "Device", "Hardware", "Link", "hardware"]
-
 _COUNTS = ("sms", "memory", "gpus_per_node")
 
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from dmuon.platform.options import is_integer
 from dmuon.simulation.hardware import Hardware, Link
 
-__all__ = ["AlphaBeta", "Collective", "Network", "Ring", "Topology"]
-
 Collective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce"]
 
 

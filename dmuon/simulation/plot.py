@@ -12,8 +12,6 @@ from dmuon.platform.figures import new_figure, save_png
 from dmuon.simulation.engine import COMPUTE
 from dmuon.simulation.programs import StepTrace
 
-__all__ = ["draw_scaling", "draw_timeline", "pick_ranks"]
-
 # By the name of an operation: the colour of its bars, and what the legend calls it.
 _BARS = {
     "forward": ("#4c78a8", "forward"),

@@ -19,8 +19,6 @@ from dmuon.simulation.workload import Workload
 from dmuon.solver import CostTable, Plan, SolveOptions
 from dmuon.solver import plan as solve_plan
 
-__all__ = ["Change", "Prediction", "ProgramTime", "Quantity", "find_changes", "overhead", "predict"]
-
 Quantity = Literal["tokens per rank", "Newton–Schulz speed", "link bandwidth", "link latency", "ranks", "replicas"]
 
 _FACTORS = (2, 4, 8, 16, 32, 64)

@@ -29,8 +29,6 @@ from dmuon.simulation.network import Collective
 from dmuon.simulation.scenario import Scenario, batches, ns_chunks, owned_elements, stored_shapes
 from dmuon.simulation.workload import Block
 
-__all__ = ["PROGRAMS", "ProgramName", "StepTrace", "simulate"]
-
 ProgramName = Literal["dedicated", "dedicated keep", "gather", "adamw"]
 
 _MAX_REDUCTIONS = 2  # as in dmuon.dedicated.runtime

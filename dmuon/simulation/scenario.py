@@ -14,8 +14,6 @@ from dmuon.simulation.network import AlphaBeta, Network, Topology
 from dmuon.simulation.workload import Workload
 from dmuon.solver import CostTable, Matrix, Plan
 
-__all__ = ["Machine", "Scenario", "batches", "ns_chunks", "owned_elements", "stored_shapes"]
-
 _ADAMW_BYTES = 28  # per element: weight, gradient and two moments read, all but the gradient written, fp32
 
 

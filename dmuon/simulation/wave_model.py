@@ -33,8 +33,6 @@ from dmuon.platform.options import is_integer
 from dmuon.simulation.hardware import Device
 from dmuon.solver import CostTable, Shape
 
-__all__ = ["describe", "wave_costs"]
-
 _TILE = 128  # judgement: a usual tile of cuBLAS; small matrices get smaller ones, but there launches dominate
 _ELEMENT = 2  # bytes of fp16 and bf16
 

@@ -11,8 +11,6 @@ from dmuon.model.config import ModelConfig, matrices_of
 from dmuon.model.matrix_shape import MatrixShape
 from dmuon.platform.options import is_integer
 
-__all__ = ["Block", "Workload"]
-
 _NORMS_PER_BLOCK = 2
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _BACKWARD = 2  # products per forward product: one for the input's gradient, one for the weight's

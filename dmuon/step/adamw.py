@@ -11,8 +11,6 @@ from torch.optim.adamw import adamw
 
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["adamw_step", "adopt_adamw_state", "init_adamw_state"]
-
 
 def init_adamw_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
     """Create ``step`` (0-D fp32 on the parameter's device), ``exp_avg`` and ``exp_avg_sq`` (as ``param``)."""

@@ -12,8 +12,6 @@ from dmuon.comm.domain import Domain
 from dmuon.layout.parcels import Parcel
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["Batch", "Shared", "SharedBatch", "Task", "make_batches", "unplanned_batch_size"]
-
 _UNPLANNED_ELEMENTS = 2**25  # bounds the workspace where no plan sets a batch size
 
 

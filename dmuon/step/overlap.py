@@ -16,8 +16,6 @@ from dmuon.step.batches import Batch
 from dmuon.step.rounds import AloneRound
 from dmuon.step.update import Orthogonalized, kept, orthogonalize
 
-__all__ = ["EarlyUpdates"]
-
 _OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype")
 
 

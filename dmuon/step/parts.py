@@ -10,8 +10,6 @@ from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.ranks import position_in
 from dmuon.platform.torch_private import local_tensor
 
-__all__ = ["like_param", "part_like"]
-
 
 def like_param(param: Tensor, local: Tensor) -> Tensor:
     """``local``, which lies as ``param`` does, as a DTensor if that is one. Shares its storage."""

@@ -13,8 +13,6 @@ from dmuon.step.batches import Batch, Task, unplanned_batch_size
 from dmuon.step.parts import like_param, part_like
 from dmuon.step.rounds import AloneRound, Round
 
-__all__ = ["MOMENTUM", "Alone", "Residency"]
-
 MOMENTUM = "momentum_buffer"  # in the optimizer's state
 
 

@@ -15,11 +15,6 @@ from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, SharedBatch
 from dmuon.step.update import Done, Orthogonalized, apply, folded, kept, orthogonalize, orthogonalize_whole, wire_dtype
 
-__all__ = [
-    "AloneRound", "ExchangedRound", "Round", "drive", "exchanged_rounds", "in_model_order", "longest_first",
-    "prefetch_windows",
-]  # fmt: skip
-
 
 class Round(Protocol):
     """Batches that go through a step together; the same on all ranks that share them.

@@ -29,8 +29,6 @@ from dmuon.kernels import (
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch
 
-__all__ = ["Done", "Orthogonalized", "apply", "folded", "kept", "orthogonalize", "orthogonalize_whole", "wire_dtype"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Done:

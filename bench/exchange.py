@@ -37,17 +37,19 @@ Both need root and Linux with ``unshare``, ``ip`` and ``tc``; where the machine 
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import subprocess
 import sys
-import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from common.clock import collect, in_turn, medians
 from common.ledger import Ledger
 from common.options import parse
 from common.programs import (
@@ -63,21 +65,22 @@ from common.programs import (
     errors,
     initial_model,
     largest_difference,
-    sharded,
     whole_weights,
 )
-from common.ranks import collect, in_turn, medians, over_ranks, run_ranks, timed
+from common.ranks import over_ranks, run_ranks, timed
 from common.results import origin, without_home, write_json
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from training.model import GPT, MLP, GPTConfig
+from training.trainer import sharded
 
 import dmuon
 from dmuon.comm.domain import make_domain
 from dmuon.comm.redistribution import Redistribution
 from dmuon.exchanged import assignment
 from dmuon.planning.link_cost import link_ns_per_byte
-from dmuon.report.accounting import ExchangeBudget, expected_exchange
+from dmuon.report.accounting import expected_exchange
 from dmuon.step.rounds import ExchangedRound
 
 CONFINED = "DMUON_BENCH_CONFINED"  # set inside of the network namespace
@@ -107,7 +110,7 @@ class Mode:
 
     @property
     def sequential(self) -> Mode:
-        return Mode(self.together, 0, self.chunk_bytes, self.small)
+        return replace(self, prefetch=0)
 
 
 SWEEPS: dict[str, dict[str, Mode]] = {
@@ -129,39 +132,12 @@ SWEEPS: dict[str, dict[str, Mode]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Wide(GPTConfig):
-    """A GPT's sizes with another inner width."""
-
-    inner: int = 32
-
-    @property
-    def hidden(self) -> int:
-        return self.inner
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """One rank's step.
-
-    Attributes:
-        received, received_in_step: bytes, of the whole step and of ``step()``.
-    """
-
-    received: int
-    received_in_step: int
-    sent_in_step: int
-    calls_in_step: int
-    in_flight: int
-    peak: int
-
-
 def swept_model(settings: Settings) -> GPT:
     """The GPT; to sweep over small matrices, one whose blocks have MLPs of 32, 64, 128, ... hidden units."""
     model = initial_model(settings)
     if settings.sweep == "small":
         for i, block in enumerate(model.blocks):
-            block.mlp = MLP(Wide(settings.layers, settings.width, settings.heads, settings.context, 32 << (i % 8)))
+            block.mlp = MLP(GPTConfig(width=settings.width, inner=32 << (i % 8)))
     return model
 
 
@@ -169,7 +145,7 @@ def build(name: str, initial: GPT, mesh: DeviceMesh, settings: Settings) -> Prog
     mode = SWEEPS[settings.sweep].get(name)
     if mode is None:
         return build_stock(name, initial, mesh, settings)
-    model = sharded(initial, mesh)
+    model = sharded(fully_shard, copy.deepcopy(initial), mesh=mesh)
     config = dmuon.create_dtensor_config(
         mode.together,
         mode.prefetch,
@@ -204,45 +180,41 @@ def link_mb_per_s(world: int) -> float:
 # -- counting ----------------------------------------------------------------------------------------------------------
 
 
-def count(program: Program, settings: Settings, rank: int) -> Counted:
-    """What a step moves and allocates; of memory the least of some steps."""
+def accounts(program: Program, settings: Settings, rank: int) -> dict[str, int]:
+    """What a step moves and allocates, the most of any rank; ``unexpected`` is 1 where a rank's differ. Collective.
+
+    Of memory it is the least of some steps.
+    """
     memory = []
     for i in range(REPEATS):
         with Ledger() as whole:
             program.backward(*data(settings, 500 + i, rank, program.shared))
             with Ledger() as inside:
-                for optimizer in program.optimizers:
-                    optimizer.step()
-        for optimizer in program.optimizers:
-            optimizer.zero_grad()
+                program.update()
+        program.zero_grad()
         memory.append((inside.in_flight, inside.peak))
-    exchanges = bool(exchanged_rounds(program))
-    name = "alltoall_base_"
-    return Counted(
-        sum(whole.received.values()),
-        inside.received[name] if exchanges else sum(inside.received.values()),
-        inside.sent[name] if exchanges else sum(inside.sent.values()),
-        inside.calls[name] if exchanges else sum(inside.calls.values()),
-        min(in_flight for in_flight, _ in memory),
-        min(peak for _, peak in memory),
-    )
+    rounds = len(exchanged_rounds(program))
 
+    def in_step(counted: Counter[str]) -> int:
+        return counted["alltoall_base_"] if rounds else sum(counted.values())
 
-def as_expected(counted: Counted, budget: ExchangeBudget) -> bool:
-    found = counted.calls_in_step, counted.received_in_step, counted.sent_in_step
-    received, sent = budget.received_before + budget.received_after, budget.sent_before + budget.sent_after
-    return found == (budget.calls, received, sent)
-
-
-def accounts(program: Program, settings: Settings, rank: int) -> dict[str, int]:
-    """What was counted and expected, the most of any rank; ``unexpected`` is 1 where a rank's differ. Collective."""
-    counted = count(program, settings, rank)
-    mine = asdict(counted)
-    if exchanged_rounds(program):
+    mine = {
+        "received": sum(whole.received.values()),
+        "received_in_step": in_step(inside.received),
+        "sent_in_step": in_step(inside.sent),
+        "calls_in_step": in_step(inside.calls),
+        "in_flight": min(in_flight for in_flight, _ in memory),
+        "peak": min(peak for _, peak in memory),
+    }
+    if rounds:
         budget = expected_exchange(program.optimizers[0])
-        mine["rounds"] = len(exchanged_rounds(program))
-        mine["in_flight_by_formula"] = budget.in_flight
-        mine["unexpected"] = int(not as_expected(counted, budget))
+        expected = {
+            "received_in_step": budget.received_before + budget.received_after,
+            "sent_in_step": budget.sent_before + budget.sent_after,
+            "calls_in_step": budget.calls,
+        }
+        unexpected = any(mine[name] != value for name, value in expected.items())
+        mine |= {"rounds": rounds, "in_flight_by_formula": budget.in_flight, "unexpected": unexpected}
     most = over_ranks(list(mine.values()))
     return {name: int(value) for name, value in zip(mine, most, strict=True)}
 
@@ -250,27 +222,10 @@ def accounts(program: Program, settings: Settings, rank: int) -> dict[str, int]:
 # -- timing ------------------------------------------------------------------------------------------------------------
 
 
-class Stopwatch:
-    """Seconds that a program's optimizers spend in ``step()``."""
-
-    def __init__(self, program: Program) -> None:
-        self.seconds = 0.0
-        for optimizer in program.optimizers:
-            optimizer.register_step_pre_hook(self._start)
-            optimizer.register_step_post_hook(self._stop)
-
-    def _start(self, *_: Any) -> None:
-        self.seconds -= time.perf_counter()
-
-    def _stop(self, *_: Any) -> None:
-        self.seconds += time.perf_counter()
-
-
-def timed_step(program: Program, watch: Stopwatch, x: Tensor, y: Tensor) -> dict[str, float]:
+def timed_step(program: Program, x: Tensor, y: Tensor) -> dict[str, float]:
     """Milliseconds by column."""
-    watch.seconds = 0.0
     columns = {"step": 1e3 * timed(lambda: program.step(x, y))}
-    (columns["step()"],) = over_ranks([1e3 * watch.seconds])
+    (columns["step()"],) = over_ranks([1e3 * program.update_seconds])
     muon = program.optimizers[0]
     if isinstance(muon, dmuon.Muon):
         phases = muon.last_step.seconds
@@ -299,7 +254,6 @@ class Replay:
 
 def measure(programs: list[Program], settings: Settings, rank: int) -> dict[tuple[str, str], list[float]]:
     """Milliseconds by program and column; those without optimizer under the name of their layout."""
-    watches = {program.name: Stopwatch(program) for program in programs}
     replays = {p.name: Replay(exchanged_rounds(p)) for p in programs if exchanged_rounds(p)}
     bare = {"fsdp2": programs[0], DEDICATED: next(p for p in programs if p.name == DEDICATED)}
 
@@ -307,7 +261,7 @@ def measure(programs: list[Program], settings: Settings, rank: int) -> dict[tupl
         took: dict[tuple[str, str], float] = {}
         x, y = data(settings, 1000 + index, rank)
         for program in in_turn(programs, index):
-            columns = timed_step(program, watches[program.name], x, y)
+            columns = timed_step(program, x, y)
             if program.name in replays:
                 columns["alone"] = 1e3 * timed(replays[program.name])
             took |= {(program.name, column): value for column, value in columns.items()}
@@ -344,10 +298,8 @@ def results(
     differ: dict[str, tuple[float, bool]],
 ) -> dict[str, dict[str, Any]]:
     """By program, its row: medians, counts and errors."""
-    exposed = {
-        name: median[name]["step"] - median[f"{DEDICATED if name == DEDICATED else 'fsdp2'} without optimizer"]["step"]
-        for name in names
-    }
+    bare = {name: median[f"{DEDICATED if name == DEDICATED else 'fsdp2'} without optimizer"] for name in names}
+    exposed = {name: median[name]["step"] - bare[name]["step"] for name in names}
     modes = SWEEPS[settings.sweep]
     by_mode = {mode: name for name, mode in modes.items()}
     rows = {}

@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import platform
-import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from common.clock import cold_samples, medians
 from common.results import write_json
 from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 from dmuon.kernels import (
     Variant,
@@ -51,53 +54,8 @@ SIDES = (512, 1024, 2048, 4096, 8192)
 DEPTHS = (1, 4)  # inner dimension over side: squares of the Gram form, and XXᵀ of a wide matrix
 BATCH_ELEMENTS = 1 << 27  # of a model's batches: 8 matrices of 4096 x 4096
 POLAR = coefficient_sequence("polar_express", 5)
+(CLASSIC,) = coefficient_sequence("classic", 1)
 CUBLAS = "cuBLAS"
-
-
-class Clock:
-    """Medians of interleaved samples: graph replays between events on CUDA, CPU time elsewhere."""
-
-    def __init__(self, device: torch.device, rounds: int) -> None:
-        self.device, self.rounds = device, rounds
-        self.flushed = torch.empty(1 << (28 if device.type == "cuda" else 20), dtype=torch.uint8, device=device)
-
-    def medians(self, programs: dict[str, Callable[[], object]]) -> dict[str, float]:
-        """Milliseconds of each."""
-        ready = {name: self._prepared(program) for name, program in programs.items()}
-        samples: dict[str, list[float]] = {name: [] for name in programs}
-        for _ in range(self.rounds):
-            for name, program in ready.items():
-                samples[name].append(self._sample(program))
-        return {name: statistics.median(values) for name, values in samples.items()}
-
-    def _prepared(self, program: Callable[[], object]) -> Callable[[], object]:
-        program()  # compiles
-        if self.device.type != "cuda":
-            return program
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kept = program()
-
-        def replay(_kept: object = kept) -> None:
-            graph.replay()
-
-        replay()
-        return replay
-
-    def _sample(self, program: Callable[[], object]) -> float:
-        self.flushed.zero_()
-        if self.device.type != "cuda":
-            start = time.thread_time_ns()
-            program()
-            return (time.thread_time_ns() - start) / 1e6
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        program()
-        last.record()
-        last.synchronize()
-        milliseconds: float = first.elapsed_time(last)
-        return milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +76,27 @@ class Settings:
         if self.scale > 1:
             return lambda m, p, dtype: (TileConfig(16, 16, 4, 2), TileConfig(16, 16, 4, 2, True))
         return lambda m, p, dtype: candidates(m, p, dtype, capability)
+
+    def medians(self, programs: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Milliseconds of each, in turns: of graph replays on CUDA, CPU time elsewhere."""
+        ready = {name: self._prepared(program) for name, program in programs.items()}
+        cache_bytes = 1 << (28 if self.device.type == "cuda" else 20)
+        return medians(cold_samples(ready, self.device, cache_bytes, self.rounds))
+
+    def _prepared(self, program: Callable[[], object]) -> Callable[[], object]:
+        program()  # compiles
+        if self.device.type != "cuda":
+            return program
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = program()
+
+        def replay(_kept: object = kept) -> None:
+            graph.replay()
+
+        replay()
+        return replay
 
     def gaussian(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -209,63 +188,46 @@ def relative(found: Tensor, exact: Tensor) -> float:
 # -- products -------------------------------------------------------------------------------------------------------
 
 
-def time_products(settings: Settings, clock: Clock, deadline: float) -> list[dict[str, Any]]:
+def time_products(settings: Settings, deadline: float) -> list[dict[str, Any]]:
     """The symmetric product against cuBLAS, with a batch that fills the device, and with one matrix."""
     rows = []
-    for m in (max(16, side // settings.scale) for side in SIDES):
-        for depth in DEPTHS:
-            for k in (1, max(2, 4 * 4096**2 // (settings.scale * m) ** 2)):
-                if time.monotonic() > deadline or not settings.tiles:
-                    continue
-                x = (settings.gaussian(k, m, depth * m) / (depth * m) ** 0.5).half()
-                c = (x @ x.mT) if depth == 1 else None
-                r = c if c is not None else x
-                b = r if depth == 1 else x.mT
-                out = torch.empty(k, m, m, dtype=torch.float16, device=settings.device)
-
-                def whole(r: Tensor = r, b: Tensor = b, c: Tensor | None = c, out: Tensor = out) -> Tensor:
-                    if c is None:
-                        return torch.bmm(r, b, out=out)
-                    return torch.baddbmm(c, r, b, beta=0.5, alpha=0.5, out=out)
-
-                programs: dict[str, Callable[[], object]] = {CUBLAS: whole}
-                for config in settings.configs(m, depth * m, torch.float16):
-
-                    def lower(
-                        config: TileConfig = config,
-                        r: Tensor = r,
-                        b: Tensor = b,
-                        c: Tensor | None = c,
-                        out: Tensor = out,
-                        square: bool = depth == 1,
-                    ) -> Tensor:
-                        beta = 0.5 if square else 0.0
-                        return symmetric_product(
-                            r, b, c, alpha=0.5, beta=beta, out=out, b_symmetric=square, config=config
-                        )
-
-                    programs[str(config)] = lower
-                times = clock.medians(programs)
-                best = min((name for name in times if name != CUBLAS), key=lambda name: times[name])
-                rows.append(
-                    {
-                        "m": m,
-                        "p": depth * m,
-                        "k": k,
-                        "ms": times,
-                        "best": best,
-                        "speedup": times[CUBLAS] / times[best],
-                        "cublas_tflops": 2 * k * m * m * depth * m / times[CUBLAS] / 1e9,
-                        "effective_tflops": 2 * k * m * m * depth * m / times[best] / 1e9,
-                    }
-                )
+    sides = [max(16, side // settings.scale) for side in SIDES]
+    for m, depth, alone in itertools.product(sides, DEPTHS, (True, False)):
+        if time.monotonic() > deadline or not settings.tiles:
+            break
+        k = 1 if alone else max(2, 4 * 4096**2 // (settings.scale * m) ** 2)
+        x = (settings.gaussian(k, m, depth * m) / (depth * m) ** 0.5).half()
+        out = torch.empty(k, m, m, dtype=torch.float16, device=settings.device)
+        programs: dict[str, Callable[[], object]] = {}
+        if depth == 1:
+            r = x @ x.mT
+            programs[CUBLAS] = partial(torch.baddbmm, r, r, r, beta=0.5, alpha=0.5, out=out)
+            ours = partial(symmetric_product, r, r, r, alpha=0.5, beta=0.5, out=out, b_symmetric=True)
+        else:
+            programs[CUBLAS] = partial(torch.bmm, x, x.mT, out=out)
+            ours = partial(symmetric_product, x, x.mT, alpha=0.5, out=out)
+        programs |= {str(config): partial(ours, config=config) for config in settings.configs(m, depth * m, x.dtype)}
+        times = settings.medians(programs)
+        best = min((name for name in times if name != CUBLAS), key=lambda name: times[name])
+        rows.append(
+            {
+                "m": m,
+                "p": depth * m,
+                "k": k,
+                "ms": times,
+                "best": best,
+                "speedup": times[CUBLAS] / times[best],
+                "cublas_tflops": 2 * k * m * m * depth * m / times[CUBLAS] / 1e9,
+                "effective_tflops": 2 * k * m * m * depth * m / times[best] / 1e9,
+            }
+        )
     return rows
 
 
 # -- whole models ---------------------------------------------------------------------------------------------------
 
 
-def time_models(settings: Settings, clock: Clock, deadline: float) -> list[dict[str, Any]]:
+def time_models(settings: Settings, deadline: float) -> list[dict[str, Any]]:
     """Newton–Schulz of all matrices of a model on one device."""
     rows = []
     cache: dict[tuple[tuple[int, int], int], dict[str, Any]] = {}
@@ -282,7 +244,7 @@ def time_models(settings: Settings, clock: Clock, deadline: float) -> list[dict[
             if ((m, n), k) not in cache:
                 if time.monotonic() > deadline:
                     break
-                cache[(m, n), k] = time_shape(settings, clock, (m, n), k)
+                cache[(m, n), k] = time_shape(settings, (m, n), k)
             found = cache[(m, n), k]
             for program, milliseconds in found["ms"].items():
                 total[program] += milliseconds * count / k
@@ -296,26 +258,18 @@ def time_models(settings: Settings, clock: Clock, deadline: float) -> list[dict[
     return rows
 
 
-def time_shape(settings: Settings, clock: Clock, shape: tuple[int, int], k: int) -> dict[str, Any]:
+def time_shape(settings: Settings, shape: tuple[int, int], k: int) -> dict[str, Any]:
     x = settings.gaussian(k, *shape)
     exact = orthogonalize(x[:1].double(), method="standard")
     tuned = fastest_variant(shape, k, settings.device, NsOptions(dtype=torch.float16), seconds=settings.seconds / 40)
     rule = choose_variant(shape, k, POLAR, torch.float16, settings.device)
     torch_backend = {
-        method: choose_variant(
-            shape,
-            k,
-            POLAR,
-            torch.float16,
-            settings.device,
-            method=method,
-            backend="torch",  # type: ignore[arg-type]
-        )
+        method: choose_variant(shape, k, POLAR, torch.float16, settings.device, method=method, backend="torch")
         for method in ("standard", "gram")
     }
 
     def ours(variant: Variant) -> Callable[[], Tensor]:
-        eager = Variant(**{**asdict(variant), "replay": False})  # here all are replayed
+        eager = replace(variant, replay=False)  # here all are replayed
         return lambda: run(normalize(x, torch.float16, 0.0)[0], eager, POLAR, torch.float16)
 
     programs: dict[str, Callable[[], Tensor]] = {
@@ -323,18 +277,12 @@ def time_shape(settings: Settings, clock: Clock, shape: tuple[int, int], k: int)
         "dmuon, rule": ours(rule),
         "cuBLAS standard": ours(torch_backend["standard"]),
         "cuBLAS gram": ours(torch_backend["gram"]),
-        "torch.optim.Muon": lambda: torch.stack([torch_muon(matrix) for matrix in x]),
+        "torch.optim.Muon": lambda: torch.stack([_zeropower_via_newtonschulz(m, CLASSIC, 5, 1e-7) for m in x]),
         **peers(x),
     }
     # Others use other coefficients: theirs are no errors against ours, so only ours are compared.
     errors = {name: relative(programs[name]()[:1], exact) for name in list(programs)[:4]}
-    return {"ms": clock.medians(dict(programs)), "errors": errors, "variant": str(tuned), "rule": str(rule)}
-
-
-def torch_muon(matrix: Tensor) -> Tensor:
-    module = importlib.import_module("torch.optim._muon")
-    result: Tensor = module._zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
-    return result
+    return {"ms": settings.medians(dict(programs)), "errors": errors, "variant": str(tuned), "rule": str(rule)}
 
 
 def peers(x: Tensor) -> dict[str, Callable[[], Tensor]]:
@@ -411,10 +359,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.models,
     )
     started = time.monotonic()
-    clock = Clock(settings.device, settings.rounds)
     checks = check(settings)
-    products = time_products(settings, clock, started + 0.5 * settings.seconds)
-    models = time_models(settings, clock, started + settings.seconds)
+    products = time_products(settings, started + 0.5 * settings.seconds)
+    models = time_models(settings, started + settings.seconds)
     triton = importlib.import_module("triton").__version__ if settings.tiles else "not used"
     result = {
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),

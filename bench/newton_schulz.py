@@ -20,16 +20,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from common.clock import cold_samples, medians
 from common.results import origin, write_json
 from planner_gaps import matrices_of
 from torch import Tensor
@@ -133,29 +133,10 @@ def looped(program: Callable[[Tensor, Coefficients], Tensor], x: Tensor, coeffic
     return torch.stack([program(matrix, coefficients) for matrix in x]) if x.ndim == 3 else program(x, coefficients)
 
 
-def cpu_ms(work: Callable[[], object]) -> float:
-    start = time.thread_time_ns()
-    work()
-    return (time.thread_time_ns() - start) / 1e6
-
-
-def medians(
-    work: dict[str, Callable[[], object]], rounds: int, seconds: float, least: int = 3
-) -> tuple[dict[str, float], int]:
-    """Median milliseconds of each, in turns; as many rounds as ``seconds`` allow, ``least`` at least."""
-    cold = torch.empty(CACHE_BYTES // 4)
-    samples: dict[str, list[float]] = {name: [] for name in work}
-    names = list(work)
-    begin = time.perf_counter()
-    for index in range(-1, rounds):  # the first round warms up
-        if index >= least and time.perf_counter() - begin > seconds:
-            break
-        for name in names[index % len(names) :] + names[: index % len(names)]:
-            cold.fill_(index)
-            took = cpu_ms(work[name])
-            if index >= 0:
-                samples[name].append(took)
-    return {name: statistics.median(values) for name, values in samples.items()}, len(samples[names[0]])
+def cold_medians(work: dict[str, Callable[[], object]], rounds: int, seconds: float) -> tuple[dict[str, float], int]:
+    """Median milliseconds of each, in as many rounds as ``seconds`` allow, three at least; and how many these were."""
+    samples = cold_samples(work, torch.device("cpu"), CACHE_BYTES, rounds, seconds)
+    return medians(samples), min(map(len, samples.values()))
 
 
 def measure(m: int, n: int, k: int, rounds: int, seconds: float) -> Row:
@@ -175,7 +156,7 @@ def measure(m: int, n: int, k: int, rounds: int, seconds: float) -> Row:
         found = run()
         expected = exact[classic if name == "torch" else polar]
         error[name] = float(((found[0] if k > 1 else found).double() - expected).norm() / expected.norm())
-    ms, taken = medians(dict(work), rounds, seconds)
+    ms, taken = cold_medians(dict(work), rounds, seconds)
     return Row(m, n, k, taken, ms, error)
 
 
@@ -214,17 +195,11 @@ def products(rounds: int, seconds: float) -> None:
         square, deep = wide[:, :m].contiguous(), wide
         cells: list[str] = []
         for a, b, addend in ((r, r, None), (r, r, c), (square, square.mT, None), (deep, deep.mT, None)):
-
-            def full(a: Tensor = a, b: Tensor = b, c: Tensor | None = addend) -> None:
-                if c is None:
-                    torch.mm(a, b, out=out)  # noqa: B023
-                else:
-                    torch.addmm(c, a, b, beta=2.0, out=out)  # noqa: B023
-
-            def split(a: Tensor = a, b: Tensor = b, c: Tensor | None = addend) -> None:
-                split_product(a, b, c, beta=2.0, out=out)  # noqa: B023
-
-            ms, _ = medians({"full": full, "split": split}, rounds, seconds / 4)
+            full = partial(torch.mm, a, b, out=out)
+            if addend is not None:
+                full = partial(torch.addmm, addend, a, b, beta=2.0, out=out)
+            split = partial(split_product, a, b, addend, beta=2.0, out=out)
+            ms, _ = cold_medians({"full": full, "split": split}, rounds, seconds / 4)
             if not cells:
                 cells.append(f"{2e-6 * m**3 / ms['full']:.0f}")
             cells.append(f"{ms['split'] / ms['full']:.2f}{'*' if worth_splitting(m, a.shape[1]) else ''}")

@@ -187,17 +187,9 @@ class TileArithmetic(SplitArithmetic):
     __slots__ = ()
 
     def symmetric(
-        self,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor | None = None,
-        *,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        out: Tensor | None = None,
-        b_symmetric: bool = True,
+        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, b_symmetric: bool = True, **options: Any
     ) -> Tensor:
-        return super().symmetric(a, b.mT if b_symmetric else b, c, alpha=alpha, beta=beta, out=out)
+        return super().symmetric(a, b.mT if b_symmetric else b, c, **options)
 
 
 @dataclass(frozen=True, slots=True)

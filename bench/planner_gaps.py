@@ -95,13 +95,7 @@ def table(cases: Sequence[Case], title: str) -> str:
     ]
     for c in cases:
         cells = [c.model, str(c.ranks), f"{c.makespan_ms:.3f}", f"{c.gap:.2%}", c.stage, f"{c.seconds:.2f}"]
-        cells += [
-            f"{c.greedy_gap:.2%}",
-            f"{c.greedy_seconds:.2f}",
-            f"{c.lpt:.2f}",
-            f"{c.round_robin:.2f}",
-            f"{c.spread:.2f}",
-        ]
+        cells += [f"{c.greedy_gap:.2%}", *(f"{x:.2f}" for x in (c.greedy_seconds, c.lpt, c.round_robin, c.spread))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

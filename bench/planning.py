@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common.clock import collect, in_turn, medians
 from common.options import parse
-from common.ranks import collect, in_turn, medians, over_ranks, run_ranks, share
+from common.ranks import over_ranks, run_ranks, share
 from common.results import origin, without_home, write_json
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

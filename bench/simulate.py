@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -71,19 +71,14 @@ def scenarios(args: argparse.Namespace, hardware: Hardware) -> list[Scenario]:
 def point(scenario: Scenario, args: argparse.Namespace) -> Point:
     world = scenario.topology.world
     slow = {world // 2: args.straggler}
-    found: list[dict[str, float]] = []
-    for noises in (
-        [Noise()],
-        [Noise(args.noise, seed=seed) for seed in range(args.seeds)],
-        [Noise(args.noise, slow, seed) for seed in range(args.seeds)],
-    ):
-        found.append(
-            {
-                name: 1e3 * float(np.mean([simulate(name, scenario, noise, steps=4).step_s for noise in noises]))
-                for name in PROGRAMS
-            }
-        )
-    return Point(world, scenario.topology.replicate, *found)
+
+    def under(*noises: Noise) -> dict[str, float]:
+        steps = {name: [simulate(name, scenario, noise, steps=4).step_s for noise in noises] for name in PROGRAMS}
+        return {name: 1e3 * float(np.mean(seconds)) for name, seconds in steps.items()}
+
+    noisy = under(*(Noise(args.noise, seed=seed) for seed in range(args.seeds)))
+    straggling = under(*(Noise(args.noise, slow, seed) for seed in range(args.seeds)))
+    return Point(world, scenario.topology.replicate, under(Noise()), noisy, straggling)
 
 
 def scaling_table(points: list[Point], args: argparse.Namespace) -> str:
@@ -94,18 +89,13 @@ def scaling_table(points: list[Point], args: argparse.Namespace) -> str:
         + f"{'vs AdamW':>10}{'noise':>8}{'straggler':>11}{'vs gather':>11}",
     ]  # fmt: skip
     for p in points:
-        ours, adamw = [v["dedicated"] for v in _views(p)], [v["adamw"] for v in _views(p)]
-        over = [a / b - 1 for a, b in zip(ours, adamw, strict=True)]
+        over = [times["dedicated"] / times["adamw"] - 1 for times in (p.alone, p.noisy, p.straggling)]
         lines.append(
             f"{p.ranks:>6}{f'{p.replicate} × {p.ranks // p.replicate}':>10}"
             + "".join(f"{p.alone[name]:>16.1f}" for name in PROGRAMS)
-            + f"{over[0]:>+10.1%}{over[1]:>+8.1%}{over[2]:>+11.1%}{p.alone['gather'] / ours[0]:>10.2f}×"
+            + f"{over[0]:>+10.1%}{over[1]:>+8.1%}{over[2]:>+11.1%}{p.alone['gather'] / p.alone['dedicated']:>10.2f}×"
         )
     return "\n".join(lines)
-
-
-def _views(p: Point) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    return p.alone, p.noisy, p.straggling
 
 
 def run_scaling(args: argparse.Namespace) -> None:
@@ -117,9 +107,9 @@ def run_scaling(args: argparse.Namespace) -> None:
     title = f"{args.scaling.stem}, {hardware.device.name}, {args.tokens:,} tokens per rank"
     curves: dict[str, dict[int, float]] = {}
     for p in points:
-        grids = [", one replica per node"] if p.replicate > 1 else ["", ", one replica per node"]
-        if p.replicate == 1 and p.ranks > hardware.gpus_per_node:
-            grids = [""]
+        grids = [""] if p.replicate == 1 else []
+        if p.replicate > 1 or p.ranks <= hardware.gpus_per_node:
+            grids.append(", one replica per node")
         for name in ("dedicated", "adamw", "gather"):
             for grid in grids:
                 curves.setdefault(name + grid, {})[p.ranks] = p.alone[name] / 1e3
@@ -141,13 +131,9 @@ def run_scaling(args: argparse.Namespace) -> None:
             "costs": args.costs,
             "date": time.strftime("%Y-%m-%d"),
             "numpy": np.__version__,
-            "points_ms": [
-                {"ranks": p.ranks, "replicate": p.replicate, "alone": p.alone, "noisy": p.noisy,
-                 "straggling": p.straggling}
-                for p in points
-            ],
+            "points_ms": [asdict(p) for p in points],
         },
-    )  # fmt: skip
+    )
 
 
 def _costs(source: str, counts: Mapping[Shape, int], hardware: Hardware) -> CostTable:

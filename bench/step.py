@@ -18,6 +18,7 @@ import copy
 import sys
 from dataclasses import asdict, dataclass
 
+from common.clock import collect, in_turn, medians
 from common.options import parse
 from common.programs import (
     ADAMW,
@@ -34,7 +35,7 @@ from common.programs import (
     errors,
     initial_model,
 )
-from common.ranks import collect, in_turn, medians, run_ranks, timed
+from common.ranks import run_ranks, timed
 from common.results import origin, without_home, write_json
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from training.model import GPT

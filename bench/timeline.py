@@ -8,16 +8,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common.ranks import run_ranks, share
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 from training.model import GPT, GPTConfig
+from training.trainer import sharded
 
 import dmuon
 from dmuon.platform.figures import new_figure, save_png
@@ -37,31 +36,15 @@ COLOURS = {
 }
 
 
-def mark_blocks(model: nn.Module) -> None:
-    """Name the forward of every block in the profile, as a user would with hooks of their own."""
-
-    def enter(module: nn.Module, _args: Any) -> None:
-        module._range = record_function("forward")  # type: ignore[assignment]
-        module._range.__enter__()
-
-    def leave(module: nn.Module, _args: Any, _out: Any) -> None:
-        module._range.__exit__(None, None, None)
-
-    for block in model.blocks:
-        block.register_forward_pre_hook(enter)
-        block.register_forward_hook(leave)
-
-
 def record(rank: int, world: int, out: Path, width: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=4, width=width, heads=4, context=128))
     dmuon.dedicate_params(model, mesh, costs="flops")
-    for block in model.blocks:
-        dmuon.fully_shard(block, mesh=mesh)
-    dmuon.fully_shard(model, mesh=mesh)
+    sharded(dmuon.fully_shard, model, mesh=mesh)
     optimizer = dmuon.Muon(model)
-    mark_blocks(model)
+    for block in model.blocks:  # named in the profile
+        block.forward = record_function("forward")(block.forward)  # type: ignore[method-assign]
     tokens = torch.randint(256, (2, 129), generator=torch.Generator().manual_seed(rank))
 
     def forward_backward() -> None:

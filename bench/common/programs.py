@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from training.model import GPT, GPTConfig
+from training.trainer import adamw, sharded
 
 import dmuon
-from common.gather_muon import GatherMuon
 from dmuon.dedicated.dedication import dedications
+from dmuon.kernels import orthogonalize, update_scale
 from dmuon.model.routing import route_parameters
 
 LR = 2e-3
@@ -70,6 +74,7 @@ class Program:
 
     Attributes:
         shared: all ranks see the whole batch, as tensor parallelism wants it.
+        update_seconds: what the optimizers took in the last step.
     """
 
     name: str
@@ -77,6 +82,7 @@ class Program:
     optimizers: list[torch.optim.Optimizer]
     reference: str
     shared: bool = False
+    update_seconds: float = 0.0
 
     @property
     def plan(self) -> dmuon.OwnerPlan:
@@ -88,23 +94,65 @@ class Program:
 
     def step(self, tokens: Tensor, targets: Tensor, optimize: bool = True) -> None:
         self.backward(tokens, targets)
+        if optimize:
+            self.update()
+        self.zero_grad()
+
+    def update(self) -> None:
+        start = time.perf_counter()
         for optimizer in self.optimizers:
-            if optimize:
-                optimizer.step()
+            optimizer.step()
+        self.update_seconds = time.perf_counter() - start
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
             optimizer.zero_grad()
+
+
+class GatherMuon(torch.optim.Optimizer):
+    """Gather-then-compute Muon over FSDP2, for matrices sharded by rows: the common baseline.
+
+    Momentum stays sharded; every rank gathers every momentum-smoothed update, orthogonalizes all of them, and applies
+    its own rows. Newton–Schulz is dmuon's, the update ``torch.optim.Muon``'s with the coefficients of ``dmuon.Muon``.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[Tensor]] = {}
+            for param in group["params"]:
+                if param.grad is not None:
+                    shapes.setdefault(param.shape, []).append(param)
+            for shape, params in shapes.items():
+                self._step_shape(shape, params, group)
+
+    def _step_shape(self, shape: torch.Size, params: list[Tensor], group: dict[str, Any]) -> None:
+        whole = torch.empty((len(params), *shape), dtype=torch.float32, device=params[0].device)
+        for param, slot in zip(params, whole, strict=True):
+            state = self.state[param]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(param)
+            buffer = state["momentum_buffer"]
+            buffer.lerp_(param.grad, 1 - group["momentum"])
+            update = param.grad.lerp(buffer, group["momentum"])
+            slot.copy_(update.full_tensor())
+        orthogonal = orthogonalize(whole)
+        scale = update_scale("match_rms_adamw", shape)
+        for param, slot in zip(params, orthogonal, strict=True):
+            assert isinstance(param, DTensor) and param.placements == (Shard(0),)
+            rows = slot.chunk(param.device_mesh.size())
+            rank = param.device_mesh.get_local_rank()
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+            if rank < len(rows):
+                param.to_local().add_(rows[rank], alpha=-group["lr"] * scale)
 
 
 def initial_model(sizes: Sizes) -> GPT:
     torch.manual_seed(sizes.seed)
     return GPT(GPTConfig(sizes.layers, sizes.width, sizes.heads, sizes.context))
-
-
-def adamw(params: list[Tensor]) -> torch.optim.AdamW:
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
 
 
 def build_dedicated(name: str, mode: Mode, model: GPT, sizes: Sizes) -> Program:
@@ -134,27 +182,18 @@ def _split(model: GPT, mesh: DeviceMesh) -> None:
         block.attention.heads //= mesh.size()
 
 
-def sharded(initial: GPT, mesh: DeviceMesh) -> GPT:
-    """A copy under FSDP2."""
-    model = copy.deepcopy(initial)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 def build_stock(name: str, initial: GPT, mesh: DeviceMesh, sizes: Sizes) -> Program:
     """The program called ``GATHER``, ``DEDICATED`` or ``ADAMW``."""
     if name == DEDICATED:
         return build_dedicated(name, Mode(), copy.deepcopy(initial), sizes)
     matrices = {r.fqn for r in route_parameters(copy.deepcopy(initial)) if r.muon}
-    model = sharded(initial, mesh)
+    model = sharded(fully_shard, copy.deepcopy(initial), mesh=mesh)
     if name == ADAMW:
-        return Program(name, model, [adamw(list(model.parameters()))], "adamw")
+        return Program(name, model, [adamw(model.parameters(), LR)], "adamw")
     assert name == GATHER, name
     named = list(model.named_parameters())
     muon = GatherMuon([p for n, p in named if n in matrices], lr=LR)
-    return Program(name, model, [muon, adamw([p for n, p in named if n not in matrices])], "muon")
+    return Program(name, model, [muon, adamw((p for n, p in named if n not in matrices), LR)], "muon")
 
 
 def data(sizes: Sizes, step: int, rank: int | None, shared: bool = False) -> tuple[Tensor, Tensor]:
@@ -181,7 +220,7 @@ def errors(programs: list[Program], initial: GPT, sizes: Sizes, rank: int) -> di
     twins = {}
     for kind in ("muon", "adamw"):
         twin = copy.deepcopy(initial)
-        optimizer: Any = dmuon.Muon(twin, lr=LR) if kind == "muon" else adamw(list(twin.parameters()))
+        optimizer: Any = dmuon.Muon(twin, lr=LR) if kind == "muon" else adamw(twin.parameters(), LR)
         single = Program(kind, twin, [optimizer], kind)
         for step in range(sizes.check):
             single.step(*data(sizes, step, None))

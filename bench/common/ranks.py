@@ -1,21 +1,17 @@
-"""Ranks on the CPU: how they start, what they exchange, and how their work is timed."""
+"""Ranks on the CPU: how they start, what they exchange, and how long their work takes."""
 
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
 
 
 def run_ranks(world: int, worker: Callable[..., None], *args: Any) -> None:
@@ -53,23 +49,3 @@ def timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return over_ranks([time.perf_counter() - start])[0]
-
-
-def in_turn(items: Sequence[T], index: int) -> list[T]:
-    """All of ``items``; which is first moves on with ``index``, so that none always follows the same one."""
-    shift = index % len(items)
-    return [*items[shift:], *items[:shift]]
-
-
-def collect(warmup: int, rounds: int, sample: Callable[[int], Mapping[K, float]]) -> dict[K, list[float]]:
-    """The samples of ``rounds`` by name; those of the ``warmup`` rounds before are dropped."""
-    samples: dict[K, list[float]] = {}
-    for index in range(warmup + rounds):
-        for name, value in sample(index).items():
-            if index >= warmup:
-                samples.setdefault(name, []).append(value)
-    return samples
-
-
-def medians(samples: Mapping[K, Sequence[float]]) -> dict[K, float]:
-    return {name: statistics.median(values) for name, values in samples.items()}

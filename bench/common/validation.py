@@ -16,21 +16,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from training.model import GPT
+from training.trainer import adamw
 
+from common.clock import collect, in_turn
 from common.programs import (
     ADAMW,
     DEDICATED,
     GATHER,
+    LR,
     Mode,
     Program,
     Sizes,
-    adamw,
     build_dedicated,
     build_stock,
     data,
     initial_model,
 )
-from common.ranks import collect, in_turn, over_ranks, share, timed
+from common.ranks import over_ranks, share, timed
 from common.results import origin, without_home
 from dmuon.planning.cost_lookup import find_costs
 from dmuon.simulation.network import Collective, Ring, Topology
@@ -131,13 +133,8 @@ def measure(
         batch = data(sizes, index, rank)
         took = {("constant", name): value for name, value in probe.sample(*batch).items()}
         for program in in_turn(programs, index):
-
-            def steps(count: int, program: Program = program) -> None:
-                for _ in range(count):
-                    program.step(*batch)
-
-            steps(1)
-            took["step", program.name] = timed(lambda steps=steps: steps(_STEPS)) / _STEPS
+            program.step(*batch)
+            took["step", program.name] = timed(lambda p=program: [p.step(*batch) for _ in range(_STEPS)]) / _STEPS
         return took
 
     samples = collect(sizes.warmup, sizes.rounds, sample)
@@ -151,7 +148,7 @@ class Probe:
 
     def __init__(self, initial: GPT) -> None:
         self._model = copy.deepcopy(initial)
-        self._optimizer = adamw(list(self._model.parameters()))
+        self._optimizer = adamw(self._model.parameters(), LR)
         self._elements = sum(p.numel() for p in self._model.parameters())
         self._source = torch.ones(_LARGE // 4)
         self._calls = _calls()

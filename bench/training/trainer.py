@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from common.clock import Clock
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -46,19 +46,28 @@ class Built:
     plan: OwnerPlan | None = None
 
 
-def build_adamw(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
-    """FSDP2 with torch's fused AdamW; norms are not decayed."""
-    policy = mixed_precision(settings)
+def sharded(fully_shard: Callable[..., object], model: GPT, **options: Any) -> GPT:
+    """``model`` itself, every block and then the rest by torch's ``fully_shard`` or dmuon's."""
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    rest = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
-    ]
-    return Built(torch.optim.AdamW(groups, lr=settings.lr_adamw, betas=BETAS, fused=True))
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def adamw(params: Iterable[Tensor], lr: float, weight_decay: float = 0.1) -> torch.optim.AdamW:
+    """Norms are not decayed."""
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for param in params:
+        groups[param.ndim >= 2].append(param)
+    decayed = {"params": groups[True], "weight_decay": weight_decay}
+    rest = {"params": groups[False], "weight_decay": 0.0}
+    return torch.optim.AdamW([decayed, rest], lr=lr, betas=BETAS, fused=True)
+
+
+def build_adamw(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
+    """FSDP2 with torch's fused AdamW."""
+    sharded(fully_shard, model, mesh=mesh, mp_policy=mixed_precision(settings))
+    return Built(adamw(model.parameters(), settings.lr_adamw, settings.weight_decay))
 
 
 def build_dmuon(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Path | None) -> Built:
@@ -71,9 +80,7 @@ def build_dmuon(model: GPT, mesh: DeviceMesh, settings: Settings, checkpoint: Pa
 
     policy = mixed_precision(settings)
     plan = dmuon.dedicate_params(model, mesh, mp_policy=policy, plan=checkpoint / PLAN if checkpoint else None)
-    for block in model.blocks:
-        dmuon.fully_shard(block, mesh=mesh, mp_policy=policy)
-    dmuon.fully_shard(model, mesh=mesh, mp_policy=policy)
+    sharded(dmuon.fully_shard, model, mesh=mesh, mp_policy=policy)
     optimizer = dmuon.Muon(
         model,
         lr=settings.lr_dmuon,
@@ -102,26 +109,6 @@ def lr_factor(step: int, steps: int) -> float:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
-
-
-class Clock:
-    """Marks points in time on the device's own stream, without waiting for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def milliseconds(self, start: Any, end: Any) -> float:
-        if self._device.type != "cuda":
-            return (end - start) * 1e3
-        end.synchronize()
-        return float(start.elapsed_time(end))
 
 
 class Trainer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,6 +30,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(40):
         (folder / f"part{i}.txt").write_text(f"line {i} of a small text; " * 40)
     return folder
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program as a module."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("train")
 
 
 _started: list[subprocess.Popen[str]] = []
@@ -160,11 +169,8 @@ def test_wrong_option_is_named_and_ends_with_code_2(
     options: list[str],
     option: str,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    train: ModuleType,
 ) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import train
-
     with pytest.raises(SystemExit) as caught:
         train.main([*TINY, "--data", str(text), "--out", str(tmp_path / "run"), *options])
     assert caught.value.code == 2
@@ -224,11 +230,8 @@ def test_resume_equals_the_uninterrupted_run(
 
 
 def test_resume_refuses_other_settings_by_name(
-    text: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    text: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], train: ModuleType
 ) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import train
-
     with pytest.raises(SystemExit) as caught:
         train.main([*TINY, "--data", str(text), "--out", str(uninterrupted), "--steps", "7", "--resume"])
     assert caught.value.code == 2 and "--steps: 7" in capsys.readouterr().err
@@ -267,10 +270,8 @@ def test_a_diverging_run_fails_with_its_step_and_what_to_do(text: Path, tmp_path
     assert "at step" in done.stderr and "lower the lr" in done.stderr and "Traceback" in done.stderr
 
 
-def test_several_seeds_give_means_and_differences() -> None:
-    sys.path.insert(0, str(SCRIPT.parent))
-    from training import report
-
+def test_several_seeds_give_means_and_differences(train: ModuleType) -> None:
+    report = train.report
     step = {"step_ms": 100.0, "optimizer_ms": 5.0}
     runs = [
         report.Run("adamw", 0, [step], [{"val_loss": 2.0}], {"balance": None}),

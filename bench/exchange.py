@@ -76,8 +76,7 @@ from training.model import GPT, MLP, GPTConfig
 from training.trainer import sharded
 
 import dmuon
-from dmuon.comm.domain import make_domain
-from dmuon.comm.redistribution import Redistribution
+from dmuon.comm.domain import Redistribution, make_domain
 from dmuon.exchanged import assignment
 from dmuon.planning.link_cost import link_ns_per_byte
 from dmuon.report.accounting import expected_exchange

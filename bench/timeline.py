@@ -19,7 +19,7 @@ from training.model import GPT, GPTConfig
 from training.trainer import sharded
 
 import dmuon
-from dmuon.platform.figures import new_figure, save_png
+from dmuon.platform.files import new_figure, save_png
 
 Span = tuple[str, float, float]  # name, start and end in milliseconds
 

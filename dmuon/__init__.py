@@ -4,8 +4,7 @@ from dmuon import kernels, solver
 from dmuon.comm.context import CommOptions
 from dmuon.comm.monitor import CollectiveError
 from dmuon.dedicated.dedicate import dedicate_params, fully_shard, owned_parameters
-from dmuon.dedicated.dedication import no_sync, set_requires_all_reduce, set_requires_gradient_sync
-from dmuon.dedicated.summon import summon_full_params
+from dmuon.dedicated.dedication import no_sync, set_requires_all_reduce, set_requires_gradient_sync, summon_full_params
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.generators import (
     create_auto_config,

@@ -37,7 +37,7 @@ class Ledger(TorchDispatchMode):
             others, of a reduction to one rank its part of every other rank, of an all-reduce twice what is not a
             rank's own.
         peak: most bytes that were alive at once of what was allocated inside.
-        in_flight: the same, of moments inside of a method of ``dmuon.comm.redistribution``: no workspace is alive then,
+        in_flight: the same, of moments inside of a method of ``dmuon.comm.domain``: no workspace is alive then,
             but the parts, whole matrices and updates that are packed, on their way, or put together are.
     """
 

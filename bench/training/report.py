@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from dmuon.platform.figures import new_figure, save_png
+from dmuon.platform.files import new_figure, save_png
 
 Record = dict[str, Any]
 WARMUP_STEPS = 5  # not timed: allocation, first use of each kernel

@@ -9,7 +9,7 @@ import torch
 
 from dmuon.planning.cost_cache import CostCache, Entries
 from dmuon.planning.device_key import NsOptions
-from dmuon.platform.figures import new_figure
+from dmuon.platform.files import new_figure
 from dmuon.solver import Plan
 
 

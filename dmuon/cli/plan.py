@@ -18,7 +18,7 @@ from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
 from dmuon.planning.cost_lookup import FoundCosts, fastest_variants
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.platform.figures import save_png
+from dmuon.platform.files import save_png
 from dmuon.simulation.hardware import HARDWARE, Hardware, hardware
 from dmuon.simulation.network import Topology
 from dmuon.simulation.prediction import Prediction, predict

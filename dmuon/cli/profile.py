@@ -28,7 +28,7 @@ from dmuon.planning.cost_cache import (
 from dmuon.planning.device_key import NsOptions, device_key, options_of
 from dmuon.planning.profiler import MAX_BATCH, measure, settled, timing_bar, useful_batch_sizes
 from dmuon.planning.shapes import parse_shape
-from dmuon.platform.figures import save_png
+from dmuon.platform.files import save_png
 from dmuon.solver import Shape
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

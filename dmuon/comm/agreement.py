@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dmuon.comm.monitor import CollectiveError, first_line
 from dmuon.comm.process_groups import ranks_of, this_rank
-from dmuon.layout.ranks import GlobalRank
+from dmuon.layout.topology import GlobalRank
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from dmuon.comm.monitor import Monitor
 from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.comm.transport import Line
 from dmuon.layout.buffer import Transport
-from dmuon.layout.ranks import GlobalRank, Position, position_in
-from dmuon.layout.topology import Coordinate, Topology
+from dmuon.layout.topology import Coordinate, GlobalRank, Position, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
 from dmuon.platform.torch_private import backend_of, default_store

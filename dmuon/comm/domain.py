@@ -1,18 +1,21 @@
-"""Ranks that hold matrices together, and the process group that connects them."""
+"""Ranks that hold matrices together: pieces travel to the rank that orthogonalizes a matrix, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dmuon.comm.agreement import Verdict, Vote
-from dmuon.comm.monitor import Monitor
+from dmuon.comm.monitor import Monitor, Pending
 from dmuon.comm.process_groups import make_group, this_rank
-from dmuon.layout.ranks import GlobalRank, Position, position_in
+from dmuon.layout.parcels import Route, travels
+from dmuon.layout.shards import Piece
+from dmuon.layout.topology import GlobalRank, Position, position_in
 from dmuon.platform.streams import Stream
 from dmuon.platform.torch_private import default_group_is_bound, default_store
 
@@ -73,3 +76,119 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
     rank = this_rank()
     monitor = Monitor(members, rank, default_store(), group.group_name, device=device)
     return Domain(members, position_in(members, rank), device, group, monitor)
+
+
+class Redistribution:
+    """Matrices on their way, in one direction or the other, by one uneven all-to-all.
+
+    Each rank sends what it has to those who want it. Collective over the domain, in one order on all ranks.
+
+    Args:
+        tensors: by number of the route, ``(count, …)`` of what this rank has, in the dtype of ``like``.
+        like: has the dtype and device of what travels, also where this rank has no part of anything.
+        what: names the redistribution, the same on all ranks.
+    """
+
+    def __init__(
+        self, routes: Sequence[Route], tensors: Mapping[int, Tensor], domain: Domain, like: Tensor, what: str
+    ) -> None:
+        self._routes = routes
+        self._position = domain.position
+        self._like = like
+        held = {i: tensors[i] for i, route in enumerate(routes) if domain.position in route.senders}
+        self._kept = {i: tensor for i, tensor in held.items() if domain.position in routes[i].receivers}
+        self._incoming = [0] * domain.world
+        for route in routes:
+            for sender, numel in route.numel_in(domain.position).items():
+                self._incoming[sender] += numel
+        self._pending = self._start(held, domain, what) if travels(routes) else None
+
+    def _start(self, tensors: Mapping[int, Tensor], domain: Domain, what: str) -> Pending:
+        parts: list[list[Tensor]] = [[] for _ in domain.ranks]
+        for i, tensor in tensors.items():
+            route = self._routes[i]
+            for receiver in route.receivers:
+                if receiver != self._position:
+                    piece = route.piece(self._position, receiver)
+                    parts[receiver].append(_cut(tensor, route.senders[self._position], piece))
+        packed = [part for of_rank in parts for part in of_rank]
+        self._sent = self._like.new_empty(sum(part.numel() for part in packed))
+        if packed:
+            slots = self._sent.split([part.numel() for part in packed])
+            torch._foreach_copy_([slot.view(part.shape) for slot, part in zip(slots, packed, strict=True)], packed)
+        self._received = self._like.new_empty(sum(self._incoming))
+        outgoing = [sum(part.numel() for part in of_rank) for of_rank in parts]
+        received, sent, incoming = self._received, self._sent, self._incoming
+
+        def launch() -> list[dist.Work | None]:
+            return [dist.all_to_all_single(received, sent, incoming, outgoing, group=domain.group, async_op=True)]
+
+        return domain.monitor.start(domain.lane, what, launch)
+
+    def wait(self) -> dict[int, Tensor]:
+        """By number of the route, ``(count, …)`` of what this rank wanted; perhaps views of what it had."""
+        rest: list[Tensor] = []  # of what each rank sent: pieces are taken off in the order of the routes
+        if self._pending is not None:
+            self._pending.wait()
+            rest = list(self._received.split(self._incoming))
+            del self._sent, self._received  # only now: the collective read and wrote them
+        wanted: dict[int, Tensor] = {}
+        for i, route in enumerate(self._routes):
+            if self._position not in route.receivers:
+                continue
+            parts: list[tuple[Piece, Tensor]] = []
+            for sender in route.senders:
+                piece = route.piece(sender, self._position)
+                if sender == self._position:
+                    part = _cut(self._kept[i], route.senders[sender], piece)
+                else:
+                    taken, rest[sender] = rest[sender].tensor_split([route.count * piece.numel])
+                    part = taken.view((route.count, *piece.shape))
+                parts.append((piece, part))
+            wanted[i] = _assembled(route, route.receivers[self._position], parts, self._like)
+        self._pending, self._kept = None, {}
+        return wanted
+
+
+def redistribute(route: Route, tensor: Tensor | None, domain: Domain, like: Tensor, what: str) -> Tensor | None:
+    """Bring one matrix, of which this rank has ``tensor``, to those who want it. Collective over the domain.
+
+    Returns:
+        What this rank wanted, perhaps a view of ``tensor``; None if it wants nothing.
+    """
+    held = {} if tensor is None else {0: tensor[None]}
+    wanted = Redistribution([route], held, domain, like.new_empty(0), what).wait()
+    return wanted[0][0] if wanted else None
+
+
+def _assembled(route: Route, wanted: Piece, parts: Sequence[tuple[Piece, Tensor]], like: Tensor) -> Tensor:
+    """``(count, …)`` of what is wanted, from parts of it."""
+    if len(parts) == 1 and parts[0][0] == wanted:
+        return parts[0][1]
+    dim = route.layout.split_dim
+    if dim is not None:  # one kernel instead of one a piece
+        return torch.cat([part for _, part in parts], dim + 1)
+    whole = like.new_empty((route.count, *wanted.shape))
+    for piece, part in parts:
+        for block, of_whole in piece.blocks():
+            whole[_each(of_whole)].copy_(part[_each(block)])
+    return whole
+
+
+def _each(block: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Of every matrix of a stack."""
+    return slice(None), *block
+
+
+def _cut(tensor: Tensor, source: Piece, piece: Piece) -> Tensor:
+    """``(count, …)`` of ``piece``, from what ``source`` has: the same, or the whole. A view where it is one block."""
+    if piece == source:
+        return tensor
+    blocks = piece.blocks()
+    if len(blocks) == 1:
+        view: Tensor = tensor[_each(blocks[0][1])]
+        return view
+    part = tensor.new_empty((tensor.shape[0], *piece.shape))
+    for block, of_whole in blocks:
+        part[_each(block)].copy_(tensor[_each(of_whole)])
+    return part

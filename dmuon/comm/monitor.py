@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from dmuon.layout.ranks import GlobalRank
+from dmuon.layout.topology import GlobalRank
 
 _EXIT_SECONDS = 2.0
 _REMEMBERED = 512  # collectives per lane

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from dmuon.layout.ranks import GlobalRank
-from dmuon.layout.topology import ROLES, RankGrid
+from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
 from dmuon.platform.streams import group_options
 from dmuon.platform.torch_private import default_group_is_bound, group_names, new_named_group
 

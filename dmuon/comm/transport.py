@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuon.layout.buffer import Transport, part_offsets
-from dmuon.layout.ranks import GlobalRank, Position
+from dmuon.layout.topology import GlobalRank, Position
 from dmuon.platform.torch_private import all_gather_single, reduce_scatter_single
 
 Works = list[dist.Work | None]  # of collectives that were started; None of none

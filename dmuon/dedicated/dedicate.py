@@ -38,8 +38,7 @@ from dmuon.dedicated.refusals import (
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.buffer import choose_transport
-from dmuon.layout.ranks import GlobalRank, Position, position_in
-from dmuon.layout.topology import Topology
+from dmuon.layout.topology import GlobalRank, Position, Topology, position_in
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.routing import Route, Select, route_parameters
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan

@@ -10,12 +10,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.agreement import agree
 from dmuon.comm.context import Comm
-from dmuon.comm.redistribution import redistribute
+from dmuon.comm.domain import redistribute
 from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor, tensor_placements
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.layout.parcels import Parcel, Route
-from dmuon.layout.ranks import positions
 from dmuon.layout.shards import Piece, layout_of
+from dmuon.layout.topology import positions
 from dmuon.platform.torch_private import even_shape, local_tensor
 
 

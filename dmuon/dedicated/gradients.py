@@ -26,7 +26,7 @@ from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.replicated import GradAverager
 from dmuon.layout.buffer import Transport
 from dmuon.platform.streams import HostCopy
-from dmuon.step.parts import like_param
+from dmuon.step.residency import like_param
 
 Landed = Callable[[Sequence[Tensor]], None]
 

@@ -33,9 +33,8 @@ from torch.distributed.tensor.placement_types import Placement
 from dmuon.comm.context import Comm
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
 from dmuon.layout.parcels import Parcel
-from dmuon.layout.ranks import Position, positions
 from dmuon.layout.shards import layout_of
-from dmuon.layout.topology import Coordinate
+from dmuon.layout.topology import Coordinate, Position, positions
 from dmuon.platform.torch_private import local_tensor
 
 Sites = tuple[tuple[nn.Module, str], ...]

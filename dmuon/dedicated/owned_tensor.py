@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dmuon.layout.ranks import Position
+from dmuon.layout.topology import Position
 from dmuon.platform.torch_private import even_shape, local_tensor, owned_spec
 
 _ELEMENTWISE = (

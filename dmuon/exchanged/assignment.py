@@ -12,8 +12,8 @@ from dmuon.comm.domain import Domain
 from dmuon.exchanged.layouts import LayoutOptions, Layouts, Ranks
 from dmuon.layout.parameters import ParameterLayout
 from dmuon.layout.parcels import Parcel
-from dmuon.layout.ranks import GlobalRank, Position, position_in, positions
 from dmuon.layout.shards import Cell, cells
+from dmuon.layout.topology import GlobalRank, Position, position_in, positions
 from dmuon.planning.agreed_plan import make_plan
 from dmuon.planning.link_cost import link_ns_per_byte
 from dmuon.planning.owner_plan import OwnerPlan

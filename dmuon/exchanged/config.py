@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from dmuon.layout.ranks import GlobalRank
+from dmuon.layout.topology import GlobalRank
 from dmuon.platform.options import check_flag, check_integer
 
 LAYOUTS = "dmuon.layouts"  # in ``state``: what generated functions know of an optimizer's parameters

@@ -22,7 +22,7 @@ from dmuon.exchanged.generators import AssignByLayout, GatherByLayout, Redistrib
 from dmuon.exchanged.layouts import LayoutRecipe, Layouts, lay_out
 from dmuon.exchanged.user_functions import UserFunctions
 from dmuon.exchanged.user_round import UserRound, by_owner
-from dmuon.layout.ranks import GlobalRank
+from dmuon.layout.topology import GlobalRank
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
 from dmuon.step.residency import Residency

@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dmuon.comm.domain import redistribute
 from dmuon.comm.process_groups import grid_of_groups, ranks_of, this_rank
-from dmuon.comm.redistribution import redistribute
 from dmuon.exchanged.assignment import plan, planned_owners, whole_parcel
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig
 from dmuon.exchanged.layouts import CHUNK_BYTES, SMALL_PARAM_NUMEL, LayoutOptions, LayoutRecipe, Layouts, lay_out
-from dmuon.layout.ranks import GlobalRank
-from dmuon.layout.topology import RankGrid, ShardDims, grid_of_mesh
+from dmuon.layout.topology import GlobalRank, RankGrid, ShardDims, grid_of_mesh
 from dmuon.planning.agreed_plan import Costs
 from dmuon.platform.options import check_integer
 from dmuon.platform.torch_private import local_tensor

@@ -13,8 +13,7 @@ from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.process_groups import this_rank
 from dmuon.layout.parameters import ParameterLayout, place, place_dtensor, place_replicated
-from dmuon.layout.ranks import GlobalRank
-from dmuon.layout.topology import RankGrid, ShardDims
+from dmuon.layout.topology import GlobalRank, RankGrid, ShardDims
 from dmuon.planning.agreed_plan import Costs, check_options
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.options import check_integer

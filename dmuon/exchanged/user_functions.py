@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuon.exchanged.config import OWN_ENTRIES, DistributedConfig, Waitable
-from dmuon.layout.ranks import GlobalRank
+from dmuon.layout.topology import GlobalRank
 from dmuon.platform.torch_private import local_tensor
 
 

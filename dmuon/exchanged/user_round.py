@@ -14,11 +14,11 @@ from dmuon.comm.agreement import agree
 from dmuon.comm.domain import Domain
 from dmuon.exchanged.user_functions import Result, UserFunctions, check_gathered, check_part
 from dmuon.kernels import update_scale
-from dmuon.layout.ranks import GlobalRank
+from dmuon.layout.topology import GlobalRank
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
-from dmuon.step.parts import like_param
+from dmuon.step.residency import like_param
 from dmuon.step.update import Done, apply, folded, orthogonalize_whole
 
 

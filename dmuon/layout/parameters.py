@@ -9,9 +9,8 @@ from typing import cast
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from dmuon.layout.ranks import GlobalRank
 from dmuon.layout.shards import ShardLayout, layout_from_shapes, layout_of
-from dmuon.layout.topology import COPIES, ROLES, RankGrid, ShardDims
+from dmuon.layout.topology import COPIES, ROLES, GlobalRank, RankGrid, ShardDims
 from dmuon.platform.torch_private import local_tensor
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from dmuon.layout.ranks import Position
 from dmuon.layout.shards import Piece, ShardLayout
+from dmuon.layout.topology import Position
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from math import prod
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dmuon.layout.ranks import Position
+from dmuon.layout.topology import Position
 
 Run = tuple[int, int]  # half-open [start, stop) of global indices
 Runs = tuple[Run, ...]

@@ -1,4 +1,4 @@
-"""How ranks share one model: what the dimensions of a mesh are for, grids of roles, and replicas of shards."""
+"""How ranks share one model: the numbers they go by, what dimensions of a mesh are for, grids, replicas of shards."""
 
 from __future__ import annotations
 
@@ -7,12 +7,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Literal
+from typing import Literal, NewType
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.layout.ranks import GlobalRank
+GlobalRank = NewType("GlobalRank", int)
+"""A process among all of them, as ``torch.distributed.get_rank()`` counts. A type checker keeps it from a position."""
+
+Position = NewType("Position", int)
+"""A process among some ranks that are listed in ascending order: those of a group, a line, a domain or a plan."""
+
+
+def positions(count: int) -> tuple[Position, ...]:
+    """All positions among ``count`` ranks."""
+    return tuple(map(Position, range(count)))
+
+
+def position_in(ranks: Sequence[GlobalRank], rank: GlobalRank) -> Position:
+    """Where ``rank`` stands in ``ranks``.
+
+    Raises:
+        ValueError: it is not one of them.
+    """
+    return Position(ranks.index(rank))
+
 
 ROLES = ("tp", "ep", "fsdp", "dp", "cp", "pp")  # what cuts a parameter first comes first
 

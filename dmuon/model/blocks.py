@@ -1,10 +1,28 @@
-"""The blocks of a model, which are the repeated layers that communicate as units, and names without wrappers."""
+"""The blocks of a model, which are the repeated layers that communicate as units: names, and shapes of matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch.nn as nn
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixShape:
+    """The shape of one matrix inside a block.
+
+    Attributes:
+        name: canonical name of the parameter.
+        rows, cols: sides of the matrix, as ``nn.Linear`` stores it: (out features, in features).
+        block: canonical name of its block.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    block: str
+
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 

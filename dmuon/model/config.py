@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmuon.model.matrix_shape import MatrixShape
+from dmuon.model.blocks import MatrixShape
 from dmuon.model.transformers_config import read_with_transformers, transformers_or_none
 from dmuon.platform.files import UnreadableFile, read_json
 from dmuon.platform.options import is_integer

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from dmuon.model.matrix_shape import MatrixShape
+from dmuon.model.blocks import MatrixShape
 from dmuon.model.routing import route_parameters
 
 # What would fetch code or weights, or ask for packages and dtypes that shapes do not depend on.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon.kernels import Variant
-from dmuon.layout.ranks import Position
+from dmuon.layout.topology import Position
 from dmuon.planning.cost_lookup import FoundCosts
 from dmuon.planning.shapes import parse_shape
 from dmuon.platform.files import read_json, write_text

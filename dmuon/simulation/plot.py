@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dmuon.platform.figures import new_figure, save_png
+from dmuon.platform.files import new_figure, save_png
 from dmuon.simulation.engine import COMPUTE
 from dmuon.simulation.programs import StepTrace
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from dmuon.model.blocks import MatrixShape
 from dmuon.model.config import ModelConfig, matrices_of
-from dmuon.model.matrix_shape import MatrixShape
 from dmuon.platform.options import is_integer
 
 _NORMS_PER_BLOCK = 2

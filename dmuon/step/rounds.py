@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dmuon.comm.redistribution import Redistribution
+from dmuon.comm.domain import Redistribution
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, SharedBatch
 from dmuon.step.update import Done, Orthogonalized, apply, folded, kept, orthogonalize, orthogonalize_whole, wire_dtype

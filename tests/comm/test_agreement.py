@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dmuon.comm.agreement import Vote
-from dmuon.layout.ranks import GlobalRank
+from dmuon.layout.topology import GlobalRank
 
 DIGESTS = st.sampled_from([0, 1, 2**31 - 2, 2**31 - 1])  # 31 bits, with both ends: digests and their negatives travel
 

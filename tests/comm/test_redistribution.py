@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dmuon import create_dtensor_config
-from dmuon.comm.domain import Domain, make_domain
-from dmuon.comm.redistribution import Redistribution
+from dmuon.comm.domain import Domain, Redistribution, make_domain
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.parcels import Parcel
 from dmuon.layout.shards import Piece, ShardLayout, layout_of

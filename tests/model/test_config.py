@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from harness.configs import LLAMA_8B, QWEN_MOE, TOWER, towers, written
 
+from dmuon.model.blocks import MatrixShape
 from dmuon.model.config import ModelConfig, read_model
-from dmuon.model.matrix_shape import MatrixShape
 from dmuon.solver import CostTable, Matrix, plan
 
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}

@@ -13,8 +13,8 @@ import torch
 import torch.nn as nn
 from harness.configs import SMALL_LLAMA, written
 
+from dmuon.model.blocks import MatrixShape
 from dmuon.model.config import read_model
-from dmuon.model.matrix_shape import MatrixShape
 from dmuon.model.transformers_config import read_with_transformers
 
 SIZES = SMALL_LLAMA | {

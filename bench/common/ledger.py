@@ -15,17 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dmuon.comm import redistribution
+from dmuon.comm.domain import Redistribution
 
 # All methods of the exchange, whatever they are called.
-_EXCHANGE = [
-    (kind, name)
-    for kind in vars(redistribution).values()
-    if inspect.isclass(kind) and kind.__module__ == redistribution.__name__
-    for name, method in vars(kind).items()
-    if inspect.isfunction(method)
-]
-assert _EXCHANGE, "matrices are exchanged elsewhere: name the module here"
+_EXCHANGE = [name for name, method in vars(Redistribution).items() if inspect.isfunction(method)]
 
 
 class Ledger(TorchDispatchMode):
@@ -37,7 +30,7 @@ class Ledger(TorchDispatchMode):
             others, of a reduction to one rank its part of every other rank, of an all-reduce twice what is not a
             rank's own.
         peak: most bytes that were alive at once of what was allocated inside.
-        in_flight: the same, of moments inside of a method of ``dmuon.comm.domain``: no workspace is alive then,
+        in_flight: the same, of moments inside of a method of ``Redistribution``: no workspace is alive then,
             but the parts, whole matrices and updates that are packed, on their way, or put together are.
     """
 
@@ -53,9 +46,10 @@ class Ledger(TorchDispatchMode):
         self._restore = ExitStack()
 
     def __enter__(self) -> Ledger:
-        for kind, name in _EXCHANGE:
-            self._restore.callback(setattr, kind, name, vars(kind)[name])  # perhaps another ledger's
-            setattr(kind, name, self._observed(vars(kind)[name]))
+        for name in _EXCHANGE:
+            own = vars(Redistribution)[name]  # perhaps another ledger's
+            self._restore.callback(setattr, Redistribution, name, own)
+            setattr(Redistribution, name, self._observed(own))
         super().__enter__()
         return self
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .compact_milp import assign_within, part_of, search_space
+from .compact_milp import MilpSolver, SolverFailed, assign_within, part_of, search_space
 from .inputs import SolveOptions
 from .local_search import shorten
-from .milp_solver import MilpSolver, SolverFailed
 from .pattern_milp import PatternPool, knapsack_items
 from .problem import Counts, Problem
 

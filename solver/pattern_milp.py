@@ -18,8 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .compact_milp import assign_within, part_of, search_space
-from .milp_solver import MilpSolver, SolverFailed
+from .compact_milp import MilpSolver, SolverFailed, assign_within, part_of, search_space
 from .problem import Counts, Ints, Problem
 
 Floats = NDArray[np.float64]

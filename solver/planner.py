@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from .bound import lower_bound
+from .compact_milp import check_backend
 from .costs import CostTable
 from .exact import Solution, refine
 from .heuristics import batch_greedy, longest_first, multifit, round_robin
 from .inputs import ClassKey, Matrix, Rank, SolveOptions, check_matrices, check_ranks
 from .local_search import level_bytes, shorten
-from .milp_solver import check_backend
-from .problem import FORBIDDEN, Counts, Infeasible, Problem, build_problem
+from .problem import FORBIDDEN, Counts, Infeasible, Problem, build_problem, lower_bound
 from .relabel import relabel
 from .result import Plan, least_block_bytes
 from .spread import block_bytes, spread_blocks

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.check.memory import expected_nbytes
+from dmuon.check.accounting import expected_nbytes
 from dmuon.check.model import Network, Size, batch, build, loss_of
 from dmuon.check.report import Reading
 from dmuon.dedicated.dedication import dedications

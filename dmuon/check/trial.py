@@ -14,12 +14,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
 import dmuon
-from dmuon.check.memory import at_rest, placement
+from dmuon.check.accounting import Traffic, at_rest, compare_exchange, compare_traffic, owned_once, placement
 from dmuon.check.model import SMALL, batch, build, is_matrix, loss_of
 from dmuon.check.reference import ADAMW_EPS, CONTEXT, DECAY, LR, MAX_NORM, MOMENTUM, STEPS, Twin, relative_difference
 from dmuon.check.report import Reading
 from dmuon.check.topologies import Grid, Laid, full_state, lay, mesh_of
-from dmuon.check.traffic import Traffic, compare_exchange, compare_traffic, owned_once
 
 _FP32, _NORM = 1e-5, 1e-4  # of weights, of a gradient norm: sums in another order
 # Of what training changed. Newton-Schulz magnifies small singular values and their noise with them: on real gradients

@@ -21,13 +21,13 @@ from dmuon.planning.cost_cache import (
     CacheKey,
     CostCache,
     Entries,
+    parse_shape,
     user_cache_directory,
     user_cache_files,
     user_cache_path,
 )
 from dmuon.planning.device_key import NsOptions, device_key, options_of
 from dmuon.planning.profiler import MAX_BATCH, measure, settled, timing_bar, useful_batch_sizes
-from dmuon.planning.shapes import parse_shape
 from dmuon.platform.files import save_png
 from dmuon.solver import Shape
 

@@ -15,7 +15,7 @@ from dmuon.layout.parcels import Parcel
 from dmuon.layout.shards import Cell, cells
 from dmuon.layout.topology import GlobalRank, Position, position_in, positions
 from dmuon.planning.agreed_plan import make_plan
-from dmuon.planning.link_cost import link_ns_per_byte
+from dmuon.planning.cost_lookup import link_ns_per_byte
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.solver import Matrix

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dmuon.kernels import Variant
-from dmuon.planning.shapes import parse_shape
 from dmuon.platform.files import UnreadableFile, parse_json, read_json, write_bytes
 from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable, Shape
@@ -179,6 +178,18 @@ class CostCache:
                     f"cost cache: no timing for one {m}x{n} matrix; run dmuon-profile --shapes {m}x{n}"
                 )
         return CostTable({shape: {k: t.median_ns for k, t in self.entries[shape].items()} for shape in wanted})
+
+
+def parse_shape(text: str) -> Shape:
+    """The two sides that ``text`` names, such as ``"1024x4096"``, in its order.
+
+    Raises:
+        ValueError: ``text`` is something else.
+    """
+    match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
+    if match is None:
+        raise ValueError(f"shape {text!r} is not like '1024x4096'")
+    return int(match[1]), int(match[2])
 
 
 def merge_entries(base: Entries, over: Entries) -> dict[Shape, dict[int, Timing]]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from dmuon.kernels import Variant
 from dmuon.layout.topology import Position
+from dmuon.planning.cost_cache import parse_shape
 from dmuon.planning.cost_lookup import FoundCosts
-from dmuon.planning.shapes import parse_shape
 from dmuon.platform.files import read_json, write_text
 from dmuon.platform.options import is_integer
 from dmuon.solver import Matrix, Plan, Shape

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
+from dmuon.check.accounting import Traffic
 from dmuon.check.model import loss_of, shard
 from dmuon.check.topologies import full_state
-from dmuon.check.traffic import Traffic
 from dmuon.dedicated.dedication import dedications
 
 

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
+from dmuon.check.accounting import Amount, Traffic
 from dmuon.check.model import loss_of
-from dmuon.check.traffic import Amount, Traffic
 from dmuon.dedicated.dedication import dedications
 from dmuon.report.accounting import expected_memory, expected_traffic
 

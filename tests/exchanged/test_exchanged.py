@@ -28,9 +28,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
 from dmuon import create_dtensor_config, create_processgroup_config
+from dmuon.check.accounting import Amount, Traffic
 from dmuon.check.model import Block, Network, Size, is_matrix, loss_of, shard
 from dmuon.check.topologies import full_state
-from dmuon.check.traffic import Amount, Traffic
 from dmuon.layout.parcels import travels
 
 LENGTHS = pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])

@@ -23,8 +23,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import dmuon
 from dmuon import create_dtensor_config, create_processgroup_config
+from dmuon.check.accounting import Traffic
 from dmuon.check.topologies import full_state
-from dmuon.check.traffic import Traffic
 
 SHAPES = [(5, 6, 4), (3, 4, 9), (1, 7, 7), (4, 1, 8)]
 MATRICES = [(7, 5), (9, 5)]

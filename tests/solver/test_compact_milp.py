@@ -14,8 +14,7 @@ import pytest
 from instances import GRAHAM, built, linear_costs, make_matrices
 
 from dmuon.solver import Plan, SolveOptions, baseline, exact, plan, planner
-from dmuon.solver.compact_milp import assign_within
-from dmuon.solver.milp_solver import MilpSolver
+from dmuon.solver.compact_milp import MilpSolver, assign_within
 
 EXACT = SolveOptions(gap_target=0.0, backend="cbc")
 GREEDY = SolveOptions(method="greedy", gap_target=0.0)

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from instances import ALMOST_FREE, GRAHAM, Case, built, linear_costs, make_matrices, problems, shape_costs
 
 from dmuon.solver import CostTable
-from dmuon.solver.bound import lower_bound
 from dmuon.solver.heuristics import batch_greedy, longest_first, multifit
 from dmuon.solver.local_search import level_bytes, shorten
-from dmuon.solver.problem import Problem
+from dmuon.solver.problem import Problem, lower_bound
 
 
 def build(counts: list[int], ranks: int, costs: CostTable) -> Problem:

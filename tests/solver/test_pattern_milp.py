@@ -26,10 +26,9 @@ from instances import (
 )
 
 from dmuon.solver import Infeasible, Rank, SolveOptions, plan
-from dmuon.solver.bound import lower_bound
-from dmuon.solver.milp_solver import MilpSolver
+from dmuon.solver.compact_milp import MilpSolver
 from dmuon.solver.pattern_milp import PatternPool, _Knapsack
-from dmuon.solver.problem import Problem
+from dmuon.solver.problem import Problem, lower_bound
 
 
 def pool(problem: Problem, backend: str = "auto") -> PatternPool:

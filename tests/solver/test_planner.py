@@ -29,8 +29,8 @@ from instances import (
 
 from dmuon.solver import BASELINES, CostTable, Matrix, Rank, SolveOptions, baseline, plan, planner
 from dmuon.solver import local_search as search
-from dmuon.solver.bound import lower_bound
 from dmuon.solver.exact import refine
+from dmuon.solver.problem import lower_bound
 
 GREEDY = SolveOptions(method="greedy")
 

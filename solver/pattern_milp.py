@@ -41,21 +41,6 @@ def knapsack_items(problem: Problem, capacity: int) -> int:
     return int(problem.most(capacity).max(axis=1).sum())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Cover:
-    """An optimum of the linear program.
-
-    Attributes:
-        shortfall: value of what is not covered, of 1 in all.
-        prices: of a matrix of each class, up to a common factor.
-        times: how often each pattern is used.
-    """
-
-    shortfall: float
-    prices: Floats
-    times: list[float]
-
-
 @dataclass(eq=False)
 class PatternPool:
     """Patterns found so far, ``(kind, counts)``, in the order in which they were found."""
@@ -90,12 +75,12 @@ class PatternPool:
         # Patterns of the relaxed knapsack may lie a little above the capacity: they serve this proof alone.
         relaxed: dict[Pattern, None] = {}
         while time.monotonic() < self.deadline:
-            cover = self._price([*self._within(capacity), *relaxed], members, ranks)
-            if cover.shortfall <= _TOLERANCE:
+            shortfall, prices, _ = self._price([*self._within(capacity), *relaxed], members, ranks)
+            if shortfall <= _TOLERANCE:
                 return "possible"
-            offers = [knapsack.best(cover.prices) for knapsack in knapsacks]
+            offers = [knapsack.best(prices) for knapsack in knapsacks]
             most = sum(int(n) * value for n, (value, _) in zip(ranks, offers, strict=True))
-            if float(cover.prices @ members) > most * (1 + 1e-9):
+            if float(prices @ members) > most * (1 + 1e-9):
                 return "infeasible"
             before = len(self._pool) + len(relaxed)
             for kind, (_, row) in enumerate(offers):
@@ -169,11 +154,11 @@ class PatternPool:
         knapsacks = self._knapsacks(capacity, members, strict=True)
         for _ in range(_ROUNDS):
             patterns = self._within(capacity)
-            cover = self._price(patterns, members, ranks, fewest=True)
-            added = [self.add(kind, knapsack.best(cover.prices)[1]) for kind, knapsack in enumerate(knapsacks)]
+            _, prices, used = self._price(patterns, members, ranks, fewest=True)
+            added = [self.add(kind, knapsack.best(prices)[1]) for kind, knapsack in enumerate(knapsacks)]
             if not any(added) or time.monotonic() > self.deadline:
                 break
-        return [(key, times) for key, times in zip(patterns, cover.times, strict=True) if times > 0]
+        return [(key, times) for key, times in zip(patterns, used, strict=True) if times > 0]
 
     def _within(self, capacity: int) -> list[Pattern]:
         return [key for key, cost in self._pool.items() if cost <= capacity]
@@ -187,8 +172,15 @@ class PatternPool:
                 self.add(kind, np.eye(len(members), dtype=np.int64)[s] * most)
         return knapsacks
 
-    def _price(self, patterns: Sequence[Pattern], members: Ints, ranks: Ints, *, fewest: bool = False) -> _Cover:
-        """Cover as much of ``members`` as ``ranks`` can with patterns in fractions, ``fewest``: with few of them."""
+    def _price(
+        self, patterns: Sequence[Pattern], members: Ints, ranks: Ints, *, fewest: bool = False
+    ) -> tuple[float, Floats, list[float]]:
+        """Cover as much of ``members`` as ``ranks`` can with patterns in fractions, ``fewest``: with few of them.
+
+        Returns:
+            the value of what is not covered, of 1 in all; prices of a matrix of each class, up to a common factor; and
+            how often each pattern is used.
+        """
         problem, pulp = self.problem, self.solver.pulp
         value = [
             min(float(c[g, k]) / k for g in range(problem.kinds) for k in (1, problem.chunks[s]))
@@ -214,12 +206,9 @@ class PatternPool:
         if self.solver.solve(model, max(1.0, self.deadline - time.monotonic())) != "optimal":
             raise SolverFailed("the covering problem, which always has an optimum, came back without one")
         prices = np.array([max(0.0, model.constraints[f"class_{s}"].pi or 0.0) for s in range(len(value))])
-        return _Cover(
-            shortfall=sum(v / total * (m.value() or 0.0) for v, m in zip(value, missing, strict=True))
-            / int(members.sum()),
-            prices=np.array([float(f"{price:.{_DIGITS - 1}e}") for price in prices]),
-            times=[y.value() or 0.0 for y in columns],
-        )
+        shortfall = sum(v / total * (m.value() or 0.0) for v, m in zip(value, missing, strict=True))
+        rounded = np.array([float(f"{price:.{_DIGITS - 1}e}") for price in prices])
+        return shortfall / int(members.sum()), rounded, [y.value() or 0.0 for y in columns]
 
     def _cover(self, capacity: int) -> Counts | None:
         """The integer program over the patterns within ``capacity``."""

@@ -105,7 +105,10 @@ def baseline(
 def _plan(
     matrices: tuple[Matrix, ...], ranks: tuple[Rank, ...], costs: CostTable, options: SolveOptions, cap: float | None
 ) -> Plan:
-    caps = None if cap is None else _block_caps(matrices, ranks, cap)
+    caps = None
+    if cap is not None:
+        least = least_block_bytes(matrices, _pool_ranks(matrices, ranks))
+        caps = {block: int(cap * nbytes) for block, nbytes in least.items()}
     problem = build_problem(matrices, ranks, costs, caps)
     bound = lower_bound(problem)
     starts = _starts(problem, bound)
@@ -200,12 +203,6 @@ def _most_even(
 
 def _pool_ranks(matrices: Sequence[Matrix], ranks: Sequence[Rank]) -> dict[str, int]:
     return {pool: sum(rank.may_own(pool) for rank in ranks) for pool in sorted({m.pool for m in matrices})}
-
-
-def _block_caps(matrices: Sequence[Matrix], ranks: Sequence[Rank], cap: float) -> dict[str, int]:
-    """Per block, ``cap`` times the least that its largest owner can have."""
-    least = least_block_bytes(matrices, _pool_ranks(matrices, ranks))
-    return {block: int(cap * nbytes) for block, nbytes in least.items()}
 
 
 def _check_limits(problem: Problem, solution: Solution) -> None:

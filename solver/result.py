@@ -119,13 +119,17 @@ class Plan:
 
         Of many ranks, only the most and the least loaded have a row.
         """
+        balance = self.block_balance.values()
+        largest, least = sum(most for most, _ in balance), sum(least for _, least in balance)
+        estimated = f"estimated for {len(self.estimated)} of {len({m.shape for m in self.matrices})} shapes"
         lines = [
-            f"{len(self.matrices)} matrices in {len(self.block_balance)} blocks over {self.world} ranks",
+            f"{len(self.matrices)} matrices in {len(balance)} blocks over {self.world} ranks",
             f"makespan  {_ms(self.makespan_ns)}",
             f"bound     {_ms(self.bound_ns)}  (gap {self.gap:.2%})",
             f"stage     {self.stage}: {self.reason}",
-            f"costs     {_sources(self)}",
-            f"blocks    {_blocks(self)}",
+            f"costs     {estimated if self.estimated else 'measured'}",
+            f"blocks    largest owner {largest / len(balance) / 2**20:.1f} MiB on average, "
+            f"{largest / least:.2f} times the least possible",
             f"digest    {self.digest}",
             "",
             f"{'rank':>6} {'load':>12} {'of makespan':>12}  {'':<{_BAR}} {'matrices':>8} {'MiB':>10}",
@@ -215,22 +219,6 @@ def _shorten(rows: Sequence[str], loads: Sequence[int]) -> list[str]:
     middle = order[half:-half]
     between = f"   … {len(middle)} more ranks, {_ms(loads[middle[0]])} to {_ms(loads[middle[-1]])} …"
     return [rows[r] for r in order[:half]] + [between] + [rows[r] for r in order[-half:]]
-
-
-def _blocks(plan: Plan) -> str:
-    largest = sum(most for most, _ in plan.block_balance.values())
-    least = sum(least for _, least in plan.block_balance.values())
-    return (
-        f"largest owner {largest / len(plan.block_balance) / 2**20:.1f} MiB on average, "
-        f"{largest / least:.2f} times the least possible"
-    )
-
-
-def _sources(plan: Plan) -> str:
-    shapes = {m.shape for m in plan.matrices}
-    if not plan.estimated:
-        return "measured"
-    return f"estimated for {len(plan.estimated)} of {len(shapes)} shapes"
 
 
 def _ms(ns: int) -> str:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -111,9 +111,6 @@ class Board:
         if len(faults) < len(everyone) or len(kinds) > 1 or any(hopeless for _, hopeless, _ in everyone):
             raise Stopped(f"{check} {where}")
         return False
-
-    def as_json(self) -> list[dict[str, Any]]:
-        return [asdict(line) for line in self.lines]
 
     def _add(self, line: Line) -> None:
         self.lines.append(line)

@@ -15,7 +15,7 @@ from dmuon.check.reference import Twin, train_alone
 from dmuon.check.report import Board, Reading, Stopped
 from dmuon.check.speed import Speed, measure_speed, memory_of_device
 from dmuon.check.topologies import Grid, grid_of, mesh_of
-from dmuon.check.trial import Kind, Trial
+from dmuon.check.trial import ROWS, Kind, Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,7 @@ def run_checks(board: Board, settings: Settings, hosts: int) -> None:
     Raises:
         Stopped: a fault after which nothing more can be checked.
     """
-    world = board.ranks.world
-    rows = Trial.rows(world)
+    rows = ROWS * board.ranks.world
     twins: dict[torch.dtype, Twin] = {}
     for kind in _kinds(board, settings, hosts):
         if kind.dtype not in twins and not _train_twin(board, twins, kind, rows):

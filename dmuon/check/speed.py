@@ -20,6 +20,7 @@ import dmuon
 from dmuon.check.accounting import expected_nbytes
 from dmuon.check.model import Network, Size, batch, build, loss_of
 from dmuon.check.report import Reading
+from dmuon.check.topologies import Grid, lay
 from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import local_tensor
 
@@ -62,13 +63,10 @@ class _Program:
 
 
 def _dedicated(speed: Speed, device: torch.device, timeout: timedelta) -> _Program:
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    model = build(speed.size, device)
-    dmuon.dedicate_params(model, mesh, costs="flops", comm=dmuon.CommOptions(timeout=timeout))
-    for block in model.blocks:
-        dmuon.fully_shard(block, mesh=mesh)
-    dmuon.fully_shard(model, mesh=mesh)
-    return _Program(model, dmuon.Muon(model, lr=2e-3))
+    grid = Grid("1d", (("shard", dist.get_world_size()),))
+    comm = dmuon.CommOptions(timeout=timeout)
+    laid = lay(grid, build(speed.size, device), grid.mesh(device), costs="flops", comm=comm)
+    return _Program(laid.model, dmuon.Muon(laid.model, lr=2e-3))
 
 
 def _adamw(speed: Speed, device: torch.device) -> _Program:

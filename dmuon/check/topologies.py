@@ -55,36 +55,25 @@ class Grid:
 def grid_of(name: str, world: int, hosts: int) -> Grid | str:
     """The topology ``name`` over ``world`` ranks, with a replica per host if there are several; or why not."""
     replicas = hosts if hosts > 1 and world % hosts == 0 and world > hosts else 2
-    match name:
-        case "1d":
-            return Grid(name, (("shard", world),))
-        case "ddp" if world > 1:
-            return Grid(name, (("replicate", world),), fsdp=False)
-        case "hsdp" if world >= 4 and world % replicas == 0:
-            return Grid(name, (("replicate", replicas), ("shard", world // replicas)))
-        case "cp" if world >= 4 and world % 2 == 0:
-            return Grid(name, (("shard", world // 2), ("cp", 2)), fsdp=False)
-        case "tp" if world >= 2 and world % 2 == 0:
-            return Grid(name, (("shard", world // 2), ("tp", 2)), fsdp=world > 2)
-        case "tp-hsdp" if world >= 8 and world % 4 == 0:
-            return Grid(name, (("replicate", 2), ("shard", world // 4), ("tp", 2)))
-        case "fsdp2" if world > 1:
-            return Grid(name, (("shard", world),), dedicated=False)
-        case "fsdp2-hsdp" if world >= 4 and world % replicas == 0:
-            return Grid(name, (("replicate", replicas), ("shard", world // replicas)), dedicated=False)
-        case "fsdp2-tp" if world >= 4 and world % 2 == 0:
-            return Grid(name, (("shard", world // 2), ("tp", 2)), dedicated=False)
-    needs = {
-        "hsdp": "an even number of at least 4",
-        "ddp": "at least 2",
-        "cp": "an even number of at least 4",
-        "tp": "an even number of",
-        "tp-hsdp": "a multiple of 4, at least 8",
-        "fsdp2": "at least 2",
-        "fsdp2-hsdp": "an even number of at least 4",
-        "fsdp2-tp": "an even number of at least 4",
-    }
-    return f"needs {needs[name]} ranks, here {'are' if world > 1 else 'is'} {world}"
+    one, half, tp = ("shard", world), ("shard", world // 2), ("tp", 2)
+    hsdp = (("replicate", replicas), ("shard", world // replicas))
+    # By name: the least number of ranks, and one that divides it.
+    least, divisor, grid = {
+        "1d": (1, 1, Grid(name, (one,))),
+        "hsdp": (4, replicas, Grid(name, hsdp)),
+        "ddp": (2, 1, Grid(name, (("replicate", world),), fsdp=False)),
+        "cp": (4, 2, Grid(name, (half, ("cp", 2)), fsdp=False)),
+        "tp": (2, 2, Grid(name, (half, tp), fsdp=world > 2)),
+        "tp-hsdp": (8, 4, Grid(name, (("replicate", 2), ("shard", world // 4), tp))),
+        "fsdp2": (2, 1, Grid(name, (one,), dedicated=False)),
+        "fsdp2-hsdp": (4, replicas, Grid(name, hsdp, dedicated=False)),
+        "fsdp2-tp": (4, 2, Grid(name, (half, tp), dedicated=False)),
+    }[name]
+    if world >= least and world % divisor == 0:
+        return grid
+    words = {2: "at least 2", 4: "an even number of at least 4", 8: "a multiple of 4, at least 8"}
+    needs = "an even number of" if name == "tp" else words[least]
+    return f"needs {needs} ranks, here {'are' if world > 1 else 'is'} {world}"
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ _FP32, _NORM = 1e-5, 1e-4  # of weights, of a gradient norm: sums in another ord
 # Of what training changed. Newton-Schulz magnifies small singular values and their noise with them: on real gradients
 # fp16 stays within 0.1, and bf16 products, whose noise differs by how a batch is divided, were seen to make 0.09.
 _HALF_NEWTON_SCHULZ, _BF16 = 0.1, 0.25
-_ROWS = 2  # per rank, so that each can be halved
+ROWS = 2  # of a global batch per rank, so that every topology can divide it and each part be halved
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,6 @@ class Trial:
         self._rows = rows
         self._laid, self._optimizer = self._build(seed=0)
         self._steps = 0
-
-    @staticmethod
-    def rows(world: int) -> int:
-        """Of a global batch that every topology over ``world`` ranks can divide."""
-        return _ROWS * world
 
     def _build(self, seed: int) -> tuple[Laid, dmuon.Muon]:
         kind = self._kind
@@ -117,28 +112,29 @@ class Trial:
         exact = self._kind.dtype == torch.float32 and self._kind.ns_dtype == torch.float32
         if exact:
             difference = self._difference("parity", "weights of one process", found, self._twin.trained)
-        else:
-            difference = self._difference_of_changes(found)
+        else:  # of what Muon did to its matrices: the weights themselves would hide most of it
+            initial = {name: start for name, start in self._twin.initial.items() if is_matrix(name)}
+            changes, expected = (
+                {name: weights[name] - start for name, start in initial.items()}
+                for weights in (found, self._twin.trained)
+            )
+            limit = _BF16 if self._kind.dtype == torch.bfloat16 else _HALF_NEWTON_SCHULZ
+            difference = self._difference("parity", "matrices of one process", changes, expected, limit, " of a change")
         return [difference, Reading("same bits", "weights on all ranks", 0, 0, same=digest(found))]
 
-    def _difference(self, check: str, what: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> Reading:
+    def _difference(
+        self,
+        check: str,
+        what: str,
+        found: dict[str, Tensor],
+        expected: dict[str, Tensor],
+        limit: float = _FP32,
+        of: str = "",
+    ) -> Reading:
         errors = {name: relative_difference(found[name], value) for name, value in expected.items()}
         worst = max(errors, key=errors.__getitem__)
-        limit = _FP32 * self._kind.tolerance
-        return Reading(check, what, errors[worst], limit, f"largest relative difference, in {worst},")
-
-    def _difference_of_changes(self, found: dict[str, Tensor]) -> Reading:
-        """Of what Muon did to its matrices: the weights themselves would hide most of it."""
-        twin = self._twin
-        errors = {
-            name: relative_difference(found[name] - start, twin.trained[name] - start)
-            for name, start in twin.initial.items()
-            if is_matrix(name)
-        }
-        worst = max(errors, key=errors.__getitem__)
-        limit = _BF16 if self._kind.dtype == torch.bfloat16 else _HALF_NEWTON_SCHULZ
-        unit = f"largest relative difference of a change, in {worst},"
-        return Reading("parity", "matrices of one process", errors[worst], limit * self._kind.tolerance, unit)
+        unit = f"largest relative difference{of}, in {worst},"
+        return Reading(check, what, errors[worst], limit * self._kind.tolerance, unit)
 
     def accumulation(self) -> list[Reading]:
         """A step of two micro-batches whose gradients are clipped: that of one process on the whole batch."""

@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -77,7 +78,8 @@ def _run(board: Board, settings: Settings, path: str | None) -> int:
     failed, total = board.failed, sum(line.status in ("pass", "fail") for line in board.lines)
     board.say("fail" if failed else "pass", "all", "", f"{failed} of {total} failed" if failed else f"{total} checks")
     if path is not None and board.ranks.rank == 0:
-        report = {"exit_status": FAILED if failed else 0, "world": board.ranks.world, "lines": board.as_json()}
+        lines = [asdict(line) for line in board.lines]
+        report = {"exit_status": FAILED if failed else 0, "world": board.ranks.world, "lines": lines}
         write_text(Path(path), json.dumps(report, indent=1) + "\n")
     if stopped:
         _end(FAILED)

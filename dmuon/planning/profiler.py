@@ -272,24 +272,21 @@ class _Batch:
 
     def update(self, options: NsOptions, variant: Variant | None = None) -> Callable[[], None]:
         """A function that updates the batch once."""
-
-        def update() -> None:
-            muon_update_(
-                self.params,
-                self.grads,
-                self.momentum,
-                lr=1e-3,
-                weight_decay=0.1,
-                beta=0.95,
-                nesterov=True,
-                scale=1.0,
-                coefficients=options.coefficients,
-                steps=options.steps,
-                dtype=options.dtype,
-                variant=variant,
-            )
-
-        return update
+        return partial(
+            muon_update_,
+            self.params,
+            self.grads,
+            self.momentum,
+            lr=1e-3,
+            weight_decay=0.1,
+            beta=0.95,
+            nesterov=True,
+            scale=1.0,
+            coefficients=options.coefficients,
+            steps=options.steps,
+            dtype=options.dtype,
+            variant=variant,
+        )
 
 
 def _summary(samples: Sequence[int], variant: str) -> Timing:

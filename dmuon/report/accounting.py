@@ -85,7 +85,7 @@ class ExchangeBudget:
 def expected_memory(runtime: Runtime) -> Memory:
     """Bytes that dmuon holds on this rank for the matrices of ``runtime``."""
     comm = runtime.comm
-    sizes = [_buffer_nbytes(buffer) for buffer in runtime.buffers]
+    sizes = [buffer.layout.size * _itemsize(buffer) for buffer in runtime.buffers]
     kept = sum(size for buffer, size in zip(runtime.buffers, sizes, strict=True) if buffer.keep)
     ahead = [] if runtime.fills_wait else sizes[: comm.options.prefetch]
     standins = outgoing = 0
@@ -247,7 +247,3 @@ class _RoundBytes:
 
 def _itemsize(buffer: OwnedBuffer) -> int:
     return buffer.matrices[0].full.element_size()
-
-
-def _buffer_nbytes(buffer: OwnedBuffer) -> int:
-    return buffer.layout.size * _itemsize(buffer)

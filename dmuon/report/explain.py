@@ -75,13 +75,22 @@ def _on_adamw(rest: Sequence[tuple[str, str]], muon: str, elements: int) -> list
 def _runtime(runtime: Runtime) -> list[str]:
     """Dtypes, memory and traffic of the owned weights."""
     entries = list(runtime.matrices())
+    memory, traffic = expected_memory(runtime), expected_traffic(runtime)
+    topology = runtime.comm.topology
+    sent = "; ".join(
+        f"{purpose} {calls} calls, {_mib(traffic.nbytes[purpose])}" for purpose, calls in traffic.calls.items()
+    )
     return [
         f"owned weights: {len({b.name for b in runtime.buffers})} blocks, "
         f"forward in {_unique(e.full.dtype for e in entries)}, "
         f"masters in {_unique(e.master.dtype for e in entries)}, "
         f"gradients reduced in {_unique(b.reduce_dtype for b in runtime.buffers)}, "
         f"{'kept' if runtime.buffers[0].keep else 'freed'} after forward",
-        *_budget(runtime),
+        f"ranks: {topology.replicas} replicas x {topology.shards} shards"
+        + (f" x {topology.tensor} tensor-parallel" if topology.tensor > 1 else ""),
+        f"this rank holds: masters {_mib(memory.masters)}, momentum as much, gradients as much, stand-ins "
+        f"{_mib(memory.standins)}, kept buffers {_mib(memory.kept)}, largest buffer {_mib(memory.largest)}",
+        f"this rank sends in a step of one micro-batch: {sent or 'nothing'}",
     ]
 
 
@@ -117,22 +126,6 @@ def _routes(model: nn.Module, optimizer: Muon | None) -> list[str]:
     lines = ["matrices of Muon", *_table([("matrix", "why"), *((r.fqn, why(r)) for r in routes if r.fqn in taken)])]
     rest = [(r.fqn, why(r)) for r in routes if r.fqn not in taken]
     return lines + _on_adamw(rest, f"{len(taken)} parameters, {elements(True):,}", elements(False))
-
-
-def _budget(runtime: Runtime) -> list[str]:
-    """Ranks, and what this one holds and sends."""
-    memory, traffic = expected_memory(runtime), expected_traffic(runtime)
-    topology = runtime.comm.topology
-    sent = "; ".join(
-        f"{purpose} {calls} calls, {_mib(traffic.nbytes[purpose])}" for purpose, calls in traffic.calls.items()
-    )
-    return [
-        f"ranks: {topology.replicas} replicas x {topology.shards} shards"
-        + (f" x {topology.tensor} tensor-parallel" if topology.tensor > 1 else ""),
-        f"this rank holds: masters {_mib(memory.masters)}, momentum as much, gradients as much, stand-ins "
-        f"{_mib(memory.standins)}, kept buffers {_mib(memory.kept)}, largest buffer {_mib(memory.largest)}",
-        f"this rank sends in a step of one micro-batch: {sent or 'nothing'}",
-    ]
 
 
 def _mib(nbytes: int) -> str:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from dmuon.comm.context import Comm
+from dmuon.comm.context import Comm, gather
 from dmuon.comm.monitor import Pending, run_all
-from dmuon.comm.transport import gather
 from dmuon.dedicated.matrix import Weight, own
 from dmuon.layout.buffer import make_layout
 from dmuon.platform.torch_private import local_tensor

@@ -260,7 +260,7 @@ def _place(model: nn.Module, inspected: _Inspected, plan: OwnerPlan, comm: Comm,
             blocks.append(Block(name, module, of_block, buffer))
     runtime = Runtime(model, blocks, comm, plan.chunks, plan.variants)
     hook_state_dicts(model, runtime)
-    Dedication(plan, inspected.routes, runtime).attach(model)
+    Dedication(model, plan, inspected.routes, runtime)  # which stays on the model
 
 
 def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, object]) -> list[tuple[str, str]]:

@@ -24,14 +24,11 @@ _ATTRIBUTE = "_dmuon_dedication"
 class Dedication:
     """The plan, the routes, and the runtime that moves the weights of one dedicated model."""
 
-    def __init__(self, plan: OwnerPlan, routes: Sequence[Route], runtime: Runtime) -> None:
+    def __init__(self, model: nn.Module, plan: OwnerPlan, routes: Sequence[Route], runtime: Runtime) -> None:
         self.plan = plan
         self.reasons = {r.fqn: (r.muon, r.reason) for r in routes}  # routes themselves would keep the parameters alive
         self.adamw_elements = sum(r.param.numel() for r in routes if not r.muon)
         self.runtime = runtime
-
-    def attach(self, model: nn.Module) -> None:
-        """Leave this on ``model``."""
         setattr(model, _ATTRIBUTE, self)
 
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dmuon.comm.agreement import Vote
-from dmuon.comm.context import Comm
+from dmuon.comm.context import Comm, Line, Works, reduce, scratch
 from dmuon.comm.monitor import Pending, run_all
-from dmuon.comm.transport import Line, Works, reduce, scratch
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.replicated import GradAverager

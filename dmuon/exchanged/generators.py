@@ -22,7 +22,7 @@ from dmuon.comm.process_groups import grid_of_groups, ranks_of, this_rank
 from dmuon.exchanged.assignment import plan, planned_owners, whole_parcel
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig
 from dmuon.exchanged.layouts import CHUNK_BYTES, SMALL_PARAM_NUMEL, LayoutOptions, LayoutRecipe, Layouts, lay_out
-from dmuon.layout.topology import GlobalRank, RankGrid, ShardDims, grid_of_mesh
+from dmuon.layout.topology import GlobalRank, ShardDims, grid_of_mesh
 from dmuon.planning.agreed_plan import Costs
 from dmuon.platform.options import check_integer
 from dmuon.platform.torch_private import local_tensor
@@ -97,7 +97,8 @@ def create_processgroup_config(
         TypeError, ValueError: on all ranks of the groups, for groups that are not the lines of one grid; an option.
     """
     groups = {"fsdp": fsdp_pg, "tp": tp_pg, "dp": dp_pg, "ep": ep_pg, "cp": cp_pg, "pp": pp_pg}
-    grid = _grid(groups)  # before anything that one rank alone may refuse
+    alone = not dist.is_initialized() and all(group is None for group in groups.values())
+    grid = None if alone else grid_of_groups(groups)  # before anything that one rank alone may refuse
     options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold)
     config = _config(LayoutRecipe(grid, shard_dims, options=options), async_gpu_parallelism, prefetch_count)
     config.state["process_groups"] = {role: group for role, group in groups.items() if group is not None}
@@ -212,13 +213,6 @@ def _config(recipe: LayoutRecipe, async_gpu_parallelism: bool = True, prefetch_c
         async_gpu_parallelism,
         prefetch_count,
     )
-
-
-def _grid(groups: Mapping[str, dist.ProcessGroup | None]) -> RankGrid | None:
-    """None without torch.distributed, where this process has all of everything."""
-    if not dist.is_initialized() and all(group is None for group in groups.values()):
-        return None
-    return grid_of_groups(groups)
 
 
 def _check_stage(group: dist.ProcessGroup | None, stage: int | None, stages: int | None) -> None:

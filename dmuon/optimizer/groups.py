@@ -57,19 +57,16 @@ def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[st
             if isinstance(module, FullyShardedDataParallel):
                 raise ValueError(f"module {name or 'model'!r} {_FLATTENED}")
         routed = [(r.param, r.muon) for r in route_parameters(inside_ddp(model), select)]
+    return _groups(routed)
+
+
+def _groups(routed: Sequence[tuple[Tensor, bool]]) -> list[dict[str, Any]]:
+    """Of parameters, and whether Muon takes each."""
     rest = [p for p, muon in routed if not muon]
-    return _groups(
-        muon=[p for p, muon in routed if muon],
-        matrices=[p for p in rest if p.ndim >= 2],
-        vectors=[p for p in rest if p.ndim < 2],
-    )
-
-
-def _groups(muon: Sequence[Tensor], matrices: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = [
-        {"params": list(muon), "use_muon": True},
-        {"params": list(matrices), "use_muon": False},
-        {"params": list(vectors), "use_muon": False, "weight_decay": 0.0},
+        {"params": [p for p, muon in routed if muon], "use_muon": True},
+        {"params": [p for p in rest if p.ndim >= 2], "use_muon": False},
+        {"params": [p for p in rest if p.ndim < 2], "use_muon": False, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -98,20 +95,19 @@ def groups_from(
     tensors = [item for item in items if isinstance(item, Tensor)]
     if len(tensors) < len(items):
         raise TypeError("params mixes tensors, groups or other things; pass tensors only or groups only")
-    matrices = [p for p in tensors if p.ndim >= 2]
-    vectors = [p for p in tensors if p.ndim < 2]
     for param in tensors:
         if flattened_by_fsdp1(param):
             raise ValueError(f"a parameter of shape {tuple(param.shape)} {_FLATTENED}")
-    for param in matrices:
+    for param in tensors:
         if param.ndim > 2:
             raise ValueError(
                 f"a parameter has shape {tuple(param.shape)}: dmuon cannot tell whether that is a stack of matrices; "
                 "pass groups, with use_muon=True for stacks (e, m, n) and use_muon=False for anything else"
             )
+    vectors = sum(p.ndim < 2 for p in tensors)
     if vectors:
-        _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", len(vectors))
-    return _groups(muon=matrices, matrices=[], vectors=vectors)
+        _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", vectors)
+    return _groups([(p, p.ndim >= 2) for p in tensors])
 
 
 def names_of(params: object) -> dict[int, str]:

@@ -21,12 +21,11 @@ from dmuon.optimizer.momentum import Momentum
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.adamw import adamw_step, adopt_adamw_state, init_adamw_state
 from dmuon.step.batches import Batch, make_batches
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import AloneRound, Round, drive
-from dmuon.step.update import Done
+from dmuon.step.update import Done, adamw_step, adopt_adamw_state, init_adamw_state
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from dmuon.comm.transport import Line, gather, reduce, scratch
+from dmuon.comm.context import Line, gather, reduce, scratch
 from dmuon.layout.buffer import BufferLayout, Transport, choose_transport, make_layout, part_offsets
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Topology, topology_of

@@ -1,0 +1,347 @@
+"""Programs as data: how a model lies, with what options, and what is done with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness import exchanged_layouts, topologies
+from harness.toy import OPTIONS, VOCAB, WIDTH, Toy, batch, full_state, loss_of, shard
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import dmuon
+from dmuon.dedicated import replicated
+from streams.clock import Race, Site
+from streams.collectives import Collectives, Launched
+from streams.observer import Observer
+from streams.plants import Plant, planted
+from streams.recordings import recorded_in_buffers
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank does.
+
+    Attributes:
+        layout: of ``harness.topologies`` or, exchanged, of ``harness.exchanged_layouts``.
+        residency: ``functions``: exchanged by a user's functions, whose collectives are asynchronous.
+        actions: names of :data:`ACTIONS`, in order.
+        nccl: transports are chosen as on NCCL.
+        bucket: bytes of replicated gradients that travel together; None is dmuon's own choice.
+        optimizers: models, each with an optimizer; what is done is done with one after the other.
+    """
+
+    layout: str
+    actions: str
+    residency: Literal["dedicated", "exchanged", "functions"] = "dedicated"
+    keep: bool = False
+    overlap: bool = False
+    half: bool = False
+    nccl: bool = False
+    replay: bool = False
+    model: Literal["toy", "single", "auxiliary"] = "toy"
+    optimizers: int = 1
+    bucket: int | None = None
+    comm: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        if self.residency == "dedicated":
+            return topologies.LAYOUTS[self.layout].world
+        return exchanged_layouts.WORLDS[self.layout]
+
+
+class Single(nn.Module):
+    """A block of one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(x)
+
+
+class Auxiliary(Toy):
+    """With a parameter that the first rank alone uses; its gradient is the first to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.LayerNorm(VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        return self.last(logits) if dist.get_rank() == 0 else logits
+
+
+MODELS: dict[str, Callable[[], Toy]] = {
+    "toy": Toy,
+    "single": lambda: Toy(block=Single),
+    "auxiliary": Auxiliary,
+}
+
+
+@dataclass
+class Findings:
+    """What one rank was seen to do.
+
+    Attributes:
+        waits: of the host for the device, by where, for each action.
+        before_training: how many collectives of the journal belong to setting up.
+        weights: in the end, of the first model.
+    """
+
+    races: Counter[Race]
+    waits: list[tuple[str, Counter[Site]]]
+    journal: list[Launched]
+    before_training: int
+    weights: dict[str, Tensor]
+
+
+@dataclass
+class Trained:
+    """A model in training.
+
+    Attributes:
+        named: the same parameters under the names of ``Toy``.
+        part: this rank's share of a batch.
+    """
+
+    model: nn.Module
+    named: nn.Module
+    optimizer: dmuon.Muon
+    part: Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
+    half: bool
+    saved: dict[str, Any] = field(default_factory=dict)
+    batches: int = 0
+
+    def loss(self) -> Tensor:
+        number, self.batches = self.batches, self.batches + 1
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
+            return loss_of(self.model, *self.part(batch(number)))
+
+
+def _backward(trained: Trained) -> None:
+    trained.loss().backward()
+
+
+def _accumulate(trained: Trained) -> None:
+    with dmuon.no_sync(trained.model):
+        trained.loss().backward()
+
+
+def _accumulate_in_rows(trained: Trained) -> None:
+    dmuon.set_requires_all_reduce(trained.model, False)
+    trained.loss().backward()
+    dmuon.set_requires_all_reduce(trained.model, True)
+
+
+def _step(trained: Trained) -> None:
+    trained.optimizer.step()
+
+
+def _zero(trained: Trained) -> None:
+    trained.optimizer.zero_grad()
+
+
+def _zero_model(trained: Trained) -> None:
+    trained.model.zero_grad()
+
+
+def _clip(trained: Trained) -> None:
+    dmuon.clip_grad_norm_(trained.model.parameters(), 1e-3)
+
+
+def _evaluate(trained: Trained) -> None:
+    with torch.no_grad():
+        trained.loss()
+
+
+def _summon(trained: Trained) -> None:
+    with dmuon.summon_full_params(trained.model):
+        for param in trained.model.parameters():
+            if hasattr(param, "_dmuon_rest"):
+                param.data.mul_(0.99)
+
+
+def _edit(trained: Trained) -> None:
+    with torch.no_grad():
+        for param in dmuon.owned_parameters(trained.model):
+            param.mul_(0.99)
+
+
+def _save(trained: Trained) -> None:
+    trained.saved = {"model": trained.model.state_dict(), "optimizer": trained.optimizer.state_dict()}
+
+
+def _load(trained: Trained) -> None:
+    trained.model.load_state_dict(trained.saved["model"])
+    trained.optimizer.load_state_dict(trained.saved["optimizer"])
+
+
+def _regroup(trained: Trained) -> None:
+    """A new group between backward and step, so that the step lays everything out anew."""
+    spare = nn.Parameter(torch.ones(3))
+    trained.optimizer.add_param_group({"params": [spare], "use_muon": False})
+
+
+def _fail(trained: Trained) -> None:
+    """A backward that raises on all ranks, after most of it has run."""
+    handle = trained.model.blocks[0].register_full_backward_pre_hook(_raise)
+    try:
+        trained.loss().backward()
+    except ArithmeticError:
+        return
+    finally:
+        handle.remove()
+    raise AssertionError("the backward did not raise")
+
+
+def _raise(_module: nn.Module, _grad: Any) -> None:
+    raise ArithmeticError
+
+
+ACTIONS: dict[str, Callable[[Trained], None]] = {
+    "backward": _backward,
+    "accumulate": _accumulate,
+    "accumulate-in-rows": _accumulate_in_rows,
+    "step": _step,
+    "zero": _zero,
+    "zero-model": _zero_model,
+    "clip": _clip,
+    "evaluate": _evaluate,
+    "summon": _summon,
+    "edit": _edit,
+    "save": _save,
+    "load": _load,
+    "regroup": _regroup,
+    "fail": _fail,
+}
+
+
+# A user's functions, for copies on all ranks whose gradients nobody has averaged.
+
+
+def _assign(params: list[Tensor], _state: dict[str, Any]) -> dict[int, int]:
+    return {i: i % dist.get_world_size() for i in range(len(params))}
+
+
+def _gather(update: Tensor, _dst_rank: int, state: dict[str, Any]) -> tuple[Tensor, Any]:
+    state.setdefault("shapes", {})[state["current_param_idx"]] = update.shape
+    whole = update.clone()
+    return whole, dist.all_reduce(whole, dist.ReduceOp.AVG, async_op=True)
+
+
+def _redistribute(update: Tensor | None, src_rank: int, state: dict[str, Any]) -> tuple[Tensor, Any]:
+    part = torch.empty(state["shapes"][state["current_param_idx"]]) if update is None else update
+    return part, dist.broadcast(part, src=src_rank, async_op=True)
+
+
+def run(_rank: int, _world: int, program: Program, plant: Plant | None = None) -> Findings:
+    """Run ``program`` under observation."""
+    observer = Observer()
+    collectives = Collectives(observer, nccl=program.nccl)
+    waits: list[tuple[str, Counter[Site]]] = []
+    with ExitStack() as stack:
+        stack.enter_context(planted(plant) if plant is not None else nullcontext())
+        if program.replay:
+            stack.enter_context(recorded_in_buffers())
+        if program.bucket is not None:
+            stack.enter_context(_buckets(program.bucket))
+        stack.enter_context(collectives.entered())
+        stack.enter_context(observer)
+        all_trained = [_made(program) for _ in range(program.optimizers)]
+        observer.module.waits.clear()
+        before_training = len(collectives.journal)
+        for action in program.actions.split():
+            for trained in all_trained:
+                ACTIONS[action](trained)
+            waits.append((action, Counter(observer.module.waits)))
+            observer.module.waits.clear()
+    weights = full_state(all_trained[0].named)
+    return Findings(observer.memory.races, waits, collectives.journal, before_training, weights)
+
+
+def _made(program: Program) -> Trained:
+    torch.manual_seed(0)
+    half = torch.bfloat16 if program.half else None
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if program.half else None
+    if program.residency == "exchanged":
+        laid = exchanged_layouts.lay(program.layout, exchanged_layouts.toy(program.layout), policy)
+        return Trained(laid.model, laid.toy, laid.optimizer(), partial(shard, rank=laid.rank, world=laid.parts), False)
+    if program.residency == "functions":
+        toy = Toy()
+        config = dmuon.DistributedConfig(_assign, _gather, _redistribute, {})
+        group = partial(shard, rank=dist.get_rank(), world=dist.get_world_size())
+        return Trained(toy, toy, dmuon.Muon(toy, distributed_config=config, **OPTIONS), group, False)
+    options: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
+    comm = dmuon.CommOptions(**program.comm)
+    owned = topologies.lay(program.layout, MODELS[program.model](), keep=program.keep, comm=comm, **options)
+    optimizer = dmuon.Muon(owned.model, overlap_backward=program.overlap, **OPTIONS)
+    return Trained(owned.model, owned.model, optimizer, owned.part, program.half)
+
+
+@contextmanager
+def _buckets(nbytes: int) -> Any:
+    kept, replicated._BUCKET_BYTES = replicated._BUCKET_BYTES, nbytes
+    try:
+        yield
+    finally:
+        replicated._BUCKET_BYTES = kept
+
+
+T = "backward step zero"  # one step of training
+PROGRAMS: dict[str, Program] = {
+    "lines": Program("1d-two-lines", f"{T} {T} step evaluate backward step step", bucket=1000),
+    "overlap": Program("1d-two-lines", f"{T} {T} backward zero-model {T} backward zero {T}", overlap=True, bucket=1000),
+    "list": Program("1d-two-lines", f"{T} {T}", nccl=True),
+    "single": Program("hsdp-two-lines", f"{T} {T} backward step step {T}", model="single"),
+    "tensor": Program("tp-two-lines", f"{T} {T}"),
+    "fsdp exchanged": Program("fsdp-2", f"{T} {T}", residency="exchanged"),
+    "fsdp": Program("1d", f"{T} {T}"),
+    "fsdp overlap": Program("1d", f"{T} {T}", overlap=True),
+    "in turn": Program("1d-two-lines", f"{T} {T}", comm={"asynchronous": False}),
+    "kept": Program("1d", f"{T} {T}", keep=True),
+    "kept lines": Program("1d-two-lines", f"{T} accumulate {T}", keep=True, overlap=True),
+    "far ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 2, "outstanding_reductions": 3}),
+    "not ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 0, "outstanding_reductions": 1}),
+    "merged": Program("1d-two-lines", f"{T} {T}", comm={"merge_bytes": 10**6}),
+    "half": Program("1d-two-lines", f"{T} {T}", half=True),
+    "half list": Program("hsdp-two-lines", f"{T} {T}", half=True, nccl=True),
+    "list kept": Program("hsdp-two-lines", f"{T} {T}", keep=True, nccl=True),
+    "accumulated": Program("1d-two-lines", f"accumulate accumulate {T} accumulate {T}"),
+    "rows": Program("hsdp-two-lines", f"{T} accumulate-in-rows accumulate-in-rows {T} {T}"),
+    "hsdp": Program("hsdp", f"{T} {T} backward clip step"),
+    "hsdp overlap": Program("hsdp-two-lines", f"{T} {T}", overlap=True, comm={"outstanding_reductions": 1}),
+    "single kept": Program("hsdp-two-lines", f"{T} {T} backward step step {T}", model="single", keep=True),
+    "ddp": Program("ddp-2", f"{T} {T} step {T}", keep=True),
+    "ddp freed": Program("ddp-2", f"{T} accumulate {T}", overlap=True),
+    "cp": Program("cp", f"{T} {T}"),
+    "tensor fsdp": Program("tp-fsdp", f"{T} {T}"),
+    "tensor ddp": Program("tp-ddp", f"{T} {T}"),
+    "clipped": Program("1d-two-lines", f"{T} backward clip step zero {T}"),
+    "clipped overlap": Program("1d-two-lines", f"{T} backward clip step zero {T}", overlap=True),
+    "two backwards": Program("1d-two-lines", f"{T} backward backward step zero {T}", overlap=True),
+    "saved": Program("1d-two-lines", f"{T} save backward zero load {T}", overlap=True),
+    "edited": Program("1d-two-lines", f"{T} edit {T}"),
+    "summoned": Program("hsdp-two-lines", f"{T} summon {T} backward step summon {T}"),
+    "failed": Program("1d-two-lines", f"{T} fail {T}", bucket=1000),
+    "auxiliary": Program("1d-two-lines", f"{T} {T}", model="auxiliary", bucket=1000),
+    "replayed": Program("1d-two-lines", f"{T} {T}", overlap=True, replay=True),
+    "two optimizers": Program("1d-two-lines", f"{T} {T}", overlap=True, replay=True, optimizers=2),
+    "regrouped": Program("1d-two-lines", f"backward regroup step zero {T}", overlap=True, replay=True),
+    "hsdp exchanged": Program("hsdp", f"{T} {T}", residency="exchanged"),
+    "tensor exchanged": Program("tp", f"{T} {T}", residency="exchanged"),
+    "fsdp tensor exchanged": Program("fsdp-tp", f"{T} {T}", residency="exchanged"),
+    "ddp exchanged": Program("ddp", f"{T} {T}", residency="exchanged"),
+    "functions": Program("ddp", f"{T} {T}", residency="functions"),
+    "groups exchanged": Program("cp-groups", f"{T} {T}", residency="exchanged"),
+}

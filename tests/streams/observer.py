@@ -91,13 +91,17 @@ class Stream:
 class Module:
     """As ``torch.cuda``, of one pretended device.
 
+    Args:
+        deaf: what the program itself waits for orders nothing, only what dmuon waits for.
+
     Attributes:
         current: the current stream.
         waits: how often the host has waited for the device, by where.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deaf: bool = False) -> None:
         self.clock = Clock()
+        self._deaf = deaf
         self.current = Stream(self, "main")
         self.waits: Counter[Site] = Counter()
 
@@ -119,8 +123,10 @@ class Module:
             self.current = before
 
     def wait_on_host(self, moment: Knowledge, what: str) -> None:
-        self.waits[site_of(what)] += 1
-        self.clock.wait_on_host(moment)
+        site = site_of(what)
+        self.waits[site] += 1
+        if not (self._deaf and site.function in (PROGRAM, BACKWARD)):
+            self.clock.wait_on_host(moment)
 
 
 class Observer(TorchDispatchMode):
@@ -132,9 +138,10 @@ class Observer(TorchDispatchMode):
         operations: how many were seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deaf: bool = False) -> None:
+        """``deaf``: as for :class:`Module`."""
         super().__init__()
-        self.module = Module()
+        self.module = Module(deaf)
         self.memory = Memory(self.module.clock)
         self.operations = 0
         self._blocks: dict[int, tuple[StorageWeakRef, Block]] = {}  # a weak reference keeps the address from others

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness import exchanged_layouts, topologies
-from harness.toy import OPTIONS, VOCAB, WIDTH, Toy, batch, full_state, loss_of, shard
+from harness.topologies import LAYOUTS, Laid, lay
+from harness.toy import SIZE, VOCAB, batch, build
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
+from dmuon.check.model import Network, Size, loss_of
+from dmuon.check.topologies import full_state
 from dmuon.dedicated import replicated
 from streams.clock import Race, Site
 from streams.collectives import Collectives, Launched
@@ -31,17 +32,16 @@ class Program:
     """What every rank does.
 
     Attributes:
-        layout: of ``harness.topologies`` or, exchanged, of ``harness.exchanged_layouts``.
-        residency: ``functions``: exchanged by a user's functions, whose collectives are asynchronous.
+        layout: of ``harness.topologies``; None: a copy on each of two ranks, exchanged by a user's functions.
         actions: names of :data:`ACTIONS`, in order.
         nccl: transports are chosen as on NCCL.
         bucket: bytes of replicated gradients that travel together; None is dmuon's own choice.
         optimizers: models, each with an optimizer; what is done is done with one after the other.
+        comm: options of :class:`dmuon.CommOptions`.
     """
 
-    layout: str
+    layout: str | None
     actions: str
-    residency: Literal["dedicated", "exchanged", "functions"] = "dedicated"
     keep: bool = False
     overlap: bool = False
     half: bool = False
@@ -54,27 +54,29 @@ class Program:
 
     @property
     def world(self) -> int:
-        if self.residency == "dedicated":
-            return topologies.LAYOUTS[self.layout].world
-        return exchanged_layouts.WORLDS[self.layout]
+        return 2 if self.layout is None else LAYOUTS[self.layout].world
+
+    @property
+    def dedicated(self) -> bool:
+        return self.layout is not None and LAYOUTS[self.layout].dedicated
 
 
 class Single(nn.Module):
     """A block of one matrix."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mix = nn.Linear(size.width, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mix(x)
 
 
-class Auxiliary(Toy):
-    """With a parameter that the first rank alone uses; its gradient is the first to come."""
+class Auxiliary(Network):
+    """With parameters that the first rank alone uses; their gradients are the first to come."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(SIZE)
         self.last = nn.LayerNorm(VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -82,9 +84,9 @@ class Auxiliary(Toy):
         return self.last(logits) if dist.get_rank() == 0 else logits
 
 
-MODELS: dict[str, Callable[[], Toy]] = {
-    "toy": Toy,
-    "single": lambda: Toy(block=Single),
+MODELS: dict[str, Callable[[], Network]] = {
+    "toy": build,
+    "single": lambda: build(block=Single),
     "auxiliary": Auxiliary,
 }
 
@@ -111,26 +113,27 @@ class Trained:
     """A model in training.
 
     Attributes:
-        named: the same parameters under the names of ``Toy``.
-        part: this rank's share of a batch.
+        steps: how many batches it has seen.
     """
 
-    model: nn.Module
-    named: nn.Module
+    laid: Laid
     optimizer: dmuon.Muon
-    part: Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
     half: bool
     saved: dict[str, Any] = field(default_factory=dict)
-    batches: int = 0
+    steps: int = 0
+
+    @property
+    def model(self) -> nn.Module:
+        return self.laid.model
 
     def loss(self) -> Tensor:
-        number, self.batches = self.batches, self.batches + 1
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
-            return loss_of(self.model, *self.part(batch(number)))
+        step, self.steps = self.steps, self.steps + 1
+        return loss_of(self.model, *self.laid.mine(batch(step)), torch.bfloat16 if self.half else torch.float32)
 
 
 def _backward(trained: Trained) -> None:
     trained.loss().backward()
+    trained.laid.reduce()
 
 
 def _accumulate(trained: Trained) -> None:
@@ -195,7 +198,7 @@ def _regroup(trained: Trained) -> None:
 
 def _fail(trained: Trained) -> None:
     """A backward that raises on all ranks, after most of it has run."""
-    handle = trained.model.blocks[0].register_full_backward_pre_hook(_raise)
+    handle = trained.laid.network.blocks[0].register_full_backward_pre_hook(_raise)
     try:
         trained.loss().backward()
     except ArithmeticError:
@@ -266,31 +269,25 @@ def run(_rank: int, _world: int, program: Program, plant: Plant | None = None) -
                 ACTIONS[action](trained)
             waits.append((action, Counter(observer.module.waits)))
             observer.module.waits.clear()
-    weights = full_state(all_trained[0].named)
+    weights = full_state(all_trained[0].laid.network)
     return Findings(observer.memory.races, waits, collectives.journal, before_training, weights)
 
 
 def _made(program: Program) -> Trained:
     torch.manual_seed(0)
-    half = torch.bfloat16 if program.half else None
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if program.half else None
-    if program.residency == "exchanged":
-        laid = exchanged_layouts.lay(program.layout, exchanged_layouts.toy(program.layout), policy)
-        return Trained(laid.model, laid.toy, laid.optimizer(), partial(shard, rank=laid.rank, world=laid.parts), False)
-    if program.residency == "functions":
-        toy = Toy()
+    model = MODELS[program.model]()
+    if program.layout is None:
         config = dmuon.DistributedConfig(_assign, _gather, _redistribute, {})
-        group = partial(shard, rank=dist.get_rank(), world=dist.get_world_size())
-        return Trained(toy, toy, dmuon.Muon(toy, distributed_config=config, **OPTIONS), group, False)
-    options: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
-    comm = dmuon.CommOptions(**program.comm)
-    owned = topologies.lay(program.layout, MODELS[program.model](), keep=program.keep, comm=comm, **options)
-    optimizer = dmuon.Muon(owned.model, overlap_backward=program.overlap, **OPTIONS)
-    return Trained(owned.model, owned.model, optimizer, owned.part, program.half)
+        laid = Laid(model, None, dist.get_rank(), program.world, model, config)  # type: ignore[arg-type]
+        return Trained(laid, laid.optimizer(), False)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if program.half else None
+    options: dict[str, Any] = {"comm": dmuon.CommOptions(**program.comm)} if program.dedicated else {}
+    laid = lay(program.layout, model, keep=program.keep, mp_policy=half, **options)
+    return Trained(laid, laid.optimizer(overlap_backward=program.overlap), program.half)
 
 
 @contextmanager
-def _buckets(nbytes: int) -> Any:
+def _buckets(nbytes: int) -> Iterator[None]:
     kept, replicated._BUCKET_BYTES = replicated._BUCKET_BYTES, nbytes
     try:
         yield
@@ -305,7 +302,7 @@ PROGRAMS: dict[str, Program] = {
     "list": Program("1d-two-lines", f"{T} {T}", nccl=True),
     "single": Program("hsdp-two-lines", f"{T} {T} backward step step {T}", model="single"),
     "tensor": Program("tp-two-lines", f"{T} {T}"),
-    "fsdp exchanged": Program("fsdp-2", f"{T} {T}", residency="exchanged"),
+    "fsdp exchanged": Program("fsdp2-2", f"{T} {T}"),
     "fsdp": Program("1d", f"{T} {T}"),
     "fsdp overlap": Program("1d", f"{T} {T}", overlap=True),
     "in turn": Program("1d-two-lines", f"{T} {T}", comm={"asynchronous": False}),
@@ -330,7 +327,8 @@ PROGRAMS: dict[str, Program] = {
     "clipped": Program("1d-two-lines", f"{T} backward clip step zero {T}"),
     "clipped overlap": Program("1d-two-lines", f"{T} backward clip step zero {T}", overlap=True),
     "two backwards": Program("1d-two-lines", f"{T} backward backward step zero {T}", overlap=True),
-    "saved": Program("1d-two-lines", f"{T} save backward zero load {T}", overlap=True),
+    "saved": Program("1d-two-lines", f"{T} save {T} load {T}"),
+    "dropped": Program("1d-two-lines", f"{T} save backward zero load {T}", overlap=True),
     "edited": Program("1d-two-lines", f"{T} edit {T}"),
     "summoned": Program("hsdp-two-lines", f"{T} summon {T} backward step summon {T}"),
     "failed": Program("1d-two-lines", f"{T} fail {T}", bucket=1000),
@@ -338,10 +336,10 @@ PROGRAMS: dict[str, Program] = {
     "replayed": Program("1d-two-lines", f"{T} {T}", overlap=True, replay=True),
     "two optimizers": Program("1d-two-lines", f"{T} {T}", overlap=True, replay=True, optimizers=2),
     "regrouped": Program("1d-two-lines", f"backward regroup step zero {T}", overlap=True, replay=True),
-    "hsdp exchanged": Program("hsdp", f"{T} {T}", residency="exchanged"),
-    "tensor exchanged": Program("tp", f"{T} {T}", residency="exchanged"),
-    "fsdp tensor exchanged": Program("fsdp-tp", f"{T} {T}", residency="exchanged"),
-    "ddp exchanged": Program("ddp", f"{T} {T}", residency="exchanged"),
-    "functions": Program("ddp", f"{T} {T}", residency="functions"),
-    "groups exchanged": Program("cp-groups", f"{T} {T}", residency="exchanged"),
+    "hsdp exchanged": Program("fsdp2-hsdp", f"{T} {T}"),
+    "tensor exchanged": Program("tp-alone", f"{T} {T}"),
+    "fsdp tensor exchanged": Program("fsdp2-tp", f"{T} {T}"),
+    "ddp exchanged": Program("ddp", f"{T} {T}"),
+    "functions": Program(None, f"{T} {T}"),
+    "groups exchanged": Program("cp-groups", f"{T} {T}"),
 }

@@ -125,6 +125,14 @@ def test_asking_for_numbers_waits(observer: Observer) -> None:
     assert kinds(observer) == [], "the host has waited for everything"
 
 
+def test_a_deaf_host_learns_nothing_from_the_program() -> None:
+    with Observer(deaf=True) as observer:
+        x = torch.ones(4)
+        x.tolist()
+        beside(observer, lambda: x.add_(1))
+    assert kinds(observer) == [("memory", "ones", "add_")]
+
+
 def test_numbers_on_their_way_are_waited_for(observer: Observer) -> None:
     copy = HostCopy(torch.ones(4))
     assert not copy.immediate and copy.tolist() == [1, 1, 1, 1]

@@ -46,7 +46,7 @@ class Plant:
 def plants() -> list[Plant]:
     """All that the source has a place for."""
     found: list[Plant] = []
-    for path in _files():
+    for path in sources():
         for node, function in functions_of(path):
             seen: Counter[str] = Counter()
             for name in map(_text, _places(node)):
@@ -60,8 +60,8 @@ def plants() -> list[Plant]:
     return found
 
 
-def _files() -> list[Path]:
-    """Sources of what runs in training, relative to the root."""
+def sources() -> list[Path]:
+    """Files of what runs in training, relative to the root."""
     paths = [path.relative_to(ROOT) for folder in ("dmuon", "kernels") for path in (ROOT / folder).rglob("*.py")]
     return sorted(path for path in paths if not {*_FOLDERS}.isdisjoint(path.parts))
 
@@ -93,7 +93,7 @@ def _text(place: ast.Attribute) -> str:
 @contextmanager
 def planted(plant: Plant) -> Iterator[None]:
     """Break that place meanwhile."""
-    path = next(p for p in _files() if any(name == plant.function for _, name in functions_of(p)))
+    path = next(p for p in sources() if any(name == plant.function for _, name in functions_of(p)))
     with _dropped(path, plant) if plant.what.startswith("self.") and not _waits(path, plant) else _skipped(path, plant):
         yield
 

@@ -6,6 +6,7 @@ fails its test: whoever mends a defect deletes it.
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
@@ -15,15 +16,49 @@ import pytest
 from harness.assertions import assert_equal_weights
 from harness.oracle import reference_weights
 from harness.pool import RankPool
+from programs.fuzz import run_case
+from programs.fuzz_twin import Case
 
-from streams import plants, programs
+from streams import plants
 from streams.clock import Site
-from streams.collectives import Launched
+from streams.collectives import Collectives, Launched
+from streams.observer import Observer, functions_of
 from streams.plants import Plant
-from streams.programs import PROGRAMS, Findings, Program
+from streams.programs import PROGRAMS, Findings, Program, run
 
 TIMEOUT = 110.0
 QUICK_PROGRAMS = ("lines", "overlap", "list", "single", "tensor", "fsdp exchanged")
+
+# -- who asks whether a device has streams -----------------------------------------------------------------------------
+
+COMPUTES = "how the CPU computes, or how much memory it takes"
+ASKS_FOR_THE_CPU = {
+    "streams_of": "everybody else asks this one about order",
+    "mesh_device": "which device it is",
+    "_connect": "ranks share the CPUs of a host",
+    "_planned": "ranks share the CPUs of a host",
+    "_largest_piece": COMPUTES,
+    "_usual_backend": COMPUTES,
+    "alternatives": COMPUTES,
+    "backend_fault": COMPUTES,
+    "carrier_dtype": COMPUTES,
+    "storage_dtype": COMPUTES,
+    "unsupported": COMPUTES,
+}
+
+
+def test_one_function_says_whether_a_device_has_streams() -> None:
+    """Whoever compares a device with the CPU to know what has ended goes another way here than on an accelerator."""
+    found = set()
+    for path in plants.sources():
+        for node, function in functions_of(path):
+            compared = [n for n in ast.walk(node) if isinstance(n, ast.Compare)]
+            if any(
+                isinstance(c, ast.Constant) and c.value == "cpu" for n in compared for c in (n.left, *n.comparators)
+            ):
+                found.add(function)
+    assert found == ASKS_FOR_THE_CPU.keys()
+
 
 # -- races ------------------------------------------------------------------------------------------------------------
 
@@ -113,7 +148,7 @@ def test_journals_are_compared_on_what_ranks_share() -> None:
 
 def observed(ranks: RankPool, name: str, plant: Plant | None = None) -> list[Findings]:
     program = PROGRAMS[name]
-    return ranks(program.world, programs.run, program, plant, timeout=TIMEOUT)
+    return ranks(program.world, run, program, plant, timeout=TIMEOUT)
 
 
 def slowly(name: str, quick: Sequence[str]) -> object:
@@ -135,7 +170,7 @@ def test_operations_and_collectives_are_in_order(ranks: RankPool, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["list", slowly("list kept", ()), slowly("fsdp exchanged", ()), slowly("hsdp exchanged", ())]
+    "name", [slowly(name, ["list"]) for name in ("list", "list kept", "hsdp overlap", "hsdp exchanged")]
 )
 def test_weights_on_pretended_streams_are_those_of_a_single_process(ranks: RankPool, name: str) -> None:
     """The ways of an accelerator, the ``list`` transport of NCCL among them, compute what one process does."""

@@ -22,7 +22,7 @@ from dmuon.check.topologies import full_state
 from dmuon.dedicated import replicated
 from streams.clock import Race, Site
 from streams.collectives import Collectives, Launched
-from streams.observer import Observer
+from streams.observer import Module, Observer, Stream
 from streams.plants import Plant, planted
 from streams.recordings import recorded_in_buffers
 
@@ -33,7 +33,8 @@ class Program:
 
     Attributes:
         layout: of ``harness.topologies``; None: a copy on each of two ranks, exchanged by a user's functions.
-        actions: names of :data:`ACTIONS`, in order.
+        actions: names of :data:`ACTIONS`, in order; with ``@side`` on another stream, before and after which the
+            program waits as it should.
         nccl: transports are chosen as on NCCL.
         bucket: bytes of replicated gradients that travel together; None is dmuon's own choice.
         optimizers: models, each with an optimizer; what is done is done with one after the other.
@@ -121,6 +122,7 @@ class Trained:
     half: bool
     saved: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
+    pending: Tensor | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -134,6 +136,17 @@ class Trained:
 def _backward(trained: Trained) -> None:
     trained.loss().backward()
     trained.laid.reduce()
+
+
+def _forward(trained: Trained) -> None:
+    trained.pending = trained.loss()
+
+
+def _differentiate(trained: Trained) -> None:
+    """What the last forward left."""
+    assert trained.pending is not None
+    trained.pending.backward()
+    trained.pending = None
 
 
 def _accumulate(trained: Trained) -> None:
@@ -214,6 +227,8 @@ def _raise(_module: nn.Module, _grad: Any) -> None:
 
 ACTIONS: dict[str, Callable[[Trained], None]] = {
     "backward": _backward,
+    "forward": _forward,
+    "differentiate": _differentiate,
     "accumulate": _accumulate,
     "accumulate-in-rows": _accumulate_in_rows,
     "step": _step,
@@ -264,9 +279,12 @@ def run(_rank: int, _world: int, program: Program, plant: Plant | None = None) -
         all_trained = [_made(program) for _ in range(program.optimizers)]
         observer.module.waits.clear()
         before_training = len(collectives.journal)
+        side = observer.module.Stream()
         for action in program.actions.split():
+            name, _, where = action.partition("@")
             for trained in all_trained:
-                ACTIONS[action](trained)
+                with _on(observer.module, side) if where else nullcontext():
+                    ACTIONS[name](trained)
             waits.append((action, Counter(observer.module.waits)))
             observer.module.waits.clear()
     weights = full_state(all_trained[0].laid.network)
@@ -284,6 +302,16 @@ def _made(program: Program) -> Trained:
     options: dict[str, Any] = {"comm": dmuon.CommOptions(**program.comm)} if program.dedicated else {}
     laid = lay(program.layout, model, keep=program.keep, mp_policy=half, **options)
     return Trained(laid, laid.optimizer(overlap_backward=program.overlap), program.half)
+
+
+@contextmanager
+def _on(module: Module, stream: Stream) -> Iterator[None]:
+    current = module.current_stream()
+    stream.wait_stream(current)
+    with module.stream(stream):
+        yield
+    torch.empty(1)  # of something else, before it has to wait
+    current.wait_stream(stream)
 
 
 @contextmanager
@@ -331,6 +359,9 @@ PROGRAMS: dict[str, Program] = {
     "dropped": Program("1d-two-lines", f"{T} save backward zero load {T}", overlap=True),
     "edited": Program("1d-two-lines", f"{T} edit {T}"),
     "summoned": Program("hsdp-two-lines", f"{T} summon {T} backward step summon {T}"),
+    "backward beside": Program("1d-two-lines", f"{T} {T} forward differentiate@side step zero {T}"),
+    "step beside": Program("1d-two-lines", f"{T} {T} backward step@side zero {T}"),
+    "evaluated beside": Program("1d-two-lines", f"{T} {T} evaluate@side {T}"),
     "failed": Program("1d-two-lines", f"{T} fail {T}", bucket=1000),
     "auxiliary": Program("1d-two-lines", f"{T} {T}", model="auxiliary", bucket=1000),
     "replayed": Program("1d-two-lines", f"{T} {T}", overlap=True, replay=True),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +32,7 @@ from streams.clock import Block, Clock, Knowledge, Memory, Site
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("dmuon", "kernels")  # folders
+TOYS = "dmuon/check"  # what is trained counts as the program's
 PLUMBING = ("dmuon/comm/monitor.py", "dmuon/comm/transport.py")  # what they do is named by who called them
 PROGRAM, BACKWARD = "the program", "the backward of the program"
 _ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # and queues nothing
@@ -199,6 +201,8 @@ class Observer(TorchDispatchMode):
                 given.add(tensor.untyped_storage()._cdata)
                 if writes or foreign or name not in _READS_NOTHING:
                     self.access(tensor, writes or foreign, site)
+                if writes and isinstance(value, (list, tuple)) and not tensor.is_inference():
+                    increment_version(tensor)  # which torch does not under a mode, of lists alone
         for tensor in _tensors(out):
             if tensor.untyped_storage()._cdata not in given:
                 self._block(tensor.untyped_storage(), site)
@@ -285,7 +289,7 @@ def _function(code: CodeType) -> str:
     if not path.is_relative_to(ROOT):
         return ""
     relative = path.relative_to(ROOT)
-    if relative.parts[0] not in PRODUCT or str(relative) in PLUMBING:
+    if relative.parts[0] not in PRODUCT or relative.is_relative_to(TOYS) or str(relative) in PLUMBING:
         return ""
     inside = [(node, name) for node, name in functions_of(relative) if node.lineno <= code.co_firstlineno <= _end(node)]
     decorated = [(n, name) for n, name in functions_of(relative) if code.co_firstlineno in map(_line, n.decorator_list)]

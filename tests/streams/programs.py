@@ -122,7 +122,6 @@ class Trained:
     half: bool
     saved: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
-    pending: Tensor | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -136,17 +135,6 @@ class Trained:
 def _backward(trained: Trained) -> None:
     trained.loss().backward()
     trained.laid.reduce()
-
-
-def _forward(trained: Trained) -> None:
-    trained.pending = trained.loss()
-
-
-def _differentiate(trained: Trained) -> None:
-    """What the last forward left."""
-    assert trained.pending is not None
-    trained.pending.backward()
-    trained.pending = None
 
 
 def _accumulate(trained: Trained) -> None:
@@ -227,8 +215,6 @@ def _raise(_module: nn.Module, _grad: Any) -> None:
 
 ACTIONS: dict[str, Callable[[Trained], None]] = {
     "backward": _backward,
-    "forward": _forward,
-    "differentiate": _differentiate,
     "accumulate": _accumulate,
     "accumulate-in-rows": _accumulate_in_rows,
     "step": _step,
@@ -359,7 +345,6 @@ PROGRAMS: dict[str, Program] = {
     "dropped": Program("1d-two-lines", f"{T} save backward zero load {T}", overlap=True),
     "edited": Program("1d-two-lines", f"{T} edit {T}"),
     "summoned": Program("hsdp-two-lines", f"{T} summon {T} backward step summon {T}"),
-    "backward beside": Program("1d-two-lines", f"{T} {T} forward differentiate@side step zero {T}"),
     "step beside": Program("1d-two-lines", f"{T} {T} backward step@side zero {T}"),
     "evaluated beside": Program("1d-two-lines", f"{T} {T} evaluate@side {T}"),
     "failed": Program("1d-two-lines", f"{T} fail {T}", bucket=1000),

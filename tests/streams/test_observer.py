@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -65,6 +66,26 @@ def test_views_and_shapes_use_no_memory(observer: Observer, operation: Callable[
     x.fill_(1)
     beside(observer, lambda: operation(x))
     assert kinds(observer) == []
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.add_(1),
+        lambda x: torch._foreach_mul_([x], 2.0),
+        lambda x: torch._foreach_copy_([x], [x + 1]),
+        lambda x: x + 1,
+    ],
+)
+def test_versions_count_as_without_it(write: Callable[[Tensor], object]) -> None:
+    """By them dmuon knows whether a gradient has changed."""
+    versions = []
+    for context in (nullcontext(), Observer()):
+        x = torch.ones(4)
+        with context, torch.no_grad():
+            write(x)
+        versions.append(x._version)
+    assert versions[0] == versions[1]
 
 
 def test_parts_of_one_storage_are_apart(observer: Observer) -> None:

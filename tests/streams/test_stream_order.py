@@ -67,12 +67,18 @@ Pair = tuple[str, str, str]  # kind, function of the earlier access, function of
 EARLY = "by design: an early update may read a gradient while it changes; then it is dropped, by version counters"
 D2 = "defect D2: recordings are shared by streams, and early updates are dropped without joining their stream"
 D4 = "defect D4: masters are edited while a fill reads them; the buffer is filled again before it is used"
+D7 = "defect D7: a buffer is freed where the stream that allocated it has not waited"
 ALLOWED: dict[str, dict[Pair, str]] = {
     "clipped overlap": {("memory", "momentum_update", "clip_grad_norm_"): EARLY},
     "two backwards": {("memory", "momentum_update", "OwnedMatrix.set_grad"): EARLY},
     "saved": {("memory", "OwnedBuffer._write_masters", "OwnedTensor.__torch_dispatch__"): D4},
     "edited": {("memory", "OwnedBuffer._write_masters", "OwnedTensor.__torch_dispatch__"): D4},
     "summoned": {("memory", "OwnedBuffer._write_masters", "summon_full_params"): D4},
+    "evaluated beside": {
+        ("reuse", "the program", "OwnedBuffer.start_fill"): D7,
+        ("reuse", "OwnedBuffer._write_masters", "OwnedBuffer.start_fill"): D7,
+        ("reuse", "OwnedBuffer.start_fill", "OwnedBuffer.start_fill"): D7,
+    },
     "two optimizers": {("memory", "replayed", "replayed"): D2, ("memory", "kept", "replayed"): D2},
     "regrouped": {
         ("memory", "replayed", "replayed"): D2,
@@ -198,7 +204,7 @@ PLANTS = {
     "pending.wait in OwnedBuffer._settle": "lines",
     "self._comm.reduce_stream.join in GradReduction._wait_for_all": "single",
     "tensor.record_stream in Stream.beside": "overlap",
-    "self._pending.wait in _Flight.wait": "fsdp exchanged",
+    "self._pending.wait in Redistribution.wait": "fsdp exchanged",
     "self._arrived.synchronize in HostCopy.tolist": "lines",
     # -- the others are slow
     "work.wait in Pending.wait": "lines",
@@ -236,11 +242,9 @@ HARMLESS = {
     "self.wait in Pending.wait_on_host": IN_TURN,
     "self._monitor.synchronize in Pending.wait_on_host": IN_TURN,
     "module.current_stream(self._device).synchronize in Monitor.synchronize": IN_TURN,
-    "self._flight.wait in Redistribution.wait": RESULT,
+    "Redistribution(…).wait in redistribute": RESULT,
     "self._gathering.wait in ExchangedRound.compute": RESULT,
     "self._scattering.wait in ExchangedRound.finish": RESULT,
-    "start_redistribution(…).wait in GatherByLayout.__call__": RESULT,
-    "start_redistribution(…).wait in RedistributeByLayout.__call__": RESULT,
     "result.wait in UserFunctions.gather": RESULT,
     "self._gathered.pop(number).wait in UserRound._wholes": RESULT,
     "self._parts[number].wait in UserRound.finish": RESULT,
@@ -298,6 +302,6 @@ def fuzzed(rank: int, world: int, case: Case) -> set[Pair]:
 @pytest.mark.parametrize("mode", FUZZED)
 def test_random_actions_do_not_race(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     case = Case(mode, seed=0, actions=35, world=FUZZED[mode], folder=str(tmp_path))
-    allowed = {pair for pairs in ALLOWED.values() for pair, reason in pairs.items() if reason != D2}
+    allowed = {pair for pairs in ALLOWED.values() for pair, reason in pairs.items() if reason in (EARLY, D4)}
     for races in ranks(FUZZED[mode], fuzzed, case, timeout=500.0, pg_timeout=120.0):
         assert races <= allowed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -164,6 +165,22 @@ def _clip(trained: Trained) -> None:
     dmuon.clip_grad_norm_(trained.model.parameters(), 1e-3)
 
 
+def _clip_values(trained: Trained) -> None:
+    dmuon.clip_grad_value_(trained.model.parameters(), 1e-3)
+
+
+def _edit_gradients(trained: Trained) -> None:
+    for param in trained.model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+
+def _rebuild(trained: Trained) -> None:
+    """Another optimizer in the place of one with gradients."""
+    trained.optimizer = trained.laid.optimizer(overlap_backward=True)
+    gc.collect()
+
+
 def _evaluate(trained: Trained) -> None:
     with torch.no_grad():
         trained.loss()
@@ -221,6 +238,9 @@ ACTIONS: dict[str, Callable[[Trained], None]] = {
     "zero": _zero,
     "zero-model": _zero_model,
     "clip": _clip,
+    "clip-values": _clip_values,
+    "edit-gradients": _edit_gradients,
+    "rebuild": _rebuild,
     "evaluate": _evaluate,
     "summon": _summon,
     "edit": _edit,
@@ -340,6 +360,10 @@ PROGRAMS: dict[str, Program] = {
     "tensor ddp": Program("tp-ddp", f"{T} {T}"),
     "clipped": Program("1d-two-lines", f"{T} backward clip step zero {T}"),
     "clipped overlap": Program("1d-two-lines", f"{T} backward clip step zero {T}", overlap=True),
+    "clipped values overlap": Program("1d-two-lines", f"{T} backward clip-values step zero {T}", overlap=True),
+    "edited gradients": Program("1d-two-lines", f"{T} backward edit-gradients step zero {T}", overlap=True),
+    "loaded early": Program("1d-two-lines", f"{T} save backward load step zero {T}", overlap=True),
+    "rebuilt": Program("1d-two-lines", f"{T} backward rebuild step zero {T}", overlap=True),
     "two backwards": Program("1d-two-lines", f"{T} backward backward step zero {T}", overlap=True),
     "saved": Program("1d-two-lines", f"{T} save {T} load {T}"),
     "dropped": Program("1d-two-lines", f"{T} save backward zero load {T}", overlap=True),

@@ -64,12 +64,17 @@ def test_one_function_says_whether_a_device_has_streams() -> None:
 
 Pair = tuple[str, str, str]  # kind, function of the earlier access, function of the later one
 
-EARLY = "by design: an early update may read a gradient while it changes; then it is dropped, by version counters"
+EARLY = "by design: an early update may read what changes meanwhile; then it is dropped, by version counters"
+GONE = "by design: nobody takes the early updates of an optimizer that is gone, whatever they read"
 D2 = "defect D2: recordings are shared by streams, and early updates are dropped without joining their stream"
 D4 = "defect D4: masters are edited while a fill reads them; the buffer is filled again before it is used"
 D7 = "defect D7: a buffer is freed where the stream that allocated it has not waited"
 ALLOWED: dict[str, dict[Pair, str]] = {
     "clipped overlap": {("memory", "momentum_update", "clip_grad_norm_"): EARLY},
+    "clipped values overlap": {("memory", "momentum_update", "clip_grad_value_"): EARLY},
+    "edited gradients": {("memory", "momentum_update", "OwnedTensor.__torch_dispatch__"): EARLY},
+    "loaded early": {("memory", "EarlyUpdates._start", "_Row.store"): EARLY},
+    "rebuilt": {("reuse", "EarlyUpdates._start", "_zeros"): GONE},
     "two backwards": {("memory", "momentum_update", "OwnedMatrix.set_grad"): EARLY},
     "saved": {("memory", "OwnedBuffer._write_masters", "OwnedTensor.__torch_dispatch__"): D4},
     "edited": {("memory", "OwnedBuffer._write_masters", "OwnedTensor.__torch_dispatch__"): D4},
@@ -302,6 +307,6 @@ def fuzzed(rank: int, world: int, case: Case) -> set[Pair]:
 @pytest.mark.parametrize("mode", FUZZED)
 def test_random_actions_do_not_race(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     case = Case(mode, seed=0, actions=35, world=FUZZED[mode], folder=str(tmp_path))
-    allowed = {pair for pairs in ALLOWED.values() for pair, reason in pairs.items() if reason in (EARLY, D4)}
+    allowed = {pair for pairs in ALLOWED.values() for pair, reason in pairs.items() if reason in (EARLY, GONE, D4)}
     for races in ranks(FUZZED[mode], fuzzed, case, timeout=500.0, pg_timeout=120.0):
         assert races <= allowed

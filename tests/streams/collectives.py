@@ -23,8 +23,6 @@ from dmuon.platform.torch_private import backend_of
 from streams import clock
 from streams.observer import Observer, replaced, site_of
 
-Launch = Callable[[bool], list[dist.Work]]
-
 # Arguments that are read and that are written, with names as in torch 2.11 and in 2.13.
 ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "broadcast": ((), ("tensor",)),

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from streams.observer import ROOT, functions_of, named_functions
 
-# Names of methods that wait, or that make somebody else wait; of the latter two there are others, with arguments.
 _FOLDERS = ("platform", "comm", "dedicated", "exchanged", "optimizer", "step", "kernels")  # what runs in training
+# Names of methods that wait, or that make somebody else wait; of the latter two there are others, with arguments.
 _WAITS = ("alone", "beside", "record_stream", "synchronize", "wait", "wait_event", "wait_stream")
 _WAITS_WITHOUT_ARGUMENTS = ("join", "record")
 _KEEPS = re.compile(r"(self\.\w+).*#.*\[Note: who keeps a tensor alive\]")

@@ -166,6 +166,12 @@ def slowly(name: str, quick: Sequence[str]) -> object:
     return pytest.param(name, marks=() if name in quick else pytest.mark.slow, id=name)
 
 
+def test_unequal_parts_travel_as_lists_on_nccl(ranks: RankPool) -> None:
+    """As ``transport="auto"`` decides there, which gloo cannot do."""
+    for found in observed(ranks, "list"):
+        assert {"all_gather", "reduce_scatter"} <= {entry.operation for entry in found.journal}
+
+
 @pytest.mark.parametrize("name", [slowly(name, QUICK_PROGRAMS) for name in PROGRAMS])
 def test_operations_and_collectives_are_in_order(ranks: RankPool, name: str) -> None:
     """Races, waits of the host and the order of collectives are what the tables say, and no less."""

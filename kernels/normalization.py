@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import carrier_dtype
+from .streams import streams_of
 
 # Norms of matrices that must be scaled first: so many elements at a time, which bounds the scaled copy.
 _NORM_CHUNK = 1 << 22
@@ -34,7 +35,7 @@ def normalize(
     """
     norms = _frobenius_norms(x)
     compute = torch.promote_types(x.dtype, torch.float32)
-    if x.device.type == "cpu":  # numbers: a dozen small operations take as long as a small matrix
+    if streams_of(x.device) is None:  # numbers: a dozen small operations take as long as a small matrix
         factor = torch.tensor([_inverse(norm, eps, torch.finfo(compute)) for norm in norms.tolist()], dtype=compute)
     else:
         factor = _inverses(norms, eps, compute)
@@ -71,7 +72,7 @@ def _frobenius_norms(x: Tensor) -> Tensor:
     are then scaled by a power of two first, which changes no bit of the result but its exponent.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
-    if x.device.type == "cpu":
+    if streams_of(x.device) is None:
         norms = _norms_of_rows(x.to(compute))
         if all(_SAFE_NORMS[0] < norm < _SAFE_NORMS[1] for norm in norms.tolist()):
             return norms

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from dmuon.kernels import streams_of
 from dmuon.layout.topology import GlobalRank
 
 _EXIT_SECONDS = 2.0
@@ -173,8 +174,9 @@ class Monitor:
 
     def synchronize(self) -> None:
         """The host waits for the current stream of the device, if it has streams."""
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device.type).current_stream(self._device).synchronize()
+        module = streams_of(self._device)
+        if module is not None:
+            module.current_stream(self._device).synchronize()
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:

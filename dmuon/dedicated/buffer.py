@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from dmuon.comm.context import Comm, gather
 from dmuon.comm.monitor import Pending, run_all
 from dmuon.dedicated.matrix import Weight, own
+from dmuon.kernels import streams_of
 from dmuon.layout.buffer import make_layout
 from dmuon.platform.torch_private import local_tensor
 
@@ -234,7 +235,7 @@ class OwnedBuffer:
     def settle_at_exit(self) -> None:
         """Give what was sent ahead for a forward that never came a moment to arrive."""
         for pending in (self._publication, self._fill):
-            if pending is not None and self.comm.device.type == "cpu":
+            if pending is not None and streams_of(self.comm.device) is None:
                 pending.wait_at_exit()
 
     def _settle(self) -> None:

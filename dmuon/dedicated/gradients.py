@@ -23,8 +23,9 @@ from dmuon.comm.monitor import Pending, run_all
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.replicated import GradAverager
+from dmuon.kernels import streams_of
 from dmuon.layout.buffer import Transport
-from dmuon.platform.streams import HostCopy
+from dmuon.platform.streams import HostCopy, pinned_like
 from dmuon.step.residency import like_param
 
 Landed = Callable[[Sequence[Tensor]], None]
@@ -61,7 +62,7 @@ class GradReduction:
             if comm.row is not None:
                 with comm.reduce_stream.beside():
                     self._result = self._start(comm.row, "along the row", layout.row, region, parts)
-            if comm.row is None or comm.device.type != "cpu":
+            if comm.row is None or streams_of(comm.device) is not None:
                 self.advance()  # on the CPU this would wait: the next buffer or the end of backward advances it
 
     def _pack(self, parts: list[Tensor]) -> set[int]:
@@ -278,8 +279,8 @@ class Gradients:
         """
         self.verify()
         votes = Vote(flags, self._comm.monitor.digest).encode()
-        if self._comm.device.type != "cpu":
-            votes = votes.pin_memory().to(self._comm.device, non_blocking=True)
+        if streams_of(self._comm.device) is not None:
+            votes = pinned_like(votes).copy_(votes).to(self._comm.device, non_blocking=True, copy=True)
         with self._comm.monitor.watch("vote on unused parameters"):
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._comm.control)
         self._votes = copy = HostCopy(votes)

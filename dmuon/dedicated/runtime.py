@@ -35,6 +35,7 @@ from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import GradAverager, unsharded_parameters
+from dmuon.kernels import streams_of
 from dmuon.platform.torch_private import current_backward, on_backward_end, outside_compile
 
 _running: weakref.WeakSet[Runtime] = weakref.WeakSet()
@@ -181,7 +182,7 @@ class Runtime:
     @property
     def fills_wait(self) -> bool:
         """On the CPU a fill that follows a publication waits for it; the next forward starts it, not the step."""
-        return self.comm.column is not None and self.comm.row is not None and self.comm.device.type == "cpu"
+        return self.comm.column is not None and self.comm.row is not None and streams_of(self.comm.device) is None
 
     def at_rest(self, doing: str, *, summoned: bool = False) -> None:
         """Raise unless every block is outside forward, backward and ``summon_full_params``.

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from dmuon.kernels import streams_of
+
 
 def mesh_device(device_type: str) -> torch.device:
     """The device that this process uses on a mesh of ``device_type``."""
@@ -53,7 +55,7 @@ class Stream:
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._device = device
-        self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self._module = streams_of(device)
         self._stream = None if self._module is None else self._module.Stream(device, priority=priority)
 
     @contextmanager
@@ -88,15 +90,20 @@ class Stream:
             self._module.current_stream(self._device).wait_stream(self._stream)
 
 
+def pinned_like(values: torch.Tensor) -> torch.Tensor:
+    """Memory of the host, shaped as ``values``, that a device can read or write while the host goes on."""
+    return torch.empty_like(values, device="cpu", pin_memory=True)
+
+
 class HostCopy:
     """Numbers on their way to the host, which does not wait for them until it asks."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
         self._arrived: torch.Event | None = None
-        if values.device.type != "cpu":
-            module = torch.get_device_module(values.device.type)
-            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+        module = streams_of(values.device)
+        if module is not None:
+            self._values = pinned_like(values)
             self._values.copy_(values, non_blocking=True)
             self._arrived = module.Event()
             self._arrived.record()
@@ -117,7 +124,7 @@ class PhaseTimer:
     """Seconds per named phase of the last step; events on an accelerator (read lazily), the wall clock on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self._module = streams_of(device)
         self._wall: dict[str, float] = {}
         self._events: list[tuple[str, torch.Event, torch.Event]] = []
 

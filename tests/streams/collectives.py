@@ -1,0 +1,199 @@
+"""Collectives as kernels of their communicator's stream, and the order in which this rank has started them.
+
+What is modelled is NCCL as torch uses it: an asynchronous collective runs on a stream of its communicator, behind what
+was queued on the current stream; its work keeps the tensors until somebody waits for it, which makes the current stream
+wait and never the host. A blocking collective runs on the current stream. Data moves by gloo, from and to copies: so
+gloo keeps no tensor alive, and a result is there when it has been waited for and not before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmuon.platform.torch_private import backend_of
+from streams import clock
+from streams.observer import Observer, replaced, site_of
+
+# Arguments that are read and that are written, with names as in torch 2.11 and in 2.13.
+ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "broadcast": ((), ("tensor",)),
+    "reduce": ((), ("tensor",)),
+    "all_reduce": ((), ("tensor",)),
+    "all_gather": (("tensor",), ("tensor_list",)),
+    "reduce_scatter": (("input_list",), ("output",)),
+    "all_gather_single": (("input_tensor",), ("output_tensor",)),
+    "all_gather_into_tensor": (("input_tensor",), ("output_tensor",)),
+    "reduce_scatter_single": (("input",), ("output",)),
+    "reduce_scatter_tensor": (("input",), ("output",)),
+    "all_to_all_single": (("input",), ("output",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One collective that a rank has started.
+
+    Attributes:
+        communicator: name and ranks of the group.
+    """
+
+    communicator: tuple[str, tuple[int, ...]]
+    operation: str
+    site: str
+
+
+class Work(dist.Work):
+    """An asynchronous collective. It keeps what it uses until somebody waits for it."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        works: list[dist.Work],
+        moves: list[tuple[Tensor, Tensor]],
+        kept: list[Tensor],
+        end: clock.Knowledge,
+    ) -> None:
+        """``moves``: where results belong, and where they are; ``kept``: what the kernel uses."""
+        super().__init__()
+        self._collectives = collectives
+        self._works = works
+        self._moves = moves
+        self._kept = kept
+        self._end = end
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        observer = self._collectives.observer
+        observer.module.clock.wait(observer.queue, self._end)
+        with observer.hidden(), torch.no_grad():
+            for work in self._works:
+                work.wait(*([] if timeout is None else [timeout]))
+            for tensor, copy in self._moves:
+                if tensor.untyped_storage().nbytes():  # perhaps freed since
+                    tensor.data.copy_(copy)  # as a version counter sees it, nothing
+        self._works, self._moves, self._kept = [], [], []
+        return True
+
+
+@dataclass
+class Collectives:
+    """Replaces the collectives of ``torch.distributed``, and the names that dmuon has for them.
+
+    Attributes:
+        nccl: groups say that they are NCCL's, so that transports are chosen as on a GPU.
+        journal: what this rank has started, in the order of the host.
+    """
+
+    observer: Observer
+    nccl: bool = False
+    journal: list[Launched] = field(default_factory=list)
+    _kernels: dict[str, clock.Stream] = field(default_factory=dict)  # by name of the group
+
+    @contextmanager
+    def entered(self) -> Iterator[Collectives]:
+        originals = {name: getattr(dist, name) for name in ROLES if hasattr(dist, name)}
+        table = {original: self._replacement(name, original) for name, original in originals.items()}
+        if self.nccl:
+            table[backend_of] = lambda _group, _device: "nccl"
+        with replaced(table):
+            yield self
+
+    def _replacement(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def call(*args: Any, **kwargs: Any) -> Work | None:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return self._start(name, original, bound.arguments)
+
+        return call
+
+    def _start(self, name: str, original: Callable[..., Any], arguments: dict[str, Any]) -> Work | None:
+        site = site_of(name)
+        group = arguments["group"] or dist.group.WORLD
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self.journal.append(Launched((group.group_name, ranks), name, site.function))
+        reads, writes = ROLES[name]
+        observer, asynchronous = self.observer, arguments["async_op"]
+        queue = observer.queue
+        if asynchronous:
+            queue = self._kernels.setdefault(group.group_name, clock.Stream(f"kernels of {group.group_desc}"))
+            observer.module.clock.wait(queue, observer.module.current.moment)
+        copies = dict(arguments)
+        moves: list[tuple[Tensor, Tensor]] = []
+        kept: list[Tensor] = []
+        with observer.hidden(), torch.no_grad():
+            for role in (*reads, *writes):
+                tensors = _listed(arguments[role])
+                some = [tensor.clone() for tensor in tensors]
+                copies[role] = some if isinstance(arguments[role], (list, tuple)) else some[0]
+                kept += tensors
+                if role in writes and not _is_source(name, arguments, group):
+                    moves += zip(tensors, some, strict=True)
+            works = _launched(name, original, copies)
+        for role in (*reads, *writes):
+            for tensor in _listed(arguments[role]):
+                observer.access(tensor, role in writes and not _is_source(name, arguments, group), site, queue)
+        work = Work(self, works, moves, kept, observer.module.clock.moment(queue))
+        if asynchronous:
+            return work
+        work.wait()
+        return None
+
+
+def _listed(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_source(name: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> bool:
+    """Whether this rank only reads what it broadcasts."""
+    if name != "broadcast":
+        return False
+    if arguments["group_src"] is not None:
+        return bool(arguments["group_src"] == dist.get_rank(group))
+    return bool(arguments["src"] == dist.get_rank())
+
+
+def _launched(name: str, original: Callable[..., Any], arguments: dict[str, Any]) -> list[dist.Work]:
+    """Start it on gloo, which cannot send uneven lists at once: their parts go one by one, as NCCL's do."""
+    group = arguments["group"] or dist.group.WORLD
+    if name == "all_gather" and len({t.numel() for t in arguments["tensor_list"]}) > 1:
+        arguments["tensor_list"][dist.get_rank(group)].copy_(arguments["tensor"])
+        return [
+            dist.distributed_c10d.broadcast(part, group=group, group_src=i, async_op=True)
+            for i, part in enumerate(arguments["tensor_list"])
+            if part.numel()
+        ]
+    if name == "reduce_scatter":
+        parts: Sequence[Tensor] = arguments["input_list"]
+        works = [
+            dist.distributed_c10d.reduce(part, op=arguments["op"], group=group, group_dst=i, async_op=True)
+            for i, part in enumerate(parts)
+            if part.numel()
+        ]
+        return [_Then(works, lambda: arguments["output"].copy_(parts[dist.get_rank(group)]))]
+    work = original(**{**arguments, "async_op": True})
+    return [] if work is None else [work]
+
+
+class _Then(dist.Work):
+    """Works, and what is to do when they have ended."""
+
+    def __init__(self, works: list[Any], then: Callable[[], object]) -> None:
+        super().__init__()
+        self._works = works
+        self._then = then
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        for work in self._works:
+            work.wait(*([] if timeout is None else [timeout]))
+        self._then()
+        return True

@@ -1,0 +1,385 @@
+"""Programs as data: how a model lies, with what options, and what is done with it."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness.topologies import LAYOUTS, Laid, lay
+from harness.toy import SIZE, VOCAB, batch, build
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import dmuon
+from dmuon.check.model import Network, Size, loss_of
+from dmuon.check.topologies import full_state
+from dmuon.dedicated import replicated
+from streams.clock import Race, Site
+from streams.collectives import Collectives, Launched
+from streams.observer import Module, Observer, Stream
+from streams.plants import Plant, planted
+from streams.recordings import recorded_in_buffers
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank does.
+
+    Attributes:
+        layout: of ``harness.topologies``; None: a copy on each of two ranks, exchanged by a user's functions.
+        actions: names of :data:`ACTIONS`, in order; with ``@side`` on another stream, before and after which the
+            program waits as it should.
+        nccl: transports are chosen as on NCCL.
+        bucket: bytes of replicated gradients that travel together; None is dmuon's own choice.
+        optimizers: models, each with an optimizer; what is done is done with one after the other.
+        comm: options of :class:`dmuon.CommOptions`.
+    """
+
+    layout: str | None
+    actions: str
+    keep: bool = False
+    overlap: bool = False
+    half: bool = False
+    nccl: bool = False
+    replay: bool = False
+    model: Literal["toy", "single", "auxiliary"] = "toy"
+    optimizers: int = 1
+    bucket: int | None = None
+    comm: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return 2 if self.layout is None else LAYOUTS[self.layout].world
+
+    @property
+    def dedicated(self) -> bool:
+        return self.layout is not None and LAYOUTS[self.layout].dedicated
+
+
+class Single(nn.Module):
+    """A block of one matrix."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.mix = nn.Linear(size.width, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(x)
+
+
+class Auxiliary(Network):
+    """With parameters that the first rank alone uses; their gradients are the first to come."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE)
+        self.last = nn.LayerNorm(VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        return self.last(logits) if dist.get_rank() == 0 else logits
+
+
+MODELS: dict[str, Callable[[], Network]] = {
+    "toy": build,
+    "single": lambda: build(block=Single),
+    "auxiliary": Auxiliary,
+}
+
+
+@dataclass
+class Findings:
+    """What one rank was seen to do.
+
+    Attributes:
+        waits: of the host for the device, by where, for each action.
+        before_training: how many collectives of the journal belong to setting up.
+        weights: in the end, of the first model.
+    """
+
+    races: Counter[Race]
+    waits: list[tuple[str, Counter[Site]]]
+    journal: list[Launched]
+    before_training: int
+    weights: dict[str, Tensor]
+
+
+@dataclass
+class Trained:
+    """A model in training.
+
+    Attributes:
+        steps: how many batches it has seen.
+    """
+
+    laid: Laid
+    optimizer: dmuon.Muon
+    half: bool
+    saved: dict[str, Any] = field(default_factory=dict)
+    steps: int = 0
+
+    @property
+    def model(self) -> nn.Module:
+        return self.laid.model
+
+    def loss(self) -> Tensor:
+        step, self.steps = self.steps, self.steps + 1
+        return loss_of(self.model, *self.laid.mine(batch(step)), torch.bfloat16 if self.half else torch.float32)
+
+
+def _backward(trained: Trained) -> None:
+    trained.loss().backward()
+    trained.laid.reduce()
+
+
+def _accumulate(trained: Trained) -> None:
+    with dmuon.no_sync(trained.model):
+        trained.loss().backward()
+
+
+def _accumulate_in_rows(trained: Trained) -> None:
+    dmuon.set_requires_all_reduce(trained.model, False)
+    trained.loss().backward()
+    dmuon.set_requires_all_reduce(trained.model, True)
+
+
+def _step(trained: Trained) -> None:
+    trained.optimizer.step()
+
+
+def _zero(trained: Trained) -> None:
+    trained.optimizer.zero_grad()
+
+
+def _zero_model(trained: Trained) -> None:
+    trained.model.zero_grad()
+
+
+def _clip(trained: Trained) -> None:
+    dmuon.clip_grad_norm_(trained.model.parameters(), 1e-3)
+
+
+def _clip_values(trained: Trained) -> None:
+    dmuon.clip_grad_value_(trained.model.parameters(), 1e-3)
+
+
+def _edit_gradients(trained: Trained) -> None:
+    for param in trained.model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+
+def _rebuild(trained: Trained) -> None:
+    """Another optimizer in the place of one with gradients."""
+    trained.optimizer = trained.laid.optimizer(overlap_backward=True)
+    gc.collect()
+
+
+def _evaluate(trained: Trained) -> None:
+    with torch.no_grad():
+        trained.loss()
+
+
+def _summon(trained: Trained) -> None:
+    with dmuon.summon_full_params(trained.model):
+        for param in trained.model.parameters():
+            if hasattr(param, "_dmuon_rest"):
+                param.data.mul_(0.99)
+
+
+def _edit(trained: Trained) -> None:
+    with torch.no_grad():
+        for param in dmuon.owned_parameters(trained.model):
+            param.mul_(0.99)
+
+
+def _save(trained: Trained) -> None:
+    trained.saved = {"model": trained.model.state_dict(), "optimizer": trained.optimizer.state_dict()}
+
+
+def _load(trained: Trained) -> None:
+    trained.model.load_state_dict(trained.saved["model"])
+    trained.optimizer.load_state_dict(trained.saved["optimizer"])
+
+
+def _regroup(trained: Trained) -> None:
+    """A new group between backward and step, so that the step lays everything out anew."""
+    spare = nn.Parameter(torch.ones(3))
+    trained.optimizer.add_param_group({"params": [spare], "use_muon": False})
+
+
+def _fail(trained: Trained) -> None:
+    """A backward that raises on all ranks, after most of it has run."""
+    handle = trained.laid.network.blocks[0].register_full_backward_pre_hook(_raise)
+    try:
+        trained.loss().backward()
+    except ArithmeticError:
+        return
+    finally:
+        handle.remove()
+    raise AssertionError("the backward did not raise")
+
+
+def _raise(_module: nn.Module, _grad: Any) -> None:
+    raise ArithmeticError
+
+
+ACTIONS: dict[str, Callable[[Trained], None]] = {
+    "backward": _backward,
+    "accumulate": _accumulate,
+    "accumulate-in-rows": _accumulate_in_rows,
+    "step": _step,
+    "zero": _zero,
+    "zero-model": _zero_model,
+    "clip": _clip,
+    "clip-values": _clip_values,
+    "edit-gradients": _edit_gradients,
+    "rebuild": _rebuild,
+    "evaluate": _evaluate,
+    "summon": _summon,
+    "edit": _edit,
+    "save": _save,
+    "load": _load,
+    "regroup": _regroup,
+    "fail": _fail,
+}
+
+
+# A user's functions, for copies on all ranks whose gradients nobody has averaged.
+
+
+def _assign(params: list[Tensor], _state: dict[str, Any]) -> dict[int, int]:
+    return {i: i % dist.get_world_size() for i in range(len(params))}
+
+
+def _gather(update: Tensor, _dst_rank: int, state: dict[str, Any]) -> tuple[Tensor, Any]:
+    state.setdefault("shapes", {})[state["current_param_idx"]] = update.shape
+    whole = update.clone()
+    return whole, dist.all_reduce(whole, dist.ReduceOp.AVG, async_op=True)
+
+
+def _redistribute(update: Tensor | None, src_rank: int, state: dict[str, Any]) -> tuple[Tensor, Any]:
+    part = torch.empty(state["shapes"][state["current_param_idx"]]) if update is None else update
+    return part, dist.broadcast(part, src=src_rank, async_op=True)
+
+
+def run(_rank: int, _world: int, program: Program, plant: Plant | None = None) -> Findings:
+    """Run ``program`` under observation."""
+    observer = Observer()
+    collectives = Collectives(observer, nccl=program.nccl)
+    waits: list[tuple[str, Counter[Site]]] = []
+    with ExitStack() as stack:
+        stack.enter_context(planted(plant) if plant is not None else nullcontext())
+        if program.replay:
+            stack.enter_context(recorded_in_buffers())
+        if program.bucket is not None:
+            stack.enter_context(_buckets(program.bucket))
+        stack.enter_context(collectives.entered())
+        stack.enter_context(observer)
+        all_trained = [_made(program) for _ in range(program.optimizers)]
+        observer.module.waits.clear()
+        before_training = len(collectives.journal)
+        side = observer.module.Stream()
+        for action in program.actions.split():
+            name, _, where = action.partition("@")
+            for trained in all_trained:
+                with _on(observer.module, side) if where else nullcontext():
+                    ACTIONS[name](trained)
+            waits.append((action, Counter(observer.module.waits)))
+            observer.module.waits.clear()
+    weights = full_state(all_trained[0].laid.network)
+    return Findings(observer.memory.races, waits, collectives.journal, before_training, weights)
+
+
+def _made(program: Program) -> Trained:
+    torch.manual_seed(0)
+    model = MODELS[program.model]()
+    if program.layout is None:
+        config = dmuon.DistributedConfig(_assign, _gather, _redistribute, {})
+        laid = Laid(model, None, dist.get_rank(), program.world, model, config)  # type: ignore[arg-type]
+        return Trained(laid, laid.optimizer(), False)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if program.half else None
+    options: dict[str, Any] = {"comm": dmuon.CommOptions(**program.comm)} if program.dedicated else {}
+    laid = lay(program.layout, model, keep=program.keep, mp_policy=half, **options)
+    return Trained(laid, laid.optimizer(overlap_backward=program.overlap), program.half)
+
+
+@contextmanager
+def _on(module: Module, stream: Stream) -> Iterator[None]:
+    current = module.current_stream()
+    stream.wait_stream(current)
+    with module.stream(stream):
+        yield
+    torch.empty(1)  # of something else, before it has to wait
+    current.wait_stream(stream)
+
+
+@contextmanager
+def _buckets(nbytes: int) -> Iterator[None]:
+    kept, replicated._BUCKET_BYTES = replicated._BUCKET_BYTES, nbytes
+    try:
+        yield
+    finally:
+        replicated._BUCKET_BYTES = kept
+
+
+T = "backward step zero"  # one step of training
+PROGRAMS: dict[str, Program] = {
+    "lines": Program("1d-two-lines", f"{T} {T} step evaluate backward step step", bucket=1000),
+    "overlap": Program("1d-two-lines", f"{T} {T} backward zero-model {T} backward zero {T}", overlap=True, bucket=1000),
+    "list": Program("1d-two-lines", f"{T} {T}", nccl=True),
+    "single": Program("hsdp-two-lines", f"{T} {T} backward step step {T}", model="single"),
+    "tensor": Program("tp-two-lines", f"{T} {T}"),
+    "fsdp exchanged": Program("fsdp2-2", f"{T} {T}"),
+    "fsdp": Program("1d", f"{T} {T}"),
+    "fsdp overlap": Program("1d", f"{T} {T}", overlap=True),
+    "in turn": Program("1d-two-lines", f"{T} {T}", comm={"asynchronous": False}),
+    "kept": Program("1d", f"{T} {T}", keep=True),
+    "kept lines": Program("1d-two-lines", f"{T} accumulate {T}", keep=True, overlap=True),
+    "far ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 2, "outstanding_reductions": 3}),
+    "not ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 0, "outstanding_reductions": 1}),
+    "merged": Program("1d-two-lines", f"{T} {T}", comm={"merge_bytes": 10**6}),
+    "half": Program("1d-two-lines", f"{T} {T}", half=True),
+    "half list": Program("hsdp-two-lines", f"{T} {T}", half=True, nccl=True),
+    "list kept": Program("hsdp-two-lines", f"{T} {T}", keep=True, nccl=True),
+    "accumulated": Program("1d-two-lines", f"accumulate accumulate {T} accumulate {T}"),
+    "rows": Program("hsdp-two-lines", f"{T} accumulate-in-rows accumulate-in-rows {T} {T}"),
+    "hsdp": Program("hsdp", f"{T} {T} backward clip step"),
+    "hsdp overlap": Program("hsdp-two-lines", f"{T} {T}", overlap=True, comm={"outstanding_reductions": 1}),
+    "single kept": Program("hsdp-two-lines", f"{T} {T} backward step step {T}", model="single", keep=True),
+    "ddp": Program("ddp-2", f"{T} {T} step {T}", keep=True),
+    "ddp freed": Program("ddp-2", f"{T} accumulate {T}", overlap=True),
+    "cp": Program("cp", f"{T} {T}"),
+    "tensor fsdp": Program("tp-fsdp", f"{T} {T}"),
+    "tensor ddp": Program("tp-ddp", f"{T} {T}"),
+    "clipped": Program("1d-two-lines", f"{T} backward clip step zero {T}"),
+    "clipped overlap": Program("1d-two-lines", f"{T} backward clip step zero {T}", overlap=True),
+    "clipped values overlap": Program("1d-two-lines", f"{T} backward clip-values step zero {T}", overlap=True),
+    "edited gradients": Program("1d-two-lines", f"{T} backward edit-gradients step zero {T}", overlap=True),
+    "loaded early": Program("1d-two-lines", f"{T} save backward load step zero {T}", overlap=True),
+    "rebuilt": Program("1d-two-lines", f"{T} backward rebuild step zero {T}", overlap=True),
+    "two backwards": Program("1d-two-lines", f"{T} backward backward step zero {T}", overlap=True),
+    "saved": Program("1d-two-lines", f"{T} save {T} load {T}"),
+    "dropped": Program("1d-two-lines", f"{T} save backward zero load {T}", overlap=True),
+    "edited": Program("1d-two-lines", f"{T} edit {T}"),
+    "summoned": Program("hsdp-two-lines", f"{T} summon {T} backward step summon {T}"),
+    "step beside": Program("1d-two-lines", f"{T} {T} backward step@side zero {T}"),
+    "evaluated beside": Program("1d-two-lines", f"{T} {T} evaluate@side {T}"),
+    "failed": Program("1d-two-lines", f"{T} fail {T}", bucket=1000),
+    "auxiliary": Program("1d-two-lines", f"{T} {T}", model="auxiliary", bucket=1000),
+    "replayed": Program("1d-two-lines", f"{T} {T}", overlap=True, replay=True),
+    "two optimizers": Program("1d-two-lines", f"{T} {T}", overlap=True, replay=True, optimizers=2),
+    "regrouped": Program("1d-two-lines", f"backward regroup step zero {T}", overlap=True, replay=True),
+    "hsdp exchanged": Program("fsdp2-hsdp", f"{T} {T}"),
+    "tensor exchanged": Program("tp-alone", f"{T} {T}"),
+    "fsdp tensor exchanged": Program("fsdp2-tp", f"{T} {T}"),
+    "ddp exchanged": Program("ddp", f"{T} {T}"),
+    "functions": Program(None, f"{T} {T}"),
+    "groups exchanged": Program("cp-groups", f"{T} {T}"),
+}

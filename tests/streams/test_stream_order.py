@@ -1,0 +1,318 @@
+"""The order of streams on an accelerator, without one: dmuon's real code on pretended streams.
+
+What the check knows to be wrong today stands in tables here, each entry with a reason. An entry that is met no more
+fails its test: whoever mends a defect deletes it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from harness.assertions import assert_equal_weights
+from harness.oracle import reference_weights
+from harness.pool import RankPool
+from programs.fuzz import run_case
+from programs.fuzz_twin import Case
+
+from streams import plants
+from streams.clock import Site
+from streams.collectives import Collectives, Launched
+from streams.observer import Observer, functions_of
+from streams.plants import Plant
+from streams.programs import PROGRAMS, Findings, Program, run
+
+TIMEOUT = 110.0
+QUICK_PROGRAMS = ("lines", "overlap", "list", "single", "tensor", "fsdp exchanged")
+
+# -- who asks whether a device has streams -----------------------------------------------------------------------------
+
+COMPUTES = "how the CPU computes, or how much memory it takes"
+ASKS_FOR_THE_CPU = {
+    "streams_of": "everybody else asks this one about order",
+    "mesh_device": "which device it is",
+    "_connect": "ranks share the CPUs of a host",
+    "_planned": "ranks share the CPUs of a host",
+    "_largest_piece": COMPUTES,
+    "_usual_backend": COMPUTES,
+    "alternatives": COMPUTES,
+    "backend_fault": COMPUTES,
+    "carrier_dtype": COMPUTES,
+    "storage_dtype": COMPUTES,
+    "unsupported": COMPUTES,
+}
+
+
+def test_one_function_says_whether_a_device_has_streams() -> None:
+    """Whoever compares a device with the CPU to know what has ended goes another way here than on an accelerator."""
+    found = set()
+    for path in plants.sources():
+        for node, function in functions_of(path):
+            compared = [n for n in ast.walk(node) if isinstance(n, ast.Compare)]
+            if any(
+                isinstance(c, ast.Constant) and c.value == "cpu" for n in compared for c in (n.left, *n.comparators)
+            ):
+                found.add(function)
+    assert found == ASKS_FOR_THE_CPU.keys()
+
+
+# -- races ------------------------------------------------------------------------------------------------------------
+
+Pair = tuple[str, str, str]  # kind, function of the earlier access, function of the later one
+
+EARLY = "by design: an early update may read what changes meanwhile; then it is dropped, by version counters"
+GONE = "by design: nobody takes the early updates of an optimizer that is gone, whatever they read"
+D2 = "defect D2: recordings are shared by streams, and early updates are dropped without joining their stream"
+D4 = "defect D4: masters are edited while a fill reads them; the buffer is filled again before it is used"
+D7 = "defect D7: a buffer is freed where the stream that allocated it has not waited"
+ALLOWED: dict[str, dict[Pair, str]] = {
+    "clipped overlap": {("memory", "momentum_update", "clip_grad_norm_"): EARLY},
+    "clipped values overlap": {("memory", "momentum_update", "clip_grad_value_"): EARLY},
+    "edited gradients": {("memory", "momentum_update", "OwnedTensor.__torch_dispatch__"): EARLY},
+    "loaded early": {("memory", "EarlyUpdates._start", "_Row.store"): EARLY},
+    "rebuilt": {("reuse", "EarlyUpdates._start", "_zeros"): GONE},
+    "two backwards": {("memory", "momentum_update", "OwnedMatrix.set_grad"): EARLY},
+    "saved": {("memory", "OwnedBuffer._write_masters", "OwnedTensor.__torch_dispatch__"): D4},
+    "edited": {("memory", "OwnedBuffer._write_masters", "OwnedTensor.__torch_dispatch__"): D4},
+    "summoned": {("memory", "OwnedBuffer._write_masters", "summon_full_params"): D4},
+    "evaluated beside": {
+        ("reuse", "the program", "OwnedBuffer.start_fill"): D7,
+        ("reuse", "OwnedBuffer._write_masters", "OwnedBuffer.start_fill"): D7,
+        ("reuse", "OwnedBuffer.start_fill", "OwnedBuffer.start_fill"): D7,
+    },
+    "two optimizers": {("memory", "replayed", "replayed"): D2, ("memory", "kept", "replayed"): D2},
+    "regrouped": {
+        ("memory", "replayed", "replayed"): D2,
+        ("memory", "kept", "replayed"): D2,
+        ("reuse", "EarlyUpdates._start", "_zeros"): D2,
+    },
+}
+
+
+def pairs(findings: Sequence[Findings]) -> set[Pair]:
+    return {(race.kind, race.earlier.function, race.later.function) for found in findings for race in found.races}
+
+
+# -- waits of the host ------------------------------------------------------------------------------------------------
+
+# For dedicated models and for others, what the host waits for in an action; in any other action of training, nothing.
+LAST_VOTE = Counter({Site("HostCopy.tolist", "Event.synchronize"): 1})  # that of the backward before
+VOTE = Counter({Site("Domain.vote", "tolist"): 1, Site("Stream.alone", "Stream.synchronize"): 1})
+WAITS = {True: {"backward": LAST_VOTE}, False: {"step": VOTE}}
+TRAINING = ("accumulate", "backward", "clip", "evaluate", "regroup", "step", "zero", "zero-model")
+WAITS_BY_DESIGN = {
+    "in turn": "asynchronous=False waits for every collective",
+    "auxiliary": "where a rank has no gradient, it waits for the vote on whether another one has",
+    "functions": "ranks agree on what a user's function gave for the first time",
+}
+
+
+def assert_waits(program: Program, findings: Sequence[Findings]) -> None:
+    """No action waits for more, and the last of each kind not for less."""
+    table = {
+        action: Counter({site: count * program.optimizers for site, count in waits.items()})
+        for action, waits in WAITS[program.dedicated].items()
+    }
+    for found in findings:
+        training = [(action, waits) for action, waits in found.waits if action in TRAINING]
+        for action, waits in training:
+            assert waits <= table.get(action, Counter()), f"{action}: the host waits {waits}"
+        for action, waits in dict(training).items():
+            assert waits == table.get(action, Counter()), f"{action}: the host waits {waits}, less than the table"
+
+
+# -- the order of collectives -----------------------------------------------------------------------------------------
+
+D1 = "defect D1: averages and reductions start in an order that depends on the rank"
+DISORDERED = {"auxiliary": D1}
+LATE = dict.fromkeys(["dmuon_average", "dmuon_weights_along_s", "dmuon_gradients_along_s"], D1)
+
+
+def first_difference(journals: Sequence[Sequence[Launched]]) -> str:
+    """Where two ranks start the collectives of communicators that both have in another order; empty if nowhere."""
+    for (a, first), (b, second) in combinations(enumerate(journals), 2):
+        common = {entry.communicator for entry in first} & {entry.communicator for entry in second}
+        ours, theirs = ([entry for entry in journal if entry.communicator in common] for journal in (first, second))
+        for one, other in zip(ours, theirs, strict=False):
+            if one != other:
+                return f"rank {a} starts {one} where rank {b} starts {other}"
+        if len(ours) != len(theirs):
+            return f"rank {a} starts {len(ours)} collectives, rank {b} {len(theirs)}"
+    return ""
+
+
+def test_journals_are_compared_on_what_ranks_share() -> None:
+    def journal(*names: str) -> list[Launched]:
+        return [Launched((name, ()), "all_reduce", "here") for name in names]
+
+    assert first_difference([journal("a", "b", "a"), journal("a", "c", "a")]) == ""
+    assert "rank 0 starts" in first_difference([journal("a", "b"), journal("b", "a")])
+    assert "2 collectives, rank 1 1" in first_difference([journal("a", "a"), journal("a")])
+
+
+# -- all of it, program by program ------------------------------------------------------------------------------------
+
+
+def observed(ranks: RankPool, name: str, plant: Plant | None = None) -> list[Findings]:
+    program = PROGRAMS[name]
+    return ranks(program.world, run, program, plant, timeout=TIMEOUT)
+
+
+def slowly(name: str, quick: Sequence[str]) -> object:
+    return pytest.param(name, marks=() if name in quick else pytest.mark.slow, id=name)
+
+
+def test_unequal_parts_travel_as_lists_on_nccl(ranks: RankPool) -> None:
+    """As ``transport="auto"`` decides there, which gloo cannot do."""
+    for found in observed(ranks, "list"):
+        assert {"all_gather", "reduce_scatter"} <= {entry.operation for entry in found.journal}
+
+
+@pytest.mark.parametrize("name", [slowly(name, QUICK_PROGRAMS) for name in PROGRAMS])
+def test_operations_and_collectives_are_in_order(ranks: RankPool, name: str) -> None:
+    """Races, waits of the host and the order of collectives are what the tables say, and no less."""
+    program, findings = PROGRAMS[name], observed(ranks, name)
+    races, allowed = pairs(findings), ALLOWED.get(name, {})
+    details = sorted({str(race) for found in findings for race in found.races})
+    assert races <= set(allowed), f"races that the table does not allow, among {details}"
+    assert races == set(allowed), f"met no more, delete the entry: {set(allowed) - races}"
+    difference = first_difference([found.journal for found in findings])
+    assert bool(difference) == (name in DISORDERED), difference or f"met no more, delete the entry: {DISORDERED[name]}"
+    if name not in WAITS_BY_DESIGN:
+        assert_waits(program, findings)
+
+
+@pytest.mark.parametrize(
+    "name", [slowly(name, ["list"]) for name in ("list", "list kept", "hsdp overlap", "hsdp exchanged")]
+)
+def test_weights_on_pretended_streams_are_those_of_a_single_process(ranks: RankPool, name: str) -> None:
+    """The ways of an accelerator, the ``list`` transport of NCCL among them, compute what one process does."""
+    steps = PROGRAMS[name].actions.split().count("step")
+    for found in observed(ranks, name):
+        assert_equal_weights(found.weights, reference_weights(steps=steps))
+
+
+def test_communicators_are_first_used_when_they_are_made(ranks: RankPool) -> None:
+    """A back end connects on first use, which blocks the host until the other ranks come."""
+    late: set[str] = set()
+    for found in observed(ranks, "lines"):
+        early = {entry.communicator for entry in found.journal[: found.before_training]}
+        used = {entry.communicator for entry in found.journal[found.before_training :]}
+        late |= {name.rsplit("_", 2)[0] for name, _ in used - early}
+    assert late <= LATE.keys(), "used for the first time in training"
+    assert late == LATE.keys(), f"met no more, delete the entries: {LATE.keys() - late}"
+
+
+# -- planted bugs -----------------------------------------------------------------------------------------------------
+
+# Each place that waits or keeps memory, and the program that shows what happens without it.
+PLANTS = {
+    "comm.fill_stream.beside in OwnedBuffer.start_fill": "lines",
+    "pending.wait in OwnedBuffer._settle": "lines",
+    "self._comm.reduce_stream.join in GradReduction._wait_for_all": "single",
+    "tensor.record_stream in Stream.beside": "overlap",
+    "self._pending.wait in Redistribution.wait": "fsdp exchanged",
+    "self._arrived.synchronize in HostCopy.tolist": "lines",
+    # -- the others are slow
+    "work.wait in Pending.wait": "lines",
+    "comm.publish_stream.beside in OwnedBuffer.start_publication": "single",
+    "pending.wait in OwnedBuffer._settle_publication": "single",
+    "self._outgoing in OwnedBuffer._settle": "single",
+    "comm.reduce_stream.beside in GradReduction.__init__": "lines",
+    "self._comm.reduce_stream.beside in GradReduction.advance": "ddp",
+    "pending.wait in GradReduction._wait": "lines",
+    "self._in_flight in GradReduction.__init__": "single",
+    "comm.reduce_stream.beside in _Bucket.launch": "lines",
+    "self.pending.wait in _Bucket.finish": "lines",
+    "bucket.pending.wait in GradAverager.reset": "failed",
+    "self.comm.fill_stream.join in Runtime.begin_update": "lines",
+    "self.comm.publish_stream.join in Runtime.begin_update": "single",
+    "self._pending.wait in Result.wait": "functions",
+    "self._early.join in Muon.step": "overlap",
+    "self._side.beside in EarlyUpdates._start": "overlap",
+    "self._side.join in EarlyUpdates.join": "overlap",
+    "self._side.join in EarlyUpdates.forget": "dropped",
+    "self._stream.wait_stream in Stream.beside": "lines",
+    "self._module.current_stream(self._device).wait_stream in Stream.join": "overlap",
+    "self._arrived.record in HostCopy.__init__": "lines",
+}
+QUICK_PLANTS = tuple(PLANTS)[:6]
+
+RESULT = "what it returns is needed, and somebody else inside waits for the stream"
+IN_TURN = "asynchronous=False: the host waits for more than anybody needs"
+TIMES = "it measures, and nothing follows from it"
+GRAPH = "a graph can be captured on CUDA alone"
+HARMLESS = {
+    "work.wait in Pending.wait_at_exit": "it keeps a process on the CPU from ending too early",
+    "self._vote_stream.alone in Domain.vote": "reading the verdict waits for the same stream",
+    "self._stream.synchronize in Stream.alone": "reading the verdict waits for the same stream",
+    "self.wait in Pending.wait_on_host": IN_TURN,
+    "self._monitor.synchronize in Pending.wait_on_host": IN_TURN,
+    "module.current_stream(self._device).synchronize in Monitor.synchronize": IN_TURN,
+    "Redistribution(…).wait in redistribute": RESULT,
+    "self._gathering.wait in ExchangedRound.compute": RESULT,
+    "self._scattering.wait in ExchangedRound.finish": RESULT,
+    "result.wait in UserFunctions.gather": RESULT,
+    "self._gathered.pop(number).wait in UserRound._wholes": RESULT,
+    "self._parts[number].wait in UserRound.finish": RESULT,
+    "self._exchange.alone in Muon._find_residencies": "no stream: parameters that this rank has alone",
+    "begin.record in PhaseTimer.phase": TIMES,
+    "end.record in PhaseTimer.phase": TIMES,
+    "end.synchronize in PhaseTimer.seconds": TIMES,
+    "stream.wait_stream in CudaGraphs.record": GRAPH,
+    "current.wait_stream in CudaGraphs.record": GRAPH,
+}
+
+
+def test_whoever_waits_has_a_plant() -> None:
+    """Whoever adds a wait, or keeps a reference for the sake of a stream, adds a plant, and a program that finds it."""
+    places = {str(plant) for plant in plants.plants()}
+    assert not PLANTS.keys() & HARMLESS.keys()
+    assert places - PLANTS.keys() - HARMLESS.keys() == set(), "places without a plant"
+    assert (PLANTS.keys() | HARMLESS.keys()) - places == set(), "plants without a place"
+
+
+@pytest.mark.parametrize("place", [slowly(place, QUICK_PLANTS) for place in PLANTS])
+def test_a_planted_bug_is_found(ranks: RankPool, place: str) -> None:
+    plant = next(plant for plant in plants.plants() if str(plant) == place)
+    races = pairs(observed(ranks, PLANTS[place], plant))
+    assert races - set(ALLOWED.get(PLANTS[place], {})), "no race is found that would not be without the plant"
+
+
+def test_a_plant_is_gone_afterwards(ranks: RankPool) -> None:
+    """Ranks live from test to test."""
+    name = "lines"
+    plant = next(plant for plant in plants.plants() if str(plant) == "pending.wait in OwnedBuffer._settle")
+    assert pairs(observed(ranks, name, plant)) and not pairs(observed(ranks, name))
+
+
+# -- random programs ---------------------------------------------------------------------------------------------------
+
+FUZZED = {
+    "1d-overlap": 2,
+    "two-lines-reshard": 2,
+    "hsdp-two-lines": 4,
+    "tp-two-lines": 4,
+}
+
+
+def fuzzed(rank: int, world: int, case: Case) -> set[Pair]:
+    """Races of one random program, whose comparisons order nothing."""
+    observer = Observer(deaf=True)
+    with Collectives(observer).entered(), observer:
+        run_case(rank, world, case)
+    return {(race.kind, race.earlier.function, race.later.function) for race in observer.memory.races}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", FUZZED)
+def test_random_actions_do_not_race(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    case = Case(mode, seed=0, actions=35, world=FUZZED[mode], folder=str(tmp_path))
+    allowed = {pair for pairs in ALLOWED.values() for pair, reason in pairs.items() if reason in (EARLY, GONE, D4)}
+    for races in ranks(FUZZED[mode], fuzzed, case, timeout=500.0, pg_timeout=120.0):
+        assert races <= allowed

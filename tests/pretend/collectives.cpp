@@ -93,7 +93,10 @@ c10::IValue seen_by_cpu(const c10::IValue& value, std::vector<at::Tensor>& found
     }
     return list;
   }
-  c10::List<c10::List<at::Tensor>> lists; // of tensors: no collective takes others
+  if (!value.isList() || value.isIntList()) {
+    return value;
+  }
+  c10::List<c10::List<at::Tensor>> lists;
   for (const c10::IValue& each : value.toListRef()) {
     lists.push_back(seen_by_cpu(each, found).toTensorList());
   }

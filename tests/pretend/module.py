@@ -6,6 +6,7 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def load(path: Path) -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend(NAME, lambda _store, rank, size, _timeout: _Backend(rank, size), devices=[NAME])
+    dist.Backend.register_backend(NAME, _backend, devices=[NAME])
 
 
 def library() -> ctypes.CDLL:
@@ -38,11 +39,11 @@ def library() -> ctypes.CDLL:
     return _library
 
 
-class _Backend(torch._C._distributed_c10d.Backend):  # type: ignore[misc]
-    """Says that the group has one for this device. What travels is handed to the group's back end for the CPU."""
-
-    def name(self) -> str:
-        return NAME
+def _backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Says that a group has a back end for this device. What travels is handed to the group's one for the CPU."""
+    gloo: Any = dist.distributed_c10d.ProcessGroupGloo  # type: ignore[attr-defined]
+    named: dist.ProcessGroup = type("Pretended", (gloo,), {"name": lambda _self: NAME})(store, rank, size, timeout)
+    return named
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------

@@ -64,11 +64,17 @@ class Flight final : public c10d::Work {
     inner_->abort();
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    inner_->wait(kNoTimeout);
     auto future = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::ofTensors(), std::vector<c10::Device>{stream_.device()});
-    const c10::StreamGuard guard(stream_); // a future records events on the streams that are current
-    future->markCompleted(c10::IValue(results_));
+    // Not by waiting here: gloo's thread may need the GIL, which the caller may hold.
+    inner_->getFuture()->addCallback([future, stream = stream_, results = results_](c10::ivalue::Future& done) {
+      if (done.hasError()) {
+        future->setError(done.exception_ptr());
+        return;
+      }
+      const c10::StreamGuard guard(stream); // a future records events on the streams that are current
+      future->markCompleted(c10::IValue(results));
+    });
     return future;
   }
 

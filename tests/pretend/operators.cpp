@@ -388,6 +388,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", boxed<&copy>());
   m.impl("record_stream", boxed<&record_stream>());
   m.impl("_local_scalar_dense", boxed<&number>());
+  // These the CPU computes in one kernel and any other device by several operators, to other bits.
+  for (const char* name :
+       {"_stack",
+        "addr",
+        "mish_backward",
+        "native_channel_shuffle",
+        "native_group_norm",
+        "native_layer_norm",
+        "silu_backward"}) {
+    m.impl(name, boxed<&by_the_cpu>());
+  }
 }
 
 TORCH_LIBRARY(pretend, m) {

@@ -308,6 +308,10 @@ static const Registration registration;
 
 } // namespace pretend
 
+extern "C" int64_t pretend_device_count() {
+  return pretend::kDevices;
+}
+
 extern "C" void pretend_listen(pretend::Report told) {
   pretend::listener.store(told);
 }

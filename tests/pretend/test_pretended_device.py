@@ -24,6 +24,8 @@ def weights(name: str, device: str, keep: bool, micro: int, muon: dict[str, Any]
     """Weights after a few steps, and batches that were orthogonalized during each step's backward."""
     options = {"comm": dmuon.CommOptions(**comm)} if LAYOUTS[name].dedicated else {}
     laid = lay(name, build().to(device), keep=keep, device=torch.device(device), **options)
+    if not LAYOUTS[name].dedicated:  # a plan from measured costs takes long here
+        laid.config = dmuon.create_dtensor_config(costs="flops")
     optimizer = laid.optimizer(**FP32, **muon)
     overlapped = []
     for step in range(STEPS):

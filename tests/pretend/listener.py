@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -111,17 +110,3 @@ _kept: list[Any] = []
 
 def _ranges(numbers: Any, count: int) -> list[Range]:
     return [(numbers[2 * i], numbers[2 * i + 1]) for i in range(count)]
-
-
-def site(ignored: tuple[str, ...] = (__name__,)) -> str:
-    """The innermost function of dmuon that is running in this thread; of any other module if none is."""
-    frame = sys._getframe(1)
-    first = ""
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith("dmuon."):
-            return f"{name}.{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name}"
-        if not first and name not in ignored and not name.startswith(("ctypes", "torch")):
-            first = f"{name}.{frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return first

@@ -1,18 +1,27 @@
-"""dmuon on a device with streams, a thread of autograd's and an allocator whose memory comes and goes: the CPU's bits."""
+"""dmuon on a device with streams, threads of autograd and memory that comes and goes, to the bits of the CPU."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 from harness.topologies import LAYOUTS, lay
-from harness.toy import OPTIONS, build, train
+from harness.toy import OPTIONS, SIZE, WIDTH, build, train
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
+from dmuon.check.model import Block
 from dmuon.check.topologies import full_state
+from dmuon.dedicated.runtime import Runtime
+from dmuon.platform.streams import HostCopy
+from dmuon.platform.torch_private import current_backward
+from pretend.listener import Listener, Stream, listening
 
 Ranks = Callable[..., list[Any]]
 DEVICES = ("cpu", "pretend")
@@ -84,3 +93,87 @@ def alone(_rank: int, _world: int) -> dict[str, float]:
 
 def test_one_process_trains_to_the_bits_of_the_cpu(device_ranks: Ranks) -> None:
     assert device_ranks(1, alone) == [{}]
+
+
+# -- what only a device shows -----------------------------------------------------------------------------------------
+
+
+class OnBothDevices(Block):
+    """Its second output lies on the host: its gradient comes in the thread that called backward."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.mix(x).mean(-1).cpu()
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(OnBothDevices(SIZE) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for block in self.blocks:
+            x, beside = block(x)
+            total = total + beside.square().mean()
+        return total + x.square().mean().cpu()
+
+
+def enter_from_two_threads(_rank: int, world: int) -> int:
+    """How many threads at most were in one hook of a block at once."""
+    torch.manual_seed(0)
+    model = TwoOutputs().to("pretend")
+    dmuon.dedicate_params(model, init_device_mesh("pretend", (world,)), costs="flops")
+    inside: set[int] = set()
+    most = 0
+    original = Runtime._ensure_ready
+
+    def slowly(runtime: Runtime, block: Any) -> None:
+        nonlocal most
+        if current_backward() is not None:
+            inside.add(threading.get_ident())
+            time.sleep(0.3)
+            most = max(most, len(inside))
+            inside.discard(threading.get_ident())
+        original(runtime, block)
+
+    Runtime._ensure_ready = slowly  # type: ignore[method-assign]
+    try:
+        model(torch.randn(4, WIDTH, device="pretend")).backward()
+    finally:
+        Runtime._ensure_ready = original  # type: ignore[method-assign]
+    return most
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="dedicated/runtime.py: _pre_backward has no lock between its test of the phase and enter(), and hooks of a "
+    "block's outputs on two devices run in two threads: the second raises 'forward or backward of block … while'",
+)
+def test_one_thread_at_a_time_is_in_the_hooks(device_ranks: Ranks) -> None:
+    assert device_ranks(1, enter_from_two_threads) == [1]
+
+
+def copy_to_host(_rank: int, _world: int) -> list[int]:
+    """The devices on whose streams the copy was recorded."""
+
+    class Recorded(Listener):
+        def __init__(self) -> None:
+            self.devices: list[int] = []
+
+        def record_event(self, event: int, stream: Stream) -> None:
+            self.devices.append(stream.device)
+
+    values, recorded = torch.ones(2, dtype=torch.int64, device="pretend:0"), Recorded()
+    torch.pretend.set_device(1)  # type: ignore[attr-defined]
+    with listening(recorded):
+        assert HostCopy(values).tolist() == [1, 1]
+    return recorded.devices
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="platform/streams.py: HostCopy records its event on the current device, not on that of the values",
+)
+def test_a_copy_to_the_host_is_awaited_on_the_device_of_its_values(device_ranks: Ranks) -> None:
+    assert device_ranks(1, copy_to_host) == [[0]]

@@ -154,3 +154,33 @@ def test_parts_of_a_program_on_streams_of_their_own(
 ) -> None:
     for found in device_ranks(2, elsewhere, name, streams, overlap):
         assert not found, found
+
+
+def unrelated(_rank: int, _world: int, name: str) -> Counter[str]:
+    def run() -> None:
+        module = torch.pretend  # type: ignore[attr-defined]
+        laid: Laid = lay(name, build().to(DEVICE), device=torch.device(DEVICE))
+        optimizer = laid.optimizer(ns_dtype=torch.float32)
+        side = module.Stream()
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = laid.loss(step)
+            side.wait_stream(module.current_stream())
+            with module.stream(side):
+                loss.backward()
+            torch.zeros(4, device=DEVICE)  # takes what was freed on this stream, and has nothing to wait for
+            module.current_stream().wait_stream(side)
+            optimizer.step()
+
+    return seen(run)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="dedicated/replicated.py: the memory of a bucket is of the stream of the forward; _Bucket.finish waits for "
+    "the average and reads it on the stream of the end of backward, then drops it without having the first one wait",
+)
+@pytest.mark.parametrize("name", ["1d-two-lines", "ddp-2"])
+def test_memory_of_hooks_is_not_given_away_while_the_end_of_backward_reads_it(device_ranks: Ranks, name: str) -> None:
+    for found in device_ranks(2, unrelated, name):
+        assert not found, found

@@ -15,17 +15,18 @@ namespace {
 
 using Stack = torch::jit::Stack;
 
-// The stream on which a communicator's asynchronous collectives run, one after the other.
-c10::Stream stream_of(const void* group, c10::Device device) {
+// The stream on which a communicator's asynchronous collectives run, one after the other; and whether it is new.
+std::pair<c10::Stream, bool> stream_of(const void* group, c10::Device device) {
   static std::mutex lock;
   static std::unordered_map<const void*, c10::Stream> streams;
   const std::lock_guard<std::mutex> guard(lock);
   auto found = streams.find(group);
-  if (found == streams.end() || found->second.device() != device) {
+  const bool fresh = found == streams.end() || found->second.device() != device;
+  if (fresh) {
     const c10::impl::VirtualGuardImpl impl(kType);
     found = streams.insert_or_assign(group, impl.getNewStream(device)).first;
   }
-  return found->second;
+  return {found->second, fresh};
 }
 
 // What gloo does in its own thread. Waiting for it is the host's, since streams here run at once; what it then says to
@@ -143,7 +144,8 @@ void collective(const c10::OperatorHandle& op, Stack* stack) {
   const std::vector<at::Tensor>& any = reads.empty() ? writes : reads;
   const c10::Device device = any.empty() ? current_device() : any[0].device();
   const c10::Stream current = current_stream(device);
-  const c10::Stream stream = asynchronous ? stream_of(group, device) : current;
+  const auto [own, first_use] = stream_of(group, device);
+  const c10::Stream stream = asynchronous ? own : current;
   if (asynchronous) {
     c10::Event queued(kType);
     queued.record(current);
@@ -152,9 +154,12 @@ void collective(const c10::OperatorHandle& op, Stack* stack) {
   const c10::StreamGuard guard(stream);
   launched(schema.name(), device, reads, writes);
   op.callBoxed(stack);
-  c10::IValue& work = stack->back();
-  work = c10::IValue(c10::intrusive_ptr<c10d::Work>(
-      c10::make_intrusive<Flight>(work.toCustomClass<c10d::Work>(), stream, std::move(results))));
+  auto inner = stack->back().toCustomClass<c10d::Work>();
+  if (first_use) {
+    inner->wait(kNoTimeout); // NCCL makes the communicator now: until all its ranks come, the host goes no further
+  }
+  stack->back() = c10::IValue(
+      c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<Flight>(std::move(inner), stream, std::move(results))));
   if (schema.returns().size() == 2) {
     (*stack)[stack->size() - 2] = given; // what the operator returns is its first argument
   }

@@ -23,7 +23,7 @@ def on_device(rank: int, world: int, library: Path, program: Callable[..., Any],
     module.load(library)
     torch.pretend.set_device(rank)  # type: ignore[attr-defined]
     store = dist.PrefixStore("pretend", dist.distributed_c10d._get_default_store())
-    limit = dist.distributed_c10d._get_default_timeout("gloo")
+    limit = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
     dist.destroy_process_group()
     dist.init_process_group(BACKENDS, store=store, rank=rank, world_size=world, timeout=limit)
     return program(rank, world, *args)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
@@ -84,7 +85,8 @@ class Laid(check.Laid):
 
     def loss(self, step: int) -> Tensor:
         """Of this rank's part of a global batch."""
-        return loss_of(self.model, *self.mine(batch(step)))
+        tokens, targets = self.mine(batch(step))
+        return loss_of(self.model, tokens.to(self.mesh.device_type), targets.to(self.mesh.device_type))
 
     def backward(self, step: int) -> None:
         self.loss(step).backward()
@@ -105,8 +107,16 @@ def orthogonalized(optimizer: dmuon.Muon, backward: Callable[[int], None], steps
     return calls
 
 
-def lay(name: str, model: Network, *, keep: bool = False, mp_policy: Any = None, **options: Any) -> Laid:
-    """Spread ``model`` as the layout ``name`` says. Collective.
+def lay(
+    name: str,
+    model: Network,
+    *,
+    keep: bool = False,
+    mp_policy: Any = None,
+    device: torch.device = CPU,
+    **options: Any,
+) -> Laid:
+    """Spread ``model``, which is on ``device``, as the layout ``name`` says. Collective.
 
     Args:
         mp_policy: of dmuon and of FSDP2.
@@ -115,7 +125,7 @@ def lay(name: str, model: Network, *, keep: bool = False, mp_policy: Any = None,
     grid = LAYOUTS[name]
     options.setdefault("costs", "flops")
     sharding = {} if mp_policy is None else {"mp_policy": mp_policy}
-    mesh = grid.mesh(CPU)
+    mesh = grid.mesh(device)
     if grid.dedicated:
         laid = check.lay(grid, model, mesh, keep=keep, sharding=sharding, **sharding, **options)
     else:

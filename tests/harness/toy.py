@@ -39,7 +39,9 @@ def batch(step: int, rows: int = 12) -> tuple[Tensor, Tensor]:
 
 def train(model: nn.Module, optimizer: Any, steps: Iterable[int], rank: int = 0, world: int = 1) -> None:
     """Step on this rank's part of each of these global batches."""
+    device = next(model.parameters()).device
     for step in steps:
         optimizer.zero_grad()
-        loss_of(model, *shard(batch(step), rank, world)).backward()
+        tokens, targets = shard(batch(step), rank, world)
+        loss_of(model, tokens.to(device), targets.to(device)).backward()
         optimizer.step()

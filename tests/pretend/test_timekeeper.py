@@ -14,9 +14,6 @@ from harness.toy import build
 
 import dmuon
 from dmuon.platform import streams
-
-pytest.importorskip("streams.clock")
-
 from pretend.listener import listening
 from pretend.timekeeper import Timekeeper
 

@@ -240,7 +240,11 @@ class Replay:
         self._rounds = rounds
         # What fp32 Newton-Schulz makes of fp32 momentum has its dtype.
         self._parts = [
-            {i: torch.zeros_like(batch.momentum) for i, batch in enumerate(round_.batches) if round_._has_part(batch)}
+            {
+                i: torch.zeros_like(batch.momentum)
+                for i, batch in enumerate(round_.batches)
+                if round_.domain.position in batch.parcel.pieces
+            }
             for round_ in rounds
         ]
 

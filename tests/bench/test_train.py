@@ -120,6 +120,7 @@ def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
     table = (uninterrupted / "stdout.txt").read_text()
     for column in ("val loss", "ms/step", "optimizer ms", "overhead", "owner balance"):
@@ -141,6 +142,7 @@ def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
     assert 1.0 <= balance < 2.0 and f"{balance:.3f}" in table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "dmuon"])
 def test_only_the_last_complete_checkpoint_is_kept(uninterrupted: Path, optimizer: str) -> None:
     folder = uninterrupted / "checkpoints" / f"{optimizer}-seed0"
@@ -229,6 +231,7 @@ def test_resume_equals_the_uninterrupted_run(
         assert resumed == straight if optimizer == "adamw" else resumed == pytest.approx(straight, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_resume_refuses_other_settings_by_name(
     text: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], train: ModuleType
 ) -> None:

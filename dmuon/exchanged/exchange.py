@@ -119,9 +119,10 @@ def _domain_of_users(
     if not params and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
         return None
     ranks = ranks_of(group)
+    where = local_tensor(params[0]).device if params else device  # which changes when a model is moved
     opened = [] if last is None else [domain for domain, _ in last.domains]
-    same = next((domain for domain in opened if domain.ranks == tuple(sorted(ranks))), None)
-    return same or make_domain(ranks, local_tensor(params[0]).device if params else device)
+    same = (domain for domain in opened if (domain.ranks, domain.device) == (tuple(sorted(ranks)), where))
+    return next(same, None) or make_domain(ranks, where)
 
 
 def _require_same_owners(

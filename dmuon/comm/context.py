@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -15,12 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.comm.domain import Domain
 from dmuon.comm.monitor import Monitor
-from dmuon.comm.process_groups import make_group, this_rank
+from dmuon.comm.process_groups import connect, make_group, this_rank
 from dmuon.layout.buffer import Transport, part_offsets
 from dmuon.layout.topology import Coordinate, GlobalRank, Position, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
-from dmuon.platform.torch_private import all_gather_single, backend_of, default_store, reduce_scatter_single
+from dmuon.platform.torch_private import (
+    all_gather_single,
+    backend_of,
+    default_store,
+    in_one_launch,
+    reduce_scatter_single,
+)
 
 Works = list[dist.Work | None]  # of collectives that were started; None of none
 
@@ -67,14 +74,13 @@ def gather(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: 
     match transport:
         case "single":
             return [all_gather_single(region, parts[line.position], group=line.weights, async_op=True)]
-        case "list":
-            return [dist.all_gather(list(parts), parts[line.position], group=line.weights, async_op=True)]
         case _:
-            return [
-                dist.broadcast(part, src=line.ranks[i], group=line.weights, async_op=True)
-                for i, part in enumerate(parts)
+            launches = [
+                partial(dist.broadcast, part, src=rank, group=line.weights, async_op=True)
+                for rank, part in zip(line.ranks, parts, strict=True)
                 if part.numel()
             ]
+            return in_one_launch(line.weights, region.device, launches)
 
 
 def reduce(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: Line) -> tuple[Tensor, Works]:
@@ -89,15 +95,13 @@ def reduce(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: 
         case "single":
             out = torch.empty_like(own)
             return out, [reduce_scatter_single(out, region, op=average, group=line.gradients, async_op=True)]
-        case "list":
-            out = torch.empty_like(own)
-            return out, [dist.reduce_scatter(out, list(parts), op=average, group=line.gradients, async_op=True)]
         case _:
-            return own, [
-                dist.reduce(part, line.ranks[i], average, group=line.gradients, async_op=True)
-                for i, part in enumerate(parts)
+            launches = [
+                partial(dist.reduce, part, rank, average, group=line.gradients, async_op=True)
+                for rank, part in zip(line.ranks, parts, strict=True)
                 if part.numel()
             ]
+            return own, in_one_launch(line.gradients, region.device, launches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +109,15 @@ class CommOptions:
     """Transport and overlap of the owned matrices.
 
     Attributes:
-        transport: ``"broadcast"`` sends each owner's part by a broadcast of its own and reduces gradients likewise;
-            ``"single"`` is one all-gather and one reduce-scatter over parts padded to one size; ``"list"`` is the same
-            over unequal parts, which NCCL alone can do. ``"auto"`` on NCCL takes ``single`` for a block whose padding
-            is at most 15 %, else ``list``; elsewhere ``broadcast``.
+        transport: ``"broadcast"`` sends each owner's part by a broadcast of its own and reduces gradients likewise, on
+            NCCL all parts of a block by one launch; ``"single"`` is one all-gather and one reduce-scatter over parts
+            padded to one size. ``"auto"`` on NCCL takes ``single`` for a block whose padding is at most 15 %, else
+            ``broadcast``; elsewhere ``broadcast``.
         prefetch: blocks whose weights are on their way while another one computes, and that ``step()`` fills.
         outstanding_reductions: blocks whose gradients travel at once.
         merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights.
+        max_ctas: how many of a GPU's multiprocessors a collective of weights may occupy, on NCCL alone (its
+            ``maxCTAs``): those of a rank that waits for an owner are lost to Newton–Schulz. ``None`` is NCCL's choice.
         asynchronous: ``False`` waits for every collective where it starts: for debugging; results are bitwise the same.
         timeout: of dmuon's own process groups; ``None`` is the back end's default.
 
@@ -123,6 +129,7 @@ class CommOptions:
     prefetch: int = 1
     outstanding_reductions: int = 2
     merge_bytes: int = 0
+    max_ctas: int | None = None
     asynchronous: bool = True
     timeout: timedelta | None = None
 
@@ -131,11 +138,18 @@ class CommOptions:
         check_integer("comm.prefetch", self.prefetch, 0)
         check_integer("comm.outstanding_reductions", self.outstanding_reductions, 1)
         check_integer("comm.merge_bytes", self.merge_bytes, 0)
+        if self.max_ctas is not None:
+            check_integer("comm.max_ctas", self.max_ctas, 1)
         check_flag("comm.asynchronous", self.asynchronous)
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
             raise TypeError(f"comm.timeout must be a datetime.timedelta or None, got {self.timeout!r}")
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"comm.timeout must be positive, got {self.timeout}")
+
+    def check_backend(self, backend: str) -> None:
+        """Raise ValueError for an option that ``backend`` cannot honour."""
+        if self.max_ctas is not None and backend != "nccl":
+            raise ValueError(f"comm.max_ctas={self.max_ctas} needs NCCL, this group runs {backend}; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +254,13 @@ def make_comm(
     flat = mesh
     if mesh.ndim > 1:
         flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
+    row, column = (_line(device.type, topology, along, rank, options) for along in ("s", "r"))
+    average_group = make_group(device.type, topology.partition("rs"), "average", options.timeout)
+    lines = [line for line in (row, column) if line is not None]
+    groups = [control, group, *([tensor.group] if tensor is not None else []), average_group]
+    with monitor.watch("first use of dmuon's process groups"):
+        connect([*groups, *(g for line in lines for g in (line.weights, line.gradients))], device)
+        monitor.synchronize()  # what is wrong with a link shows here
     return Comm(
         mesh=mesh,
         tensor_mesh=_with_dimension(mesh, tensor_mesh, topology),
@@ -255,10 +276,10 @@ def make_comm(
         reduce_stream=Stream(device),
         options=options,
         monitor=monitor,
-        row=_line(device.type, topology, "s", rank, options.timeout),
-        column=_line(device.type, topology, "r", rank, options.timeout),
+        row=row,
+        column=column,
         group=group,
-        average_group=make_group(device.type, topology.partition("rs"), "average", options.timeout),
+        average_group=average_group,
         control=control,
         tensor=tensor,
     )
@@ -280,7 +301,7 @@ def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: 
 
 
 def _line(
-    device_type: str, topology: Topology, along: Literal["r", "s"], rank: GlobalRank, timeout: timedelta | None
+    device_type: str, topology: Topology, along: Literal["r", "s"], rank: GlobalRank, options: CommOptions
 ) -> Line | None:
     partition = topology.partition(along)
     ranks = next(group for group in partition if rank in group)
@@ -290,6 +311,8 @@ def _line(
     return Line(
         ranks,
         position_in(ranks, rank),
-        make_group(device_type, by_rank, f"weights_along_{along}", timeout, urgent=True),
-        make_group(device_type, by_rank, f"gradients_along_{along}", timeout),
+        make_group(
+            device_type, by_rank, f"weights_along_{along}", options.timeout, urgent=True, max_ctas=options.max_ctas
+        ),
+        make_group(device_type, by_rank, f"gradients_along_{along}", options.timeout),
     )

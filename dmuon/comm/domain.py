@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dmuon.comm.agreement import Verdict, Vote
 from dmuon.comm.monitor import Monitor, Pending
-from dmuon.comm.process_groups import make_group, this_rank
+from dmuon.comm.process_groups import connect, make_group, this_rank
 from dmuon.layout.parcels import Route, travels
 from dmuon.layout.shards import Piece
 from dmuon.layout.topology import GlobalRank, Position, position_in
@@ -73,6 +73,7 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
             "makes creating groups collective over all ranks; leave device_id out of init_process_group"
         )
     group = make_group(device.type, [members], "exchange", timeout)
+    connect([group], device)
     rank = this_rank()
     monitor = Monitor(members, rank, default_store(), group.group_name, device=device)
     return Domain(members, position_in(members, rank), device, group, monitor)

@@ -9,11 +9,12 @@ from itertools import combinations, count
 from math import prod
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
 from dmuon.platform.streams import group_options
-from dmuon.platform.torch_private import default_group_is_bound, group_names, new_named_group
+from dmuon.platform.torch_private import default_group_is_bound, default_timeout, group_names, new_named_group
 
 _T = TypeVar("_T")
 
@@ -35,6 +36,7 @@ def make_group(
     timeout: timedelta | None,
     *,
     urgent: bool = False,
+    max_ctas: int | None = None,
 ) -> dist.ProcessGroup:
     """This rank's process group out of ``partition``, of dmuon's own.
 
@@ -45,9 +47,11 @@ def make_group(
         partition: the ranks of each group, ascending; one of them holds this rank.
         timeout: of its collectives; None is the back end's default.
         urgent: on an accelerator its collectives run before others that wait.
+        max_ctas: of an accelerator's multiprocessors, the most that one of its collectives occupies.
     """
     rank = this_rank()
-    pg_options = group_options(device_type, urgent, timeout)
+    timeout = default_timeout() if timeout is None else timeout
+    pg_options = group_options(device_type, urgent, timeout, max_ctas)
     if not default_group_is_bound():
         ranks = next(list(ranks) for ranks in partition if rank in ranks)
         taken = group_names()
@@ -59,6 +63,16 @@ def make_group(
         own = group if rank in members else own
     assert isinstance(own, dist.ProcessGroup)
     return own
+
+
+def connect(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Use each group for the first time. Collective over all of them; all ranks have them in one order of purposes.
+
+    A back end connects ranks when a group is first used, and until they come the host of each waits. In training, ranks
+    may come to first uses in another order, and would wait for each other for ever.
+    """
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _group_name(purpose: str, ranks: Sequence[int], number: int) -> str:

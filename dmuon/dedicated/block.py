@@ -159,13 +159,15 @@ class ExecutionOrder:
 def mark_boundary(
     args: tuple[Any, ...], kwargs: dict[str, Any], reached: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Pass all inputs of a module that need gradients through one function, whose backward runs after the module's.
+    """Pass all tensors of ``args`` and ``kwargs`` that need gradients through one function.
+
+    Of the inputs of a module its backward runs after the module's, of all outputs before.
 
     Args:
         reached: called by that backward.
 
     Returns:
-        The arguments to call the module with; None if no input needs a gradient.
+        The arguments with what that function returned; None if no tensor needs a gradient.
     """
     leaves, spec = tree_flatten((args, kwargs))
     indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

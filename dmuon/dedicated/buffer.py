@@ -23,6 +23,7 @@ from dmuon.comm.monitor import Pending, run_all
 from dmuon.dedicated.matrix import Weight, own
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import make_layout
+from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import local_tensor
 
 _ALIGN_BYTES = 256  # of each matrix in a flat buffer, so that every view suits vectorized loads
@@ -72,6 +73,7 @@ class OwnedBuffer:
         self._publication: Pending | None = None
         self._fill: Pending | None = None
         self._outgoing: Tensor | None = None  # what is being published, until that has ended
+        self._origin = self._outgoing_origin = Origin(comm.device)  # of the buffer's memory, and of that
         numels = [local_tensor(weight.param).numel() for weight in weights]
         coordinates = [comm.coordinate(weight.owner) for weight in weights]
         self.layout = make_layout(
@@ -127,9 +129,10 @@ class OwnedBuffer:
         column = comm.column
         start, end = self.layout.parts[comm.at.s][comm.at.r]
         if not self.keep:
+            self._outgoing_origin = Origin(comm.device)
             self._outgoing = self._buffer.new_empty(end - start)
         elif self.state is BufferState.FREED:
-            self._buffer.untyped_storage().resize_(self._nbytes)
+            self._allocate()
         with record_function(f"dmuon::publish {self.name}"), torch.no_grad(), comm.publish_stream.beside():
             if self._outgoing is None:
                 self._write_masters(self._buffer, 0)
@@ -158,7 +161,7 @@ class OwnedBuffer:
         if comm.column is None:
             self._settle()
         if self.state is BufferState.FREED:
-            self._buffer.untyped_storage().resize_(self._nbytes)
+            self._allocate()
         # With one rank nothing travels, so nobody would wait for another stream.
         stream = nullcontext() if comm.row is None and comm.column is None else comm.fill_stream.beside()
         with record_function(f"dmuon::fill {self.name}"), torch.no_grad(), stream:
@@ -174,6 +177,10 @@ class OwnedBuffer:
                 )
         self.state = BufferState.FILLING
         self.generation = generation
+
+    def _allocate(self) -> None:
+        self._origin = Origin(self.comm.device)
+        self._buffer.untyped_storage().resize_(self._nbytes)
 
     def _write_own_segment(self) -> None:
         """Write what the row gets from this rank: its masters, and its stand-ins for those of other replicas."""
@@ -223,6 +230,7 @@ class OwnedBuffer:
         try:
             self._settle()
         finally:  # what failed has ended, too
+            self._origin.await_users()
             self._buffer.untyped_storage().resize_(0)
             self.state, self.generation = BufferState.FREED, -1
             if self.keep:
@@ -243,6 +251,8 @@ class OwnedBuffer:
         started = [pending for pending in (self._publication, self._fill) if pending is not None]
         self._publication, self._fill = None, None
         run_all(pending.wait for pending in started)
+        if self._outgoing is not None:
+            self._outgoing_origin.await_users()
         self._outgoing = None  # not before the stream that allocated it has waited: [Note: who keeps a tensor alive]
 
     def _settle_publication(self) -> None:

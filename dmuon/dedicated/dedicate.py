@@ -37,7 +37,6 @@ from dmuon.dedicated.refusals import (
 )
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
-from dmuon.layout.buffer import choose_transport
 from dmuon.layout.topology import GlobalRank, Position, Topology, position_in
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.routing import Route, Select, route_parameters
@@ -115,7 +114,7 @@ def dedicate_params(
         check_flag("reshard_after_forward", reshard_after_forward)
         if not (comm is None or isinstance(comm, CommOptions)):
             raise TypeError(f"comm must be a dmuon.CommOptions, got {type(comm).__name__}")
-        choose_transport(options.transport, [1], backend_of(group, mesh_device(mesh.device_type)))
+        options.check_backend(backend_of(group, mesh_device(mesh.device_type)))
         common: dict[str, object] = {
             "reshard_after_forward": reshard_after_forward,
             "mp_policy": f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}",

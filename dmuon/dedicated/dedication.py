@@ -135,12 +135,12 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
         for block in blocks:
             block.dismiss()
     if writeback:
+        for runtime in runtimes:
+            runtime.before_write()
         with torch.no_grad():
             for comm, matrix, param in edited:
                 if matrix.owner == comm.position:
                     matrix.master.copy_(local_tensor(param))
-        for runtime in runtimes:
-            runtime.weights_changed()
 
 
 def _edited(matrix: OwnedMatrix) -> nn.Parameter:

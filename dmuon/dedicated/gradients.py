@@ -25,7 +25,7 @@ from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.replicated import GradAverager
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import Transport
-from dmuon.platform.streams import HostCopy, pinned_like
+from dmuon.platform.streams import HostCopy, Origin, pinned_like
 from dmuon.step.residency import like_param
 
 Landed = Callable[[Sequence[Tensor]], None]
@@ -51,6 +51,8 @@ class GradReduction:
         self.whole = along_column or comm.column is None
         self._stage_two = comm.column if along_column else None
         self._pending: Pending | None = None
+        self._stage_one_ended: torch.Event | None = None  # and what it brought was passed on
+        self._origin = Origin(comm.device)
         self._in_flight: list[Tensor] = []  # until the collectives have ended: [Note: who keeps a tensor alive]
         layout = buffer.layout
         with record_function(f"dmuon::reduce {buffer.name}"), torch.no_grad():
@@ -120,6 +122,7 @@ class GradReduction:
             parts = [segment[start - first : end - first] for start, end in layout.parts[at.s]]
             self._in_flight.append(segment)
             self._result = self._start(line, "along the column", layout.column, segment, parts)
+            self._stage_one_ended = self._comm.reduce_stream.mark()
 
     def _in_segment(self) -> list[tuple[OwnedMatrix, tuple[int, int]]]:
         """The matrices that this rank's column owns, and where they lie in the buffer."""
@@ -132,12 +135,13 @@ class GradReduction:
             pending.wait()
 
     def _wait_for_all(self) -> None:
-        """Wait for both stages.
+        """Wait for both stages, and for no later reduction.
 
-        A rank with nothing to send in the second has nothing pending then, and joins the first by its stream.
+        A rank that takes no part in the second stage has nothing pending then.
         """
         self._wait()
-        self._comm.reduce_stream.join()
+        self._comm.reduce_stream.join_up_to(self._stage_one_ended)
+        self._origin.await_users()
         self._in_flight = []
 
     def discard(self) -> None:
@@ -154,9 +158,11 @@ class GradReduction:
         self.advance()
         with record_function(f"dmuon::wait_reduce {self.buffer.name}"):
             self._wait_for_all()
-        if not self.whole:
-            self._keep_partial()
-            return []
+        undecided = self._hand_over() if self.whole else self._keep_partial()
+        self._origin.await_users()  # which have just read what arrived
+        return undecided
+
+    def _hand_over(self) -> list[tuple[OwnedMatrix, Tensor]]:
         if self._result.untyped_storage().nbytes() > self._result.nbytes:
             self._result = self._result.clone()  # a view of what others own would keep that alive with the gradients
         undecided = []
@@ -173,7 +179,7 @@ class GradReduction:
                 undecided.append((matrix, local))
         return undecided
 
-    def _keep_partial(self) -> None:
+    def _keep_partial(self) -> list[tuple[OwnedMatrix, Tensor]]:
         first = self.buffer.layout.segments[self._comm.at.s][0]
         spans = {id(matrix): span for matrix, span in self._in_segment()}
         for matrix in self.buffer.matrices:
@@ -186,6 +192,7 @@ class GradReduction:
             if id(matrix) in spans:
                 slot = average.view(matrix.local_shape)
                 matrix.partial = slot if matrix.partial is None else matrix.partial.add_(slot)
+        return []
 
 
 class Gradients:
@@ -215,6 +222,8 @@ class Gradients:
         reduction = GradReduction(buffer, along_column=along_column)
         self._used |= reduction.used
         self._reductions.append(reduction)
+        if self.averager is not None:
+            self.averager.launch_complete()
 
     def _finish_oldest(self) -> None:
         reduction = self._reductions.popleft()
@@ -257,12 +266,12 @@ class Gradients:
         flags += [p.grad is not None and id(p) not in missing for p in replicated]
         self._used.clear()
         if len(self._comm.topology.ranks) > 1:
-            votes = self._vote(flags)
+            votes = self._vote(flags + (self.averager.irregular if self.averager is not None else []))
             if not undecided and not averages:
                 return  # this rank needs no other's vote: do not wait for them on the host
             flags = [*Vote.decode(votes.tolist()).flags]
         keys = [id(m) for m in self._matrices] + [id(p) for p in replicated]
-        used = {key for key, flag in zip(keys, flags, strict=True) if flag}
+        used = {key for key, flag in zip(keys, flags, strict=False) if flag}
         for matrix, local in undecided:
             if id(matrix) in used:
                 matrix.set_grad(self._comm, local)
@@ -270,12 +279,14 @@ class Gradients:
                 matrix.drop_unreduced()
         for param, average in averages:
             if id(param) in used:
-                param.grad = like_param(param, average.clone())
+                param.grad = like_param(param, average)
 
     def _vote(self, flags: list[bool]) -> HostCopy:
-        """Vote on the parameters that any rank used, and on whether all issued the same collectives so far.
+        """Vote on the parameters that any rank used, on those whose gradients may not leave before the end of backward,
+        and on whether all issued the same collectives so far.
 
-        The second is checked at once if the host need not wait for it, otherwise in the next backward.
+        The latter two are looked at once if the host need not wait for them, otherwise in the next backward: on all
+        ranks alike.
         """
         self.verify()
         votes = Vote(flags, self._comm.monitor.digest).encode()
@@ -291,5 +302,10 @@ class Gradients:
     def verify(self) -> None:
         """Raise if, by the last vote, ranks had issued different collectives; the host waits for that vote."""
         votes, self._votes = self._votes, None
-        if votes is not None and not Vote.decode(votes.tolist()).same_collectives:
+        if votes is None:
+            return
+        verdict = Vote.decode(votes.tolist())
+        if not verdict.same_collectives:
             self._comm.monitor.disagree()
+        if self.averager is not None:
+            self.averager.learn(verdict.flags[len(verdict.flags) - len(self.averager.params) :])

@@ -59,8 +59,8 @@ class Keeper(Protocol):
     def name(self) -> str:
         """The same on all ranks, and of no other keeper."""
 
-    def weights_changed(self) -> None:
-        """Something wrote to an owned parameter: published copies of it are out of date."""
+    def before_write(self) -> None:
+        """Something is about to write to an owned parameter: published copies of it are out of date then."""
 
     def write_even(self, param: OwnedTensor, shard: Tensor) -> None:
         """Make the even shards of all ranks the value of ``param``. Collective."""
@@ -72,8 +72,8 @@ class OwnedTensor(DTensor):
     Attributes:
         fqn: canonical name of the parameter.
         owner: position of the rank that holds it, among the data-parallel ones.
-        keeper: told when an operation writes to the parameter, or to an alias that ``detach`` made. None on gradients,
-            optimizer state and copies.
+        keeper: told before an operation writes to the parameter, or to an alias that ``detach`` made. None on
+            gradients, optimizer state and copies.
     """
 
     fqn: str
@@ -107,9 +107,9 @@ class OwnedTensor(DTensor):
         plain_args, plain_kwargs = tree_unflatten(plain, spec)
         if name == "detach":
             return _like(owned[0], owned[0]._local_tensor.detach(), keeper=owned[0].keeper)
-        out = func(*plain_args, **plain_kwargs)
         if name.endswith("_"):
             _notify(args[0])
+        out = func(*plain_args, **plain_kwargs)
         if name in _NORMS:
             return out
         return _rewrap(out, twins, owned)
@@ -278,4 +278,4 @@ def _check_norm(name: str, args: Sequence[Any], kwargs: dict[str, Any], tensor: 
 def _notify(target: Any) -> None:
     for tensor in target if isinstance(target, (list, tuple)) else (target,):
         if isinstance(tensor, OwnedTensor) and tensor.keeper is not None:
-            tensor.keeper.weights_changed()
+            tensor.keeper.before_write()

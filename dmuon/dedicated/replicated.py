@@ -17,6 +17,7 @@ from dmuon.comm.context import Comm
 from dmuon.comm.monitor import Pending, run_all
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import local_tensor, managed_by_ddp
 
 _BUCKET_BYTES = 25 * 2**20
@@ -30,8 +31,15 @@ class _Bucket:
         self.used: dict[int, bool] = {}
         self.flat: Tensor | None = None
         self.pending: Pending | None = None
+        self._origin: Origin | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients are there."""
+        return len(self.ready) == len(self.params)
 
     def launch(self, comm: Comm) -> None:
+        self._origin = Origin(comm.device)
         with torch.no_grad():
             first = local_tensor(self.params[0])
             flat = first.new_empty(sum(local_tensor(p).numel() for p in self.params))
@@ -54,14 +62,24 @@ class _Bucket:
 
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Wait and write the averages back; returns ``(param, average)`` of what got no gradient on this rank."""
-        assert self.flat is not None and self.pending is not None
+        assert self.flat is not None and self.pending is not None and self._origin is not None
         self.pending.wait()
-        settled = [(p, s) for p, s in zip(self.params, self._slots(self.flat), strict=True) if id(p) not in self.late]
+        flat, self.flat = self.flat, None
+        settled = [(p, s) for p, s in zip(self.params, self._slots(flat), strict=True) if id(p) not in self.late]
         pairs = [(local_tensor(p.grad), slot) for p, slot in settled if self.used[id(p)] and p.grad is not None]
         if pairs:
             with torch.no_grad():
                 torch._foreach_copy_([grad for grad, _ in pairs], [slot for _, slot in pairs])
-        return [(p, slot) for p, slot in settled if not self.used[id(p)]]
+        undecided = [(p, slot.clone()) for p, slot in settled if not self.used[id(p)]]
+        self._origin.await_users()
+        return undecided
+
+    def discard(self) -> None:
+        """Wait, if it has left, and forget the result."""
+        if self.pending is not None and self._origin is not None:
+            self.pending.wait()
+            self._origin.await_users()
+        self.flat = None
 
     def _slots(self, flat: Tensor) -> list[Tensor]:
         locals_ = [local_tensor(p) for p in self.params]
@@ -72,22 +90,32 @@ class _Bucket:
 class GradAverager:
     """Data parallelism for replicated parameters.
 
-    A bucket leaves when all its gradients are there and every earlier bucket has left, so that all ranks launch in
-    one order whichever of their parameters got gradients; what is missing counts as zero. A gradient accumulates
-    without a second tensor: the average of ``previous average + new gradient`` is right, because the previous average
-    is the same on all ranks.
+    Buckets leave in one order, behind reductions of owned gradients (:meth:`launch_complete`) or at the end of
+    backward, where what is missing counts as zero. Which of the two must not depend on what this rank has used, since
+    reductions and averages have communicators of their own ([Note: one order of collectives]). So a bucket leaves early
+    only if by earlier votes every rank has always had all its gradients, once each; the others form the last buckets.
+    The order differs between ranks in the one backward in which a rank lacks a gradient for the first time.
+
+    A gradient accumulates without a second tensor: the average of ``previous average + new gradient`` is right, because
+    the previous average is the same on all ranks.
 
     Args:
         params: in registration order; plain, or DTensors that tensor parallelism split, whose parts are averaged.
         on_gradient: called when a gradient arrives; tells whether this backward synchronizes.
+
+    Attributes:
+        irregular: by parameter, whether in the last backward it had no gradient on this rank, or one that came late.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], comm: Comm, on_gradient: Callable[[], bool]) -> None:
         self.params = list(params)
         self._comm = comm
         self._on_gradient = on_gradient
+        self.irregular = [True] * len(self.params)
+        self._ever_irregular: set[int] | None = None  # by ``id``, on any rank; None before the first vote is known
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[list[nn.Parameter]] = []
+        self._early_buckets = 0  # the first ones, which may leave before the end of backward
         self._active: list[_Bucket] = []
         self._next = 0
         self._build()
@@ -97,8 +125,17 @@ class GradAverager:
                 param.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
 
     def _build(self) -> None:
+        apart = self._ever_irregular or set()
+        self._buckets = []
+        backward = list(reversed(self.params))  # which reaches the last parameters first
+        self._extend([param for param in backward if id(param) not in apart])
+        self._early_buckets = 0 if self._ever_irregular is None else len(self._buckets)
+        self._extend([param for param in backward if id(param) in apart])
+
+    def _extend(self, params: Sequence[nn.Parameter]) -> None:
+        """Put ``params`` into further buckets, in order."""
         open_buckets: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
-        for param in reversed(self.params):  # backward reaches the last parameters first
+        for param in params:
             key = (param.dtype, local_tensor(param).device)
             index, size = open_buckets.get(key, (-1, _BUCKET_BYTES))
             if size >= _BUCKET_BYTES:
@@ -123,10 +160,19 @@ class GradAverager:
             bucket.late.add(id(param))  # a second arrival after the bucket left: average it again at the end
             return
         bucket.ready.add(id(param))
-        while self._next < len(self._active) and len(self._active[self._next].ready) == len(
-            self._active[self._next].params
-        ):
-            self._launch_next()
+
+    def launch_complete(self) -> None:
+        """Start averaging what is complete, and leaves early. Called at the same places on all ranks."""
+        if self._active:
+            while self._next < self._early_buckets and self._active[self._next].complete:
+                self._launch_next()
+
+    def learn(self, irregular: Sequence[bool]) -> None:
+        """By a vote of all ranks, which parameters were :attr:`irregular` on some rank; the same on all of them."""
+        found = {id(param) for param, flag in zip(self.params, irregular, strict=True) if flag}
+        if self._ever_irregular is None or not found <= self._ever_irregular:
+            self._ever_irregular = found | (self._ever_irregular or set())
+            self._build()
 
     def _start(self) -> None:
         self._active = [_Bucket([p for p in params if p.requires_grad]) for params in self._buckets]
@@ -148,19 +194,28 @@ class GradAverager:
             self._start()
         while self._next < len(self._active):
             self._launch_next()
-        undecided = [item for bucket in self._active if bucket.params for item in bucket.finish()]
-        late = [p for bucket in self._active for p in bucket.params if id(p) in bucket.late]
-        for param in late:
+        active, self._active = self._active, []
+        undecided = [item for bucket in active if bucket.params for item in bucket.finish()]
+        late = {id(p): p for bucket in active for p in bucket.params if id(p) in bucket.late}
+        for param in late.values():
             if param.grad is not None:
-                with self._comm.monitor.watch("average of a replicated gradient"):
-                    dist.all_reduce(local_tensor(param.grad), dist.ReduceOp.AVG, group=self._comm.average_group)
-        self._active = []
+                self._average_late(local_tensor(param.grad))
+        regular = {p for bucket in active for p in bucket.ready} - late.keys()
+        self.irregular = [id(param) not in regular for param in self.params]
         return undecided
+
+    def _average_late(self, grad: Tensor) -> None:
+        """Of a parameter of two checkpointed segments, the first time that its second gradient came late."""
+        average, group = dist.ReduceOp.AVG, self._comm.average_group
+        what = f"second average of a replicated gradient of {grad.numel()} elements"
+        self._comm.monitor.start(
+            "average", what, lambda: [dist.all_reduce(grad, average, group=group, async_op=True)]
+        ).wait()
 
     def reset(self) -> None:
         """Forget a backward that did not finish."""
         active, self._active = self._active, []
-        run_all(bucket.pending.wait for bucket in active if bucket.pending is not None)
+        run_all(bucket.discard for bucket in active)
 
 
 def unsharded_parameters(

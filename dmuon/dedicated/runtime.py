@@ -85,6 +85,7 @@ class Runtime:
         self._leftovers: set[OwnedBuffer] = set()  # with gradients that earlier backwards did not make whole
         self._publications: deque[OwnedBuffer] = deque()  # that this step has yet to start, in forward order
         self._outdated: set[int] = set()  # resting parameters that this step has yet to update
+        self._fills: deque[OwnedBuffer] = deque()  # published, to be filled in this step
         self._fill_budget = 0
         atexit.unregister(_settle_at_exit)  # once, however many runtimes there are
         atexit.register(_settle_at_exit)
@@ -123,8 +124,10 @@ class Runtime:
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def weights_changed(self) -> None:
-        """Masters were edited: whatever is in a buffer is out of date."""
+    def before_write(self) -> None:
+        """Masters are about to change, as soon as nobody reads them; whatever is in a buffer is out of date then."""
+        self.comm.fill_stream.join()
+        self.comm.publish_stream.join()
         self.generation += 1
 
     def write_even(self, param: OwnedTensor, shard: Tensor) -> None:
@@ -139,8 +142,8 @@ class Runtime:
             self.at_rest("a write to to_local()")
         except RuntimeError as error:
             fault = error
+        self.before_write()
         write_even(shard, param, matrix, self.comm, fault)
-        self.weights_changed()
 
     def begin_update(self, params: Iterable[Tensor]) -> None:
         """Before the masters of ``params`` change: raise the generation, and publish what none of them delays.
@@ -150,13 +153,12 @@ class Runtime:
         others, as many as are prefetched.
         """
         self.comm.monitor.begin_step()
-        self.comm.fill_stream.join()
-        self.comm.publish_stream.join()
-        self.weights_changed()
+        self.before_write()
         for block in self.blocks:  # graphs of forwards that never ran backward are void now
             block.forget_graph()
         self._outdated = {id(p) for p in params if id(p) in self._by_rest}
         self._publications = deque(_buffers(self.order.walk()))
+        self._fills.clear()
         self._fill_budget = self.comm.options.prefetch
         self._publish_ready()
 
@@ -177,7 +179,11 @@ class Runtime:
             buffer.start_publication(self.generation)
             if (buffer.keep or self._fill_budget > 0) and not self.fills_wait:
                 self._fill_budget -= 1
-                buffer.start_fill(self.generation)
+                self._fills.append(buffer)
+        # On an accelerator, whoever waits in a collective takes units from the updates that it has yet to compute.
+        if not self._outdated or streams_of(self.comm.device) is None:
+            while self._fills:
+                self._fills.popleft().start_fill(self.generation)
 
     @property
     def fills_wait(self) -> bool:
@@ -254,17 +260,22 @@ class Runtime:
         return inputs
 
     @outside_compile
-    def _post_forward(self, block: Block, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _post_forward(self, block: Block, _module: nn.Module, _args: Any, output: Any) -> Any:
         if block.phase is not Phase.FORWARD:
-            return
+            return None
         self._leave(block, self.order.after(block))
         if not torch.is_grad_enabled():
-            return
+            return None
         hook = partial(self._pre_backward, block, self.generation)
-        for leaf in tree_flatten(output)[0]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(hook)
-                block.awaits_backward = True
+        leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        block.awaits_backward = block.awaits_backward or bool(leaves)
+        if len({leaf.device for leaf in leaves}) > 1:
+            # A thread for each device would enter the block, on each rank in another order.
+            passed = mark_boundary((output,), {}, hook)
+            return None if passed is None else passed[0][0]
+        for leaf in leaves:
+            leaf.register_hook(hook)
+        return None
 
     def _find_replicated(self) -> None:
         """Average what nobody shards. The first forward tells what that is: FSDP2 may be applied until then."""
@@ -277,7 +288,7 @@ class Runtime:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _pre_backward(self, block: Block, generation: int, _grad: Tensor) -> None:
+    def _pre_backward(self, block: Block, generation: int, _grad: Tensor | None = None) -> None:
         if block.phase is Phase.BACKWARD:
             return
         if torch.is_grad_enabled():
@@ -403,7 +414,7 @@ class Runtime:
         self._leftovers.clear()
         for block in self.blocks:
             block.reset()
-        self.weights_changed()
+        self.before_write()
         run_all([self.gradients.discard, *(buffer.free for buffer in self.buffers)])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Transport = Literal["auto", "broadcast", "single", "list"]
+Transport = Literal["auto", "broadcast", "single"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +76,20 @@ def choose_column(wanted: Transport, sizes: Sequence[Sequence[int]], backend: st
     if len(sizes[0]) == 1 or not resident:
         return "broadcast"
     kinds = {choose_transport(wanted, of_shard, backend) for of_shard in sizes}
-    return kinds.pop() if len(kinds) == 1 else ("list" if backend == "nccl" else "broadcast")
+    return kinds.pop() if len(kinds) == 1 else "broadcast"
 
 
 _MOST_PADDING = 1.15  # of a padded region over its content
 
 
 def choose_transport(wanted: Transport, sizes: Sequence[int], backend: str) -> Transport:
-    """How parts of ``sizes`` elements travel: by rule for ``"auto"``, else as wanted.
-
-    Raises:
-        ValueError: ``"list"`` on a back end that cannot do it.
-    """
-    if wanted == "list" and backend != "nccl":
-        raise ValueError(f"comm.transport='list' needs NCCL, this group runs {backend}; take 'broadcast' or 'single'")
+    """How parts of ``sizes`` elements travel: by rule for ``"auto"``, else as wanted."""
     if wanted != "auto":
         return wanted
     if backend != "nccl":
         return "broadcast"  # on gloo a step with padded parts took 5 % longer (bench/step.py --programs sweep)
     content = sum(sizes)
-    return "single" if content and max(sizes) * len(sizes) <= _MOST_PADDING * content else "list"
+    return "single" if content and max(sizes) * len(sizes) <= _MOST_PADDING * content else "broadcast"
 
 
 def part_offsets(transport: Transport, sizes: Sequence[int]) -> list[int]:

@@ -9,8 +9,11 @@ reads or writes is protected in one of three ways:
    it sends and receives.
 2. Where nobody knows when the last reference goes, the reader announces it in advance, by
    ``Stream.beside(reads)``: a user may clear a gradient from which an update is being computed.
-3. The flat buffers of owned weights never lose their last reference. Their storage is resized instead, and only by the
-   stream that computes, after it has waited for every collective on them.
+3. The flat buffers of owned weights never lose their last reference. Their storage is resized instead, after the stream
+   that computes has waited for every collective on them.
+
+What computes may itself change streams between a forward, its backward and the step. ``Origin`` remembers the stream
+that memory belongs to; before the memory goes back, that stream waits for the one that used it last.
 """
 
 from __future__ import annotations
@@ -36,13 +39,17 @@ def mesh_device(device_type: str) -> torch.device:
     return torch.device(device_type, module.current_device())
 
 
-def group_options(device_type: str, urgent: bool, timeout: timedelta | None) -> Any:
-    """Options of a process group: on NCCL, urgent collectives get a stream of high priority."""
+def group_options(device_type: str, urgent: bool, timeout: timedelta, max_ctas: int | None) -> Any:
+    """Options of a process group: on NCCL, urgent collectives get a stream of high priority.
+
+    The timeout is here too, since torch warns where it differs from that of the group.
+    """
     if device_type != "cuda" or not dist.is_nccl_available() or "nccl" not in str(dist.get_backend_config()):
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
-    if timeout is not None:
-        options._timeout = timeout
+    options._timeout = timeout
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
     return options
 
 
@@ -84,10 +91,45 @@ class Stream:
             yield
             self._stream.synchronize()
 
+    def mark(self) -> torch.Event | None:
+        """What was queued on this stream so far, for :meth:`join`; None where everything runs in turn."""
+        if self._module is None or self._stream is None:
+            return None
+        return _recorded(self._module, self._stream)
+
     def join(self) -> None:
         """Everything queued from now on runs after what was queued on this stream so far."""
         if self._module is not None:
             self._module.current_stream(self._device).wait_stream(self._stream)
+
+    def join_up_to(self, mark: torch.Event | None) -> None:
+        """As :meth:`join`, but without waiting for what was queued behind ``mark``; for nothing if that is None."""
+        if self._module is not None and mark is not None:
+            self._module.current_stream(self._device).wait_event(mark)
+
+
+class Origin:
+    """The stream on which memory is allocated that is about to be, and to which it will return."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = streams_of(device)
+        self._stream = None if self._module is None else self._module.current_stream(device)
+
+    def await_users(self) -> None:
+        """Call it on the stream that used the memory last, before the memory is given back."""
+        if self._module is None or self._stream is None:
+            return
+        current = self._module.current_stream(self._device)
+        if current != self._stream:
+            self._stream.wait_stream(current)
+
+
+def _recorded(module: Any, stream: Any, **options: Any) -> torch.Event:
+    """An event behind what is queued on ``stream``, whichever device is current."""
+    event: torch.Event = module.Event(**options)
+    event.record(stream)
+    return event
 
 
 def pinned_like(values: torch.Tensor) -> torch.Tensor:
@@ -105,8 +147,7 @@ class HostCopy:
         if module is not None:
             self._values = pinned_like(values)
             self._values.copy_(values, non_blocking=True)
-            self._arrived = module.Event()
-            self._arrived.record()
+            self._arrived = _recorded(module, module.current_stream(values.device))
 
     @property
     def immediate(self) -> bool:
@@ -124,6 +165,7 @@ class PhaseTimer:
     """Seconds per named phase of the last step; events on an accelerator (read lazily), the wall clock on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._module = streams_of(device)
         self._wall: dict[str, float] = {}
         self._events: list[tuple[str, torch.Event, torch.Event]] = []
@@ -140,13 +182,13 @@ class PhaseTimer:
                 yield
             self._wall[name] = self._wall.get(name, 0.0) + time.perf_counter() - start
             return
-        begin = self._module.Event(enable_timing=True)
-        end = self._module.Event(enable_timing=True)
-        begin.record()
+        begin = self._now()
         with record_function(f"dmuon::{name}"):
             yield
-        end.record()
-        self._events.append((name, begin, end))
+        self._events.append((name, begin, self._now()))
+
+    def _now(self) -> torch.Event:
+        return _recorded(self._module, self._module.current_stream(self._device), enable_timing=True)
 
     def seconds(self) -> dict[str, float]:
         """Phase name to seconds. On an accelerator this waits for the step to finish: call it outside the hot path."""

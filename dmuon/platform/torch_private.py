@@ -56,7 +56,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def new_named_group(
-    ranks: Sequence[int], name: str, timeout: timedelta | None, options: Any, description: str
+    ranks: Sequence[int], name: str, timeout: timedelta, options: Any, description: str
 ) -> dist.ProcessGroup:
     """A process group like the default one. Collective over ``ranks``, ascending, and over no others.
 
@@ -84,12 +84,32 @@ def new_named_group(
         store,
         name,
         backend_options=options,
-        timeout=c10d._get_default_timeout(kind) if timeout is None else timeout,
+        timeout=timeout,
         group_desc=description,
     )
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     made = group
     return made
+
+
+def default_timeout() -> timedelta:
+    """Of collectives of a new group like the default one."""
+    c10d: Any = dist.distributed_c10d
+    kind, _ = c10d._world.pg_map[c10d._get_default_group()]
+    timeout: timedelta = c10d._get_default_timeout(dist.Backend(kind))
+    return timeout
+
+
+def in_one_launch(
+    group: dist.ProcessGroup, device: torch.device, launches: Sequence[Callable[[], dist.Work | None]]
+) -> list[dist.Work | None]:
+    """Start asynchronous collectives of one group: on NCCL by one kernel, elsewhere one after the other."""
+    if len(launches) < 2 or backend_of(group, device) != "nccl":
+        return [launch() for launch in launches]
+    with dist.distributed_c10d._coalescing_manager(group, device, async_ops=True) as coalesced:
+        for launch in launches:
+            launch()
+    return list(coalesced.works)
 
 
 def group_names() -> set[str]:

@@ -300,7 +300,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mp_policy": POLICY(param_dtype=torch.int8)}, ValueError, "param_dtype must be a floating"),
     ({"comm": "single"}, TypeError, r"comm must be a dmuon\.CommOptions, got str"),
     ({"comm": {"transport": "single"}}, TypeError, r"comm must be a dmuon\.CommOptions, got dict"),
-    ({"comm": dmuon.CommOptions(transport="list")}, ValueError, "transport='list' needs NCCL.*take 'broadcast' or"),
+    ({"comm": dmuon.CommOptions(max_ctas=4)}, ValueError, "comm.max_ctas=4 needs NCCL, this group runs gloo; leave it"),
     ({"costs": "typo"}, ValueError, "cost cache typo: no such file; write it with dmuon-profile"),
     ({"costs": 3}, TypeError, "costs must be None, 'flops', the path .*got int"),
     ({"costs": dmuon.solver.CostTable.from_flops([(1, 2)])}, ValueError, "no cost for shape .*dmuon-profile"),
@@ -352,13 +352,14 @@ def test_a_mesh_that_outlived_its_group_is_refused(ranks: RankPool) -> None:
 
 
 BAD_COMM: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"transport": "ring"}, ValueError, "comm.transport must be one of auto, broadcast, single, list, got 'ring'"),
+    ({"transport": "ring"}, ValueError, "comm.transport must be one of auto, broadcast, single, got 'ring'"),
     ({"prefetch": -1}, ValueError, "comm.prefetch must be at least 0, got -1"),
     ({"prefetch": 1.5}, TypeError, "comm.prefetch must be an integer, got 1.5"),
     ({"outstanding_reductions": 0}, ValueError, "comm.outstanding_reductions must be at least 1, got 0"),
     ({"outstanding_reductions": True}, TypeError, "comm.outstanding_reductions must be an integer, got True"),
     ({"merge_bytes": -5}, ValueError, "comm.merge_bytes must be at least 0, got -5"),
     ({"merge_bytes": "1M"}, TypeError, "comm.merge_bytes must be an integer, got '1M'"),
+    ({"max_ctas": 0}, ValueError, "comm.max_ctas must be at least 1, got 0"),
     ({"asynchronous": 0}, TypeError, "comm.asynchronous must be True or False, got 0"),
     ({"timeout": 30}, TypeError, "comm.timeout must be a datetime.timedelta or None, got 30"),
     ({"timeout": timedelta(0)}, ValueError, "comm.timeout must be positive"),
@@ -459,8 +460,8 @@ ONE_RANK: dict[str, tuple[Callable[[Network], Any], type[Exception], str]] = {
         lambda _: {"comm": dmuon.CommOptions(prefetch=3)},
         ValueError, r"option comm is .*prefetch=3.* on rank 1 and .*prefetch=1.* on rank 0",
     ),
-    "impossible transport": (
-        lambda _: {"comm": dmuon.CommOptions(transport="list")}, ValueError, "comm.transport='list' needs NCCL",
+    "impossible option": (
+        lambda _: {"comm": dmuon.CommOptions(max_ctas=4)}, ValueError, "comm.max_ctas=4 needs NCCL",
     ),
     "wrapped": (
         lambda m: m.blocks.__setitem__(0, nn.DataParallel(m.blocks[0])),

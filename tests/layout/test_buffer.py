@@ -21,7 +21,7 @@ from dmuon.layout.buffer import BufferLayout, Transport, choose_transport, make_
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Topology, topology_of
 
-TRANSPORTS: list[Transport] = ["auto", "broadcast", "single", "list"]
+TRANSPORTS: list[Transport] = ["auto", "broadcast", "single"]
 EXAMPLES = settings(deadline=None, max_examples=150)
 
 
@@ -33,7 +33,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], int, int, dict
     replicas, shards = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     matrix = st.tuples(st.integers(0, replicas - 1), st.integers(0, shards - 1), st.integers(1, 200))
     backend = draw(st.sampled_from(["gloo", "nccl"]))
-    wanted = draw(st.sampled_from([t for t in TRANSPORTS if t != "list" or backend == "nccl"]))
+    wanted = draw(st.sampled_from(TRANSPORTS))
     options = {
         "wanted": wanted,
         "backend": backend,
@@ -95,12 +95,11 @@ def test_transports_suit_the_back_end(case: tuple[Any, int, int, dict[str, Any]]
     layout = make_layout(matrices, replicas, shards, **options)
     for transport, ranks in ((layout.row, shards), (layout.column, replicas)):
         assert transport != "auto"
-        assert transport != "list" or options["backend"] == "nccl"
         if ranks == 1:
             assert transport == "broadcast", "nothing travels"
     if not options["resident"]:
         assert layout.column == "broadcast", "a column without resident weights gathers into stand-ins"
-    if options["wanted"] in ("broadcast", "single", "list") and shards > 1:
+    if options["wanted"] in ("broadcast", "single") and shards > 1:
         assert layout.row == options["wanted"]
 
 
@@ -108,16 +107,10 @@ def test_transports_suit_the_back_end(case: tuple[Any, int, int, dict[str, Any]]
 def test_the_rule_takes_one_collective_where_padding_is_small(sizes: list[int], backend: str) -> None:
     chosen = choose_transport("auto", sizes, backend)
     small = sum(sizes) > 0 and max(sizes) * len(sizes) <= 1.15 * sum(sizes)
-    assert chosen == ("broadcast" if backend == "gloo" else "single" if small else "list")
+    assert chosen == ("single" if backend == "nccl" and small else "broadcast")
 
 
-def test_lists_are_refused_where_they_fail() -> None:
-    with pytest.raises(ValueError, match=r"comm\.transport='list' needs NCCL, this group runs gloo; take 'broadcast'"):
-        choose_transport("list", [1, 2], "gloo")
-    assert choose_transport("list", [1, 2], "nccl") == "list"
-
-
-@given(st.sampled_from(["broadcast", "single", "list"]), st.lists(st.integers(0, 99), min_size=1, max_size=9))
+@given(st.sampled_from(["broadcast", "single"]), st.lists(st.integers(0, 99), min_size=1, max_size=9))
 def test_part_offsets_hold_every_part(transport: Transport, sizes: list[int]) -> None:
     offsets = part_offsets(transport, sizes)
     assert len(offsets) == len(sizes) + 1 and offsets[0] == 0

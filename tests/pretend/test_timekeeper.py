@@ -173,11 +173,6 @@ def unrelated(_rank: int, _world: int, name: str) -> Counter[str]:
     return seen(run)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="dedicated/replicated.py: the memory of a bucket is of the stream of the forward; _Bucket.finish waits for "
-    "the average and reads it on the stream of the end of backward, then drops it without having the first one wait",
-)
 @pytest.mark.parametrize("name", ["1d-two-lines", "ddp-2"])
 def test_memory_of_hooks_is_not_given_away_while_the_end_of_backward_reads_it(device_ranks: Ranks, name: str) -> None:
     for found in device_ranks(2, unrelated, name):
@@ -199,11 +194,6 @@ def edited(_rank: int, _world: int, name: str) -> Counter[str]:
     return seen(run)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="dedicated/owned_tensor.py: __torch_dispatch__ writes a master without joining the streams that fill and "
-    "publish from it; runtime.weights_changed comes after the write, and joins nothing",
-)
 @pytest.mark.parametrize("name", ["1d-two-lines", "hsdp", "ddp-2"])
 def test_weights_are_edited_once_nobody_reads_them(device_ranks: Ranks, name: str) -> None:
     for found in device_ranks(LAYOUTS[name].world, edited, name):

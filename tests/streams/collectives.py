@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.platform.torch_private import backend_of
+from dmuon.platform.torch_private import backend_of, in_one_launch
 from streams import clock
 from streams.observer import Observer, replaced, site_of
 
@@ -28,8 +28,6 @@ ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "broadcast": ((), ("tensor",)),
     "reduce": ((), ("tensor",)),
     "all_reduce": ((), ("tensor",)),
-    "all_gather": (("tensor",), ("tensor_list",)),
-    "reduce_scatter": (("input_list",), ("output",)),
     "all_gather_single": (("input_tensor",), ("output_tensor",)),
     "all_gather_into_tensor": (("input_tensor",), ("output_tensor",)),
     "reduce_scatter_single": (("input",), ("output",)),
@@ -103,8 +101,20 @@ class Collectives:
         table = {original: self._replacement(name, original) for name, original in originals.items()}
         if self.nccl:
             table[backend_of] = lambda _group, _device: "nccl"
+            table[in_one_launch] = self._in_one_launch
         with replaced(table):
             yield self
+
+    def _in_one_launch(
+        self, group: dist.ProcessGroup, _device: torch.device, launches: Sequence[Callable[[], Any]]
+    ) -> list[Any]:
+        """As NCCL's groups of calls, whose parts run one after the other here."""
+        if len(launches) > 1:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self.journal.append(
+                Launched((group.group_name, ranks), f"{len(launches)} at once", site_of("group").function)
+            )
+        return [launch() for launch in launches]
 
     def _replacement(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -132,25 +142,20 @@ class Collectives:
         kept: list[Tensor] = []
         with observer.hidden(), torch.no_grad():
             for role in (*reads, *writes):
-                tensors = _listed(arguments[role])
-                some = [tensor.clone() for tensor in tensors]
-                copies[role] = some if isinstance(arguments[role], (list, tuple)) else some[0]
-                kept += tensors
+                tensor = arguments[role]
+                copies[role] = tensor.clone()
+                kept.append(tensor)
                 if role in writes and not _is_source(name, arguments, group):
-                    moves += zip(tensors, some, strict=True)
-            works = _launched(name, original, copies)
+                    moves.append((tensor, copies[role]))
+            work = original(**{**copies, "async_op": True})
         for role in (*reads, *writes):
-            for tensor in _listed(arguments[role]):
-                observer.access(tensor, role in writes and not _is_source(name, arguments, group), site, queue)
+            observer.access(arguments[role], role in writes and not _is_source(name, arguments, group), site, queue)
+        works = [] if work is None else [work]
         work = Work(self, works, moves, kept, observer.module.clock.moment(queue))
         if asynchronous:
             return work
         work.wait()
         return None
-
-
-def _listed(value: Any) -> list[Tensor]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _is_source(name: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> bool:
@@ -160,40 +165,3 @@ def _is_source(name: str, arguments: dict[str, Any], group: dist.ProcessGroup) -
     if arguments["group_src"] is not None:
         return bool(arguments["group_src"] == dist.get_rank(group))
     return bool(arguments["src"] == dist.get_rank())
-
-
-def _launched(name: str, original: Callable[..., Any], arguments: dict[str, Any]) -> list[dist.Work]:
-    """Start it on gloo, which cannot send uneven lists at once: their parts go one by one, as NCCL's do."""
-    group = arguments["group"] or dist.group.WORLD
-    if name == "all_gather" and len({t.numel() for t in arguments["tensor_list"]}) > 1:
-        arguments["tensor_list"][dist.get_rank(group)].copy_(arguments["tensor"])
-        return [
-            dist.distributed_c10d.broadcast(part, group=group, group_src=i, async_op=True)
-            for i, part in enumerate(arguments["tensor_list"])
-            if part.numel()
-        ]
-    if name == "reduce_scatter":
-        parts: Sequence[Tensor] = arguments["input_list"]
-        works = [
-            dist.distributed_c10d.reduce(part, op=arguments["op"], group=group, group_dst=i, async_op=True)
-            for i, part in enumerate(parts)
-            if part.numel()
-        ]
-        return [_Then(works, lambda: arguments["output"].copy_(parts[dist.get_rank(group)]))]
-    work = original(**{**arguments, "async_op": True})
-    return [] if work is None else [work]
-
-
-class _Then(dist.Work):
-    """Works, and what is to do when they have ended."""
-
-    def __init__(self, works: list[Any], then: Callable[[], object]) -> None:
-        super().__init__()
-        self._works = works
-        self._then = then
-
-    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
-        for work in self._works:
-            work.wait(*([] if timeout is None else [timeout]))
-        self._then()
-        return True

@@ -19,9 +19,19 @@ from torch import Tensor
 from streams.observer import ROOT, functions_of, named_functions
 
 _FOLDERS = ("platform", "comm", "dedicated", "exchanged", "optimizer", "step", "kernels")  # what runs in training
-# Names of methods that wait, or that make somebody else wait; of the latter two there are others, with arguments.
-_WAITS = ("alone", "beside", "record_stream", "synchronize", "wait", "wait_event", "wait_stream")
-_WAITS_WITHOUT_ARGUMENTS = ("join", "record")
+# Names of methods that wait, or that make somebody else wait; others of the latter two take more arguments.
+_WAITS = (
+    "alone",
+    "await_users",
+    "beside",
+    "join_up_to",
+    "record_stream",
+    "synchronize",
+    "wait",
+    "wait_event",
+    "wait_stream",
+)
+_MOST_ARGUMENTS = {"join": 0, "record": 1}
 _KEEPS = re.compile(r"(self\.\w+).*#.*\[Note: who keeps a tensor alive\]")
 
 
@@ -77,8 +87,8 @@ def _places(function: ast.FunctionDef) -> list[ast.Attribute]:
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Constant):
             call = calls.get(id(node))
-            alone = call is not None and not call.args and not call.keywords
-            if node.attr in _WAITS or (node.attr in _WAITS_WITHOUT_ARGUMENTS and alone):
+            few = call is not None and len(call.args) <= _MOST_ARGUMENTS.get(node.attr, -1) and not call.keywords
+            if node.attr in _WAITS or few:
                 found.append(node)
     return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from harness.pool import RankPool
 from torch import Tensor
 
+from dmuon.comm import context as communication
 from dmuon.platform.streams import HostCopy, Stream
 from streams.clock import Race
 from streams.collectives import Collectives
@@ -174,20 +176,20 @@ def test_everything_is_as_before_when_it_is_left() -> None:
 
 
 def _all_collectives(rank: int, world: int) -> tuple[list[Race], list[str], list[Tensor]]:
-    """Each of them, awaited; those whose parts are uneven as well."""
-    sizes = [3, 0, 5][:world]
-    mine = torch.full((sizes[rank],), float(rank + 1))
+    """Each of them, awaited."""
     observer = Observer()
-    collectives = Collectives(observer)
+    collectives = Collectives(observer, nccl=True)
+    group = dist.group.WORLD
+    assert group is not None
     results: list[Tensor] = []
     with collectives.entered(), observer:
-        parts = [torch.zeros(size) for size in sizes]
-        dist.all_gather(parts, mine, async_op=True).wait()
-        results.append(torch.cat(parts))
-        out = torch.zeros(sizes[rank])
-        inputs = [torch.arange(float(size)) * (rank + 1) for size in sizes]
-        dist.reduce_scatter(out, inputs, op=dist.ReduceOp.AVG, async_op=True).wait()
-        results.append(out * 1)
+        parts = [torch.full((size,), float(rank + 1)) for size in (3, 5)]
+        launches = [
+            partial(dist.broadcast, part, src=src, async_op=True) for src, part in zip((0, 2), parts, strict=True)
+        ]
+        for work in communication.in_one_launch(group, CPU, launches):
+            work.wait()
+        results.append(torch.cat(parts) * 1)
         value = torch.full((2,), float(rank))
         dist.broadcast(value, src=1)
         dist.all_reduce(value, dist.ReduceOp.SUM, async_op=True).wait()
@@ -198,15 +200,14 @@ def _all_collectives(rank: int, world: int) -> tuple[list[Race], list[str], list
     return list(observer.memory.races), [launched.operation for launched in collectives.journal], results
 
 
-def test_collectives_bring_what_gloo_cannot(ranks: RankPool) -> None:
-    """Uneven parts as NCCL's ``list`` transport has them."""
+def test_collectives_bring_what_they_bring_on_nccl(ranks: RankPool) -> None:
+    """Uneven parts in one launch among them."""
     for rank, (races, operations, results) in enumerate(ranks(3, _all_collectives)):
         assert races == []
-        assert operations == ["all_gather", "reduce_scatter", "broadcast", "all_reduce", "all_to_all_single"]
+        assert operations == ["2 at once", *["broadcast"] * 3, "all_reduce", "all_to_all_single"]
         assert results[0].tolist() == [1, 1, 1, 3, 3, 3, 3, 3]
-        assert results[1].tolist() == [2.0 * i for i in range([3, 0, 5][rank])]
-        assert results[2].tolist() == [3.0, 3.0]
-        assert results[3].tolist() == [rank, rank + 10, rank + 20]
+        assert results[1].tolist() == [3.0, 3.0]
+        assert results[2].tolist() == [rank, rank + 10, rank + 20]
 
 
 def _misused(rank: int, world: int, misuse: str) -> set[tuple[str, str, str]]:

@@ -1,0 +1,130 @@
+"""What waits for less than it could, so that more runs at once on an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from harness.pool import RankPool
+from harness.topologies import lay
+from harness.toy import build
+
+import dmuon
+from dmuon.dedicated.buffer import OwnedBuffer
+from dmuon.dedicated.gradients import GradReduction
+from dmuon.dedicated.runtime import Runtime
+from streams import clock
+from streams.collectives import Collectives
+from streams.observer import Observer
+
+Wrapped = Callable[..., Any]
+
+
+def _wrap(stack: ExitStack, kind: type, name: str, around: Callable[[Wrapped], Wrapped]) -> None:
+    original = vars(kind)[name]
+    setattr(kind, name, around(original))
+    stack.callback(setattr, kind, name, original)
+
+
+def _train(layout: str, stack: ExitStack, observer: Observer, collectives: Collectives, **comm: Any) -> None:
+    stack.enter_context(collectives.entered())
+    stack.enter_context(observer)
+    laid = lay(layout, build(layers=4), comm=dmuon.CommOptions(**comm))
+    optimizer = laid.optimizer()
+    for step in range(2):
+        optimizer.zero_grad()
+        laid.backward(step)
+        optimizer.step()
+
+
+def awaited_reductions(_rank: int, _world: int, outstanding: int) -> list[tuple[int, int]]:
+    """Of each reduction: what its row had queued when it started, and what is known to have ended when it has ended."""
+    observer = Observer()
+    collectives = Collectives(observer)
+    queued: dict[int, int] = {}
+    found: list[tuple[int, int]] = []
+
+    def row_of(buffer: OwnedBuffer) -> clock.Stream:
+        assert buffer.comm.row is not None
+        return collectives._kernels[buffer.comm.row.gradients.group_name]
+
+    def starting(original: Wrapped) -> Wrapped:
+        def start(self: GradReduction, buffer: OwnedBuffer, **options: Any) -> None:
+            original(self, buffer, **options)
+            queued[id(self)] = row_of(buffer).ticks
+
+        return start
+
+    def ending(original: Wrapped) -> Wrapped:
+        def end(self: GradReduction) -> Any:
+            result = original(self)
+            found.append((queued[id(self)], observer.queue.known.get(row_of(self.buffer), 0)))
+            return result
+
+        return end
+
+    with ExitStack() as stack:
+        _wrap(stack, GradReduction, "__init__", starting)
+        _wrap(stack, GradReduction, "finish", ending)
+        _train("hsdp-two-lines", stack, observer, collectives, outstanding_reductions=outstanding)
+    return found
+
+
+@pytest.mark.parametrize("outstanding", [1, 2, 3])
+def test_a_reduction_is_awaited_without_those_behind_it(ranks: RankPool, outstanding: int) -> None:
+    """Otherwise ``outstanding_reductions`` would buy no overlap of the first stage."""
+    for found in ranks(4, awaited_reductions, outstanding):
+        assert found and all(ended == queued for queued, ended in found)
+
+
+def fills_in_steps(_rank: int, _world: int, streams: bool) -> list[bool]:
+    """Of each fill that a step starts, whether this rank has updates of its own to compute yet."""
+    found: list[bool] = []
+    inside = 0
+
+    def stepping(original: Wrapped) -> Wrapped:
+        def call(self: Runtime, *args: Any) -> Any:
+            nonlocal inside
+            inside += 1
+            try:
+                return original(self, *args)
+            finally:
+                inside -= 1
+
+        return call
+
+    def filling(original: Wrapped) -> Wrapped:
+        def fill(self: OwnedBuffer, generation: int) -> None:
+            if inside:
+                runtime = next(matrix.rest.keeper for matrix in self.matrices)
+                assert isinstance(runtime, Runtime)
+                found.append(bool(runtime._outdated))
+            original(self, generation)
+
+        return fill
+
+    with ExitStack() as stack:
+        for name in ("begin_update", "updated", "end_update"):
+            _wrap(stack, Runtime, name, stepping)
+        _wrap(stack, OwnedBuffer, "start_fill", filling)
+        if streams:
+            observer = Observer()
+            _train("1d-two-lines", stack, observer, Collectives(observer), prefetch=4)
+        else:
+            laid = lay("1d-two-lines", build(layers=4), comm=dmuon.CommOptions(prefetch=4))
+            optimizer = laid.optimizer()
+            laid.backward(0)
+            optimizer.step()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
+def test_fills_of_a_step_take_no_units_from_updates_on_an_accelerator(ranks: RankPool, streams: bool) -> None:
+    """There a collective occupies some until the last rank has come. On the CPU it costs nothing to be early."""
+    results = ranks(2, fills_in_steps, streams)
+    assert all(results), "a step fills what is prefetched"
+    assert any(any(found) for found in results) == (not streams)

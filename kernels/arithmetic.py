@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,51 +12,6 @@ from .symmetric_cpu import split_product
 from .symmetric_tiles import TileConfig
 from .symmetric_triton import symmetric_product
 from .variant import HALF, Variant
-
-
-@contextmanager
-def full_accumulation() -> Iterator[None]:
-    """Products as their storage dtype promises: halves accumulate in fp32 wholly, and fp32 is not rounded to TF32.
-
-    cuBLAS may do otherwise by PyTorch's default (parts of long products are reduced in half precision) or by the
-    user's leave; both are restored.
-    """
-    matmul = torch.backends.cuda.matmul
-    flags = [f"allow_{half}_reduced_precision_reduction" for half in ("fp16", "bf16")]
-    kept = {flag: (getattr(matmul, flag), getattr(matmul, f"{flag}_split_k")) for flag in flags}
-    kept["allow_fp16_accumulation"] = matmul.allow_fp16_accumulation
-    for flag, value in kept.items():
-        setattr(matmul, flag, (False, value[1]) if isinstance(value, tuple) else False)
-    with _ieee_fp32():
-        try:
-            yield
-        finally:
-            for flag, value in kept.items():
-                setattr(matmul, flag, value)
-
-
-@contextmanager
-def _ieee_fp32() -> Iterator[None]:
-    """PyTorch has two ways to allow TF32, and refuses to read one where the user took the other."""
-    matmul = torch.backends.cuda.matmul
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        kept = matmul.fp32_precision
-        matmul.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            matmul.fp32_precision = kept
-        return
-    if precision == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .arithmetic import full_accumulation, make_arithmetic
+from .arithmetic import make_arithmetic
 from .coefficients import Coefficients, coefficient_sequence
 from .iteration import Workspace, iterate, make_iteration
 from .normalization import check_eps, normalize
+from .precision import full_precision
 from .replay import replayed
 from .variant import HALF, Backend, Method, Variant, adapted, choose_variant, relative_cost, variant_fault
 
@@ -97,9 +97,7 @@ def orthogonalize(
     if x.numel() == 0:
         return torch.empty_like(x)
     normalized, _ = normalize(x.reshape(k, *shape), storage, eps)
-    result = run(normalized, variant, sequence, storage)
-    # What a graph wrote is overwritten by its next replay.
-    return result.to(x.dtype, copy=variant.replay).reshape(x.shape)
+    return run(normalized, variant, sequence, storage).to(x.dtype).reshape(x.shape)
 
 
 def run(
@@ -110,14 +108,16 @@ def run(
 ) -> Tensor:  # (k, m, n)
     """Orthogonalize matrices that :func:`normalize` made, piece by piece; ``x`` is overwritten or returned.
 
-    The result is in ``x``'s dtype. One that was replayed from a CUDA graph stays valid until the next replay.
+    The result is in ``x``'s dtype.
     """
+    if not x.numel():
+        return x
     if variant.replay:
         eager = replace(variant, replay=False)
         return replayed(lambda source: run(source, eager, coefficients, storage), x, (eager, coefficients, storage))
     arithmetic = make_arithmetic(variant, x.device, storage)
     iteration = make_iteration(variant, coefficients, storage)
-    with full_accumulation() if x.device.type == "cuda" else nullcontext():
+    with full_precision(x.device):
         if variant.piece >= len(x):
             return iterate(x if len(x) > 1 else x[0], iteration, arithmetic).view(x.shape)
         workspace: Workspace | None = None

@@ -1,14 +1,25 @@
-"""A function of one tensor as a CUDA graph: one launch instead of dozens, for small matrices."""
+"""A function of one tensor as a CUDA graph: one launch instead of dozens, for small matrices.
+
+[Note: one order of all replays]
+What a graph writes is written again by its next replay, on whatever stream that is queued: several optimizers replay
+graphs of one shape, and early updates do so on a stream of their own. Different graphs share memory too: products on a
+stream have one workspace, so that of the stream that captures is in all of them. So the replays of one device run one
+after the other, each with the copies into its graph and out of it.
+"""
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from .streams import is_capturing, streams_of
 
 _MOST_GRAPHS = 32  # each keeps its workspace; shapes of a model are fewer
 
@@ -25,61 +36,100 @@ class Recording:
 class Recorder(Protocol):
     """What makes recordings."""
 
-    def busy(self) -> bool:
-        """Whether the caller records what it queues, so that nothing else may be recorded now."""
-
     def record(self, run_eager: Callable[[Tensor], Tensor], x: Tensor) -> Recording:
-        """Of ``run_eager``, for tensors like ``x``."""
+        """Of ``run_eager``, for tensors like ``x``; what this queues waits for nothing, and the host neither."""
 
 
 class CudaGraphs:
-    """Records CUDA graphs."""
+    """Records CUDA graphs, in the middle of a step or a backward.
 
-    def busy(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+    ``torch.cuda.graph`` would wait for the whole device first, collectives of other ranks among the rest, and give all
+    cached memory back to the driver.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}  # kept: torch has few, and gives each to several who ask
+        self._unfinished: list[Any] = []  # the allocator goes on asking a graph whose capture did not end
 
     def record(self, run_eager: Callable[[Tensor], Tensor], x: Tensor) -> Recording:
         with torch.cuda.device(x.device):
-            current = torch.cuda.current_stream()
-            stream = torch.cuda.Stream()  # of this device: torch's own for captures is of whichever came first
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                # Once outside capture: compiling and loading kernels cannot be captured.
-                run_eager(x.clone())
-            current.wait_stream(stream)
+            # Once outside capture: compiling and loading kernels cannot be captured. And not on the stream that
+            # captures: its workspace for products must be the graphs' own.
+            run_eager(x.clone())
             source = torch.empty_like(x)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                result = run_eager(source)
+            if x.device not in self._streams:
+                self._streams[x.device] = torch.cuda.Stream(x.device)
+            with torch.cuda.stream(self._streams[x.device]):
+                # Of this thread alone: meanwhile NCCL's watchdog asks for its events.
+                self._unfinished.append(graph)
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    result = run_eager(source)
+                finally:
+                    graph.capture_end()
+                    self._unfinished.remove(graph)
         return Recording(graph.replay, source, result)
 
 
 recorder: Recorder = CudaGraphs()
-_recordings: OrderedDict[Hashable, Recording] = OrderedDict()  # the least recently replayed first
+_lock = threading.Lock()  # of what follows
+_recordings: OrderedDict[Hashable, Recording | None] = OrderedDict()  # the least recently replayed first
+_ended: dict[torch.device, Any] = {}  # an event: the last replay on this device
 
 
 def replayed(run_eager: Callable[[Tensor], Tensor], x: Tensor, key: Hashable) -> Tensor:
-    """``run_eager(x)``, by a graph that is captured on first use; ``x`` is not modified.
+    """``run_eager(x)``, by a graph that is captured on first use: a new tensor; ``x`` is not modified.
 
-    The result is overwritten by the next replay of the same graph. While the caller captures a graph of its own, the
-    kernels are launched into that one, and ``x`` is ``run_eager``'s to overwrite.
+    While the caller captures a graph of its own, the kernels are launched into that one; and where capturing fails, on
+    the current stream, from then on. Then ``x`` is ``run_eager``'s to overwrite.
 
     Args:
         run_eager: launches kernels on the current stream of ``x``'s device, and waits for none of them.
         key: what ``run_eager`` computes: equal keys on tensors of one shape, dtype and device share a graph.
     """
-    if recorder.busy():
+    if is_capturing(x.device):
         return run_eager(x)
     key = (x.device, tuple(x.shape), x.dtype, key)
-    recording = _recordings.pop(key, None) or recorder.record(run_eager, x)
-    _recordings[key] = recording
-    if len(_recordings) > _MOST_GRAPHS:
-        _recordings.popitem(last=False)
+    with _lock:
+        recording = _recordings.pop(key) if key in _recordings else _record(run_eager, x)
+        _recordings[key] = recording
+        if len(_recordings) > _MOST_GRAPHS:
+            _recordings.popitem(last=False)
+        if recording is not None:
+            return _replay(recording, x)
+    return run_eager(x)
+
+
+def _record(run_eager: Callable[[Tensor], Tensor], x: Tensor) -> Recording | None:
+    """None, with a warning, where that fails: for want of memory, say, which a capture cannot take from the cache."""
+    try:
+        return recorder.record(run_eager, x)
+    except Exception as error:  # whatever a driver may raise
+        warnings.warn(
+            f"no CUDA graph for {tuple(x.shape)} on {x.device} ({type(error).__name__}: {error}); its kernels are "
+            "launched one by one, which is slower"
+        )
+        return None
+
+
+def _replay(recording: Recording, x: Tensor) -> Tensor:
+    """See [Note: one order of all replays]."""
+    streams = streams_of(x.device)
+    current = None if streams is None else streams.current_stream(x.device)
+    if current is not None:
+        if _ended.get(x.device) is not None:
+            current.wait_event(_ended[x.device])
+        recording.source.record_stream(current)  # it may be dropped from the table before this has run
     recording.source.copy_(x)
     recording.replay()
-    return recording.result
+    result = recording.result.clone()
+    if current is not None:
+        _ended[x.device] = current.record_event()
+    return result
 
 
 def drop_graphs() -> None:
     """Drop all graphs and the memory that they keep."""
-    _recordings.clear()
+    with _lock:
+        _recordings.clear()

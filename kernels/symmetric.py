@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
-from .arithmetic import full_accumulation
+from .precision import full_precision
 from .symmetric_cpu import split_product
 from .symmetric_triton import symmetric_product as tiled
 from .variant import Backend, backend_fault, require_backend
@@ -54,7 +52,7 @@ def symmetric_product(
     if backend == "triton":
         return tiled(a, b, c, alpha=alpha, beta=beta, out=out, b_symmetric=b_symmetric)
     result = a.new_empty(*a.shape[:-1], b.shape[-1]) if out is None else out
-    with full_accumulation() if a.device.type == "cuda" else nullcontext():
+    with full_precision(a.device):
         if backend == "torch":
             fused = torch.addmm if a.ndim == 2 else torch.baddbmm
             addend = a.new_empty(()).expand(result.shape) if c is None else c  # not read where beta is 0

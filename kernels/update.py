@@ -16,6 +16,7 @@ from .arithmetic import carrier_dtype
 from .coefficients import coefficient_sequence
 from .newton_schulz import CoefficientsArg, run, storage_dtype
 from .normalization import check_eps, normalize
+from .streams import is_capturing
 from .variant import Variant, choose_variant
 
 AdjustLr: TypeAlias = "Literal['original', 'match_rms_adamw', 'spectral'] | Callable[[Sequence[int]], float] | None"
@@ -70,6 +71,8 @@ def momentum_update(
     """
     _check_momentum(grads, momentum)
     update = torch.empty_like(momentum, memory_format=torch.contiguous_format)
+    if not grads:  # of which torch makes an error
+        return update
     torch._foreach_copy_(list(update.unbind(0)), list(grads))
     momentum.lerp_(update, 1 - beta)
     return update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
@@ -161,7 +164,7 @@ def muon_update_(
     sequence = coefficient_sequence(coefficients, steps)
     if variant is None:
         variant = choose_variant(
-            (momentum.shape[-2], momentum.shape[-1]), len(momentum), sequence, storage, momentum.device
+            (momentum.shape[-2], momentum.shape[-1]), max(1, len(momentum)), sequence, storage, momentum.device
         )
     x, _ = normalized_momentum(grads, momentum, beta=beta, nesterov=nesterov, storage=storage, eps=eps)
     update = run(x, variant, sequence, storage)
@@ -195,8 +198,10 @@ def _check_shapes(params: Sequence[Tensor], update: Tensor) -> None:
 
 
 def _fused(tensor: Tensor) -> ModuleType | None:
-    """The Triton kernels, where they run."""
-    return _triton_update(tensor.device) if tensor.device.type == "cuda" and torch.version.hip is None else None
+    """The Triton kernels, where they run. A user's CUDA graph would outlive the addresses that they read."""
+    if tensor.device.type != "cuda" or torch.version.hip is not None or is_capturing(tensor.device):
+        return None
+    return _triton_update(tensor.device)
 
 
 @cache

@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from .streams import is_capturing
+
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 # Elements of one program; 16 per thread keep enough loads in flight. A multiple of 16, as hints assume.
@@ -226,7 +228,8 @@ def _normalize_kernel(
     if NESTEROV:
         grad = tl.load(_tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0)
         update = _lerp(grad.to(tl.float32), update, beta)
-    update *= _inverse(tl.load(norms + matrix), eps)
+    scale, inverse = _inverse(tl.load(norms + matrix), eps)
+    update = update * scale * inverse
     out_tile = _stacked_tile(out, matrix, numel, start, ALIGNED, BLOCK)
     tl.store(out_tile, update.to(out.dtype.element_ty), mask=mask)
 
@@ -319,14 +322,17 @@ def _square_sum(x: tl.tensor) -> tl.tensor:  # fp64
 
 
 @triton.jit
-def _inverse(norm: tl.tensor, eps: float) -> tl.tensor:
-    """fp32 ``1 / max(norm, eps)`` of an fp64 norm: 0 for 0, else finite and not 0 as ``normalize`` clamps it."""
+def _inverse(norm: tl.tensor, eps: float) -> tuple[tl.tensor, tl.tensor]:
+    """Two fp32 factors, to be multiplied with in turn: ``1 / max(norm, eps)`` of an fp64 norm, 0 for 0.
+
+    The first is a power of two, 1 where the inverse is well inside fp32's range.
+    """
     norm = tl.where(norm < eps, eps, norm)  # NaN stays
+    scale = tl.where(norm < 7.888609052210118e-31, 1.8446744073709552e19, 1.0)  # 2⁻¹⁰⁰ and 2⁶⁴
+    scale = tl.where(norm > 1.2676506002282294e30, 5.421010862427522e-20, scale)  # 2¹⁰⁰ and 2⁻⁶⁴
     zero = norm == 0.0
-    inverse = 1.0 / tl.where(zero, 1.0, norm)
-    inverse = tl.where(inverse > 3.4028234663852886e38, 3.4028234663852886e38, inverse)
-    inverse = tl.where(inverse < 1.1210387714598537e-44, 1.1210387714598537e-44, inverse)
-    return tl.where(zero, 0.0, inverse).to(tl.float32)
+    inverse = 1.0 / (tl.where(zero, 1.0, norm) * scale)
+    return scale.to(tl.float32), tl.where(zero, 0.0, inverse).to(tl.float32)
 
 
 def _interpreted() -> bool:
@@ -383,6 +389,8 @@ def _tiles(stacked: Tensor) -> tuple[int, int, int]:
 def _addresses(matrices: list[Tensor], stacked: list[Tensor]) -> tuple[Tensor, bool]:
     """The addresses of ``matrices`` on their device, and whether all rows begin and end at 16-byte steps."""
     device = stacked[0].device
+    if is_capturing(device):  # the graph would copy from memory of the host that is free by then
+        raise ValueError("a CUDA graph is being captured, which cannot keep a table of addresses; use the foreach path")
     addresses = [matrix.data_ptr() for matrix in matrices]
     table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     aligned = all(a % 16 == 0 for a in itertools.chain(addresses, (tensor.data_ptr() for tensor in stacked)))

@@ -15,6 +15,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.residency import dedicated_residencies
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
+from dmuon.kernels import is_capturing
 from dmuon.model.routing import Select
 from dmuon.optimizer.groups import check_group, groups_from, names_in, names_of, replicated_by_ddp
 from dmuon.optimizer.momentum import Momentum
@@ -182,6 +183,8 @@ class Muon(torch.optim.Optimizer):
 
         State is created at once, so that a checkpoint can be loaded before the first step.
         """
+        if self._early is not None:
+            self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         self._names = names_in(self.param_groups, self._names_in_module)
         residencies = self._find_residencies(muon)
@@ -244,8 +247,14 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter that has a gradient, and start publishing what dmuon owns.
 
         Raises:
-            RuntimeError: inside a forward or backward, or when gradients were left unreduced.
+            RuntimeError: inside a forward or backward, when gradients were left unreduced, or while a CUDA graph is
+                being captured.
         """
+        if is_capturing(self._device):
+            raise RuntimeError(
+                "Muon.step() was called while a CUDA graph is being captured, which would replay this step's learning "
+                "rate, votes and addresses for ever; capture forward and backward alone, and call step() outside"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

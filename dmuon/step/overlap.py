@@ -14,7 +14,7 @@ from dmuon.platform.streams import PhaseTimer, Stream
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.rounds import AloneRound
-from dmuon.step.update import Orthogonalized, kept, orthogonalize
+from dmuon.step.update import Orthogonalized, orthogonalize
 
 _OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype")
 
@@ -97,7 +97,7 @@ class EarlyUpdates:
         momentum = self._momentum_versions(batch)
         beside = self._side.beside([local_tensor(g) for g in present])
         with beside, torch.autocast(batch.momentum.device.type, enabled=False):
-            ready = kept(orthogonalize(group, batch, (0, len(batch.params)), batch.momentum.clone(), self._timer))
+            ready = orthogonalize(group, batch, (0, len(batch.params)), batch.momentum.clone(), self._timer)
         seen = [(weakref.ref(g), _version(g)) for g in present]
         self._ready[id(batch)] = _Early(ready, seen, momentum, _options(group))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dmuon.comm.domain import Redistribution
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, SharedBatch
-from dmuon.step.update import Done, Orthogonalized, apply, folded, kept, orthogonalize, orthogonalize_whole, wire_dtype
+from dmuon.step.update import Done, Orthogonalized, apply, folded, orthogonalize, orthogonalize_whole, wire_dtype
 
 
 class Round(Protocol):
@@ -72,11 +72,10 @@ class AloneRound:
         if early is not None:
             self._ready = [(0, len(batch.params), early)]
         else:
-            runs = batch.runs([p.grad is not None for p in batch.params])
             self._ready = []
-            for start, end in runs:
+            for start, end in batch.runs([p.grad is not None for p in batch.params]):
                 ready = orthogonalize(group, batch, (start, end), batch.momentum[batch.rows(start, end)], timer)
-                self._ready.append((start, end, ready if len(runs) == 1 else kept(ready)))
+                self._ready.append((start, end, ready))
         return [ready.done for _, _, ready in self._ready]
 
     def finish(self, group: Mapping[str, Any], timer: PhaseTimer) -> None:

@@ -82,12 +82,7 @@ def orthogonalize_whole(group: Mapping[str, Any], batch: Batch, x: Tensor, timer
         normal, norms = normalize(x, choice.storage, group["eps"])
     with timer.phase("ns"):
         update = run(normal, choice.variant, choice.sequence, choice.storage)
-    return kept(Orthogonalized(Done(batch.labels(0, len(batch.params)), batch.shape, choice.variant, norms), update))
-
-
-def kept(ready: Orthogonalized) -> Orthogonalized:
-    """``ready`` with an update of its own: replayed runs of Newton–Schulz all leave theirs in one buffer."""
-    return Orthogonalized(ready.done, ready.update.clone()) if ready.done.variant.replay else ready
+    return Orthogonalized(Done(batch.labels(0, len(batch.params)), batch.shape, choice.variant, norms), update)
 
 
 def folded(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> Tensor:

@@ -16,6 +16,7 @@ from dmuon.kernels.iteration import Iteration, iterate
 from dmuon.kernels.normalization import normalize
 
 newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
+normalization = importlib.import_module("dmuon.kernels.normalization")
 
 ZOO = zoo.matrices(48, 128)
 WELL_CONDITIONED = ("gaussian", "orthogonal", "condition_10", "identity")
@@ -156,9 +157,36 @@ def test_scale_does_not_matter(scale):
 
 
 @pytest.mark.pitfall("P35")
-def test_extremes_of_fp32_stay_finite():
-    for scale in (1e-44, 1e-38, 3e37):
-        assert orthogonalize(ZOO["gaussian"].sign() * scale).isfinite().all()
+@pytest.mark.parametrize("scale", [1e-44, 1e-42, 1e-38, 3e37])
+@pytest.mark.parametrize("streams", [False, True])
+def test_extremes_of_fp32_count_for_what_they_are(monkeypatch, scale, streams):
+    """Subnormal matrices have few digits, but these are whole numbers of the smallest one: fp64 can hold them."""
+    if streams:  # as where nothing waits for a device
+        monkeypatch.setattr(normalization, "streams_of", lambda device: torch.cpu)
+    x = (ZOO["gaussian"] * scale).clamp(-3e38, 3e38)
+    assert relative(orthogonalize(x), exact(x)) <= 5e-5
+    assert relative(orthogonalize(x, dtype=torch.float16), exact(x)) <= 1e-2
+
+
+@pytest.mark.pitfall("P35")
+@pytest.mark.parametrize("scale", [1e-310, 1e-300, 1e-200, 1e-50, 1e50, 1e200, 1e307])
+def test_scale_does_not_matter_in_fp64(scale):
+    x = ZOO["gaussian"].double()
+    assert relative(orthogonalize(x * scale), orthogonalize(x)) <= 1e-10
+    stack = torch.stack([x, x * scale, 0 * x])
+    assert relative(orthogonalize(stack)[1], orthogonalize(x)) <= 1e-10
+    assert not orthogonalize(stack)[2].any()
+
+
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 3e5])
+def test_a_device_with_streams_divides_to_the_same_bits(monkeypatch, magnitude):
+    x = torch.randn(3, 40, 50) * magnitude
+    expected, norms = normalize(x, torch.float32, 0.0)
+    monkeypatch.setattr(normalization, "streams_of", lambda device: torch.cpu)
+    found, found_norms = normalize(x, torch.float32, 0.0)
+    assert torch.equal(found, expected) and torch.equal(found_norms, norms)
+    monkeypatch.setattr(normalization, "_CHUNK", 1000)  # several, of uneven sizes
+    torch.testing.assert_close(normalize(x, torch.float32, 0.0)[0], expected, rtol=2e-7, atol=0.0)
 
 
 @pytest.mark.pitfall("P38")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from dmuon.kernels import (
     safe_restarts,
     variant_fault,
 )
-from dmuon.kernels.arithmetic import full_accumulation
 from dmuon.kernels.symmetric_tiles import TileConfig
 from dmuon.kernels.variant import relative_cost
 
@@ -114,38 +111,6 @@ def test_kernels_that_do_not_build_are_named_and_not_taken(monkeypatch):
         variant_module._build_fault.cache_clear()
         choose_variant.cache_clear()
         update._triton_update.cache_clear()
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-@pytest.mark.parametrize("precision", ["high", "highest"])
-def test_products_are_exact_inside_and_the_users_settings_are_back_after(allowed, precision):
-    matmul = torch.backends.cuda.matmul
-    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-    read = [*names, *(f"{name}_split_k" for name in names), "allow_fp16_accumulation", "fp32_precision"]
-    before, legacy = {name: getattr(matmul, name) for name in read}, torch.get_float32_matmul_precision()
-    try:
-        for name in names:
-            setattr(matmul, name, (allowed, allowed))
-        matmul.allow_fp16_accumulation = allowed
-        torch.set_float32_matmul_precision(precision)
-        users = {name: getattr(matmul, name) for name in read}
-        with pytest.raises(KeyError), full_accumulation():
-            inside = {name: getattr(matmul, name) for name in read}
-            raise KeyError
-        assert not any(inside[name] for name in (*names, "allow_fp16_accumulation"))
-        assert [inside[f"{name}_split_k"] for name in names] == [allowed, allowed]
-        assert inside["fp32_precision"] != "tf32"
-        assert {name: getattr(matmul, name) for name in read} == users
-        assert torch.get_float32_matmul_precision() == precision
-        matmul.fp32_precision = "tf32"  # the other way, which the getter above refuses to read
-        with full_accumulation():
-            assert matmul.fp32_precision == "ieee"
-        assert matmul.fp32_precision == "tf32"
-    finally:
-        torch.set_float32_matmul_precision(legacy)
-        for name in names:
-            setattr(matmul, name, (before[name], before[f"{name}_split_k"]))
-        matmul.allow_fp16_accumulation = before["allow_fp16_accumulation"]
 
 
 def test_the_rule_on_cpu():
@@ -279,70 +244,3 @@ def test_what_cannot_run_here_says_why():
     assert "CPU" in (backend_fault("split", CUDA, torch.float32) or "")
     assert "interpreter" in (backend_fault("triton", CPU, torch.float16) or "")
     assert "float64" in (backend_fault("triton", CUDA, torch.float64) or "")
-
-
-class Graph:
-    """What a CUDA graph does, on the CPU: replays what was run while it was captured."""
-
-    captured: ClassVar[list[Graph]] = []
-    capturing: ClassVar[Graph | None] = None
-
-    def __init__(self):
-        self.programs = []
-
-    def replay(self):
-        for program in self.programs:
-            program()
-
-    @classmethod
-    @contextmanager
-    def capture(cls, graph, **_):
-        cls.captured.append(graph)
-        cls.capturing = graph
-        yield
-        cls.capturing = None
-
-
-class Stream:
-    def wait_stream(self, other):
-        assert isinstance(other, Stream)
-
-
-def test_replay_captures_once_and_returns_what_the_kernels_compute(monkeypatch):
-    """The bookkeeping of replays, with a stand-in for the graph: a GPU is needed for the capture itself."""
-    replay = importlib.import_module("dmuon.kernels.replay")
-    real = newton_schulz.run
-
-    def run(x, variant, *rest):
-        result = real(x, variant, *rest)
-        if Graph.capturing is not None:
-            Graph.capturing.programs.append(lambda: result.copy_(real(x, variant, *rest)))
-        return result
-
-    monkeypatch.setattr(Graph, "captured", [])
-    monkeypatch.setattr(replay, "_recordings", type(replay._recordings)())
-    monkeypatch.setattr(newton_schulz, "run", run)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", Graph.capture)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(newton_schulz, "variant_fault", lambda *_: None)
-    monkeypatch.setattr(newton_schulz, "full_accumulation", nullcontext)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    eager = Variant("gram", (2,), "torch", 8)
-    for seed in (0, 1, 2):
-        x = torch.randn(2, 16, 48, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(orthogonalize(x, variant=replace(eager, replay=True)), orthogonalize(x, variant=eager))
-    assert len(Graph.captured) == 1
-    x, y = torch.randn(2, 2, 16, 48).unbind(0)
-    first = orthogonalize(x, variant=replace(eager, replay=True))
-    orthogonalize(y, variant=replace(eager, replay=True))
-    assert torch.equal(first, orthogonalize(x, variant=eager)), "not the graph's own buffer"
-    assert len(Graph.captured) == 1
-    orthogonalize(torch.randn(3, 16, 48), variant=replace(eager, replay=True))
-    assert len(Graph.captured) == 2, "another shape"
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    orthogonalize(torch.randn(4, 16, 48), variant=replace(eager, replay=True))
-    assert len(Graph.captured) == 2, "launched into the caller's own graph"

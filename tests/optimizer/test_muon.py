@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from torch.optim import lr_scheduler
 import dmuon
 from dmuon.check.model import Network, is_matrix, loss_of
 from dmuon.check.topologies import full_state
-from dmuon.step import update
+from dmuon.optimizer import muon
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
 
@@ -520,26 +519,12 @@ def test_a_step_inside_autocast_is_the_same_step() -> None:
     assert_equal_weights(found[1], found[0], 0.0)
 
 
-@pytest.mark.pitfall("P45")
-def test_runs_of_a_batch_do_not_share_the_buffer_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorded run leaves its result where the next one of that size will: the first must have been used by then."""
-    buffers: dict[torch.Size, Tensor] = {}
-    run, variant = update.run, update._variant
-
-    def replayed(x: Tensor, chosen: Any, *args: Any) -> Tensor:
-        return buffers.setdefault(x.shape, torch.empty_like(x)).copy_(run(x, replace(chosen, replay=False), *args))
-
-    def step() -> list[nn.Parameter]:
-        params = [nn.Parameter(torch.ones(4, 6)) for _ in range(3)]
-        for i in (0, 2):
-            params[i].grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
-        dmuon.Muon([{"params": params, "use_muon": True}]).step()
-        return params
-
-    expected = step()
-    monkeypatch.setattr(update, "run", replayed)
-    monkeypatch.setattr(update, "_variant", lambda *args: replace(variant(*args), replay=True))
-    found = step()
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
-    assert not torch.equal(found[0], found[2])
+def test_a_step_in_a_graph_of_the_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    loss_of(model, *batch(0)).backward()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    monkeypatch.setattr(muon, "is_capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match=r"while a CUDA graph is being captured.*call step\(\) outside"):
+        optimizer.step()
+    assert_equal_weights({n: p.detach() for n, p in model.named_parameters()}, before, 0.0)

@@ -25,6 +25,7 @@ _WAITS = (
     "await_users",
     "beside",
     "join_up_to",
+    "record_event",
     "record_stream",
     "synchronize",
     "wait",

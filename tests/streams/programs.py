@@ -37,6 +37,7 @@ class Program:
         actions: names of :data:`ACTIONS`, in order; with ``@side`` on another stream, before and after which the
             program waits as it should.
         nccl: transports are chosen as on NCCL.
+        graphs: how many recordings are kept, of which all updates are replayed; 0: nothing is recorded.
         bucket: bytes of replicated gradients that travel together; None is dmuon's own choice.
         optimizers: models, each with an optimizer; what is done is done with one after the other.
         comm: options of :class:`dmuon.CommOptions`.
@@ -48,7 +49,7 @@ class Program:
     overlap: bool = False
     half: bool = False
     nccl: bool = False
-    replay: bool = False
+    graphs: int = 0
     model: Literal["toy", "single", "auxiliary"] = "toy"
     optimizers: int = 1
     bucket: int | None = None
@@ -276,8 +277,8 @@ def run(_rank: int, _world: int, program: Program, plant: Plant | None = None) -
     waits: list[tuple[str, Counter[Site]]] = []
     with ExitStack() as stack:
         stack.enter_context(planted(plant) if plant is not None else nullcontext())
-        if program.replay:
-            stack.enter_context(recorded_in_buffers())
+        if program.graphs:
+            stack.enter_context(recorded_in_buffers(program.graphs))
         if program.bucket is not None:
             stack.enter_context(_buckets(program.bucket))
         stack.enter_context(collectives.entered())
@@ -374,9 +375,10 @@ PROGRAMS: dict[str, Program] = {
     "single beside": Program("hsdp-two-lines", f"{T} {T} evaluate@side {T}", model="single"),
     "failed": Program("1d-two-lines", f"{T} {T} fail {T}", bucket=1000),
     "auxiliary": Program("1d-two-lines", f"{T} {T} {T} {T}", model="auxiliary", bucket=1000),
-    "replayed": Program("1d-two-lines", f"{T} {T}", overlap=True, replay=True),
-    "two optimizers": Program("1d-two-lines", f"{T} {T}", overlap=True, replay=True, optimizers=2),
-    "regrouped": Program("1d-two-lines", f"backward regroup step zero {T}", overlap=True, replay=True),
+    "replayed": Program("1d-two-lines", f"{T} {T}", overlap=True, graphs=32),
+    "two optimizers": Program("1d-two-lines", f"{T} {T}", overlap=True, graphs=32, optimizers=2),
+    "dropped graphs": Program("1d-two-lines", f"backward clip step zero {T}", overlap=True, graphs=1),
+    "regrouped": Program("1d-two-lines", f"backward regroup step zero {T}", overlap=True, graphs=32),
     "hsdp exchanged": Program("fsdp2-hsdp", f"{T} {T}"),
     "tensor exchanged": Program("tp-alone", f"{T} {T}"),
     "fsdp tensor exchanged": Program("fsdp2-tp", f"{T} {T}"),

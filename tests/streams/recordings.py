@@ -20,24 +20,30 @@ replay = import_module("dmuon.kernels.replay")
 class Buffers:
     """As ``dmuon.kernels.replay.CudaGraphs``."""
 
-    def busy(self) -> bool:
-        return False
+    def __init__(self) -> None:
+        self._pools: list[Tensor] = []  # nobody else gets what a graph has allocated
 
     def record(self, run_eager: Callable[[Tensor], Tensor], x: Tensor) -> Any:
         source = torch.empty_like(x)
         result = torch.empty_like(run_eager(x.clone()))
+        self._pools.append(result)
         return replay.Recording(lambda: result.copy_(run_eager(source.clone())), source, result)
 
 
 @contextmanager
-def recorded_in_buffers() -> Iterator[None]:
-    """All batches are replayed, by such recordings."""
-    kept = replay.recorder, update._variant
-    drop_graphs()
-    replay.recorder = Buffers()
-    update._variant = lambda *args: replace(kept[1](*args), replay=True)
+def recorded_in_buffers(most: int) -> Iterator[None]:
+    """All batches are replayed, by at most so many recordings."""
+    kept = replay.recorder, replay._MOST_GRAPHS, update._variant
+    _forget()
+    replay.recorder, replay._MOST_GRAPHS = Buffers(), most
+    update._variant = lambda *args: replace(kept[2](*args), replay=True)
     try:
         yield
     finally:
-        replay.recorder, update._variant = kept
-        drop_graphs()
+        replay.recorder, replay._MOST_GRAPHS, update._variant = kept
+        _forget()
+
+
+def _forget() -> None:
+    drop_graphs()
+    replay._ended.clear()  # events of other streams

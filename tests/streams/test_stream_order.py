@@ -66,20 +66,14 @@ Pair = tuple[str, str, str]  # kind, function of the earlier access, function of
 
 EARLY = "by design: an early update may read what changes meanwhile; then it is dropped, by version counters"
 GONE = "by design: nobody takes the early updates of an optimizer that is gone, whatever they read"
-D2 = "defect D2: recordings are shared by streams, and early updates are dropped without joining their stream"
 ALLOWED: dict[str, dict[Pair, str]] = {
     "clipped overlap": {("memory", "momentum_update", "clip_grad_norm_"): EARLY},
     "clipped values overlap": {("memory", "momentum_update", "clip_grad_value_"): EARLY},
+    "dropped graphs": {("memory", "momentum_update", "clip_grad_norm_"): EARLY},
     "edited gradients": {("memory", "momentum_update", "OwnedTensor.__torch_dispatch__"): EARLY},
     "loaded early": {("memory", "EarlyUpdates._start", "_Row.store"): EARLY},
     "rebuilt": {("reuse", "EarlyUpdates._start", "_zeros"): GONE},
     "two backwards": {("memory", "momentum_update", "OwnedMatrix.set_grad"): EARLY},
-    "two optimizers": {("memory", "replayed", "replayed"): D2, ("memory", "kept", "replayed"): D2},
-    "regrouped": {
-        ("memory", "replayed", "replayed"): D2,
-        ("memory", "kept", "replayed"): D2,
-        ("reuse", "EarlyUpdates._start", "_zeros"): D2,
-    },
 }
 
 
@@ -247,6 +241,9 @@ PLANTS = {
     "self._origin.await_users in OwnedBuffer.free": "evaluated beside",
     "self._outgoing_origin.await_users in OwnedBuffer._settle": "single beside",
     "self._stream.wait_stream in Origin.await_users": "evaluated beside",
+    "current.wait_event in _replay": "two optimizers",
+    "recording.source.record_stream in _replay": "dropped graphs",
+    "current.record_event in _replay": "two optimizers",
 }
 QUICK_PLANTS = tuple(PLANTS)[:6]
 
@@ -254,7 +251,6 @@ RESULT = "what it returns is needed, and somebody else inside waits for the stre
 IN_TURN = "asynchronous=False: the host waits for more than anybody needs"
 TIMES = "it measures, and nothing follows from it"
 ENGINE = "on the pretended device hooks run on another stream than the end of backward: tests/pretend/"
-GRAPH = "a graph can be captured on CUDA alone"
 HARMLESS = {
     "work.wait in Pending.wait_at_exit": "it keeps a process on the CPU from ending too early",
     "self._vote_stream.alone in Domain.vote": "reading the verdict waits for the same stream",
@@ -276,8 +272,6 @@ HARMLESS = {
     "self._origin.await_users in GradReduction.finish": ENGINE,
     "self._exchange.alone in Muon._find_residencies": "no stream: parameters that this rank has alone",
     "end.synchronize in PhaseTimer.seconds": TIMES,
-    "stream.wait_stream in CudaGraphs.record": GRAPH,
-    "current.wait_stream in CudaGraphs.record": GRAPH,
 }
 
 

@@ -1,0 +1,181 @@
+"""Products keep their precision whatever the user allows torch, and the user's settings are back afterwards."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmuon.kernels import momentum_update, muon_update_, normalized_momentum, orthogonalize, symmetric_product
+from dmuon.kernels.precision import full_precision
+
+newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+HALVES = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+
+
+def settings() -> list[object]:
+    matmul = torch.backends.cuda.matmul
+    names = (*HALVES, *(f"{name}_split_k" for name in HALVES), "allow_fp16_accumulation")
+    return [*(getattr(matmul, name) for name in names), *(backend.fp32_precision for backend in BACKENDS)]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    halves = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in HALVES}
+    accumulation = matmul.allow_fp16_accumulation
+    yield
+    for name, value in halves.items():
+        setattr(matmul, name, value)
+    matmul.allow_fp16_accumulation = accumulation
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("precision", ["medium", "high", "highest"])
+def test_products_are_exact_inside_and_the_users_settings_are_back_after(allowed: bool, precision: str) -> None:
+    matmul = torch.backends.cuda.matmul
+    for name in HALVES:
+        setattr(matmul, name, (allowed, allowed))
+    matmul.allow_fp16_accumulation = allowed
+    torch.set_float32_matmul_precision(precision)
+    users = settings()
+    with pytest.raises(KeyError), full_precision(CUDA):
+        assert settings()[:5] == [False, False, allowed, allowed, False]
+        assert not {backend.fp32_precision for backend in BACKENDS} & {"tf32", "bf16"}
+        raise KeyError
+    assert settings() == users
+    assert torch.get_float32_matmul_precision() == precision
+
+
+@pytest.mark.parametrize("where", ["one back end", "all back ends"])
+def test_so_they_are_where_torch_refuses_to_say_which_they_were(where: str) -> None:
+    if where == "one back end":
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    else:
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+        torch.backends.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+        users = settings()
+        with full_precision(CPU):
+            assert {backend.fp32_precision for backend in BACKENDS} == {"ieee"}
+        assert settings() == users
+        if where == "all back ends":
+            torch.backends.fp32_precision = "ieee"
+            assert {backend.fp32_precision for backend in BACKENDS} == {"ieee"}, "they still follow the general one"
+    finally:
+        torch.backends.fp32_precision = "none"
+
+
+def test_threads_share_the_settings_and_the_last_one_restores_them() -> None:
+    """The first to come leaves before the second: it must not take the second one's precision away."""
+    torch.set_float32_matmul_precision("medium")
+    users = settings()
+    first_left, second_came = threading.Event(), threading.Event()
+    seen: list[list[object]] = []
+
+    def second() -> None:
+        with full_precision(CUDA):
+            seen.append(settings())
+            second_came.set()
+            assert first_left.wait(10)
+            seen.append(settings())
+
+    with full_precision(CUDA):
+        inside = settings()
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert second_came.wait(10)
+    first_left.set()
+    thread.join()
+    assert seen == [inside, inside] and inside != users
+    assert settings() == users and torch.get_float32_matmul_precision() == "medium"
+
+
+def test_many_threads_leave_nothing_behind() -> None:
+    torch.set_float32_matmul_precision("high")
+    users = settings()
+    wrong: list[object] = []
+
+    def work() -> None:
+        for _ in range(300):
+            with full_precision(CUDA):
+                if torch.get_float32_matmul_precision() != "highest":
+                    wrong.append(settings())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert settings() == users
+
+
+SHAPES = [(80, 120), (3, 128, 300)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("setting", ["autocast", "medium"])
+def test_fp32_stays_fp32(shape: tuple[int, ...], method: str, setting: str) -> None:
+    """Where the CPU multiplies bf16, "medium" lets it round fp32 to that, and autocast asks for it."""
+    x = torch.randn(shape)
+    expected = orthogonalize(x, method=method)
+    update = _updated(x)
+    square = symmetric_product(x, x.mT)
+    if setting == "medium":
+        torch.set_float32_matmul_precision("medium")
+    with torch.autocast("cpu", torch.bfloat16) if setting == "autocast" else nullcontext():
+        assert torch.equal(orthogonalize(x, method=method), expected)
+        assert torch.equal(_updated(x), update)
+        assert torch.equal(symmetric_product(x, x.mT), square)
+
+
+def _updated(x: Tensor) -> Tensor:
+    grads = list(x.reshape(-1, *x.shape[-2:]).clone().unbind(0))
+    params, momentum = [torch.zeros_like(g) for g in grads], torch.zeros(len(grads), *x.shape[-2:])
+    muon_update_(params, grads, momentum, lr=0.1, weight_decay=0.0, beta=0.9, nesterov=True, scale=1.0)
+    return torch.stack(params)
+
+
+def test_products_run_with_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a CPU that has no faster way, where results would not tell."""
+    torch.set_float32_matmul_precision("medium")
+    seen: list[tuple[str, bool]] = []
+    iterate = newton_schulz.iterate
+
+    def watched(*args: object) -> Tensor:
+        seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+        result: Tensor = iterate(*args)
+        return result
+
+    monkeypatch.setattr(newton_schulz, "iterate", watched)
+    with torch.autocast("cpu", torch.bfloat16):
+        orthogonalize(torch.randn(8, 16))
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [("highest", False)]
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 6), (0, 0, 6), (2, 0, 6), (2, 4, 0)])
+def test_empty_batches_are_no_work(shape: tuple[int, int, int]) -> None:
+    tensors = [torch.ones(shape[1:]) for _ in range(shape[0])]
+    momentum = torch.zeros(shape)
+    muon_update_(tensors, tensors, momentum, lr=0.1, weight_decay=0.1, beta=0.9, nesterov=True, scale=1.0)
+    assert momentum_update(tensors, momentum, beta=0.9, nesterov=True).shape == shape
+    x, norms = normalized_momentum(tensors, momentum, beta=0.9, nesterov=False, storage=torch.float16)
+    assert x.shape == shape and norms.tolist() == [0.0] * shape[0]
+    with pytest.raises(ValueError, match=r"momentum must be \(1, m, n\) for 1 gradients"):
+        momentum_update([torch.ones(4, 6)], torch.zeros(0, 4, 6), beta=0.9, nesterov=True)

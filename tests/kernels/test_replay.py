@@ -1,0 +1,253 @@
+"""Replays of CUDA graphs, with a stand-in for ``torch.cuda``: what is recorded, when, and what must not happen then."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmuon.kernels import Variant, drop_graphs, orthogonalize
+
+newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
+replay = importlib.import_module("dmuon.kernels.replay")
+streams = importlib.import_module("dmuon.kernels.streams")
+update = importlib.import_module("dmuon.kernels.update")
+
+EAGER = Variant("gram", (2,), "torch", 8)
+REPLAYED = replace(EAGER, replay=True)
+# What waits for the whole device, or gives memory back to the driver, which does so too.
+DEVICE_WIDE = ("synchronize", "empty_cache")
+
+
+class Cuda:
+    """As ``torch.cuda``, of a device that is the CPU: operations run at once, and what was captured when replayed.
+
+    Attributes:
+        calls: by name, in order, with the stream on which they were made.
+        fails: the call that does, in a capture.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.stream_name = "main"
+        self.graphs: list[Graph] = []
+        self.capturing: Graph | None = None
+        self.fails = ""
+
+    def note(self, name: str) -> None:
+        self.calls.append((name, self.stream_name))
+
+    def named(self, *names: str) -> list[tuple[str, str]]:
+        return [call for call in self.calls if call[0] in names]
+
+    @contextmanager
+    def device(self, _device: torch.device) -> Iterator[None]:
+        yield
+
+    def Stream(self, _device: Any = None, **_: Any) -> str:
+        self.note("Stream")
+        return "beside"
+
+    @contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.stream_name = self.stream_name, stream
+        try:
+            yield
+        finally:
+            self.stream_name = before
+
+    def current_stream(self, _device: Any = None) -> str:
+        return self.stream_name
+
+    def synchronize(self, _device: Any = None) -> None:
+        self.note("synchronize")
+
+    def empty_cache(self) -> None:
+        self.note("empty_cache")
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing is not None
+
+    def CUDAGraph(self) -> Graph:
+        return Graph(self)
+
+
+class Graph:
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self.programs: list[Callable[[], object]] = []
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global", **_: object) -> None:
+        assert pool is None, "each graph has memory of its own"
+        assert capture_error_mode == "thread_local", "other threads ask for events meanwhile"
+        self._cuda.note("capture_begin")
+        self._cuda.graphs.append(self)
+        self._cuda.capturing = self
+
+    def capture_end(self) -> None:
+        assert self._cuda.capturing is self
+        self._cuda.note("capture_end")
+        self._cuda.capturing = None
+        if self._cuda.fails == "capture_end":
+            raise RuntimeError("the driver does not want to")
+
+    def replay(self) -> None:
+        self._cuda.note("replay")
+        for program in self.programs:
+            program()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    fake, real = Cuda(), newton_schulz.run
+
+    def run(x: Tensor, variant: Variant, *rest: Any) -> Tensor:
+        if variant.replay:
+            result: Tensor = real(x, variant, *rest)
+            return result
+        fake.note("run")
+        if fake.capturing is not None and fake.fails == "run":
+            raise torch.OutOfMemoryError("no memory")
+        result = real(x, variant, *rest)
+        if fake.capturing is not None:
+            fake.capturing.programs.append(lambda: result.copy_(real(x, variant, *rest)))
+        return result
+
+    names = ("device", "Stream", "stream", "current_stream", "synchronize", "empty_cache", "CUDAGraph")
+    for name in names:
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(torch._C, "_host_emptyCache", fake.empty_cache, raising=False)
+    monkeypatch.setattr(newton_schulz, "run", run)
+    monkeypatch.setattr(newton_schulz, "variant_fault", lambda *_: None)
+    monkeypatch.setattr(replay, "recorder", replay.CudaGraphs())
+    monkeypatch.setattr(replay, "is_capturing", lambda _device: fake.is_current_stream_capturing())
+    drop_graphs()
+    yield fake
+    drop_graphs()
+
+
+def matrices(seed: int = 0, k: int = 2) -> Tensor:
+    return torch.randn(k, 16, 48, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.pitfall("P64")
+def test_recording_waits_for_nothing_on_the_device(cuda: Cuda) -> None:
+    """It happens inside of backward and step, with collectives in flight."""
+    for k in (1, 2, 3):
+        orthogonalize(matrices(k=k), variant=REPLAYED)
+    assert len(cuda.graphs) == 3
+    assert cuda.named(*DEVICE_WIDE) == []
+
+
+def test_what_cannot_be_captured_happens_before_and_on_another_stream(cuda: Cuda) -> None:
+    """Kernels are compiled and loaded; and the workspace of the stream that captures belongs to the graphs."""
+    orthogonalize(matrices(), variant=REPLAYED)
+    orthogonalize(matrices(1), variant=REPLAYED)
+    orthogonalize(matrices(k=3), variant=REPLAYED)
+    first = [
+        ("run", "main"),
+        ("Stream", "main"),
+        ("capture_begin", "beside"),
+        ("run", "beside"),
+        ("capture_end", "beside"),
+        ("replay", "main"),
+    ]
+    third = [call for call in first if call[0] != "Stream"]
+    assert cuda.calls == [*first, ("replay", "main"), *third], "one stream captures all graphs of a device"
+
+
+def test_replay_captures_once_and_returns_what_the_kernels_compute(cuda: Cuda) -> None:
+    for seed in (0, 1, 2):
+        x = matrices(seed)
+        assert torch.equal(orthogonalize(x, variant=REPLAYED), orthogonalize(x, variant=EAGER))
+        assert torch.equal(x, matrices(seed))
+    assert len(cuda.graphs) == 1
+    orthogonalize(matrices(k=3), variant=REPLAYED)
+    assert len(cuda.graphs) == 2, "another shape"
+
+
+@pytest.mark.pitfall("P45", "P63")
+def test_results_of_one_graph_are_apart(cuda: Cuda) -> None:
+    """What a replay returns is not where the next one writes."""
+    x, y = matrices(3), matrices(4)
+    key = "Newton-Schulz"
+    first, second = (replay.replayed(lambda source: 2 * source, one, key) for one in (x, x))
+    assert first.data_ptr() != second.data_ptr()
+    first = orthogonalize(x, variant=REPLAYED)
+    orthogonalize(y, variant=REPLAYED)
+    assert torch.equal(first, orthogonalize(x, variant=EAGER))
+
+
+def test_in_a_graph_of_the_user_the_kernels_are_launched_into_that_one(cuda: Cuda) -> None:
+    cuda.capturing = Graph(cuda)
+    found = orthogonalize(matrices(), variant=REPLAYED)
+    cuda.capturing = None
+    assert not cuda.graphs and torch.equal(found, orthogonalize(matrices(), variant=EAGER))
+
+
+@pytest.mark.parametrize("fails", ["run", "capture_end"])
+def test_where_capturing_fails_the_kernels_are_launched_one_by_one(cuda: Cuda, fails: str) -> None:
+    expected = orthogonalize(matrices(), variant=EAGER)
+    cuda.fails = fails
+    with pytest.warns(UserWarning, match=r"no CUDA graph for \(2, 16, 48\) on cpu .*launched one by one"):
+        assert torch.equal(orthogonalize(matrices(), variant=REPLAYED), expected)
+    assert cuda.capturing is None and cuda.stream_name == "main", "the capture has ended"
+    assert torch.equal(orthogonalize(matrices(), variant=REPLAYED), expected)
+    assert len(cuda.graphs) == 1, "it is not tried again"
+    unfinished = replay.recorder._unfinished
+    assert unfinished == (cuda.graphs if fails == "capture_end" else []), (
+        "the allocator asks a graph that has not ended"
+    )
+
+
+def test_the_least_recently_replayed_graph_is_dropped(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_MOST_GRAPHS", 2)
+    for k in (1, 2, 1, 3, 1, 2):
+        orthogonalize(matrices(k=k), variant=REPLAYED)
+    assert len(cuda.graphs) == 4, "that of two matrices, again"
+
+
+def test_an_update_in_a_graph_of_the_user_keeps_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused passes read a table in memory of the host, which is free when the graph runs."""
+
+    class Cuda(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    asked: list[torch.device] = []
+    monkeypatch.setattr(update, "_triton_update", asked.append)
+    tensor = torch.ones(1, 4, 4).as_subclass(Cuda)
+    monkeypatch.setattr(update, "is_capturing", lambda device: True)
+    assert update._fused(tensor) is None and not asked
+    monkeypatch.setattr(update, "is_capturing", lambda device: False)
+    update._fused(tensor)
+    assert asked == [torch.device("cuda", 0)]
+
+
+def test_the_fused_passes_refuse_a_graph_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    triton_update = importlib.import_module("dmuon.kernels.update_triton")
+    monkeypatch.setattr(triton_update, "is_capturing", lambda device: True)
+    with pytest.raises(ValueError, match=r"a CUDA graph is being captured.*use the foreach path"):
+        triton_update._addresses([torch.ones(4, 4)], [torch.ones(1, 4, 4)])
+
+
+def test_whether_a_stream_is_captured_is_asked_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def device(of: torch.device) -> Iterator[None]:
+        entered.append(of)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: entered == [torch.device("cuda", 1)])
+    assert streams.is_capturing(torch.device("cuda", 1))
+    assert not streams.is_capturing(torch.device("cuda", 0))
+    assert not streams.is_capturing(torch.device("cpu"))

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 from harness.fragments import run_fragments
+from harness.limits import PROGRAM_SECONDS
 from harness.pool import RankPool
 
 import dmuon
@@ -71,7 +72,9 @@ def test_every_block_of_code_says_its_language() -> None:
 
 def test_the_whole_program_trains(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(PROGRAMS[0].text)
-    done = subprocess.run([*TORCHRUN, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [*TORCHRUN, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PROGRAM_SECONDS
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if re.fullmatch(r"\d+ \d+\.\d+", line)]
     assert len(losses) == 40 and sum(losses[-5:]) < sum(losses[:5]) - 5 * 0.5, losses

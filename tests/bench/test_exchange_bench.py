@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from harness.limits import PROGRAM_SECONDS
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "1"]
@@ -29,7 +30,7 @@ def test_all_modes_agree_with_each_other_and_with_the_formulas(bench: ModuleType
     out = tmp_path / "result.json"
     command = [sys.executable, str(BENCH / "exchange.py"), *TINY, *BRIEF, "--json", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
     assert ran.returncode == 0, ran.stderr
     result = json.loads(out.read_text())
     programs = result["programs"]

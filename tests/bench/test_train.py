@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from harness.limits import ENDING_SECONDS, PROGRAM_SECONDS
 
 from dmuon import OwnerPlan
 
@@ -59,7 +60,7 @@ def _start(text: Path, out: Path, *options: str) -> subprocess.Popen[str]:
 
 def _run(text: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     process = _start(text, out, *options)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=PROGRAM_SECONDS)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
@@ -94,7 +95,7 @@ def _alive(pid: int) -> bool:
 def _wait_until(
     condition: Callable[[], bool],
     what: str,
-    seconds: float = 40.0,
+    seconds: float = PROGRAM_SECONDS,
     process: subprocess.Popen[str] | None = None,
 ) -> None:
     """Waits for `condition`, as long as `process`, if given, has not ended."""
@@ -208,8 +209,8 @@ def test_resume_equals_the_uninterrupted_run(
     _wait_until(lambda: any(folder.glob("step-*")), "a first checkpoint", process=process)
     children = _children(process.pid)
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=15)
-    _wait_until(lambda: not any(map(_alive, children)), "children end, even of a killed parent", 10)
+    _, stderr = process.communicate(timeout=ENDING_SECONDS)
+    _wait_until(lambda: not any(map(_alive, children)), "children end, even of a killed parent", ENDING_SECONDS)
     before = max(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
     assert before < 12, "interrupted too late to test anything"
     if number != signal.SIGKILL:
@@ -248,10 +249,10 @@ def test_termination_leaves_no_processes(text: Path, tmp_path: Path) -> None:
     children = _children(process.pid)
     assert len(children) >= 2
     process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=15)
+    _, stderr = process.communicate(timeout=ENDING_SECONDS)
     assert process.returncode == 128 + signal.SIGTERM
     assert "interrupted" in stderr and "Traceback" not in stderr
-    _wait_until(lambda: not any(map(_alive, children)), "children end", 5)
+    _wait_until(lambda: not any(map(_alive, children)), "children end", ENDING_SECONDS)
 
 
 def test_a_killed_rank_ends_the_run(text: Path, tmp_path: Path) -> None:
@@ -260,10 +261,10 @@ def test_a_killed_rank_ends_the_run(text: Path, tmp_path: Path) -> None:
     _wait_until(lambda: _steps_recorded(out) > 0, "a first step", process=process)
     children = _children(process.pid)
     os.kill(max(children), signal.SIGKILL)
-    _, stderr = process.communicate(timeout=15)
+    _, stderr = process.communicate(timeout=ENDING_SECONDS)
     assert process.returncode == 1
     assert "exit code" in stderr
-    _wait_until(lambda: not any(map(_alive, children)), "children end", 5)
+    _wait_until(lambda: not any(map(_alive, children)), "children end", ENDING_SECONDS)
 
 
 @pytest.mark.slow

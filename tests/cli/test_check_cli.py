@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.limits import PROGRAM_SECONDS
 
 from dmuon.check.report import Board, Reading, Stopped
 from dmuon.check.topologies import TOPOLOGIES, Grid, grid_of
@@ -22,7 +23,7 @@ CHECKS = ["parity", "same bits", "clip", "accumulate", "placement", "memory", "c
 def torchrun(world: int, *arguments: str, program: tuple[str, ...] = ("-m", "dmuon.cli.check")) -> Any:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     command = [sys.executable, *launch, *program, "--device", "cpu", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
 
 
 def lines_of(output: str) -> list[tuple[str, str, str]]:

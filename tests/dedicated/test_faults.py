@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 from harness import gang
 from harness.assertions import assert_equal_weights
+from harness.limits import PROGRAM_SECONDS
 from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, Laid, lay
@@ -410,7 +411,7 @@ def test_programs_end_though_collectives_are_under_way(leave: str) -> None:
                     text=True,
                 )
             )
-        texts = [process.communicate(timeout=90)[0] for process in processes]
+        texts = [process.communicate(timeout=PROGRAM_SECONDS)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import Raised, assert_equal_weights, raised_by
+from harness.limits import PROGRAM_SECONDS
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.toy import OPTIONS, SIZE, WIDTH, batch, build
@@ -887,7 +888,7 @@ def run_python(code: str) -> None:
         [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PROGRAM_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "" and done.stderr == "", "an import prints nothing"

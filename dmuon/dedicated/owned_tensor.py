@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -110,6 +111,9 @@ class OwnedTensor(DTensor):
         if name.endswith("_"):
             _notify(args[0])
         out = func(*plain_args, **plain_kwargs)
+        if name.startswith("_foreach") and name.endswith("_"):
+            # Early updates go by versions, which torch does not count here under a TorchDispatchMode.
+            increment_version([local_tensor(tensor) for tensor in args[0]])
         if name in _NORMS:
             return out
         return _rewrap(out, twins, owned)

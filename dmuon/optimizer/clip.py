@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -73,6 +74,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"the total norm of order {order} of the gradients is {float(total)}, so it cannot be clipped"
         )
+    # Early updates go by versions, which torch does not count for foreach operations under a TorchDispatchMode.
     coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)
     for same in _by_kind(grads):
         factor = coefficient.to(same[0].device)
@@ -81,6 +83,7 @@ def clip_grad_norm_(
                 local.mul_(factor)
         else:
             torch._foreach_mul_(same, factor)
+        increment_version(same)
     return total
 
 
@@ -109,6 +112,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
         else:
             torch._foreach_clamp_min_(same, -limit)
             torch._foreach_clamp_max_(same, limit)
+        increment_version(same)
 
 
 def _gradients(parameters: Tensor | Iterable[Tensor], foreach: bool | None) -> list[Tensor]:

@@ -23,7 +23,7 @@ from dmuon.check.topologies import full_state
 from dmuon.dedicated import replicated
 from dmuon.dedicated.runtime import Runtime
 from dmuon.platform.streams import HostCopy, PhaseTimer
-from dmuon.platform.torch_private import current_backward
+from dmuon.platform.torch_private import current_backward, local_tensor
 from pretend.listener import Listener, Stream, listening
 
 Ranks = Callable[..., list[Any]]
@@ -150,6 +150,28 @@ def enter_from_two_threads(_rank: int, world: int) -> int:
 
 def test_one_thread_at_a_time_is_in_the_hooks(device_ranks: Ranks) -> None:
     assert device_ranks(1, enter_from_two_threads) == [1]
+
+
+def outputs_on_two_devices(rank: int, world: int, on: str) -> dict[str, Tensor]:
+    """Gradients of what this rank owns, of blocks with outputs on both devices."""
+    torch.manual_seed(0)
+    model = TwoOutputs().to(on)
+    dmuon.dedicate_params(model, init_device_mesh(on, (world,)), costs="flops")
+    torch.manual_seed(1 + rank)
+    model(torch.randn(4, WIDTH).to(on)).backward()
+    owned = [param for param in dmuon.owned_parameters(model) if param.owner == rank]
+    return {param.fqn: local_tensor(param.grad).cpu() for param in owned if param.grad is not None}
+
+
+def both_outputs(rank: int, world: int) -> list[str]:
+    expected, found = (outputs_on_two_devices(rank, world, on) for on in DEVICES)
+    assert found.keys() == expected.keys() and found
+    # Sums over both branches come in another order.
+    return [name for name, grad in expected.items() if float((found[name] - grad).norm() / grad.norm()) > 1e-6]
+
+
+def test_outputs_on_two_devices_have_the_gradients_of_the_cpu(device_ranks: Ranks) -> None:
+    assert device_ranks(2, both_outputs) == [[], []]
 
 
 class HeadOfOneRank(nn.Module):

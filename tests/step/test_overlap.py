@@ -16,6 +16,7 @@ from harness.topologies import Laid, lay
 from harness.toy import OPTIONS, batch, build
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 import dmuon
 from dmuon.check.topologies import full_state
@@ -37,6 +38,17 @@ def clip(laid: Laid, optimizer: dmuon.Muon) -> None:
 
 def clip_by_value(laid: Laid, optimizer: dmuon.Muon) -> None:
     dmuon.clip_grad_value_(laid.model.parameters(), 1e-4)
+
+
+def clip_under_a_mode(laid: Laid, optimizer: dmuon.Muon) -> None:
+    with FlopCounterMode(display=False):  # any mode: under one, torch counts no versions for foreach operations
+        dmuon.clip_grad_norm_(laid.model.parameters(), 1e-2)
+
+
+def scaled_under_a_mode(laid: Laid, optimizer: dmuon.Muon) -> None:
+    grads = [param.grad for param in dmuon.owned_parameters(laid.model) if param.grad is not None]
+    with FlopCounterMode(display=False), torch.no_grad():
+        torch._foreach_mul_(grads, 0.5)
 
 
 def another_backward(laid: Laid, optimizer: dmuon.Muon) -> None:
@@ -101,8 +113,8 @@ def dropped_by_the_model(laid: Laid, optimizer: dmuon.Muon) -> None:
 
 STILL_RIGHT = [nothing, other_lr, another_backward, dropped, dropped_by_the_model]  # what landed last counts
 STALE = [
-    clip, clip_by_value, scaled_in_place, replaced, other_momentum, edited_momentum, replaced_momentum,
-    some_replaced_and_others_edited, loaded,
+    clip, clip_by_value, clip_under_a_mode, scaled_under_a_mode, scaled_in_place, replaced, other_momentum,
+    edited_momentum, replaced_momentum, some_replaced_and_others_edited, loaded,
 ]  # fmt: skip
 
 
@@ -148,7 +160,7 @@ def check_overlap(name: str, keep: bool, edit: Callable[[Laid, dmuon.Muon], None
 )
 @on_ranks(timeout=100)
 def test_newton_schulz_in_backward_changes_no_bit(rank: int, world: int, name: str, keep: bool) -> None:
-    edits = STILL_RIGHT + STALE if name == "1d" else [nothing, clip, another_backward]
+    edits = STILL_RIGHT + STALE if name == "1d" else [nothing, clip_under_a_mode, scaled_under_a_mode, another_backward]
     counts = [check_overlap(name, keep, edit, edit in STILL_RIGHT) for edit in edits]
     assert any(counts)
 

@@ -14,10 +14,12 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # what products on t
 
 
 def write_json(path: Path | str, document: Any) -> None:
-    """Write, in a folder that is made where there is none."""
+    """Write, in a folder that is made where there is none; readers and a crash find the old file or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    part.replace(path)
 
 
 def write_report(out: Path, document: Any, markdown: str) -> None:

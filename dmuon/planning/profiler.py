@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from dmuon.kernels import (
     HALF,
@@ -117,6 +116,8 @@ def settled(timing: Timing) -> bool:
 @contextmanager
 def timing_bar(work: Mapping[Shape, Sequence[int]], device_name: str) -> Iterator[Callable[[Shape, int], None]]:
     """A progress bar on stderr, if that is a terminal; yields what :func:`measure` takes as ``progress``."""
+    from tqdm import tqdm  # not where nothing shows progress: the GPU bench runs without
+
     total = sum(len(set(sizes)) for sizes in work.values())
     # disable=None: not where stderr is a file, which a bar would fill with one line per batch.
     with tqdm(total=total, desc=f"timing on {device_name}", unit="batch", leave=False, disable=None) as bar:

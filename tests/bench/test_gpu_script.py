@@ -1,0 +1,210 @@
+"""The GPU script: what it saves when something fails, its order and its limits, and that it runs uninstalled."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "bench"
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A module of the script."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return lambda name: importlib.import_module(f"gpu.{name}")
+
+
+def settings(part: Callable[[str], ModuleType], models: Path = Path(), scale: int = 128) -> Any:
+    return part("settings").Settings(torch.device("cpu"), scale, 60.0, 2, models)
+
+
+# -- what fails -------------------------------------------------------------------------------------------------------
+
+
+def test_each_row_is_on_disk_before_the_next(part: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    path = tmp_path / "new" / "found.json"
+    journal = part("journal").Journal(path, {"device": "none"})
+    for count in (1, 2):
+        journal.add("products", {"m": count}, f"row {count}")
+        found = json.loads(path.read_text())
+        assert found["device"] == "none" and [row["m"] for row in found["products"]] == [*range(1, count + 1)]
+    assert [file.name for file in path.parent.iterdir()] == ["found.json"]
+
+
+def test_what_fails_is_a_row_and_the_rest_goes_on(
+    part: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("ptxas died")
+
+    def large() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    journal = part("journal").Journal(tmp_path / "found.json", {})
+    programs = {"peer": broken, "large": large, "works": lambda: torch.ones(8).sum()}
+    times = settings(part).medians(programs, journal, "product", others=["peer"])
+    assert times.keys() == {"works"} and not journal.wrong
+    assert [(row["what"], row["ours"]) for row in journal.document["faults"]] == [
+        ("product: peer", False),
+        ("product: large", False),
+    ]
+    assert "FAILED product: peer: RuntimeError: ptxas died" in capsys.readouterr().out
+    assert settings(part).medians({"broken": broken}, journal, "product") == {}
+    assert journal.wrong and json.loads((tmp_path / "found.json").read_text()) == journal.document
+
+
+def test_after_an_illegal_access_nothing_more_is_tried(
+    part: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    module = part("journal")
+    journal = module.Journal(None, {})
+    with pytest.raises(module.DeviceLost, match="product: an illegal memory access"), journal.guarded("product"):
+        raise ValueError
+    assert [row["what"] for row in journal.document["faults"]] == ["product"]
+
+
+def test_a_wrong_result_is_named(part: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    checks = part("checks")
+    journal = part("journal").Journal(None, {})
+    kinds = {"products": [checks.Check("far", 1e-3, lambda: checks.Found(0.1))], "passes": [], "stress": []}
+    kinds["whole_runs"] = [
+        checks.Check("uneven", 1.0, lambda: checks.Found(0.1, symmetric=False)),
+        checks.Check("nan", 1.0, lambda: checks.Found(float("nan"))),
+        checks.Check("broken", 1.0, lambda: 1 / 0),
+        checks.Check("good", 1.0, lambda: checks.Found(0.1)),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, of_kind in kinds.items():
+            patch.setattr(checks, kind, lambda _settings, of_kind=of_kind: iter(of_kind))
+        checks.check(settings(part), journal)
+    assert [(row["what"], row["ok"]) for row in journal.document["checks"]] == [
+        ("far", False),
+        ("uneven", False),
+        ("nan", False),
+        ("good", True),
+    ]
+    assert [row["what"] for row in journal.document["faults"]] == ["broken"]
+    assert journal.wrong and "WRONG far: 0.1, limit 0.001" in capsys.readouterr().out
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def test_what_carries_the_targets_comes_first_and_the_faster_cublas_is_the_baseline(
+    part: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products, kinds = part("products"), part("settings").Settings
+    monkeypatch.setattr(kinds, "tiles", True)
+    seen: list[str] = []
+
+    def medians(_settings: Any, programs: dict[str, Any], _journal: Any, what: str, others: Any) -> dict[str, float]:
+        seen.append(what)
+        for name in others:
+            programs.get(name, bool)()
+        return {name: {"cuBLAS": 3.0, "cuBLAS in place": 2.0}.get(name, 1.0) for name in programs}
+
+    monkeypatch.setattr(kinds, "medians", medians)
+    journal = part("journal").Journal(None, {})
+    products.time_products(settings(part), journal, float("inf"))
+    assert seen[:4] == ["product 4x32x32", "product 4x32x128", "product 2x64x64", "product 2x64x256"]
+    assert len(seen) == 20 and not journal.document["faults"]
+    assert [row["speedup"] for row in journal.document["products"][:2]] == [2.0, 3.0]
+    row, line = products._row(2, 64, 64, {"cuBLAS": 1.0})
+    assert "speedup" not in row and "nothing to compare" in line, "every config of ours failed"
+
+
+def test_cublas_in_place_stays_in_range(part: Callable[[str], ModuleType]) -> None:
+    """It is replayed dozens of times on its own result."""
+    program = part("products")._programs(settings(part), 2, 32, 1)["cuBLAS in place"]
+    for _ in range(200):
+        found = program()
+    assert found.isfinite().all() and found.abs().max() < 10
+
+
+@pytest.mark.parametrize("length", [1024, 1999, 4096])
+def test_a_device_that_adds_one_by_one_is_within_the_limit(part: Callable[[str], ModuleType], length: int) -> None:
+    """The diagonal of ``XXᵀ`` in fp32 has no terms that cancel: its error is the largest, and no mistake."""
+    x = (np.random.default_rng(0).standard_normal((256, length)) / length**0.5).astype(np.float32)
+    total = np.zeros(256, np.float32)
+    for column in x.T:
+        total += column * column
+    exact = (x.astype(np.float64) ** 2).sum(axis=1)
+    error = np.abs(total - exact).max() / exact.max()
+    assert 1e-6 < error < 0.5 * part("checks").LIMITS[torch.float32]
+
+
+def test_batches_are_those_of_the_library(part: Callable[[str], ModuleType]) -> None:
+    """One matrix at a time leaves a device waiting: 3584 x 18944 runs by 11 in training."""
+    assert part("models").batch_size((3584, 18944), 56, torch.device("cuda")) == 11
+
+
+# -- how it starts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the repository that a GPU machine gets, and nothing installed."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("bench", "dmuon", "kernels", "solver", "profiles", "tests/kernels"):
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results", "*.egg-info")
+        )
+    return folder
+
+
+def bare(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with torch, Triton and NumPy, but without dmuon, PuLP and tqdm."""
+    blocked = checkout / "blocked"
+    blocked.mkdir(exist_ok=True)
+    for name in ("pulp", "tqdm"):
+        (blocked / f"{name}.py").write_text("raise ModuleNotFoundError(__name__)\n")
+    packages = Path(torch.__file__).parents[1]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(checkout), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(blocked), str(packages)])
+    command = [sys.executable, "-S", *arguments]  # without what site-packages' .pth files add
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, cwd=checkout)
+
+
+def test_it_runs_from_a_checkout_that_is_not_installed(checkout: Path) -> None:
+    models = checkout / "models"
+    models.mkdir(exist_ok=True)
+    config = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 1, "n_head": 16, "vocab_size": 50257}
+    for name in ("llama-3-8b", "qwen2.5-7b", "gpt2-1.5b", "pi0"):
+        (models / f"{name}.json").write_text(json.dumps(config))
+    done = bare(
+        checkout, "bench/gpu_kernels.py", "--dry", "--models", "models", "--json", "out/found.json", "--seconds", "2"
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads((checkout / "out" / "found.json").read_text())
+    assert found["models"] and len(found["checks"]) >= 31 and not found["faults"]
+
+
+def test_it_takes_the_checkout_it_stands_in_before_what_is_installed(checkout: Path) -> None:
+    program = (
+        "import sys; sys.path.insert(0, 'bench'); import common.checkout, dmuon, dmuon.profiles; "
+        "print(dmuon.__file__, dmuon.kernels.__file__, dmuon.solver.__file__, dmuon.profiles.__file__)"
+    )
+    command = [sys.executable, "-c", program]  # here with all that is installed
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=checkout)
+    assert done.returncode == 0, done.stderr
+    folders = [Path(path).parent.relative_to(checkout).as_posix() for path in done.stdout.split()]
+    assert folders == ["dmuon", "kernels", "solver", "profiles"]

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from common.checkout import commit
-from gpu.checks import check
+from gpu.checks import check, check_builds
 from gpu.journal import DeviceLost, Journal
 from gpu.models import time_models
 from gpu.products import time_products
@@ -103,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     journal = Journal(arguments.json, head(settings, arguments.dry))
     lost = False
     try:
+        if cuda:
+            check_builds(settings, journal)
         check(settings, journal)
         checked = time.monotonic()
         time_products(settings, journal, checked + 0.5 * settings.seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -11,7 +12,7 @@ from numerics import MARGIN, SMALL, polynomial, stress_set
 from numerics import Batch as Stress
 from torch import Tensor
 
-from dmuon.kernels import apply_update_, coefficient_sequence, normalized_momentum, orthogonalize
+from dmuon.kernels import apply_update_, backend_fault, coefficient_sequence, normalized_momentum, orthogonalize
 from dmuon.kernels.symmetric_tiles import TileConfig
 from dmuon.kernels.symmetric_triton import symmetric_product
 from dmuon.planning.profiler import nearly_singular
@@ -65,6 +66,19 @@ def check(settings: Settings, journal: Journal) -> None:
                     journal.add("checks", {**row, "where": found.where, "ok": ok}, "" if ok else text)
                     count, wrong = count + 1, wrong + (not ok)
         print(f"{kind}: {count} results against fp64, {wrong} wrong", flush=True)
+
+
+def check_builds(settings: Settings, journal: Journal) -> None:
+    """Kernels that do not build or launch here, without a C compiler for one, are faults: others would run instead."""
+    reasons = {"the symmetric product": backend_fault("triton", settings.device, torch.float16)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        x = torch.ones(1, 8, 8, device=settings.device)
+        apply_update_([x[0].clone()], x, lr=0.1, weight_decay=0.1, scale=1.0)
+    reasons["the fused passes"] = "; ".join(str(warning.message) for warning in caught) or None
+    for what, reason in reasons.items():
+        if reason is not None:
+            journal.add("faults", {"what": what, "fault": reason, "ours": True}, f"FAILED {what}: {reason}")
 
 
 def products(settings: Settings) -> Iterator[Check]:

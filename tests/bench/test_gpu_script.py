@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -104,6 +105,25 @@ def test_a_wrong_result_is_named(part: Callable[[str], ModuleType], capsys: pyte
     ]
     assert [row["what"] for row in journal.document["faults"]] == ["broken"]
     assert journal.wrong and "WRONG far: 0.1, limit 0.001" in capsys.readouterr().out
+
+
+def test_kernels_that_do_not_build_are_faults(
+    part: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container without a C compiler, where dmuon goes on with torch's."""
+    checks = part("checks")
+    journal = part("journal").Journal(None, {})
+    monkeypatch.setattr(checks, "backend_fault", lambda *_: None)
+    checks.check_builds(settings(part), journal)
+    assert not journal.wrong
+    monkeypatch.setattr(checks, "backend_fault", lambda *_: "the kernel does not build (no gcc)")
+    monkeypatch.setattr(checks, "apply_update_", lambda *_, **__: warnings.warn("the fused update kernels do not run"))
+    checks.check_builds(settings(part), journal)
+    assert [(row["what"], row["fault"]) for row in journal.document["faults"]] == [
+        ("the symmetric product", "the kernel does not build (no gcc)"),
+        ("the fused passes", "the fused update kernels do not run"),
+    ]
+    assert journal.wrong
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------

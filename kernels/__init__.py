@@ -9,7 +9,7 @@ from .iteration import Iteration, iterate, make_iteration
 from .newton_schulz import iteration_flops, newton_schulz_flops, orthogonalize, run, storage_dtype
 from .normalization import normalize
 from .replay import drop_graphs
-from .streams import is_capturing, streams_of
+from .streams import is_capturing, streams_in_place, streams_of
 from .symmetric import symmetric_product
 from .update import apply_update_, momentum_update, muon_update_, normalized_momentum, update_scale
 from .variant import HALF, Variant, adapted, alternatives, backend_fault, batch_size, choose_variant, variant_fault
@@ -44,6 +44,7 @@ __all__ = [
     "run",
     "safe_restarts",
     "storage_dtype",
+    "streams_in_place",
     "streams_of",
     "symmetric_product",
     "update_scale",

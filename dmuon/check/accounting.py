@@ -183,7 +183,7 @@ def found_nbytes(dedication: Dedication, optimizer: dmuon.Muon) -> dict[str, int
         if isinstance(param, OwnedTensor)
     ]
     copies = sum(b.standin_nbytes + (b.buffer_nbytes if b.keep else 0) for b in runtime.buffers)
-    return {"masters": _storages(masters), "momentum": _storages(momentum), "copies": copies}
+    return {"masters": storages(masters), "momentum": storages(momentum), "copies": copies}
 
 
 def _updates(entry: OwnedMatrix, dedication: Dedication) -> bool:
@@ -191,10 +191,11 @@ def _updates(entry: OwnedMatrix, dedication: Dedication) -> bool:
     return entry.owner == comm.position and (entry.tensor is None or entry.tensor.owner == comm.at.t)
 
 
-def _storages(tensors: Iterable[Tensor]) -> int:
-    storages: dict[int, int] = {}
+def storages(tensors: Iterable[Tensor]) -> int:
+    """Bytes of what lies beneath them, each counted once."""
+    found: dict[int, int] = {}
     for tensor in tensors:
         storage: torch.UntypedStorage = tensor.untyped_storage()
         if storage.nbytes():
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,11 +64,15 @@ class Board:
 
     Args:
         seconds: for one check; then the process ends with exit status 1, whatever it waits for.
+
+    Attributes:
+        tracebacks: of what checks raised on this rank.
     """
 
     def __init__(self, ranks: Ranks, seconds: float) -> None:
         self.ranks = ranks
         self.lines: list[Line] = []
+        self.tracebacks: list[str] = []
         self._seconds = seconds
 
     @property
@@ -97,6 +102,7 @@ class Board:
             except Exception as error:
                 fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 fatal = isinstance(error, (CollectiveError, dist.DistError))
+                self.tracebacks.append(f"{check} {where}: {traceback.format_exc()}")
                 print(f"dmuon-check: rank {self.ranks.rank}: {check} {where}: {fault}", file=sys.stderr, flush=True)
             everyone = self.ranks.gather((fault, fatal, readings))
         faults = {rank: text for rank, (text, _, _) in enumerate(everyone) if text is not None}

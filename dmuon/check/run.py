@@ -11,9 +11,10 @@ from itertools import product
 
 import torch
 
+from dmuon.check.memory import allocated_when_dedicated
 from dmuon.check.reference import Twin, train_alone
 from dmuon.check.report import Board, Reading, Stopped
-from dmuon.check.speed import Speed, measure_speed, memory_of_device
+from dmuon.check.speed import Speed, measure_speed
 from dmuon.check.topologies import Grid, grid_of, mesh_of
 from dmuon.check.trial import ROWS, Kind, Trial
 
@@ -49,10 +50,10 @@ def run_checks(board: Board, settings: Settings, hosts: int) -> None:
     for kind in _kinds(board, settings, hosts):
         if kind.dtype not in twins and not _train_twin(board, twins, kind, rows):
             continue
-        with _process_group(board, str(kind)):
+        with process_group(board, str(kind)):
             _try(board, kind, twins[kind.dtype], rows)
     if settings.speed is not None:
-        with _process_group(board, "speed"):
+        with process_group(board, "speed"):
             _measure(board, settings, settings.speed)
 
 
@@ -84,8 +85,12 @@ def _train_twin(board: Board, twins: dict[torch.dtype, Twin], kind: Kind, rows: 
 
 
 @contextmanager
-def _process_group(board: Board, where: str) -> Iterator[None]:
-    """The default group for what is inside; all groups that were made there end with it."""
+def process_group(board: Board, where: str) -> Iterator[None]:
+    """The default group for what is inside; all groups that were made there end with it.
+
+    Raises:
+        Stopped: it could not be made, or not ended on some ranks.
+    """
 
     def end() -> None:
         gc.collect()  # the modules and the hooks of a dedicated model refer to each other
@@ -123,7 +128,7 @@ def _measure(board: Board, settings: Settings, speed: Speed) -> None:
 
     where = f"1d {board.ranks.world}"
     if settings.device.type == "cuda":
-        board.judge("memory", where, lambda: memory_of_device(speed, settings.device, settings.timeout))
+        board.judge("memory", where, lambda: allocated_when_dedicated(speed, settings.device, settings.timeout))
         gc.collect()
     if board.judge("speed", where, lambda: said.append(measure_speed(speed, settings.device, settings.timeout))):
         board.say("info", "speed", where, f"{speed}: {said[0]}")

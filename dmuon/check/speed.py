@@ -17,17 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.check.accounting import expected_nbytes
 from dmuon.check.model import Network, Size, batch, build, loss_of
-from dmuon.check.report import Reading
 from dmuon.check.topologies import Grid, lay
-from dmuon.dedicated.dedication import dedications
-from dmuon.platform.torch_private import local_tensor
 
 _CONTEXT = 256  # tokens per row, at most
 _WARMUP, _ROUNDS = 2, 5
-_MEMORY = 0.05  # of the formula
-_SLACK_BYTES = 64 << 20  # workspaces of cuBLAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +44,14 @@ class Speed:
 
 
 @dataclass(slots=True)
-class _Program:
+class Program:
+    """A model in training."""
+
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
     def step(self, data: tuple[Tensor, Tensor], optimize: bool) -> None:
+        """Forward and backward, and the optimizer's step if ``optimize``."""
         dtype = torch.float32 if data[0].device.type == "cpu" else torch.bfloat16
         loss_of(self.model, *data, dtype).backward()
         if optimize:
@@ -62,25 +59,38 @@ class _Program:
         self.optimizer.zero_grad()
 
 
-def _dedicated(speed: Speed, device: torch.device, timeout: timedelta) -> _Program:
+def dedicated(speed: Speed, device: torch.device, timeout: timedelta) -> Program:
+    """Matrices owned, over all ranks in one row. Collective."""
     grid = Grid("1d", (("shard", dist.get_world_size()),))
     comm = dmuon.CommOptions(timeout=timeout)
     laid = lay(grid, build(speed.size, device), grid.mesh(device), costs="flops", comm=comm)
-    return _Program(laid.model, dmuon.Muon(laid.model, lr=2e-3))
+    return Program(laid.model, dmuon.Muon(laid.model, lr=2e-3))
 
 
-def _adamw(speed: Speed, device: torch.device) -> _Program:
+def exchanged(speed: Speed, device: torch.device) -> Program:
+    """Matrices sharded by FSDP2 over all ranks. Collective."""
+    model = _sharded(speed, device)
+    config = dmuon.create_dtensor_config(costs="flops")
+    return Program(model, dmuon.Muon(model, lr=2e-3, distributed_config=config))
+
+
+def _adamw(speed: Speed, device: torch.device) -> Program:
+    model = _sharded(speed, device)
+    return Program(model, torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True))
+
+
+def _sharded(speed: Speed, device: torch.device) -> Network:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     model: Network = build(speed.size, device)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _Program(model, torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True))
+    return model
 
 
 def measure_speed(speed: Speed, device: torch.device, timeout: timedelta) -> str:
     """Medians over interleaved rounds, of the slowest rank each time."""
-    programs = {"dmuon": _dedicated(speed, device, timeout), "FSDP2 + fused AdamW": _adamw(speed, device)}
+    programs = {"dmuon": dedicated(speed, device, timeout), "FSDP2 + fused AdamW": _adamw(speed, device)}
     samples: dict[tuple[str, bool], list[float]] = {}
     world, rank = dist.get_world_size(), dist.get_rank()
     for index in range(_WARMUP + _ROUNDS):
@@ -97,35 +107,6 @@ def measure_speed(speed: Speed, device: torch.device, timeout: timedelta) -> str
         parts.append(f"{name} {step:.1f} ms a step, of which {step - bare:.1f} exposed optimizer")
     ratio = statistics.median(samples["dmuon", True]) / statistics.median(samples["FSDP2 + fused AdamW", True])
     return f"{'; '.join(parts)}; ratio {ratio:.2f}"
-
-
-def memory_of_device(speed: Speed, device: torch.device, timeout: timedelta) -> list[Reading]:
-    """What the allocator holds between steps, against the formula; CUDA only."""
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    program = _dedicated(speed, device, timeout)
-    rows = batch(speed.size, speed.rows, speed.context, dist.get_rank(), device)
-    for _ in range(2):
-        program.step(rows, True)
-    runtime = dedications(program.model)[0].runtime
-    for buffer in runtime.buffers:
-        buffer.free()  # what the step has fetched for the next forward
-    del rows
-    torch.cuda.synchronize(device)
-    found = torch.cuda.memory_allocated(device) - before
-    owned = sum(expected_nbytes(dedications(program.model)[0]).values())
-    rest = _rest_nbytes(program)
-    expected = owned + rest
-    excess = max(0, abs(found - expected) - _SLACK_BYTES) / expected
-    text = f"{found / 1e6:.0f} MB allocated between steps, formula {expected / 1e6:.0f} MB"
-    return [Reading("memory", text, excess, _MEMORY, f"difference beyond {_SLACK_BYTES >> 20} MiB of workspaces")]
-
-
-def _rest_nbytes(program: _Program) -> int:
-    """Shards and moments of what FSDP2 has."""
-    owned = dmuon.owned_parameters(program.model)
-    rest = [local_tensor(p) for p in program.model.parameters() if p not in owned]
-    return 3 * sum(t.nbytes for t in rest)
 
 
 def _timed(work: Callable[[], None], device: torch.device) -> float:

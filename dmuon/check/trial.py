@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -52,6 +51,50 @@ class Kind:
         return f"{self.grid} {'keep' if self.keep else 'reshard'} {name}{newton}"
 
 
+def start(kind: Kind, seed: int = 0, *, asynchronous: bool = True, overlap: bool = False) -> tuple[Laid, dmuon.Muon]:
+    """The small model, laid out, and its optimizer. Collective over all ranks.
+
+    Args:
+        asynchronous: False: every collective ends before anything else begins, in either residency.
+        overlap: owned matrices are orthogonalized during backward.
+    """
+    laid = lay(
+        kind.grid,
+        build(SMALL, kind.device, seed),
+        mesh_of(kind.grid, kind.device),
+        keep=kind.keep,
+        mp_policy=None if kind.dtype == torch.float32 else MixedPrecisionPolicy(param_dtype=kind.dtype),
+        costs="flops",
+        comm=dmuon.CommOptions(timeout=kind.timeout, asynchronous=asynchronous),
+    )
+    exchange = dmuon.create_dtensor_config(asynchronous, int(asynchronous), costs="flops")
+    optimizer = dmuon.Muon(
+        laid.model,
+        lr=LR,
+        weight_decay=DECAY,
+        momentum=MOMENTUM,
+        ns_dtype=kind.ns_dtype,
+        adamw_eps=ADAMW_EPS,
+        overlap_backward=overlap,
+        distributed_config=None if kind.grid.dedicated else exchange,
+    )
+    return laid, optimizer
+
+
+def backward(laid: Laid, kind: Kind, rows: int, step: int, micro: int = 1) -> None:
+    """Gradients of this rank's part of a global batch of ``rows`` rows, in ``micro`` parts."""
+    tokens, targets = laid.mine(batch(SMALL, rows, CONTEXT, step, kind.device))
+    parts = list(zip(tokens.chunk(micro), targets.chunk(micro), strict=True))
+    for i, (x, y) in enumerate(parts):
+        last = i == len(parts) - 1
+        if kind.grid.dedicated:
+            dmuon.set_requires_gradient_sync(laid.model, last)
+        else:
+            assert isinstance(laid.model, FSDPModule)
+            laid.model.set_requires_gradient_sync(last)
+        (loss_of(laid.model, x, y, kind.dtype) / len(parts)).backward()
+
+
 class Trial:
     """A model in training. Its methods are collective and return what this rank measured, in this order:
     :meth:`parity`, :meth:`accumulation`, :meth:`structure`, :meth:`checkpoint`."""
@@ -60,43 +103,11 @@ class Trial:
         self._kind = kind
         self._twin = twin
         self._rows = rows
-        self._laid, self._optimizer = self._build(seed=0)
+        self._laid, self._optimizer = start(kind, seed=0)
         self._steps = 0
 
-    def _build(self, seed: int) -> tuple[Laid, dmuon.Muon]:
-        kind = self._kind
-        model = build(SMALL, kind.device, seed)
-        laid = lay(
-            kind.grid,
-            model,
-            mesh_of(kind.grid, kind.device),
-            keep=kind.keep,
-            mp_policy=None if kind.dtype == torch.float32 else MixedPrecisionPolicy(param_dtype=kind.dtype),
-            costs="flops",
-            comm=dmuon.CommOptions(timeout=kind.timeout),
-        )
-        optimizer = dmuon.Muon(
-            laid.model,
-            lr=LR,
-            weight_decay=DECAY,
-            momentum=MOMENTUM,
-            ns_dtype=kind.ns_dtype,
-            adamw_eps=ADAMW_EPS,
-            distributed_config=None if kind.grid.dedicated else dmuon.create_dtensor_config(costs="flops"),
-        )
-        return laid, optimizer
-
     def _backward(self, laid: Laid, step: int, micro: int = 1) -> None:
-        tokens, targets = laid.mine(batch(SMALL, self._rows, CONTEXT, step, self._kind.device))
-        parts = list(zip(tokens.chunk(micro), targets.chunk(micro), strict=True))
-        for i, (x, y) in enumerate(parts):
-            last = i == len(parts) - 1
-            if self._kind.grid.dedicated:
-                dmuon.set_requires_gradient_sync(laid.model, last)
-            else:
-                assert isinstance(laid.model, FSDPModule)
-                laid.model.set_requires_gradient_sync(last)
-            (loss_of(laid.model, x, y, self._kind.dtype) / len(parts)).backward()
+        backward(laid, self._kind, self._rows, step, micro)
 
     def _step(self, laid: Laid, optimizer: dmuon.Muon) -> None:
         optimizer.step()
@@ -183,14 +194,14 @@ class Trial:
         model_state, optimizer_state = tree_map_only(
             Tensor, torch.clone, get_state_dict(self._laid.model, self._optimizer)
         )
-        fresh, optimizer = self._build(seed=1)
+        fresh, optimizer = start(self._kind, seed=1)
         set_state_dict(fresh.model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-        loaded = _count_different(full_state(fresh.model), full_state(self._laid.model))
+        loaded = len(differing(full_state(fresh.model), full_state(self._laid.model)))
         for laid, muon in ((self._laid, self._optimizer), (fresh, optimizer)):
             self._backward(laid, self._steps)
             self._step(laid, muon)
         self._steps += 1
-        stepped = _count_different(full_state(fresh.model), full_state(self._laid.model))
+        stepped = len(differing(full_state(fresh.model), full_state(self._laid.model)))
         text = f"{loaded} tensors differ in a fresh model after loading, {stepped} after one more step"
         return [Reading("checkpoint", text, loaded + stepped, 0)]
 
@@ -204,8 +215,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     return hasher.hexdigest()
 
 
-def _count_different(found: dict[str, Tensor], expected: dict[str, Tensor]) -> int:
-    names: Iterable[str] = found.keys() | expected.keys()
-    return sum(
-        name not in found or name not in expected or not torch.equal(found[name], expected[name]) for name in names
-    )
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that are missing on one side, or whose bits differ."""
+    names = found.keys() | expected.keys()
+    return sorted(n for n in names if n not in found or n not in expected or not torch.equal(found[n], expected[n]))

@@ -4,6 +4,11 @@
 
 Trains a small model on every topology that the ranks can form and compares it with one process; counts collectives,
 looks at who holds which bytes, and times a larger model beside FSDP2 with AdamW. Several machines: as any torchrun.
+
+    dmuon-check --first-run
+
+on one machine, without torchrun: everything that can be learned of dmuon on its GPUs in ten minutes, kernels, late
+streams, memory and costs included, in one file. ``--device cpu`` runs the same without a GPU, on small sizes.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import torch
 
 import dmuon
 from dmuon.check.environment import Machine, describe
+from dmuon.check.first_run import first_run, launch_of
 from dmuon.check.model import LARGE_VOCABULARY, Size
 from dmuon.check.ranks import Ranks
 from dmuon.check.report import Board, Stopped
@@ -35,6 +41,7 @@ from dmuon.platform.files import write_text
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _seconds = number("number of at least 1", lambda value: value >= 1)
 _factor = number("number of at least 0", lambda value: value >= 0)
+_BUDGET = 570.0
 _LAUNCH = "torchrun --nproc-per-node 8 --no-python dmuon-check"
 
 
@@ -42,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0, 1 where a check failed, or 2 after a message on stderr. The same on all ranks."""
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.first_run:
+        return _first_run(parser, arguments)
+    for name in ("budget", "ranks"):
+        if getattr(arguments, name) is not None:
+            parser.error(f"--{name} goes with --first-run only")
     settings = _settings(parser, arguments)
     seconds = settings.timeout.total_seconds()
     try:
@@ -55,6 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # the ranks can no longer be brought together: end at once, and torchrun the others
         print(f"dmuon-check: rank {ranks.rank}: {type(error).__name__}: {error}", file=sys.stderr)
         _end(FAILED)
+
+
+def _first_run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    for name in ("topologies", "reshard", "keep", "dtype", "limit", "quick", "width", "layers", "tokens"):
+        if getattr(arguments, name) != parser.get_default(name):
+            parser.error(f"--{name} does not go with --first-run; leave one of them out")
+    if "RANK" in os.environ:
+        parser.error("--first-run starts its own ranks; start it once, without torchrun")
+    path = Path(arguments.json or "dmuon-first-run.json")
+    try:
+        require_target("--json", path)
+        launch = launch_of(arguments.device or "cuda", torch.cuda.device_count(), arguments.ranks, arguments.timeout)
+    except ValueError as error:
+        parser.error(str(error))
+    return 0 if first_run(launch, arguments.budget or _BUDGET, path) else FAILED
 
 
 def _run(board: Board, settings: Settings, path: str | None) -> int:
@@ -113,19 +140,24 @@ def _end(status: int) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="dmuon-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ",".join(TOPOLOGIES)
+    parser.add_argument("--first-run", action="store_true", help="on new GPUs: all there is to check, into one file")
+    parser.add_argument("--budget", type=_seconds, help=f"of --first-run, seconds in all (default: {_BUDGET:g})")
+    parser.add_argument("--ranks", type=count, help="of --first-run (default: one a GPU; 2 on one GPU, and on the CPU)")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda (NCCL) if there is one, else cpu (gloo)"
     )
     parser.add_argument(
         "--topologies",
         type=subset(TOPOLOGIES),
-        default=names,
+        default=tuple(TOPOLOGIES),
         help=f"default: {names}, as far as they fit the number of ranks",
     )
     parser.add_argument("--reshard", action="store_true", help="only with weights freed after forward")
     parser.add_argument("--keep", action="store_true", help="only with weights kept after forward (default: both)")
     parser.add_argument("--dtype", type=subset(_DTYPES), help="of owned weights in forward (default: fp32,bf16)")
-    parser.add_argument("--json", metavar="FILE", help="write all lines there")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write all lines there (of --first-run default: dmuon-first-run.json)"
+    )
     parser.add_argument("--timeout", type=_seconds, default=60.0, help="seconds for a collective (default: 60)")
     parser.add_argument("--limit", type=_factor, default=1.0, help="factor on the limits of differences (default: 1)")
     parser.add_argument("--quick", action="store_true", help="fp32, weights freed after forward, no speed line")

@@ -24,6 +24,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _OLDEST = (2, 11)
+_CYCLES_PER_MS = 1.5e6  # of a GPU at 1.5 GHz
 
 # Renamed in PyTorch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -178,6 +179,11 @@ def current_backward() -> int | None:
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass that runs now has computed its last gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def sleep_on_stream(milliseconds: float) -> None:
+    """Queue a pause on the current CUDA stream; the host goes on. Its length is approximate: clocks vary."""
+    torch.cuda._sleep(int(milliseconds * _CYCLES_PER_MS))
 
 
 def outside_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:

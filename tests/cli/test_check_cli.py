@@ -130,6 +130,12 @@ def test_one_process_checks_what_it_can_and_says_how_to_launch(
         (("--width", "0"), "'0' is no positive integer"),
         (("--quick", "--keep"), "--keep does not go with --quick"),
         (("--quick", "--tokens", "9"), "--tokens does not go with --quick"),
+        (("--budget", "60"), "--budget goes with --first-run only"),
+        (("--ranks", "2"), "--ranks goes with --first-run only"),
+        (("--first-run", "--quick"), "--quick does not go with --first-run"),
+        (("--first-run", "--topologies", "1d"), "--topologies does not go with --first-run"),
+        (("--first-run", "--device", "cpu", "--json", "/absent/x.json"), "no such folder"),
+        (("--first-run", "--budget", "0"), "'0' is no number of at least 1"),
         (("--device", "tpu"), "invalid choice: 'tpu'"),
         (("--device", "cpu", "--json", "/absent/x.json"), "no such folder"),
     ],
@@ -141,6 +147,12 @@ def test_bad_options_are_named_before_anything_runs(
     done = ended(main, *arguments)
     assert done.status == 2 and message in done.err
     assert not lines_of(done.out)
+
+
+def test_a_first_run_under_torchrun_is_refused(ended: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    done = ended(main, "--first-run", "--device", "cpu")
+    assert done.status == 2 and "--first-run starts its own ranks; start it once, without torchrun" in done.err
 
 
 class TwoRanks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import sleep_on_stream
 
 _STEPS = 2  # with one stream late, before the next one is
+_WORKSPACES = ":4096:8"  # without it, said before its first product, cuBLAS need not give the same bits twice
 _LAYOUTS = ("1d", "fsdp2", "hsdp", "ddp", "tp", "fsdp2-hsdp", "cp", "tp-hsdp", "fsdp2-tp")
 Weights = dict[str, Tensor]
 
@@ -50,6 +52,7 @@ class Case:
 
 def compare_delayed(stage: Stage) -> None:
     """The section: memory without numbers, and each stream late in turn."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = _WORKSPACES
     for kind in _kinds(stage, keeps=(False,)):
         if stage.fits(str(kind)):
             with process_group(stage.board, str(kind)):
@@ -58,6 +61,7 @@ def compare_delayed(stage: Stage) -> None:
 
 def compare_synchronous(stage: Stage) -> None:
     """The section: each collective waited for where it starts."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = _WORKSPACES
     for kind in _kinds(stage, keeps=(False, True)):
         if stage.fits(str(kind)):
             with process_group(stage.board, str(kind)):

@@ -71,13 +71,11 @@ class Gpu:
 def look_around(stage: Stage) -> None:
     """The section: facts of all ranks, refusals, and one collective."""
     stage.facts |= software()
-    fault = _start_cuda(stage.device) if stage.device.type == "cuda" else None
-    gpu = Gpu.here(stage.device) if stage.device.type == "cuda" and fault is None else None
-    answers: list[tuple[str | None, Gpu | None]] = stage.gather((fault, gpu))
-    gpus = [gpu for _, gpu in answers if gpu is not None]
+    answers: list[Gpu | str | None] = stage.gather(start_cuda(stage.device) if stage.device.type == "cuda" else None)
+    gpus = [answer for answer in answers if isinstance(answer, Gpu)]
     stage.facts["devices"] = [asdict(gpu) for gpu in gpus]
     where = str(stage.launch)
-    faults = [f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(answers) if fault is not None]
+    faults = [f"rank {rank}: {fault}" for rank, fault in enumerate(answers) if isinstance(fault, str)]
     faults = faults or [*refusals(gpus)]
     stage.facts["refusals"] = faults
     for text in faults:
@@ -148,21 +146,21 @@ def software() -> dict[str, Any]:
     }
 
 
-def _start_cuda(device: torch.device) -> str | None:
-    """Why CUDA does not start on this rank, and the remedy."""
+def start_cuda(device: torch.device) -> Gpu | str:
+    """This rank's device; or why CUDA does not start on it, and the remedy."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA; install one of https://pytorch.org that has it"
     try:
         torch.cuda.init()
         torch.cuda.set_device(device)
         torch.ones(1, device=device).sum().item()
+        return Gpu.here(device)
     except Exception as error:  # of whatever kind: a driver that is missing, too old, or in trouble
         said = " ".join(str(error).split())
         return (
             f"CUDA does not start ({said}); install or update the NVIDIA driver, see that nvidia-smi lists the GPUs "
             "and CUDA_VISIBLE_DEVICES hides none, or install a torch built for this driver"
         )
-    return None
 
 
 def _passes_fault(device: torch.device) -> str | None:

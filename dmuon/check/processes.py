@@ -130,7 +130,6 @@ def _run_rank(section: str, launch: Launch, rank: int, port: int, deadline: floa
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(launch.world)}
     place["LOCAL_RANK"] = str(rank % max(1, launch.devices))
     place["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store outlives every rank
-    place["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS need not give the same bits twice
     os.environ.update(place)
     os.environ.setdefault("NCCL_DEBUG", "WARN")
     if launch.kind == "cpu":

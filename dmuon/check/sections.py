@@ -25,7 +25,7 @@ from dmuon.planning.profiler import measure
 from dmuon.solver import Shape
 
 _SMALL = tuple((min(shape), max(shape)) for shape in ((SMALL.width, SMALL.width), (SMALL.width, SMALL.hidden)))
-_LARGE = ((1024, 1024), (1024, 4096), (2048, 8192), (4096, 4096), (4096, 14336))  # of models of 0.3 to 8 billion
+_LARGE = ((1024, 4096), (4096, 4096), (4096, 14336))  # of models of 0.3 to 8 billion parameters
 _BATCHES = (1, 4)
 _BATCHED_ELEMENTS = 1 << 24  # of a matrix: several larger ones would need more memory than is asked for
 

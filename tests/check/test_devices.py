@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dmuon.check import devices
-from dmuon.check.devices import NEEDED_BYTES, Gpu, refusals, warned
+from dmuon.check.devices import NEEDED_BYTES, Gpu, refusals, start_cuda, warned
 
 GPU = Gpu("H100", "a", (9, 0), 70 << 30, 80 << 30, (1,), None, None)
 BUILD = "the kernel does not build (FileNotFoundError: gcc)"
@@ -45,7 +44,7 @@ def test_a_gpu_below_the_kernels_is_taken_and_says_what_runs_instead() -> None:
 def test_a_torch_without_cuda_is_named() -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
-    assert "is built without CUDA; install" in (devices._start_cuda(torch.device("cuda", 0)) or "")
+    assert "is built without CUDA; install" in (str(start_cuda(torch.device("cuda", 0))))
 
 
 def test_a_driver_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +53,7 @@ def test_a_driver_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", fail)
-    found = devices._start_cuda(torch.device("cuda", 0))
-    assert found is not None
+    found = start_cuda(torch.device("cuda", 0))
+    assert isinstance(found, str)
     assert found.startswith("CUDA does not start (The NVIDIA driver on your system is too old (found version 10010));")
     assert "update the NVIDIA driver" in found

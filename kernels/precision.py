@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,14 +23,11 @@ def full_precision(device: torch.device) -> Iterator[None]:
         with torch.autocast(kind, enabled=False), full_precision(device):
             yield
         return
-    settings = (_FP32, _HALVES) if kind == "cuda" else (_FP32,)
-    for setting in settings:
-        setting.enter()
-    try:
+    with ExitStack() as stack:
+        for setting in (_FP32, _HALVES) if kind == "cuda" else (_FP32,):
+            setting.enter()
+            stack.callback(setting.leave)
         yield
-    finally:
-        for setting in settings:
-            setting.leave()
 
 
 class _Shared:

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,7 +49,9 @@ class CudaGraphs:
     """
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}  # kept: torch has few, and gives each to several who ask
+        # Of each device a stream, kept since torch has few and gives each to several who ask; and the memory that all
+        # its graphs share, as they do the stream's workspace: their replays never overlap, and results are copied.
+        self._places: dict[torch.device, tuple[Any, Any]] = {}
         self._unfinished: list[Any] = []  # the allocator goes on asking a graph whose capture did not end
 
     def record(self, run_eager: Callable[[Tensor], Tensor], x: Tensor) -> Recording:
@@ -58,18 +61,36 @@ class CudaGraphs:
             run_eager(x.clone())
             source = torch.empty_like(x)
             graph = torch.cuda.CUDAGraph()
-            if x.device not in self._streams:
-                self._streams[x.device] = torch.cuda.Stream(x.device)
-            with torch.cuda.stream(self._streams[x.device]):
+            if x.device not in self._places:
+                self._places[x.device] = torch.cuda.Stream(x.device), torch.cuda.graph_pool_handle()
+            stream, pool = self._places[x.device]
+            # A capture begins by resetting the offsets that all graphs draw random numbers from: not between a user's
+            # graph and what that draws.
+            current = torch.cuda.current_stream(x.device)
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
                 # Of this thread alone: meanwhile NCCL's watchdog asks for its events.
                 self._unfinished.append(graph)
-                graph.capture_begin(capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     result = run_eager(source)
-                finally:
-                    graph.capture_end()
-                    self._unfinished.remove(graph)
+                except BaseException:
+                    with suppress(Exception):
+                        self._end(graph, x.device, pool)
+                    raise
+                self._end(graph, x.device, pool)
+            current.wait_stream(stream)
         return Recording(graph.replay, source, result)
+
+    def _end(self, graph: Any, device: torch.device, pool: Any) -> None:
+        """End the capture. Where that fails, torch leaves its allocator as if it went on."""
+        try:
+            graph.capture_end()
+        except BaseException:
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+            raise
+        self._unfinished.remove(graph)
 
 
 recorder: Recorder = CudaGraphs()

@@ -24,13 +24,13 @@ class Vote:
     before gradients or weights of different parameters are mixed.
 
     Attributes:
-        flags: by parameter, whether it has a gradient on this rank.
+        flags: by parameter, whether it has a gradient on this rank; or other small numbers.
         digest: 31 bits of the collectives that this rank has issued so far (:attr:`dmuon.comm.monitor.Monitor.digest`).
         changed: this rank's parameters, or how they lie, have changed.
         fault: this rank, if it found a fault among other ranks and takes no step.
     """
 
-    flags: Sequence[bool]
+    flags: Sequence[int]
     digest: int
     changed: bool = False
     fault: GlobalRank | None = None
@@ -47,7 +47,7 @@ class Vote:
         """What all ranks said, from the elementwise maximum of their encoded votes."""
         fault, any_changed, none_changed, greatest, least, *flags = maxima
         return Verdict(
-            flags=tuple(map(bool, flags)),
+            flags=tuple(flags),
             same_collectives=greatest == -least,
             same_change=any_changed == -none_changed,
             fault=None if fault < 0 else GlobalRank(fault),
@@ -64,13 +64,13 @@ class Verdict:
     """What all ranks said in one vote.
 
     Attributes:
-        flags: by parameter, whether any rank has a gradient of it.
+        flags: by parameter, whether any rank has a gradient of it; of other numbers, the largest of all ranks.
         same_collectives: all have issued the same collectives so far.
         same_change: parameters have changed on all of them or on none.
         fault: the last rank that found a fault elsewhere; None if none did.
     """
 
-    flags: tuple[bool, ...]
+    flags: tuple[int, ...]
     same_collectives: bool
     same_change: bool
     fault: GlobalRank | None

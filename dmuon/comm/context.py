@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.comm.domain import Domain
-from dmuon.comm.monitor import Monitor
+from dmuon.comm.monitor import Monitor, Pending
 from dmuon.comm.process_groups import connect, make_group, this_rank
 from dmuon.layout.buffer import Transport, part_offsets
 from dmuon.layout.topology import Coordinate, GlobalRank, Position, Topology, position_in
@@ -256,10 +256,14 @@ def make_comm(
         flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
     row, column = (_line(device.type, topology, along, rank, options) for along in ("s", "r"))
     average_group = make_group(device.type, topology.partition("rs"), "average", options.timeout)
-    lines = [line for line in (row, column) if line is not None]
-    groups = [control, group, *([tensor.group] if tensor is not None else []), average_group]
     with monitor.watch("first use of dmuon's process groups"):
-        connect([*groups, *(g for line in lines for g in (line.weights, line.gradients))], device)
+        for one in (control, group, average_group):
+            connect(one, device)
+        if tensor is not None:
+            connect(tensor.group, device, exchanges=True)
+        for line in (row, column):
+            if line is not None:
+                _connect_line(line, device, monitor)
         monitor.synchronize()  # what is wrong with a link shows here
     return Comm(
         mesh=mesh,
@@ -283,6 +287,15 @@ def make_comm(
         control=control,
         tensor=tensor,
     )
+
+
+def _connect_line(line: Line, device: torch.device, monitor: Monitor) -> None:
+    """As :func:`connect`, by all that its groups are for."""
+    transports: tuple[Transport, ...] = ("broadcast", "single")
+    for transport in transports:
+        region, parts = scratch(transport, [1] * len(line.ranks), torch.float32, device)
+        Pending(monitor, "gather", gather(transport, region, parts, line)).wait()
+        Pending(monitor, "reduce", reduce(transport, region, parts, line)[1]).wait()
 
 
 def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: Topology) -> DeviceMesh:

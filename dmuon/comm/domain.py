@@ -73,7 +73,7 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
             "makes creating groups collective over all ranks; leave device_id out of init_process_group"
         )
     group = make_group(device.type, [members], "exchange", timeout)
-    connect([group], device)
+    connect(group, device, exchanges=True)
     rank = this_rank()
     monitor = Monitor(members, rank, default_store(), group.group_name, device=device)
     return Domain(members, position_in(members, rank), device, group, monitor)

@@ -65,14 +65,19 @@ def make_group(
     return own
 
 
-def connect(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Use each group for the first time. Collective over all of them; all ranks have them in one order of purposes.
+def connect(group: dist.ProcessGroup, device: torch.device, *, exchanges: bool = False) -> None:
+    """Use ``group`` for the first time. Collective; ranks that have several groups call this in one order.
 
-    A back end connects ranks when a group is first used, and until they come the host of each waits. In training, ranks
-    may come to first uses in another order, and would wait for each other for ever.
+    A back end connects ranks when a group is first used, and perhaps again for each kind of collective. Until all have
+    come, the host of each waits: in training, where others may wait for this one elsewhere, perhaps for ever.
+
+    Args:
+        exchanges: it is for all-to-alls too.
     """
-    for group in groups:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if exchanges:
+        sent = torch.zeros(group.size(), device=device)
+        dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 
 
 def _group_name(purpose: str, ranks: Sequence[int], number: int) -> str:

@@ -141,6 +141,8 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
             for comm, matrix, param in edited:
                 if matrix.owner == comm.position:
                     matrix.master.copy_(local_tensor(param))
+        for runtime in runtimes:
+            runtime.weights_changed()
 
 
 def _edited(matrix: OwnedMatrix) -> nn.Parameter:

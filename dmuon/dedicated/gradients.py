@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.profiler import record_function
 
-from dmuon.comm.agreement import Vote
+from dmuon.comm.agreement import Verdict, Vote
 from dmuon.comm.context import Comm, Line, Works, reduce, scratch
 from dmuon.comm.monitor import Pending, run_all
 from dmuon.dedicated.buffer import OwnedBuffer
@@ -223,7 +223,7 @@ class Gradients:
         self._used |= reduction.used
         self._reductions.append(reduction)
         if self.averager is not None:
-            self.averager.launch_complete()
+            self.averager.reduction_started()
 
     def _finish_oldest(self) -> None:
         reduction = self._reductions.popleft()
@@ -266,12 +266,12 @@ class Gradients:
         flags += [p.grad is not None and id(p) not in missing for p in replicated]
         self._used.clear()
         if len(self._comm.topology.ranks) > 1:
-            votes = self._vote(flags + (self.averager.irregular if self.averager is not None else []))
+            votes = self._vote(flags, self.averager.places() if self.averager is not None else [])
             if not undecided and not averages:
                 return  # this rank needs no other's vote: do not wait for them on the host
-            flags = [*Vote.decode(votes.tolist()).flags]
+            flags = [bool(flag) for flag in Vote.decode(votes.tolist()).flags]
         keys = [id(m) for m in self._matrices] + [id(p) for p in replicated]
-        used = {key for key, flag in zip(keys, flags, strict=False) if flag}
+        used = {key for key, flag in zip(keys, flags[: len(keys)], strict=True) if flag}
         for matrix, local in undecided:
             if id(matrix) in used:
                 matrix.set_grad(self._comm, local)
@@ -281,31 +281,46 @@ class Gradients:
             if id(param) in used:
                 param.grad = like_param(param, average)
 
-    def _vote(self, flags: list[bool]) -> HostCopy:
-        """Vote on the parameters that any rank used, on those whose gradients may not leave before the end of backward,
-        and on whether all issued the same collectives so far.
+    def _vote(self, flags: list[bool], places: list[int]) -> HostCopy:
+        """Vote on the parameters that any rank used, on where in backward gradients came, and on whether all issued the
+        same collectives so far.
 
         The latter two are looked at once if the host need not wait for them, otherwise in the next backward: on all
         ranks alike.
+
+        Args:
+            places: of :meth:`GradAverager.places`.
         """
-        self.verify()
-        votes = Vote(flags, self._comm.monitor.digest).encode()
+        self._conclude()
+        votes = Vote([*flags, *places], self._comm.monitor.digest).encode()
         if streams_of(self._comm.device) is not None:
             votes = pinned_like(votes).copy_(votes).to(self._comm.device, non_blocking=True, copy=True)
         with self._comm.monitor.watch("vote on unused parameters"):
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._comm.control)
         self._votes = copy = HostCopy(votes)
         if copy.immediate:
-            self.verify()
+            self._conclude()
         return copy
 
-    def verify(self) -> None:
-        """Raise if, by the last vote, ranks had issued different collectives; the host waits for that vote."""
-        votes, self._votes = self._votes, None
-        if votes is None:
-            return
-        verdict = Vote.decode(votes.tolist())
+    def verify(self) -> Verdict | None:
+        """The last vote, if no conclusions were drawn yet; the host waits for it.
+
+        Any rank may ask, perhaps alone: nothing follows from it.
+
+        Raises:
+            CollectiveError: by that vote, ranks had issued different collectives.
+        """
+        if self._votes is None:
+            return None
+        verdict = Vote.decode(self._votes.tolist())
         if not verdict.same_collectives:
+            self._votes = None
             self._comm.monitor.disagree()
-        if self.averager is not None:
-            self.averager.learn(verdict.flags[len(verdict.flags) - len(self.averager.params) :])
+        return verdict
+
+    def _conclude(self) -> None:
+        """Draw the conclusions of the last vote; all ranks do at one place."""
+        verdict = self.verify()
+        self._votes = None
+        if verdict is not None and self.averager is not None:
+            self.averager.learn(verdict.flags)

@@ -61,7 +61,10 @@ class Keeper(Protocol):
         """The same on all ranks, and of no other keeper."""
 
     def before_write(self) -> None:
-        """Something is about to write to an owned parameter: published copies of it are out of date then."""
+        """Something is about to write to an owned parameter: what is queued from now on runs after whoever reads it."""
+
+    def weights_changed(self) -> None:
+        """Something wrote to an owned parameter: published copies of it are out of date."""
 
     def write_even(self, param: OwnedTensor, shard: Tensor) -> None:
         """Make the even shards of all ranks the value of ``param``. Collective."""
@@ -73,8 +76,8 @@ class OwnedTensor(DTensor):
     Attributes:
         fqn: canonical name of the parameter.
         owner: position of the rank that holds it, among the data-parallel ones.
-        keeper: told before an operation writes to the parameter, or to an alias that ``detach`` made. None on
-            gradients, optimizer state and copies.
+        keeper: told before and after an operation writes to the parameter, or to an alias that ``detach`` made. None
+            on gradients, optimizer state and copies.
     """
 
     fqn: str
@@ -108,9 +111,12 @@ class OwnedTensor(DTensor):
         plain_args, plain_kwargs = tree_unflatten(plain, spec)
         if name == "detach":
             return _like(owned[0], owned[0]._local_tensor.detach(), keeper=owned[0].keeper)
-        if name.endswith("_"):
-            _notify(args[0])
+        keepers = _keepers(args[0]) if name.endswith("_") else []
+        for keeper in keepers:
+            keeper.before_write()
         out = func(*plain_args, **plain_kwargs)
+        for keeper in keepers:
+            keeper.weights_changed()
         if name.startswith("_foreach") and name.endswith("_"):
             # Early updates go by versions, which torch does not count here under a TorchDispatchMode.
             increment_version([local_tensor(tensor) for tensor in args[0]])
@@ -279,7 +285,7 @@ def _check_norm(name: str, args: Sequence[Any], kwargs: dict[str, Any], tensor: 
         raise RuntimeError(f"{name} over dim={dims} of {tensor.fqn!r} is not available; {_REMEDY}")
 
 
-def _notify(target: Any) -> None:
-    for tensor in target if isinstance(target, (list, tuple)) else (target,):
-        if isinstance(tensor, OwnedTensor) and tensor.keeper is not None:
-            tensor.keeper.before_write()
+def _keepers(target: Any) -> list[Keeper]:
+    """Of the owned parameters in ``target``, each once."""
+    owned = [t for t in (target if isinstance(target, (list, tuple)) else (target,)) if isinstance(t, OwnedTensor)]
+    return list({id(t.keeper): t.keeper for t in owned if t.keeper is not None}.values())

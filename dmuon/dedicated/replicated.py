@@ -21,13 +21,15 @@ from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import local_tensor, managed_by_ddp
 
 _BUCKET_BYTES = 25 * 2**20
+_NOWHERE = 2**30  # in a vote: more than any number of reductions, as is its negative, so that no range is one place
 
 
 class _Bucket:
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
-        self.ready: set[int] = set()
+        self.ready: dict[int, int] = {}  # by ``id``, behind how many reductions the gradient came
         self.late: set[int] = set()
+        self.origins: list[Origin] = []  # of gradients
         self.used: dict[int, bool] = {}
         self.flat: Tensor | None = None
         self.pending: Pending | None = None
@@ -39,6 +41,9 @@ class _Bucket:
         return len(self.ready) == len(self.params)
 
     def launch(self, comm: Comm) -> None:
+        for origin in self.origins:
+            origin.join()
+        self.origins = []
         self._origin = Origin(comm.device)
         with torch.no_grad():
             first = local_tensor(self.params[0])
@@ -90,11 +95,12 @@ class _Bucket:
 class GradAverager:
     """Data parallelism for replicated parameters.
 
-    Buckets leave in one order, behind reductions of owned gradients (:meth:`launch_complete`) or at the end of
-    backward, where what is missing counts as zero. Which of the two must not depend on what this rank has used, since
-    reductions and averages have communicators of their own ([Note: one order of collectives]). So a bucket leaves early
-    only if by earlier votes every rank has always had all its gradients, once each; the others form the last buckets.
-    The order differs between ranks in the one backward in which a rank lacks a gradient for the first time.
+    Buckets leave in one order, behind reductions of owned gradients or at the end of backward, where what is missing
+    counts as zero. Where must not depend on what this rank has used, since reductions and averages have communicators
+    of their own ([Note: one order of collectives]). So a bucket leaves early only if by earlier votes all its gradients
+    have always come on all ranks, once each and behind as many reductions; the others form the last buckets. The order
+    differs between ranks in the one backward in which a gradient is missing or elsewhere for the first time. Where each
+    collective is awaited at once, that would be a deadlock, and all buckets leave at the end.
 
     A gradient accumulates without a second tensor: the average of ``previous average + new gradient`` is right, because
     the previous average is the same on all ranks.
@@ -103,15 +109,14 @@ class GradAverager:
         params: in registration order; plain, or DTensors that tensor parallelism split, whose parts are averaged.
         on_gradient: called when a gradient arrives; tells whether this backward synchronizes.
 
-    Attributes:
-        irregular: by parameter, whether in the last backward it had no gradient on this rank, or one that came late.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], comm: Comm, on_gradient: Callable[[], bool]) -> None:
         self.params = list(params)
         self._comm = comm
         self._on_gradient = on_gradient
-        self.irregular = [True] * len(self.params)
+        self._reductions = 0  # of this backward, so far
+        self._places: dict[int, int] = {}  # by ``id``, behind how many of them the gradient came in the last backward
         self._ever_irregular: set[int] | None = None  # by ``id``, on any rank; None before the first vote is known
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[list[nn.Parameter]] = []
@@ -129,7 +134,8 @@ class GradAverager:
         self._buckets = []
         backward = list(reversed(self.params))  # which reaches the last parameters first
         self._extend([param for param in backward if id(param) not in apart])
-        self._early_buckets = 0 if self._ever_irregular is None else len(self._buckets)
+        early = self._ever_irregular is not None and self._comm.options.asynchronous
+        self._early_buckets = len(self._buckets) if early else 0
         self._extend([param for param in backward if id(param) in apart])
 
     def _extend(self, params: Sequence[nn.Parameter]) -> None:
@@ -159,17 +165,27 @@ class GradAverager:
         if bucket.pending is not None:
             bucket.late.add(id(param))  # a second arrival after the bucket left: average it again at the end
             return
-        bucket.ready.add(id(param))
+        bucket.ready[id(param)] = self._reductions
+        bucket.origins.append(Origin(self._comm.device))
 
-    def launch_complete(self) -> None:
-        """Start averaging what is complete, and leaves early. Called at the same places on all ranks."""
+    def reduction_started(self) -> None:
+        """A block's owned gradients leave, as on all ranks: start averaging what is complete, and leaves early."""
+        self._reductions += 1
         if self._active:
             while self._next < self._early_buckets and self._active[self._next].complete:
                 self._launch_next()
 
-    def learn(self, irregular: Sequence[bool]) -> None:
-        """By a vote of all ranks, which parameters were :attr:`irregular` on some rank; the same on all of them."""
-        found = {id(param) for param, flag in zip(self.params, irregular, strict=True) if flag}
+    def places(self) -> list[int]:
+        """What to vote on: where in the last backward each gradient came, twice a parameter, as a range."""
+        found = [self._places.get(id(param)) for param in self.params]
+        return [_NOWHERE if place is None else sign * place for sign in (1, -1) for place in found]
+
+    def learn(self, verdict: Sequence[int]) -> None:
+        """From the maxima of all ranks' :meth:`places`, behind others: which may not leave early."""
+        count = len(self.params)
+        greatest, least = verdict[len(verdict) - 2 * count : len(verdict) - count], verdict[len(verdict) - count :]
+        ranges = zip(self.params, greatest, least, strict=True)
+        found = {id(param) for param, most, negated_least in ranges if most != -negated_least}
         if self._ever_irregular is None or not found <= self._ever_irregular:
             self._ever_irregular = found | (self._ever_irregular or set())
             self._build()
@@ -200,8 +216,9 @@ class GradAverager:
         for param in late.values():
             if param.grad is not None:
                 self._average_late(local_tensor(param.grad))
-        regular = {p for bucket in active for p in bucket.ready} - late.keys()
-        self.irregular = [id(param) not in regular for param in self.params]
+        arrived = {key: place for bucket in active for key, place in bucket.ready.items()}
+        self._places = {key: place for key, place in arrived.items() if key not in late}
+        self._reductions = 0
         return undecided
 
     def _average_late(self, grad: Tensor) -> None:
@@ -215,6 +232,7 @@ class GradAverager:
     def reset(self) -> None:
         """Forget a backward that did not finish."""
         active, self._active = self._active, []
+        self._reductions = 0
         run_all(bucket.discard for bucket in active)
 
 

@@ -125,9 +125,12 @@ class Runtime:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def before_write(self) -> None:
-        """Masters are about to change, as soon as nobody reads them; whatever is in a buffer is out of date then."""
+        """Masters are about to change: what is queued from now on runs after whoever reads them."""
         self.comm.fill_stream.join()
         self.comm.publish_stream.join()
+
+    def weights_changed(self) -> None:
+        """Masters have changed, or will: whatever is in a buffer is out of date."""
         self.generation += 1
 
     def write_even(self, param: OwnedTensor, shard: Tensor) -> None:
@@ -144,6 +147,7 @@ class Runtime:
             fault = error
         self.before_write()
         write_even(shard, param, matrix, self.comm, fault)
+        self.weights_changed()
 
     def begin_update(self, params: Iterable[Tensor]) -> None:
         """Before the masters of ``params`` change: raise the generation, and publish what none of them delays.
@@ -154,6 +158,7 @@ class Runtime:
         """
         self.comm.monitor.begin_step()
         self.before_write()
+        self.weights_changed()
         for block in self.blocks:  # graphs of forwards that never ran backward are void now
             block.forget_graph()
         self._outdated = {id(p) for p in params if id(p) in self._by_rest}
@@ -412,9 +417,10 @@ class Runtime:
         self._backwards.clear()
         self._reducible.clear()
         self._leftovers.clear()
+        self._fills.clear()
         for block in self.blocks:
             block.reset()
-        self.before_write()
+        self.weights_changed()
         run_all([self.gradients.discard, *(buffer.free for buffer in self.buffers)])
 
 

@@ -92,7 +92,7 @@ class Stream:
             self._stream.synchronize()
 
     def mark(self) -> torch.Event | None:
-        """What was queued on this stream so far, for :meth:`join`; None where everything runs in turn."""
+        """What was queued on this stream so far, for :meth:`join_up_to`; None where everything runs in turn."""
         if self._module is None or self._stream is None:
             return None
         return _recorded(self._module, self._stream)
@@ -109,12 +109,20 @@ class Stream:
 
 
 class Origin:
-    """The stream on which memory is allocated that is about to be, and to which it will return."""
+    """The current stream: on which what happens now is queued, and to which memory that is allocated now returns."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = streams_of(device)
         self._stream = None if self._module is None else self._module.current_stream(device)
+
+    def join(self) -> None:
+        """Everything queued from now on, perhaps on another stream, runs after what was queued on this one so far."""
+        if self._module is None or self._stream is None:
+            return
+        current = self._module.current_stream(self._device)
+        if current != self._stream:
+            current.wait_stream(self._stream)
 
     def await_users(self) -> None:
         """Call it on the stream that used the memory last, before the memory is given back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -104,12 +105,19 @@ def default_timeout() -> timedelta:
 def in_one_launch(
     group: dist.ProcessGroup, device: torch.device, launches: Sequence[Callable[[], dist.Work | None]]
 ) -> list[dist.Work | None]:
-    """Start asynchronous collectives of one group: on NCCL by one kernel, elsewhere one after the other."""
+    """Start asynchronous collectives of one group: on NCCL by one group call, elsewhere one after the other."""
     if len(launches) < 2 or backend_of(group, device) != "nccl":
         return [launch() for launch in launches]
-    with dist.distributed_c10d._coalescing_manager(group, device, async_ops=True) as coalesced:
-        for launch in launches:
-            launch()
+    c10d: Any = dist.distributed_c10d
+    try:
+        with c10d._coalescing_manager(group, device, async_ops=True) as coalesced:
+            for launch in launches:
+                launch()
+    except BaseException:  # which leaves the group call open, for everything that follows in this process
+        with suppress(Exception):
+            c10d._world.pg_coalesce_state.pop(group, None)
+            group._end_coalescing(device)
+        raise
     return list(coalesced.works)
 
 

@@ -38,17 +38,19 @@ class Changing(Network):
         self.step = 0
 
     def forward(self, tokens: Tensor) -> Tensor:
+        changed = self.step >= UNTIL
+        here = changed and dist.is_initialized() and dist.get_rank() > 0
         x = self.embed(tokens)
+        if here and self.change == "elsewhere on one rank":
+            x = self.norm(x)
         first, *others = self.blocks
-        if self.step >= UNTIL and self.change == "checkpointed":
+        if changed and self.change == "checkpointed":
             x = checkpoint(lambda y: self.norm(first(y)), x, use_reentrant=True)
         else:
             x = first(x)
         for block in others:
             x = block(x)
-        if self.step >= UNTIL and self.change == "unused":
-            return self.head(x)
-        if self.step >= UNTIL and self.change == "unused on one rank" and dist.is_initialized() and dist.get_rank():
+        if (changed and self.change == "unused") or (here and "on one rank" in self.change):
             return self.head(x)
         return self.head(self.norm(x))
 
@@ -109,9 +111,10 @@ def test_averages_are_right_when_gradients_begin_to_come_otherwise(rank: int, wo
 
 
 @on_ranks(2)
-def test_a_parameter_that_one_rank_ever_lacked_leaves_at_the_end(rank: int, world: int) -> None:
+@pytest.mark.parametrize("change", ["unused on one rank", "elsewhere on one rank"])
+def test_what_was_ever_otherwise_on_one_rank_leaves_at_the_end(rank: int, world: int, change: str) -> None:
     with small_buckets(), counted("finish") as left:
-        model = Changing("unused on one rank")
+        model = Changing(change)
         dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
         for step in range(UNTIL + 3):
             model.step = step
@@ -120,6 +123,22 @@ def test_a_parameter_that_one_rank_ever_lacked_leaves_at_the_end(rank: int, worl
     dist.all_gather_object(everywhere, left)
     counts = list(zip(*everywhere, strict=True))
     assert counts[1][0] == counts[1][1] > 0
-    assert counts[UNTIL][0] > counts[UNTIL][1], "the first time, its bucket waits on that rank alone"
+    if change == "unused on one rank":
+        assert counts[UNTIL][0] > counts[UNTIL][1], "the first time, its bucket waits on that rank alone"
+    assert counts[UNTIL + 1][0] < counts[1][0]
     for ours, theirs in counts[UNTIL + 1 :]:
         assert 0 < ours == theirs, "from then on it is in the last buckets on all ranks"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", ["unused on one rank", "elsewhere on one rank"])
+def test_nothing_leaves_early_where_each_collective_is_awaited(rank: int, world: int, change: str) -> None:
+    """A rank would wait for an average, and the other one for a reduction."""
+    with small_buckets(), counted("finish") as left:
+        model = Changing(change)
+        comm = dmuon.CommOptions(asynchronous=False)
+        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops", comm=comm)
+        for step in range(UNTIL + 2):
+            model.step = step
+            loss_of(model, *shard(batch(step), rank, world)).backward()
+    assert left == [0] * (UNTIL + 2)

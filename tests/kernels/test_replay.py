@@ -50,20 +50,24 @@ class Cuda:
     def device(self, _device: torch.device) -> Iterator[None]:
         yield
 
-    def Stream(self, _device: Any = None, **_: Any) -> str:
+    def Stream(self, _device: Any = None, **_: Any) -> Stream:
         self.note("Stream")
-        return "beside"
+        return Stream(self, "beside")
 
     @contextmanager
-    def stream(self, stream: str) -> Iterator[None]:
-        before, self.stream_name = self.stream_name, stream
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.stream_name = self.stream_name, stream.name
         try:
             yield
         finally:
             self.stream_name = before
 
-    def current_stream(self, _device: Any = None) -> str:
-        return self.stream_name
+    def current_stream(self, _device: Any = None) -> Stream:
+        return Stream(self, self.stream_name)
+
+    def graph_pool_handle(self) -> str:
+        self.note("graph_pool_handle")
+        return "pool"
 
     def synchronize(self, _device: Any = None) -> None:
         self.note("synchronize")
@@ -78,13 +82,22 @@ class Cuda:
         return Graph(self)
 
 
+class Stream:
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self._cuda = cuda
+        self.name = name
+
+    def wait_stream(self, other: Stream) -> None:
+        self._cuda.calls.append((f"wait for {other.name}", self.name))
+
+
 class Graph:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self.programs: list[Callable[[], object]] = []
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global", **_: object) -> None:
-        assert pool is None, "each graph has memory of its own"
+        assert pool == "pool", "graphs share a workspace, and so the memory in which it lies"
         assert capture_error_mode == "thread_local", "other threads ask for events meanwhile"
         self._cuda.note("capture_begin")
         self._cuda.graphs.append(self)
@@ -119,9 +132,19 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
             fake.capturing.programs.append(lambda: result.copy_(real(x, variant, *rest)))
         return result
 
-    names = ("device", "Stream", "stream", "current_stream", "synchronize", "empty_cache", "CUDAGraph")
+    names = (
+        "device",
+        "Stream",
+        "stream",
+        "current_stream",
+        "synchronize",
+        "empty_cache",
+        "graph_pool_handle",
+        "CUDAGraph",
+    )
     for name in names:
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: fake.note("end of pool"), raising=False)
     monkeypatch.setattr(torch._C, "_host_emptyCache", fake.empty_cache, raising=False)
     monkeypatch.setattr(newton_schulz, "run", run)
     monkeypatch.setattr(newton_schulz, "variant_fault", lambda *_: None)
@@ -153,12 +176,15 @@ def test_what_cannot_be_captured_happens_before_and_on_another_stream(cuda: Cuda
     first = [
         ("run", "main"),
         ("Stream", "main"),
+        ("graph_pool_handle", "main"),
+        ("wait for main", "beside"),
         ("capture_begin", "beside"),
         ("run", "beside"),
         ("capture_end", "beside"),
+        ("wait for beside", "main"),
         ("replay", "main"),
     ]
-    third = [call for call in first if call[0] != "Stream"]
+    third = [call for call in first if call[0] not in ("Stream", "graph_pool_handle")]
     assert cuda.calls == [*first, ("replay", "main"), *third], "one stream captures all graphs of a device"
 
 
@@ -198,6 +224,7 @@ def test_where_capturing_fails_the_kernels_are_launched_one_by_one(cuda: Cuda, f
     with pytest.warns(UserWarning, match=r"no CUDA graph for \(2, 16, 48\) on cpu .*launched one by one"):
         assert torch.equal(orthogonalize(matrices(), variant=REPLAYED), expected)
     assert cuda.capturing is None and cuda.stream_name == "main", "the capture has ended"
+    assert len(cuda.named("end of pool")) == (fails == "capture_end"), "the allocator is told"
     assert torch.equal(orthogonalize(matrices(), variant=REPLAYED), expected)
     assert len(cuda.graphs) == 1, "it is not tried again"
     unfinished = replay.recorder._unfinished

@@ -204,6 +204,13 @@ def _save(trained: Trained) -> None:
     trained.saved = {"model": trained.model.state_dict(), "optimizer": trained.optimizer.state_dict()}
 
 
+def _save_alone(trained: Trained) -> None:
+    """Inside of ``summon_full_params`` the modules hold whole weights, and one rank may read them alone."""
+    with dmuon.summon_full_params(trained.model, writeback=False):
+        if dist.get_rank() == 0:
+            trained.model.state_dict()
+
+
 def _load(trained: Trained) -> None:
     trained.model.load_state_dict(trained.saved["model"])
     trained.optimizer.load_state_dict(trained.saved["optimizer"])
@@ -246,6 +253,7 @@ ACTIONS: dict[str, Callable[[Trained], None]] = {
     "summon": _summon,
     "edit": _edit,
     "save": _save,
+    "save-alone": _save_alone,
     "load": _load,
     "regroup": _regroup,
     "fail": _fail,
@@ -375,6 +383,9 @@ PROGRAMS: dict[str, Program] = {
     "single beside": Program("hsdp-two-lines", f"{T} {T} evaluate@side {T}", model="single"),
     "failed": Program("1d-two-lines", f"{T} {T} fail {T}", bucket=1000),
     "auxiliary": Program("1d-two-lines", f"{T} {T} {T} {T}", model="auxiliary", bucket=1000),
+    "saved alone": Program(
+        "1d-two-lines", f"backward save-alone step zero {T} {T} {T}", model="auxiliary", bucket=1000
+    ),
     "replayed": Program("1d-two-lines", f"{T} {T}", overlap=True, graphs=32),
     "two optimizers": Program("1d-two-lines", f"{T} {T}", overlap=True, graphs=32, optimizers=2),
     "dropped graphs": Program("1d-two-lines", f"backward clip step zero {T}", overlap=True, graphs=1),

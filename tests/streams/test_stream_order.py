@@ -91,6 +91,7 @@ TRAINING = ("accumulate", "backward", "clip", "evaluate", "regroup", "step", "ze
 WAITS_BY_DESIGN = {
     "in turn": "asynchronous=False waits for every collective",
     "auxiliary": "where a rank has no gradient, it waits for the vote on whether another one has",
+    "saved alone": "as before",
     "functions": "ranks agree on what a user's function gave for the first time",
 }
 
@@ -250,6 +251,8 @@ QUICK_PLANTS = tuple(PLANTS)[:6]
 RESULT = "what it returns is needed, and somebody else inside waits for the stream"
 IN_TURN = "asynchronous=False: the host waits for more than anybody needs"
 TIMES = "it measures, and nothing follows from it"
+GRAPH = "a graph can be captured on CUDA alone: tests/kernels/test_replay.py"
+CONNECTS = "what it carries is read by nobody, and faults show early"
 ENGINE = "on the pretended device hooks run on another stream than the end of backward: tests/pretend/"
 HARMLESS = {
     "work.wait in Pending.wait_at_exit": "it keeps a process on the CPU from ending too early",
@@ -264,7 +267,13 @@ HARMLESS = {
     "result.wait in UserFunctions.gather": RESULT,
     "self._gathered.pop(number).wait in UserRound._wholes": RESULT,
     "self._parts[number].wait in UserRound.finish": RESULT,
-    "monitor.synchronize in make_comm": "it shows faults early",
+    "stream.wait_stream in CudaGraphs.record": GRAPH,
+    "current.wait_stream in CudaGraphs.record": GRAPH,
+    "monitor.synchronize in make_comm": CONNECTS,
+    "Pending(…).wait in _connect_line": CONNECTS,
+    "Pending(…).wait in _connect_line (1)": CONNECTS,
+    "current.wait_stream in Origin.join": ENGINE,
+    "origin.join in _Bucket.launch": ENGINE,
     "self._comm.monitor.start(…).wait in GradAverager._average_late": "a program begins checkpointing in mid-training",
     "self._origin.await_users in _Bucket.discard": ENGINE,
     "self._origin.await_users in _Bucket.finish": ENGINE,

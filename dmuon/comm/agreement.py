@@ -1,4 +1,4 @@
-"""What all ranks must agree on before any of them communicates."""
+"""Votes, and what else all ranks must agree on before any of them communicates."""
 
 from __future__ import annotations
 

@@ -37,7 +37,9 @@ def warn_if_oversubscribed(shares: Sequence[HostShare], rank: int) -> None:
     threads = sum(shares[r].threads for r in neighbours)
     cpus = len(frozenset().union(*(shares[r].cpus for r in neighbours)))
     if rank == neighbours[0] and threads > cpus and len(neighbours) > 1:
+        each = cpus // len(neighbours)
+        remedy = f"set OMP_NUM_THREADS={each}, or call torch.set_num_threads with it" if each else "start fewer ranks"
         warnings.warn(
-            f"{len(neighbours)} ranks on host {host} compute with {threads} threads on {cpus} CPUs, which slows "
-            f"all of them; set OMP_NUM_THREADS={max(1, cpus // len(neighbours))}, or call torch.set_num_threads with it"
+            f"{len(neighbours)} ranks on host {host} compute with {threads} threads on {cpus} CPUs, which slows all of "
+            f"them; {remedy}"
         )

@@ -255,6 +255,7 @@ def test_termination_leaves_no_processes(text: Path, tmp_path: Path) -> None:
     _wait_until(lambda: not any(map(_alive, children)), "children end", ENDING_SECONDS)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = _start(text, out, "--steps", "100000", "--optimizers", "adamw")

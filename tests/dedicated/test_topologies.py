@@ -151,6 +151,7 @@ def run_again(rank: int, world: int) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.pitfall("P24")
 def test_new_meshes_after_the_process_groups_were_destroyed(ranks: RankPool) -> None:
     for found in ranks(4, run_again, fresh=True):

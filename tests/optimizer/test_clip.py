@@ -402,8 +402,12 @@ def results_of(ranks: RankPool) -> Callable[[Callable[[dict[str, Tensor]], Any],
     return lambda claim, layout: [results[claim.__name__] for results in claimed(layout)]
 
 
+SLOW = ("1d-4-two-lines", "hsdp-two-lines", "tp-ddp", "fsdp2-tp", "owned, 2-D")
+
+
 def each_layout(claim: Callable[[dict[str, Tensor]], Any]) -> Any:
-    return pytest.mark.parametrize("layout", CLAIMS[claim])
+    layouts = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CLAIMS[claim]]
+    return pytest.mark.parametrize("layout", layouts)
 
 
 @pytest.mark.pitfall("P36", "P37", "P14")

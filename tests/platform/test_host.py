@@ -41,6 +41,8 @@ def test_the_first_rank_of_a_crowded_host_warns(places: list[HostShare], warned:
 def test_the_warning_counts_and_names_the_remedy() -> None:
     with pytest.warns(UserWarning, match=r"2 ranks on host a compute with 8 threads on 6 CPUs.*OMP_NUM_THREADS=3"):
         warn_if_oversubscribed([place(4, range(6))] * 2, 0)
+    with pytest.warns(UserWarning, match=r"3 ranks on host a compute with 3 threads on 2 CPUs.*start fewer ranks"):
+        warn_if_oversubscribed([place(1, range(2))] * 3, 0)
 
 
 def test_here_is_this_process() -> None:

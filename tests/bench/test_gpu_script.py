@@ -218,6 +218,7 @@ def test_it_runs_from_a_checkout_that_is_not_installed(checkout: Path) -> None:
     assert found["models"] and len(found["checks"]) >= 31 and not found["faults"]
 
 
+@pytest.mark.slow
 def test_it_takes_the_checkout_it_stands_in_before_what_is_installed(checkout: Path) -> None:
     program = (
         "import sys; sys.path.insert(0, 'bench'); import common.checkout, dmuon, dmuon.profiles; "

@@ -172,6 +172,7 @@ def test_without_triton_it_says_so(monkeypatch):
     assert unsupported.__wrapped__(torch.device("cuda", 0), torch.float16) == "Triton is not installed"
 
 
+@pytest.mark.slow
 def test_importing_the_wrapper_does_not_import_triton():
     code = "import sys, dmuon.kernels.symmetric_triton; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

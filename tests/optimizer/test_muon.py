@@ -484,6 +484,7 @@ optimizer.load_state_dict(optimizer.state_dict())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.pitfall("P56")
 def test_works_without_a_launcher() -> None:
     command, environment = [sys.executable, "-c", SCRIPT], {"PATH": "/usr/bin:/bin"}

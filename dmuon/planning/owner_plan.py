@@ -181,7 +181,8 @@ class OwnerPlan:
         try:
             solution = Plan.from_json(document["solution"])
         except Exception as error:  # whatever reading nonsense raises, it is the file's fault
-            raise ValueError(f"field 'solution': {reason_of(error)}; {AGAIN}") from error
+            reason = reason_of(error).removesuffix("; plan again")
+            raise ValueError(f"field 'solution': {reason}; {AGAIN}") from error
         plan = cls(solution.matrices, solution, chunks, document["cost_source"], variants, origin)
         checksum = _sha256({name: document[name] for name in _FIELDS})
         if checksum != document[_CHECKSUM]:

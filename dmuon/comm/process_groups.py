@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
+from dmuon.platform.host import let_threads_rest
 from dmuon.platform.streams import group_options
 from dmuon.platform.torch_private import default_group_is_bound, default_timeout, group_names, new_named_group
 
@@ -49,6 +51,8 @@ def make_group(
         urgent: on an accelerator its collectives run before others that wait.
         max_ctas: of an accelerator's multiprocessors, the most that one of its collectives occupies.
     """
+    atexit.unregister(let_threads_rest)  # once, however many groups there are
+    atexit.register(let_threads_rest)
     rank = this_rank()
     timeout = default_timeout() if timeout is None else timeout
     pg_options = group_options(device_type, urgent, timeout, max_ctas)

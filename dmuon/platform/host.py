@@ -1,12 +1,16 @@
-"""Where a rank runs: its host, and how many of the host's CPUs it may use."""
+"""Where a rank runs: its host, how many of the host's CPUs it may use, and the threads of its process."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -43,3 +47,29 @@ def warn_if_oversubscribed(shares: Sequence[HostShare], rank: int) -> None:
             f"{len(neighbours)} ranks on host {host} compute with {threads} threads on {cpus} CPUs, which slows all of "
             f"them; {remedy}"
         )
+
+
+def let_threads_rest(seconds: float = 1.0) -> None:
+    """Wait until no other thread of this process runs; at most ``seconds``.
+
+    A thread of a process group that drops the last reference to a tensor needs the interpreter for it, and aborts the
+    process if that is ending: "terminate called without an active exception". gloo's threads do so a moment after
+    whoever waited for their collective went on, and are joined only where nothing keeps their group, such as a
+    ``DeviceMesh``.
+    """
+    looks = 0
+    deadline = time.monotonic() + seconds
+    while looks < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)  # lets go of the interpreter: who waited for it, and sleeps no more, runs at the next look
+        looks = 0 if _threads_run() else looks + 1
+
+
+def _threads_run() -> bool:
+    """Whether some other thread of this process is on a CPU, or waits for one; False where no one can tell."""
+    here = threading.get_native_id()
+    for thread in Path("/proc/self/task").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            state = (thread / "stat").read_bytes().rpartition(b")")[2].split()[0]
+            if int(thread.name) != here and state == b"R":
+                return True
+    return False

@@ -424,6 +424,17 @@ def test_programs_end_though_collectives_are_under_way(leave: str) -> None:
     assert NAMED.search(texts[0]) and "Silent: rank 1" in texts[0], texts[0]
 
 
+@pytest.mark.slow
+@pytest.mark.pitfall("P68")
+@pytest.mark.timeout(200)
+def test_runs_that_end_well_do_not_abort_at_exit(tmp_path: Path) -> None:
+    """Without ``let_threads_rest`` 7 of these 40 processes did."""
+    command = [sys.executable, str(PROGRAMS / "exits.py"), "20", "forward", str(tmp_path)]
+    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert run.stdout.strip() == "{0: 40}", run.stdout + run.stderr
+
+
 def torchrun(folder: Path, *arguments: str, restarts: int, limit: float) -> str:
     """The output of a run of two ranks; nothing of it is left."""
     folder.mkdir()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 import warnings
+import zlib
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from harness.toy import build
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.platform.host import HostShare, warn_if_oversubscribed
+from dmuon.platform.host import HostShare, let_threads_rest, warn_if_oversubscribed
 
 
 def place(threads: int, cpus: range, host: str = "a") -> HostShare:
@@ -61,3 +64,49 @@ def test_dedicate_params_warns_on_one_rank(rank: int, world: int) -> None:
         said = [str(w.message) for w in caught if "threads" in str(w.message)]
         assert len(said) == (rank == 0 and threads == cpus)
         assert all(f"{2 * cpus} threads on {cpus} CPUs" in text for text in said)
+
+
+@pytest.mark.pitfall("P68")
+def test_threads_that_run_are_waited_for() -> None:
+    data = bytes(10_000_000)
+    ended = []
+
+    def work() -> None:
+        for _ in range(10):
+            zlib.crc32(data)  # without the interpreter
+        ended.append(True)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    let_threads_rest(60.0)
+    assert len(ended) == 2
+
+
+def test_threads_that_never_rest_are_left() -> None:
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            pass
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    start = time.monotonic()
+    let_threads_rest(0.05)
+    took = time.monotonic() - start
+    stop.set()
+    thread.join()
+    assert 0.05 <= took < 5.0
+
+
+def test_threads_that_sleep_are_not_waited_for() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    start = time.monotonic()
+    let_threads_rest(60.0)
+    took = time.monotonic() - start
+    stop.set()
+    thread.join()
+    assert took < 20.0

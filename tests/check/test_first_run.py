@@ -141,10 +141,10 @@ SAID = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_fails_is_in_the_file_under_its_section(tmp_path: Path, name: str) -> None:
-    done, report = first_run(tmp_path, PLANTS[name], [name], "--budget", "700")
+    done, report = first_run(tmp_path, PLANTS[name], [name], "--budget", "4000")
     assert done.returncode == 1
     assert report["done"] and not report["ok"]
     [found] = report["sections"]

@@ -158,7 +158,7 @@ def check_overlap(name: str, keep: bool, edit: Callable[[Laid, dmuon.Muon], None
         (2, "ddp-2", False),
     ],
 )
-@on_ranks(timeout=100)
+@on_ranks(timeout=300)
 def test_newton_schulz_in_backward_changes_no_bit(rank: int, world: int, name: str, keep: bool) -> None:
     edits = STILL_RIGHT + STALE if name == "1d" else [nothing, clip_under_a_mode, scaled_under_a_mode, another_backward]
     counts = [check_overlap(name, keep, edit, edit in STILL_RIGHT) for edit in edits]

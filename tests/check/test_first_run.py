@@ -133,7 +133,7 @@ SAID = {
     "environment": "planted; mend it",
     "kernels": "gram ",
     "topologies": "parity ",
-    "delays": "new memory holds NaN",
+    "delays": "NaN",  # in new memory that was filled with it; what lies there by itself is NaN too at times
     "asynchronous": "as with each collective waited for",
     "memory": "memory exchanged",
     "profile": "variants",

@@ -98,7 +98,8 @@ def backward(laid, *arguments):
     original(laid, *arguments)
     grad = laid.model.norm.weight.grad
     part = getattr(grad, "to_local", lambda: grad)()
-    part.add_(torch.empty(part.shape).clamp(0, 0))  # of what nobody wrote
+    if torch.utils.deterministic.fill_uninitialized_memory and torch.are_deterministic_algorithms_enabled():
+        part.add_(torch.empty(part.shape).clamp(0, 0))  # of what nobody wrote; unfilled it may be NaN by itself
 bits.backward = backward
 """,
     "asynchronous": """
@@ -133,7 +134,7 @@ SAID = {
     "environment": "planted; mend it",
     "kernels": "gram ",
     "topologies": "parity ",
-    "delays": "NaN",  # in new memory that was filled with it; what lies there by itself is NaN too at times
+    "delays": "new memory holds NaN",
     "asynchronous": "as with each collective waited for",
     "memory": "memory exchanged",
     "profile": "variants",

@@ -1,13 +1,11 @@
-"""Parameter groups of the optimizer: which route each takes and the options it understands."""
+"""Parameter groups of the optimizer: which parameters they hold, under what names, and which route each takes."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
@@ -15,16 +13,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dmuon.dedicated.dedication import dedication_of, dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.kernels import coefficient_sequence, update_scale
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.routing import Select, route_parameters
-from dmuon.platform.options import check_flag, is_number
+from dmuon.optimizer.options import check_names, check_options
 from dmuon.platform.torch_private import flattened_by_fsdp1, replicate_group, unwrapped_for_ddp
-
-MUON_OPTIONS = (
-    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "adjust_lr_fn",
-)  # fmt: skip
-ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
 
 _FLATTENED = (
     "was flattened by FullyShardedDataParallel (FSDP1), whose shards are no parts of a matrix; use torch's fully_shard "
@@ -156,39 +148,12 @@ def _ordered(params: set[Any] | frozenset[Any]) -> list[Tensor]:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise ValueError or TypeError for an option or a parameter that the group's route cannot take."""
-    use_muon = group["use_muon"]
-    options = MUON_OPTIONS if use_muon else ADAMW_OPTIONS
-    for name in group:
-        if name not in (*options, "params", "use_muon", "initial_lr", "param_names"):
-            route = "Muon" if use_muon else "AdamW"
-            raise ValueError(f"option {name!r} is unknown to a {route} group; it takes {', '.join(options)}")
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr must have one element, got a tensor of shape {tuple(lr.shape)}")
-    _in_range("lr", lr, 0.0, math.inf)
-    _in_range("weight_decay", group["weight_decay"], 0.0, math.inf)
-    _in_range("eps", group["eps"], 0.0, math.inf)
-    if use_muon:
-        _check_muon_options(group)
-    else:
-        betas = group["betas"]
-        if not isinstance(betas, Sequence) or len(betas) != 2:
-            raise ValueError(f"betas must be two numbers, got {betas!r}")
-        for i, beta in enumerate(betas):
-            _in_range(f"betas[{i}]", beta, 0.0, 1.0, open_above=True)
+    check_names(group)
+    check_options(group)
     for param in group["params"]:
         if not isinstance(param, Tensor):
             raise TypeError(f"params holds {type(param).__name__}; pass tensors")
-        _check_param(param, use_muon)
-
-
-def _check_muon_options(group: Mapping[str, Any]) -> None:
-    _in_range("momentum", group["momentum"], 0.0, 1.0, open_above=True)
-    check_flag("nesterov", group["nesterov"])
-    if group["ns_dtype"] is not None and not isinstance(group["ns_dtype"], torch.dtype):
-        raise TypeError(f"ns_dtype must be a torch.dtype or None, got {group['ns_dtype']!r}")
-    coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
-    update_scale(group["adjust_lr_fn"], (2, 2))
+        _check_param(param, group["use_muon"])
 
 
 def _check_param(param: Tensor, use_muon: bool) -> None:
@@ -216,12 +181,3 @@ def _check_param(param: Tensor, use_muon: bool) -> None:
             f"parameter {name} has {param.ndim} dimensions; Muon takes matrices, and stacks of them (e, m, n): put it "
             "in a group with use_muon=False"
         )
-
-
-def _in_range(name: str, value: Any, low: float, high: float, *, open_above: bool = False) -> None:
-    if not (isinstance(value, Tensor) or is_number(value)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    number = float(value)
-    if not (low <= number and (number < high if open_above else number <= high)):
-        bound = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g}{')' if open_above else ']'}"
-        raise ValueError(f"{name} must be {bound}, got {number}")

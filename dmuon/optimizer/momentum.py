@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree
 from dmuon.dedicated.state_dict import describe
+from dmuon.optimizer.loading import completed, loading_fault
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.residency import MOMENTUM, Residency
 
@@ -138,13 +139,13 @@ class Momentum:
         Raises:
             ValueError: on all ranks that share parameters, if any of them cannot load what it was given.
         """
-        saved_groups = state_dict["param_groups"]
-        fault = _group_mismatch(saved_groups, optimizer.param_groups)
+        fault = loading_fault(state_dict, optimizer.param_groups)
+        saved_groups = state_dict["param_groups"] if fault is None else []
         # State is keyed by position among the saved groups' parameters, which DCP replaces by names.
         keys = {
             id(param): key
             for saved, group in zip(saved_groups, optimizer.param_groups, strict=False)
-            if group["use_muon"] and fault is None
+            if group["use_muon"]
             for key, param in zip(saved["params"], group["params"], strict=True)
         }
         loads = [(row, keys[id(row.param)]) for row in self._rows if id(row.param) in keys]
@@ -154,7 +155,7 @@ class Momentum:
         for (row, key), value in zip(loads, values, strict=True):
             row.store(value)
             state[key] = {name: other for name, other in state.get(key, {}).items() if name != MOMENTUM}
-        groups = [_completed(s, g) for s, g in zip(saved_groups, optimizer.param_groups, strict=True)]
+        groups = [completed(s, g) for s, g in zip(saved_groups, optimizer.param_groups, strict=True)]
         return {**state_dict, "state": state, "param_groups": groups}
 
     def show_loaded(self, optimizer: torch.optim.Optimizer) -> None:
@@ -187,23 +188,3 @@ class Momentum:
                         fault = f"momentum of {name} is {first} on rank {ranks[0]} and {kind} on rank {rank}"
         if fault is not None:
             raise ValueError(fault)
-
-
-def _group_mismatch(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:
-    counts = [sum(len(g["params"]) for g in some) for some in (saved, groups)]
-    if counts[0] != counts[1]:
-        return f"the saved optimizer has {counts[0]} parameters, this one {counts[1]}; build it over the same model"
-    if len(saved) != len(groups):
-        return f"the saved optimizer has {len(saved)} groups, this one {len(groups)}; build it with the same groups"
-    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
-        sizes = len(theirs["params"]), len(ours["params"])
-        if sizes[0] != sizes[1]:
-            return f"group {index} has {sizes[0]} parameters in the saved optimizer and {sizes[1]} in this one"
-        if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
-            return f"group {index} has use_muon={theirs['use_muon']} in the saved optimizer, the opposite in this one"
-    return None
-
-
-def _completed(saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """A saved group; options that ``torch.optim.Muon`` and ``torch.optim.AdamW`` do not know keep their values."""
-    return {**{name: value for name, value in group.items() if name != "params"}, **saved}

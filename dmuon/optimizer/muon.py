@@ -18,7 +18,9 @@ from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
 from dmuon.kernels import is_capturing
 from dmuon.model.routing import Select
 from dmuon.optimizer.groups import check_group, groups_from, names_in, names_of, replicated_by_ddp
+from dmuon.optimizer.loading import adopt_adamw_state
 from dmuon.optimizer.momentum import Momentum
+from dmuon.optimizer.options import Description, check_options, describe
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
@@ -26,7 +28,7 @@ from dmuon.step.batches import Batch, make_batches
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import AloneRound, Round, drive
-from dmuon.step.update import Done, adamw_step, adopt_adamw_state, init_adamw_state
+from dmuon.step.update import Done, adamw_step, init_adamw_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class Muon(torch.optim.Optimizer):
         self._prefetch = 1
         self._early: EarlyUpdates | None = None
         self._done: list[Done] = []
+        self._checked: Description = ()  # options that were found to be in order
         self._built = False  # torch adds the first groups one by one
         super().__init__(groups_from(params, select), {"lr": lr, "weight_decay": weight_decay})
         self._device = next(local_tensor(p).device for g in self.param_groups for p in g["params"])
@@ -260,6 +263,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         present = self._present()
+        self._check_edited_options()
         self._timer.reset()
         self._done = []
         self._align_gradients()
@@ -278,6 +282,18 @@ class Muon(torch.optim.Optimizer):
             self._lay_out()
             present = [residency.before_step(False) for residency in self._residencies]
         return set().union(*(ids for ids in present if ids is not None))
+
+    def _check_edited_options(self) -> None:
+        """Refuse what somebody put into the groups. After the vote, so that no rank waits for one that raises."""
+        described = describe(self.param_groups)
+        if described == self._checked:
+            return
+        for index, group in enumerate(self.param_groups):
+            try:
+                check_options(group, wait=False)
+            except (TypeError, ValueError) as fault:
+                raise type(fault)(f"group {index} of the optimizer was edited: {fault}") from None
+        self._checked = described
 
     def _align_gradients(self) -> None:
         """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise."""

@@ -191,16 +191,6 @@ def init_adamw_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
     state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
-def adopt_adamw_state(optimizer: torch.optim.Optimizer) -> None:
-    """After a load: make the state that AdamW's parameters lack, and ``step`` a tensor on their device."""
-    for group in optimizer.param_groups:
-        for param in [] if group["use_muon"] else group["params"]:
-            state = optimizer.state[param]
-            if "step" not in state:
-                init_adamw_state(param, state)
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(local_tensor(param).device)
-
-
 @torch.no_grad()
 def adamw_step(
     params: Sequence[Tensor],

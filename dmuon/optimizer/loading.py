@@ -1,0 +1,75 @@
+"""State dicts on their way in: what is wrong with one, and the options and states that it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon.optimizer.options import check_options
+from dmuon.platform.torch_private import local_tensor
+from dmuon.step.update import init_adamw_state
+
+
+def loading_fault(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why an optimizer with ``groups`` cannot load ``state_dict``, apart from momentum; None if it can."""
+    if not all(isinstance(state_dict.get(key), kind) for key, kind in (("param_groups", list), ("state", Mapping))):
+        return "the state dict has no param_groups and state; pass what an optimizer's state_dict() returned"
+    saved = state_dict["param_groups"]
+    fault = _group_mismatch(saved, groups)
+    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=False)):
+        fault = fault or _option_fault(index, completed(theirs, ours))
+        if fault is None and not ours["use_muon"]:
+            rows = zip(theirs["params"], ours["params"], strict=True)
+            faults = (_state_fault(state_dict["state"].get(key, {}), param) for key, param in rows)
+            fault = next((f"group {index}: {found}" for found in faults if found is not None), None)
+    return fault
+
+
+def _group_mismatch(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> str | None:
+    counts = [sum(len(g["params"]) for g in some) for some in (saved, groups)]
+    if counts[0] != counts[1]:
+        return f"the saved optimizer has {counts[0]} parameters, this one {counts[1]}; build it over the same model"
+    if len(saved) != len(groups):
+        return f"the saved optimizer has {len(saved)} groups, this one {len(groups)}; build it with the same groups"
+    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+        sizes = len(theirs["params"]), len(ours["params"])
+        if sizes[0] != sizes[1]:
+            return f"group {index} has {sizes[0]} parameters in the saved optimizer and {sizes[1]} in this one"
+        if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
+            return f"group {index} has use_muon={theirs['use_muon']} in the saved optimizer, the opposite in this one"
+    return None
+
+
+def _option_fault(index: int, group: Mapping[str, Any]) -> str | None:
+    try:
+        check_options(group)
+    except (TypeError, ValueError) as fault:
+        return f"group {index} of the saved optimizer: {fault}"
+    return None
+
+
+def _state_fault(state: Mapping[str, Any], param: Tensor) -> str | None:
+    for name in ("exp_avg", "exp_avg_sq"):
+        value = state.get(name)
+        if value is not None and not (isinstance(value, Tensor) and value.shape == param.shape):
+            what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            return f"{name} in the saved state is {what}, not a tensor of shape {tuple(param.shape)}"
+    return None
+
+
+def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group; options that ``torch.optim.Muon`` and ``torch.optim.AdamW`` do not know keep their values."""
+    return {**{name: value for name, value in group.items() if name != "params"}, **saved}
+
+
+def adopt_adamw_state(optimizer: torch.optim.Optimizer) -> None:
+    """After a load: make the state that AdamW's parameters lack, and ``step`` a tensor on their device."""
+    for group in optimizer.param_groups:
+        for param in [] if group["use_muon"] else group["params"]:
+            state = optimizer.state[param]
+            if "step" not in state:
+                init_adamw_state(param, state)
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(local_tensor(param).device)

@@ -1,0 +1,149 @@
+"""The options of a parameter group: what each route takes, what is refused, and how ranks compare them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon.kernels import coefficient_sequence, update_scale
+from dmuon.platform.options import check_flag, is_integer
+
+MUON_OPTIONS = (
+    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "adjust_lr_fn",
+)  # fmt: skip
+ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
+MOST_NS_STEPS = 20
+
+_OF_THE_CONSTRUCTOR = (
+    "adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay", "select", "overlap_backward", "distributed_config",
+)  # fmt: skip
+_UNSUPPORTED = ("maximize", "amsgrad", "differentiable")  # of torch's optimizers: True would change the update
+_TYPO = 0.85  # likeness from which an unknown name is taken for a mistake: "beta" is, "max_momentum" not
+
+Description = tuple[tuple[tuple[str, str], ...], ...]
+
+
+def options_of(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the options that the group's route reads."""
+    return MUON_OPTIONS if group["use_muon"] else ADAMW_OPTIONS
+
+
+def describe(groups: Sequence[Mapping[str, Any]]) -> Description:
+    """All options that ranks must agree on, of each group, as ``(name, value)``.
+
+    It is exact, hashable and the same in every process: numbers are written so that none is lost, whatever type they
+    have; a function is called by its name. A tensor has its value if it is on the CPU; no device is waited for.
+    """
+    return tuple(
+        tuple(
+            (name, _described(group.get(name)))
+            for name in ("use_muon", *options_of(group), *_UNSUPPORTED)
+            if name not in _UNSUPPORTED or group.get(name)
+        )
+        for group in groups
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return _described(value.tolist()) if value.device.type == "cpu" else f"a tensor on {value.device.type}"
+    if isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, numbers.Real):
+        return repr(_number(value) + 0.0)  # no -0.0
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_described, value))})"
+    if isinstance(value, functools.partial):
+        words = [f"{name}={_described(of_name)}" for name, of_name in sorted(value.keywords.items())]
+        return f"{_described(value.func)}({', '.join([*map(_described, value.args), *words])})"
+    if callable(value) and not isinstance(value, torch.dtype):
+        named = value if hasattr(value, "__qualname__") else type(value)
+        return f"{named.__module__}.{named.__qualname__}"
+    return repr(value)
+
+
+def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
+    """Refuse options that the group's route cannot take.
+
+    Args:
+        wait: for an accelerator, whose tensors may hold an option; False leaves these unchecked.
+
+    Raises:
+        TypeError, ValueError: names the option.
+    """
+    missing = [name for name in options_of(group) if name not in group]
+    if missing:
+        raise ValueError(f"option {missing[0]!r} is missing; set it to what it was")
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must have one element, got a tensor of shape {tuple(lr.shape)}")
+    numbers_of = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    below_one: dict[str, Any] = {}
+    if group["use_muon"]:
+        below_one["momentum"] = group["momentum"]
+        _check_muon_options(group)
+    else:
+        betas = group["betas"]
+        if not isinstance(betas, Sequence) or len(betas) != 2:
+            raise ValueError(f"betas must be two numbers, got {betas!r}")
+        below_one = {f"betas[{i}]": beta for i, beta in enumerate(betas)}
+    for some, bound in ((numbers_of, math.inf), (below_one, 1.0)):
+        for name, value in some.items():
+            if wait or not isinstance(value, Tensor) or value.device.type == "cpu":
+                _check_range(name, value, bound)
+    for name in _UNSUPPORTED:
+        if group.get(name):
+            raise ValueError(f"option {name!r} is {group[name]!r}, which dmuon.Muon does not do; leave it out")
+
+
+def _check_muon_options(group: Mapping[str, Any]) -> None:
+    check_flag("nesterov", group["nesterov"])
+    if group["ns_dtype"] is not None and not isinstance(group["ns_dtype"], torch.dtype):
+        raise TypeError(f"ns_dtype must be a torch.dtype or None, got {group['ns_dtype']!r}")
+    if is_integer(group["ns_steps"]) and group["ns_steps"] > MOST_NS_STEPS:
+        raise ValueError(
+            f"ns_steps must be at most {MOST_NS_STEPS}, got {group['ns_steps']}: five steps orthogonalize, and each "
+            "more costs as much as they do"
+        )
+    coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
+    update_scale(group["adjust_lr_fn"], (2, 2))
+
+
+def check_names(group: Mapping[str, Any]) -> None:
+    """Refuse names in a group that were meant for an option, and would be ignored. Others are the user's own.
+
+    Raises:
+        ValueError: names the option.
+    """
+    options = options_of(group)
+    known = (*MUON_OPTIONS, *ADAMW_OPTIONS, *_OF_THE_CONSTRUCTOR)
+    for name in group:
+        if name not in options and isinstance(name, str) and get_close_matches(name, known, 1, _TYPO):
+            route = "Muon" if group["use_muon"] else "AdamW"
+            raise ValueError(f"option {name!r} is unknown to a {route} group; it takes {', '.join(options)}")
+
+
+def _check_range(name: str, value: Any, below: float) -> None:
+    """Refuse what is not a number from 0 on, and less than ``below``."""
+    if isinstance(value, Tensor):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    number = _number(value)
+    if not 0.0 <= number < below:
+        bound = "finite and >= 0" if below == math.inf else f"in [0, {below:g})"
+        raise ValueError(f"{name} must be {bound}, got {number}")
+
+
+def _number(value: numbers.Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond all floats
+        return math.inf

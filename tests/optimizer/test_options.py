@@ -1,0 +1,158 @@
+"""Options of groups: refused where they cannot be meant, wherever they come from, and described for other ranks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import subprocess
+import sys
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.oracle import reference_weights
+from harness.toy import OPTIONS, build, train
+
+import dmuon
+from dmuon.optimizer.options import describe
+
+NONSENSE = [
+    (0, "lr", -5.0), (0, "lr", math.inf), (0, "lr", math.nan), (0, "lr", 10**400), (0, "lr", torch.tensor(-1.0)),
+    (0, "lr", torch.tensor([1.0, 2.0])), (0, "lr", "fast"), (0, "lr", True), (1, "lr", math.inf), (1, "lr", -1e-9),
+    (0, "weight_decay", math.inf), (2, "weight_decay", math.nan), (0, "eps", math.inf), (1, "eps", -1.0),
+    (0, "momentum", 1.0), (0, "momentum", math.nan), (1, "betas", (0.9, math.nan)), (1, "betas", (0.9,)),
+    (0, "ns_steps", 10**9), (0, "ns_steps", 21), (0, "ns_steps", 0), (0, "nesterov", 1), (1, "maximize", True),
+    (1, "amsgrad", True), (0, "adjust_lr_fn", lambda shape: math.nan),
+]  # fmt: skip
+IDS = [f"{name}={str(value)[:12]} of group {group}" for group, name, value in NONSENSE]
+
+
+def of_route(group: int, name: str, value: Any) -> dict[str, Any]:
+    """What the constructor calls the option."""
+    return {name if group == 0 else f"adamw_{name}": value}
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.pitfall("P10")
+@pytest.mark.parametrize(("group", "name", "value"), NONSENSE, ids=IDS)
+def test_nonsense_is_refused_when_loaded_added_or_edited_and_changes_nothing(group: int, name: str, value: Any) -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(2))
+    before, saved = weights(model), copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][group][name] = value
+    with pytest.raises(ValueError, match=rf"group {group} of the saved optimizer: .*{name.removeprefix('ns_')}"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises((TypeError, ValueError), match=name.removeprefix("ns_")):
+        new = nn.Parameter(torch.ones(4, 3))
+        optimizer.add_param_group({"params": [new], "use_muon": group == 0, name: value})
+    kept = optimizer.param_groups[group].get(name)
+    optimizer.param_groups[group][name] = value
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"group {group} of the optimizer was edited: .*{name.removeprefix('ns_')}"
+    ):
+        optimizer.step()
+    assert_equal_weights(weights(model), before, 0.0)
+    optimizer.param_groups[group][name] = kept
+    train(model, optimizer, range(2, 5))
+    assert_equal_weights(weights(model), reference_weights())
+
+
+OF_THE_CONSTRUCTOR = [row for row in NONSENSE if row[0] < 2 and row[2] is not True]
+
+
+@pytest.mark.parametrize(("group", "name", "value"), OF_THE_CONSTRUCTOR)
+def test_nonsense_is_refused_by_the_constructor(group: int, name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=name.removeprefix("ns_")):
+        dmuon.Muon(build(), **{"lr": 1e-3, **of_route(group, name, value)})
+
+
+def test_an_option_that_went_missing_is_named() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    del optimizer.param_groups[0]["ns_steps"]
+    with pytest.raises(ValueError, match="group 0 of the optimizer was edited: option 'ns_steps' is missing"):
+        train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("lr", [numpy.float32(2e-3), numpy.float64(2e-3), torch.tensor(2e-3, dtype=torch.float64)])
+def test_numbers_of_other_libraries_are_numbers(lr: Any) -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **{**OPTIONS, "lr": lr})
+    train(model, optimizer, range(3))
+    expected = build()
+    train(expected, dmuon.Muon(expected, **{**OPTIONS, "lr": float(lr)}), range(3))
+    assert_equal_weights(weights(model), weights(expected), 1e-6)
+
+
+# -- descriptions --------------------------------------------------------------------------------------------------
+
+
+def by_shape(shape: tuple[int, int], factor: float = 1.0) -> float:
+    return factor * max(shape) ** 0.5
+
+
+PROGRAM = """
+import functools, torch, dmuon
+from dmuon.optimizer.options import describe
+def by_shape(shape, factor=1.0):
+    return factor
+double = functools.partial(by_shape, factor=2)
+params = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(3)]
+groups = [
+    {"params": params[:1], "use_muon": True, "lr": torch.tensor(0.1), "adjust_lr_fn": double},
+    {"params": params[1:2], "use_muon": True, "adjust_lr_fn": lambda shape: 1.0, "ns_coefficients": [[1, 0, 0]] * 5},
+    {"params": params[2:], "use_muon": False, "betas": [0, 0.99]},
+]
+print(describe(dmuon.Muon(groups, lr=1 / 3).param_groups))
+"""
+
+
+@pytest.mark.slow
+def test_a_description_is_the_same_in_every_process() -> None:
+    found = {
+        subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
+    assert len(found) == 1
+    described = eval(found.pop())
+    assert hash(described) is not None and [len(group) for group in described] == [10, 10, 5]
+    assert dict(described[0])["adjust_lr_fn"] == "__main__.by_shape(factor=2.0)"
+    assert dict(described[0])["lr"] == repr(float(torch.tensor(0.1)))
+    assert dict(described[1])["lr"] == repr(1 / 3) and float(dict(described[1])["lr"]) == 1 / 3
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("lr", 0.1, math.nextafter(0.1, 1.0)),
+        ("lr", 0.1, torch.tensor(0.1)),
+        ("ns_steps", 5, 4),
+        ("ns_dtype", None, torch.float32),
+        ("ns_coefficients", "you", "classic"),
+        ("adjust_lr_fn", functools.partial(by_shape, factor=1.0), functools.partial(by_shape, factor=2.0)),
+        ("adjust_lr_fn", by_shape, "original"),
+        ("nesterov", True, False),
+    ],
+    ids=str,
+)
+def test_a_description_tells_values_apart(name: str, first: Any, second: Any) -> None:
+    descriptions = []
+    for value in (first, second):
+        optimizer = dmuon.Muon(build(), **{**OPTIONS, name: value})
+        assert describe(optimizer.param_groups) == describe(copy.deepcopy(optimizer.state_dict())["param_groups"])
+        descriptions.append(describe(optimizer.param_groups))
+    assert descriptions[0] != descriptions[1]
+
+
+def test_a_description_does_not_tell_types_of_one_number_apart() -> None:
+    rates = [1.0, 1, torch.tensor(1.0), torch.tensor([1.0]).squeeze(), numpy.float32(1.0), True + 0.0]
+    assert len({describe(dmuon.Muon(build(), lr=lr).param_groups) for lr in rates}) == 1
+    assert len({describe(dmuon.Muon(build(), lr=lr).param_groups) for lr in (0.0, -0.0)}) == 1

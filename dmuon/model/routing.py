@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.nn as nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from dmuon.model.blocks import BlockPredicate, blocks_by_module, canonical_fqn, find_blocks
+
+UNINITIALIZED = "of a lazy module has no shape yet; run one forward before this, which gives it one"
 
 Select = Callable[[str, nn.Module, nn.Parameter], bool]
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -76,6 +79,8 @@ def route_parameters(
     parents = {id(child): module for module in model.modules() for child in module.children()}
     routes = []
     for fqn, param, sites in _parameters_with_sites(model):
+        if is_lazy(param):
+            raise ValueError(f"parameter {fqn!r} {UNINITIALIZED}")
         reason = _why_not(fqn, param, sites, owner_block, embeddings)
         if select is not None:
             chosen = select(fqn, sites[0][0], param)

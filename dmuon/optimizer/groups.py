@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parameter import is_lazy
 
 from dmuon.dedicated.dedication import dedication_of, dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.model.blocks import canonical_fqn
-from dmuon.model.routing import Select, route_parameters
+from dmuon.model.routing import UNINITIALIZED, Select, route_parameters
 from dmuon.optimizer.options import check_names, check_options
 from dmuon.platform.torch_private import flattened_by_fsdp1, replicate_group, unwrapped_for_ddp
 
@@ -43,24 +44,31 @@ def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[st
             raise ValueError(
                 "dedicate_params was called on a part of this model only; call it on the whole model, or pass groups"
             )
-        routed = [(p, isinstance(p, OwnedTensor)) for p in model.parameters()]
-    else:
-        for name, module in model.named_modules():
-            if isinstance(module, FullyShardedDataParallel):
-                raise ValueError(f"module {name or 'model'!r} {_FLATTENED}")
-        routed = [(r.param, r.muon) for r in route_parameters(inside_ddp(model), select)]
-    return _groups(routed)
+        return _groups([(p, isinstance(p, OwnedTensor)) for p in model.parameters()])
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ValueError(f"module {name or 'model'!r} {_FLATTENED}")
+    return _groups([(r.param, r.muon) for r in route_parameters(inside_ddp(model), select)])
 
 
-def _groups(routed: Sequence[tuple[Tensor, bool]]) -> list[dict[str, Any]]:
-    """Of parameters, and whether Muon takes each."""
-    rest = [p for p, muon in routed if not muon]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p, muon in routed if muon], "use_muon": True},
-        {"params": [p for p in rest if p.ndim >= 2], "use_muon": False},
-        {"params": [p for p in rest if p.ndim < 2], "use_muon": False, "weight_decay": 0.0},
+def _groups(routed: Sequence[tuple[Tensor, bool]], names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Of parameters, and whether Muon takes each; ``names`` are theirs if the user gave any."""
+    muon = [i for i, (_, to_muon) in enumerate(routed) if to_muon]
+    rest = [i for i, (_, to_muon) in enumerate(routed) if not to_muon]
+    parts: list[tuple[list[int], dict[str, Any]]] = [
+        (muon, {"use_muon": True}),
+        ([i for i in rest if routed[i][0].ndim >= 2], {"use_muon": False}),
+        ([i for i in rest if routed[i][0].ndim < 2], {"use_muon": False, "weight_decay": 0.0}),
     ]
-    return [group for group in groups if group["params"]]
+    return [
+        {
+            "params": [routed[i][0] for i in members],
+            **({} if names is None else {"param_names": [names[i] for i in members]}),
+            **options,
+        }
+        for members, options in parts
+        if members
+    ]
 
 
 def groups_from(
@@ -73,7 +81,7 @@ def groups_from(
         raise ValueError("select needs the model: call Muon(model, select=…), or set use_muon in each group")
     if isinstance(params, Tensor):
         raise TypeError("params must be a module, an iterable of tensors or an iterable of groups, got one tensor")
-    if isinstance(params, (set, frozenset)):
+    if isinstance(params, Set):
         params = _ordered(params)
     items = list(params)
     if not items:
@@ -84,12 +92,55 @@ def groups_from(
             if not isinstance(group.get("use_muon"), bool):
                 raise ValueError(f"group {index} lacks use_muon; set it to True (Muon) or False (AdamW)")
         return groups
-    tensors = [item for item in items if isinstance(item, Tensor)]
-    if len(tensors) < len(items):
+    if any(isinstance(item, Mapping) for item in items):
         raise TypeError("params mixes tensors, groups or other things; pass tensors only or groups only")
-    for param in tensors:
-        if flattened_by_fsdp1(param):
-            raise ValueError(f"a parameter of shape {tuple(param.shape)} {_FLATTENED}")
+    return _by_dimension(*_named_apart(items))
+
+
+def routed_groups(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """``group`` as groups that each go one way: by its ``use_muon``, or without that by dimension. It is changed.
+
+    Raises:
+        TypeError, ValueError: its parameters are no tensors, or do not say which way they go.
+    """
+    if not isinstance(group, dict):
+        raise TypeError(f"a parameter group must be a dict, got {type(group).__name__}")
+    if "params" not in group:
+        raise ValueError("a parameter group lacks params; give it a tensor or a list of tensors")
+    group["params"], names = _named_apart(group["params"])
+    if names is not None:
+        group["param_names"] = names
+    if "use_muon" in group:
+        if not isinstance(group["use_muon"], bool):
+            raise ValueError("a parameter group lacks use_muon; set it to True (Muon) or False (AdamW)")
+        return [group]
+    routed = _by_dimension(group["params"], group.get("param_names"))
+    given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    return [{**part, **given} for part in routed] or [{**group, "use_muon": False}]
+
+
+def _named_apart(params: Any) -> tuple[list[Tensor], list[str] | None]:
+    """Tensors, and their names where the user gave pairs, as ``named_parameters()`` does."""
+    items = [params] if isinstance(params, Tensor) else _ordered(params) if isinstance(params, Set) else list(params)
+    named = [item for item in items if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)]
+    if named and len(named) < len(items):
+        raise ValueError("params has tensors with names and others without; give all of them names, or none")
+    tensors = [item[1] for item in named] if named else items
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"params holds {type(tensor).__name__} and mixes tensors, groups or other things; pass tensors only or "
+                "groups only"
+            )
+        if is_lazy(tensor):
+            raise ValueError(f"a parameter {UNINITIALIZED}")
+        if flattened_by_fsdp1(tensor):
+            raise ValueError(f"a parameter of shape {tuple(tensor.shape)} {_FLATTENED}")
+    return tensors, [item[0] for item in named] if named else None
+
+
+def _by_dimension(tensors: Sequence[Tensor], names: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Groups of tensors: matrices to Muon, fewer dimensions to AdamW."""
     for param in tensors:
         if param.ndim > 2:
             raise ValueError(
@@ -99,7 +150,36 @@ def groups_from(
     vectors = sum(p.ndim < 2 for p in tensors)
     if vectors:
         _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", vectors)
-    return _groups([(p, p.ndim >= 2) for p in tensors])
+    return _groups([(p, p.ndim >= 2) for p in tensors], names)
+
+
+class AdamWGroup(dict[str, Any]):
+    """A group of AdamW, in which ``momentum`` is another name of ``betas[0]``.
+
+    ``OneCycleLR`` and ``CyclicLR`` write either ``momentum`` or ``betas``, the same to all groups. Muon's have
+    momentum. ``in``, iteration and state dicts do not show the other name.
+    """
+
+    def __missing__(self, name: str) -> Any:
+        if name != "momentum":
+            raise KeyError(name)
+        return self["betas"][0]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "momentum":
+            name, value = "betas", (value, *self["betas"][1:])
+        super().__setitem__(name, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name == "momentum" else super().get(name, default)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        return self[name] if name == "momentum" else super().setdefault(name, default)
+
+
+def as_group(group: dict[str, Any]) -> dict[str, Any]:
+    """``group`` as the optimizer keeps it."""
+    return group if group.get("use_muon", True) or isinstance(group, AdamWGroup) else AdamWGroup(group)
 
 
 def names_of(params: object) -> dict[int, str]:
@@ -117,8 +197,11 @@ def names_in(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> d
     """
     named: dict[int, str] = {}
     for g, group in enumerate(groups):
+        given = group.get("param_names", ())
         for i, param in enumerate(group["params"]):
             name = param.fqn if isinstance(param, OwnedTensor) else names.get(id(param))
+            if name is None and len(given) == len(group["params"]):
+                name = given[i]
             named[id(param)] = name or f"parameter {i} of group {g}"
     return named
 
@@ -139,7 +222,7 @@ def inside_ddp(model: nn.Module) -> nn.Module:
     return model
 
 
-def _ordered(params: set[Any] | frozenset[Any]) -> list[Tensor]:
+def _ordered(params: Set[Any]) -> list[Tensor]:
     """``params`` in an order that all ranks share: a set has none, but owned parameters have names."""
     if not all(isinstance(p, OwnedTensor) for p in params):
         raise TypeError("params is a set, whose order differs between ranks; pass a list, or owned_parameters(model)")
@@ -151,8 +234,6 @@ def check_group(group: Mapping[str, Any]) -> None:
     check_names(group)
     check_options(group)
     for param in group["params"]:
-        if not isinstance(param, Tensor):
-            raise TypeError(f"params holds {type(param).__name__}; pass tensors")
         _check_param(param, group["use_muon"])
 
 

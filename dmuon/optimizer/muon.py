@@ -17,7 +17,15 @@ from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
 from dmuon.kernels import is_capturing
 from dmuon.model.routing import Select
-from dmuon.optimizer.groups import check_group, groups_from, names_in, names_of, replicated_by_ddp
+from dmuon.optimizer.groups import (
+    as_group,
+    check_group,
+    groups_from,
+    names_in,
+    names_of,
+    replicated_by_ddp,
+    routed_groups,
+)
 from dmuon.optimizer.loading import adopt_adamw_state
 from dmuon.optimizer.momentum import Momentum
 from dmuon.optimizer.options import Description, check_options, describe
@@ -153,8 +161,9 @@ class Muon(torch.optim.Optimizer):
         self._done: list[Done] = []
         self._checked: Description = ()  # options that were found to be in order
         self._built = False  # torch adds the first groups one by one
-        super().__init__(groups_from(params, select), {"lr": lr, "weight_decay": weight_decay})
-        self._device = next(local_tensor(p).device for g in self.param_groups for p in g["params"])
+        super().__init__(groups_from(params, select), {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        devices = (local_tensor(p).device for g in self.param_groups for p in g["params"])
+        self._device = next(devices, torch.device("cpu"))
         self._timer = PhaseTimer(self._device)
         self._built = True
         self._lay_out()
@@ -164,22 +173,31 @@ class Muon(torch.optim.Optimizer):
         self.register_load_state_dict_post_hook(adopt_adamw_state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; ``use_muon`` says which route it takes. Collective, as building the optimizer is.
+        """Add a group. Collective, as building the optimizer is.
+
+        ``use_muon`` says which way it goes. Without that its matrices go to Muon and what has fewer dimensions to
+        AdamW: two groups, if it has both.
 
         Raises:
             TypeError, ValueError: as the constructor.
         """
-        if not isinstance(param_group, dict) or not isinstance(param_group.get("use_muon"), bool):
-            raise ValueError("a parameter group lacks use_muon; set it to True (Muon) or False (AdamW)")
-        defaults = self._muon_defaults if param_group["use_muon"] else self._adamw_defaults
-        for name, value in defaults.items():
-            param_group.setdefault(name, value)
-        params = param_group["params"]
-        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        check_group(param_group)
-        super().add_param_group(param_group)
-        if self._built:
-            self._lay_out()
+        count = len(self.param_groups)
+        try:
+            for group in routed_groups(param_group):
+                for name, value in (self._muon_defaults if group["use_muon"] else self._adamw_defaults).items():
+                    group.setdefault(name, value)
+                check_group(group)
+                super().add_param_group(as_group(group))
+            if self._built:
+                self._lay_out()
+        except Exception:
+            del self.param_groups[count:]
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it, and groups that are added later would get it
+        self.param_groups = [as_group(group) for group in self.param_groups]
 
     def _lay_out(self) -> None:
         """Residencies, batches, state and rounds for the present groups. Momentum moves into the new batches.
@@ -217,13 +235,16 @@ class Muon(torch.optim.Optimizer):
         What cannot be laid out leaves the optimizer as it was, so that a caller may take it out again.
         """
         others = [p for p in muon if not isinstance(p, OwnedTensor)]
+        # A tensor without elements may be the shard of a matrix only where a configuration says so.
+        empty = [p for p in others if p.numel() == 0 and (self._config is None or isinstance(p, DTensor))]
+        others = [p for p in others if id(p) not in set(map(id, empty))]
         names = [self._names[id(p)] for p in others]
         self._exchange = exchange_for(self._config, self._copies, others, names, self._device, self._exchange)
         if self._exchange is None:
             self._prefetch = 1
-            return [*dedicated_residencies(muon), Alone(others)]
+            return [*dedicated_residencies(muon), Alone([*empty, *others])]
         self._prefetch = self._exchange.prefetch
-        return [*dedicated_residencies(muon), Alone(self._exchange.alone()), self._exchange]
+        return [*dedicated_residencies(muon), Alone([*empty, *self._exchange.alone()]), self._exchange]
 
     def _listen(self) -> EarlyUpdates | None:
         """Updates that start during backward; residencies hold them weakly."""

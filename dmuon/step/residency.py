@@ -112,7 +112,7 @@ class Alone(Residency):
             local = local_tensor(param)
             count = len(local) if local.ndim == 3 else 1
             shape = local.shape[-2], local.shape[-1]
-            if count:
+            if local.numel():
                 tasks.append(Task(param, position, shape, unplanned_batch_size(shape), {}, slice(0, count)))
         return tasks
 

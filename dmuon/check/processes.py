@@ -26,12 +26,12 @@ from dmuon.check.ranks import Ranks
 from dmuon.check.report import Board, Stopped
 from dmuon.check.sections import SECTIONS
 from dmuon.check.stage import Launch, Result, Stage
-from dmuon.platform.files import read_json, write_text
+from dmuon.platform.files import read_json, read_tail, write_text
 
 _GRACE_SECONDS = 6.0  # for the other ranks, once one has ended badly: to say what they see
 _LAST_SECONDS = 3.0  # for stacks
 _WITHIN = 0.85  # of the limit nothing new begins
-_TAIL = 6000  # characters of a rank's output
+_TAIL = 6000  # bytes of a rank's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,7 @@ def _ended(status: int | None, reason: str | None, folder: Path, rank: int) -> E
     result: Result | None = None
     with contextlib.suppress(ValueError, TypeError):  # nothing was written, or not all of it
         result = Result(**read_json(folder / f"{rank}.json"))
-    log = folder / f"{rank}.log"
-    output = log.read_text(errors="replace")[-_TAIL:] if log.exists() else ""
+    output = read_tail(folder / f"{rank}.log", _TAIL)
     fault = reason or ""
     if not fault and status != 0:
         fault = f"exit status {status}"

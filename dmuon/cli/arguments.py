@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from dmuon.platform.files import check_target
+
 FAILED, BAD_INPUT = 1, 2  # exit statuses
 
 
@@ -79,11 +81,16 @@ def require_target(flag: str, path: Path, suffix: str = "") -> None:
     """Refuse a path that no file can be written to, before minutes are spent on what it is to hold.
 
     Raises:
-        BadArgument: it is a folder, it lies in none, or its name does not end in ``suffix``.
+        BadArgument: it is a folder or another thing that is no file, it lies in no folder, or its name does not end
+            in ``suffix``.
     """
     if path.is_dir():
         raise BadArgument(f"{flag} {path}: is a folder; name a file in it")
     if not path.absolute().parent.is_dir():
         raise BadArgument(f"{flag} {path}: no such folder {path.parent}; create it")
+    try:
+        check_target(path)
+    except OSError as error:
+        raise BadArgument(f"{flag} {path}: {error.strerror}") from error
     if suffix and path.suffix.lower() != suffix:
         raise BadArgument(f"{flag} {path}: what is written is a {suffix[1:].upper()}; let the name end in {suffix}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -15,13 +14,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dmuon.kernels import Variant
-from dmuon.platform.files import UnreadableFile, parse_json, read_json, write_bytes
+from dmuon.platform.files import UnreadableFile, check_target, parse_json, read_json, write_bytes
+from dmuon.platform.locks import hold_lock
 from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable, Shape
 
 SCHEMA = 2
 
 _REMEDY = "delete the file or measure anew with dmuon-profile"
+_LOCK_SECONDS = 10.0  # a writer takes milliseconds
 _MAX_SIDE = 1 << 24
 _MAX_BATCH = 1 << 20
 _MAX_NS = 3600 * 10**9  # an hour for one batch is no measurement
@@ -124,7 +125,7 @@ class CostCache:
         Raises:
             CostCacheError: the file there is invalid, holds another key or contradicts these entries; it is left as
                 it is.
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written, or another process holds the lock beside the file.
         """
         path = Path(path)
         with _locked(path):
@@ -213,7 +214,10 @@ def user_cache_path(key: CacheKey) -> Path:
 def user_cache_files(key: CacheKey) -> list[Path]:
     """The user's files whose keys may hold for ``key``, the exact one last."""
     path = user_cache_path(key)
-    others = sorted(path.parent.glob(f"{path.name.rpartition('-')[0]}-*.json")) if path.parent.is_dir() else []
+    try:
+        others = sorted(path.parent.glob(f"{path.name.rpartition('-')[0]}-*.json")) if path.parent.is_dir() else []
+    except OSError:  # not ours to read
+        others = []
     return sorted(others, key=lambda other: other == path)
 
 
@@ -225,12 +229,16 @@ def shipped_profiles() -> Iterator[tuple[str, bytes]]:
 
 
 def discard_invalid(path: Path) -> None:
-    """Remove the file at ``path`` if it is no valid cost cache, so that a new one can be written there."""
+    """Remove the file at ``path`` if it is no valid cost cache, so that a new one can be written there.
+
+    Raises:
+        OSError: it is no file, or cannot be removed.
+    """
     with _locked(path):
         try:
             CostCache.load(path)
         except CostCacheError:
-            path.unlink(missing_ok=True)
+            check_target(path).unlink(missing_ok=True)
 
 
 def _digest(key: CacheKey) -> str:
@@ -239,10 +247,10 @@ def _digest(key: CacheKey) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file beside ``path``; the system drops it when the process ends, however it ends."""
+    """Hold the lock beside the file that ``path`` leads to."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    target = check_target(path)
+    with hold_lock(target.with_name(f".{target.name}.lock"), _LOCK_SECONDS):
         yield
 
 

@@ -1,0 +1,254 @@
+"""What is written is whole, where the user meant it, and nobody else's; what is read is a file of bounded size."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dmuon.cli.arguments import BadArgument, require_target
+from dmuon.planning.cost_cache import CacheKey, CostCache, CostCacheError
+from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.platform.files import UnreadableFile, read_bytes, read_tail, write_bytes, write_text
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what another user owns")
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+# -- what is written -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("P72")
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664), (0o000, 0o666)])
+def test_a_new_file_has_what_the_umask_leaves_and_an_old_one_keeps_its_mode(
+    tmp_path: Path, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "new", "1")
+        (tmp_path / "old").touch(0o600)
+        (tmp_path / "old").chmod(0o640)
+        write_text(tmp_path / "old", "2")
+    finally:
+        os.umask(before)
+    assert (mode_of(tmp_path / "new"), mode_of(tmp_path / "old")) == (mode, 0o640)
+    assert (tmp_path / "new").read_text() + (tmp_path / "old").read_text() == "12"
+
+
+@pytest.mark.pitfall("P72")
+@pytest.mark.parametrize("there", [True, False], ids=["a file", "nothing yet"])
+def test_what_the_users_own_links_lead_to_is_written_and_the_links_stay(tmp_path: Path, there: bool) -> None:
+    (tmp_path / "far").mkdir()
+    target = tmp_path / "far" / "plan.json"
+    if there:
+        target.write_text("old")
+    (tmp_path / "folder").symlink_to("far")
+    (tmp_path / "far" / "second").symlink_to("../folder/plan.json")
+    (tmp_path / "first").symlink_to(tmp_path / "folder" / "second")
+    write_text(tmp_path / "first", "new")
+    assert target.read_text() == "new" and not target.is_symlink()
+    assert (tmp_path / "first").is_symlink() and (tmp_path / "far" / "second").is_symlink()
+    assert sorted(os.listdir(tmp_path / "far")) == ["plan.json", "second"]
+
+
+@pytest.mark.pitfall("P72")
+@as_root
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o775])
+@pytest.mark.parametrize("of_a_folder", [False, True])
+def test_a_link_that_another_user_planted_is_refused_by_name(tmp_path: Path, mode: int, of_a_folder: bool) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "plan.json").write_text("precious")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    link = shared / ("folder" if of_a_folder else "plan.json")
+    link.symlink_to(precious if of_a_folder else precious / "plan.json")
+    os.lchown(link, NOBODY, NOBODY)
+    path = link / "plan.json" if of_a_folder else link
+    with pytest.raises(OSError, match=f"leads through {link}, a link of another user in a folder that others may"):
+        write_text(path, "new")
+    assert (precious / "plan.json").read_text() == "precious" and os.listdir(precious) == ["plan.json"]
+    shared.chmod(0o755)  # then whoever owns the folder has made the link
+    write_text(path, "new")
+    assert (precious / "plan.json").read_text() == "new"
+
+
+def test_links_in_a_circle_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="too many symbolic links"):
+        write_text(tmp_path / "a", "new")
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def node(path: Path) -> None:
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+
+
+def link_to(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+@pytest.mark.pitfall("P72")
+@pytest.mark.parametrize(
+    "make",
+    [fifo, Path.mkdir, pytest.param(node, marks=as_root), link_to("/dev/null"), link_to("/dev/stdout"), link_to("/")],
+    ids=["a pipe", "a folder", "a device", "a link to a device", "a link to stdout", "a link to the root"],
+)
+def test_what_is_no_file_is_neither_replaced_nor_written(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "out"
+    make(path)
+    before = os.lstat(path), os.stat("/dev/null").st_ino
+    with pytest.raises(OSError, match=r"no regular file(, and is not replaced)?; name a file.*out"):
+        write_text(path, "new")
+    with pytest.raises(BadArgument, match=r"--json .*(no regular file|is a folder)"):
+        require_target("--json", path)
+    after = os.lstat(path), os.stat("/dev/null").st_ino
+    assert (after[0].st_ino, after[0].st_mode, after[1]) == (before[0].st_ino, before[0].st_mode, before[1])
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def write_too_much(path: Path) -> None:
+    """In a process that may write 4 KiB to a file."""
+    child = os.fork()
+    if not child:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        try:
+            write_bytes(path, bytes(100_000))
+        except OSError as error:
+            os._exit(error.errno if error.filename == str(path) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == errno.EFBIG
+
+
+@pytest.mark.pitfall("P49", "P72")
+@pytest.mark.parametrize("full", [True, False], ids=["a full disk", "a file that is too large"])
+def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(tmp_path: Path, full: bool) -> None:
+    mounted = full and os.geteuid() == 0
+    if mounted:
+        command = ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(tmp_path)]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("cannot mount a small file system here")
+    elif full:
+        pytest.skip("only root mounts a small file system")
+    try:
+        path = tmp_path / "plan.json"
+        write_bytes(path, b"old")
+        if full:
+            with pytest.raises(OSError, match=r"No space left on device: .*plan\.json"):
+                write_bytes(path, bytes(100_000))
+        else:
+            write_too_much(path)
+        assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["plan.json"]
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.pitfall("P49")
+def test_what_a_killed_writer_left_is_removed_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    write_bytes(path, b"old")
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        write_bytes(path, b"new")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    [left] = set(os.listdir(tmp_path)) - {"plan.json"}
+    assert path.read_bytes() == b"old"
+    write_bytes(path, b"second")
+    assert left in os.listdir(tmp_path), "it may be of a writer that still writes"
+    os.utime(tmp_path / left, (time.time() - 7200,) * 2)
+    write_bytes(tmp_path / "other.json", b"")
+    assert left in os.listdir(tmp_path), "it is of another file"
+    write_bytes(path, b"third")
+    assert sorted(os.listdir(tmp_path)) == ["other.json", "plan.json"]
+
+
+def test_a_name_of_any_length_and_a_path_without_a_folder_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("é" * 127, "x" * 255, "plan.json"):
+        write_text(Path(name), "new")
+        assert Path(name).read_text() == "new"
+    with pytest.raises(FileNotFoundError, match=r"no/plan\.json"):
+        write_text(Path("no/plan.json"), "new")
+
+
+# -- what is read --------------------------------------------------------------------------------------------------
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "bytes": read_bytes,
+    "plan": OwnerPlan.load,
+    "cost cache": CostCache.load,
+}
+
+
+@pytest.mark.pitfall("P71")
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("reader", READERS.values(), ids=list(READERS))
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "link", Path("/dev/zero"), Path("/dev/full")):
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match="not a file"):
+            reader(path)
+        assert time.monotonic() - begin < 5.0, path
+
+
+@pytest.mark.pitfall("P71")
+def test_a_file_larger_than_any_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "huge.json"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for reader, error in ((read_bytes, ValueError), (OwnerPlan.load, ValueError), (CostCache.load, CostCacheError)):
+        with pytest.raises(error, match="larger than 67108864 bytes"):
+            reader(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 1 << 15, "KiB"
+    assert read_bytes(Path("/proc/self/status")), "which says that it is empty"
+    with pytest.raises(ValueError, match="larger than 10 bytes"):
+        read_bytes(Path("/proc/self/status"), 10)
+    with pytest.raises(UnreadableFile, match="no such file"):
+        read_bytes(tmp_path / "none")
+
+
+def test_the_end_of_a_long_text_is_read_alone(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"x" * 100_000 + b"\xffend")
+    assert read_tail(tmp_path / "log", 4) == "�end"
+    assert read_tail(tmp_path / "log", 10**6).endswith("x�end")
+    assert read_tail(tmp_path / "none", 4) == ""
+
+
+@pytest.mark.pitfall("P71", "P72")
+def test_a_cost_cache_is_saved_through_a_link_and_over_no_device(tmp_path: Path) -> None:
+    cache = CostCache(CacheKey("X", 0, "", "2.13", "", "float32", "abc", "classic", 5), {})
+    (tmp_path / "far").mkdir()
+    (tmp_path / "costs.json").symlink_to("far/real.json")
+    cache.save(tmp_path / "costs.json")
+    assert CostCache.load(tmp_path / "far" / "real.json") == cache
+    assert sorted(os.listdir(tmp_path / "far")) == [".real.json.lock", "real.json"], "one lock, whatever the path"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises((OSError, CostCacheError), match=r"no regular file|not a file"):
+        cache.save(tmp_path / "pipe")
+    assert stat.S_ISFIFO(os.lstat(tmp_path / "pipe").st_mode)

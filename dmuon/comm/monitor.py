@@ -23,7 +23,9 @@ from dmuon.layout.topology import GlobalRank
 _EXIT_SECONDS = 2.0
 _REMEMBERED = 512  # collectives per lane
 _Journal = dict[str, tuple[int, list[str]]]  # by lane, how many collectives were started, and the last ones
+_OPTIONS = "options"  # a lane, not of collectives but of what an optimizer goes by
 _REMEDY = "run the same blocks, backwards and steps in the same order on every rank"
+_OPTIONS_REMEDY = "give every rank's optimizer the same options (a scheduler that goes by a rank's own loss does not)"
 
 
 class CollectiveError(RuntimeError):
@@ -144,6 +146,7 @@ class Monitor:
         self._name = name
         self._asynchronous = asynchronous
         self._lanes: dict[str, _Lane] = {}
+        self._options: dict[str, str] = {}
         self._broken: str | None = None
 
     def start(self, lane: str | None, what: str, launch: Callable[[], Sequence[dist.Work | None]]) -> Pending:
@@ -193,6 +196,13 @@ class Monitor:
         """Remember what all ranks do in one order, whether or not it communicates."""
         self._lanes.setdefault(lane, _Lane()).note(what)
 
+    def note_options(self, options: Iterable[tuple[str, str]]) -> None:
+        """What an optimizer will go by, ``(name, value)``: the next vote compares what has changed since the last."""
+        for name, value in options:
+            if self._options.get(name) != value:
+                self._options[name] = value
+                self.note(_OPTIONS, f"{name}={value}")
+
     def begin_step(self) -> None:
         """The optimizer takes a step: the other ranks must, too, before the next gradients are used."""
         self.note("step", f"step {self.step} of the optimizer")
@@ -215,7 +225,11 @@ class Monitor:
         """Raise: the digests differ. Every rank of the model gets here."""
         message = f"rank {self._rank}, step {self.step}: the ranks issued different collectives"
         reports, unheard = self._others(message)
-        difference = self._difference(reports, ended=True) or self._crossing(reports)
+        options = self._difference(reports, [_OPTIONS], ended=True)
+        if options is not None:
+            message = f"rank {self._rank}, step {self.step}: the ranks have different options"
+            self._break(". ".join([f"{message}: {options}; {_OPTIONS_REMEDY}", *unheard]))
+        difference = self._difference(reports, self._compared(reports), ended=True) or self._crossing(reports)
         which = f": {difference}" if difference else ", which ones is not known"
         self._break(". ".join([f"{message}{which}; {_REMEDY}", *unheard]))
 
@@ -229,7 +243,7 @@ class Monitor:
             parts = [message, *unheard]
             if reports:
                 parts.append("The others, as they came: " + "; ".join(report.message for report in reports))
-            difference = self._difference(reports, ended=False) or self._crossing(reports)
+            difference = self._difference(reports, self._compared(reports), ended=False) or self._crossing(reports)
             if difference:
                 parts.append(f"The ranks issued different collectives: {difference}; {_REMEDY}")
             self._break(". ".join(parts))
@@ -244,13 +258,17 @@ class Monitor:
         self._broken = message
         raise CollectiveError(message)
 
-    def _difference(self, reports: Sequence[_Report], *, ended: bool) -> str | None:
-        """The first collective, lane by lane, that another rank has and this one has not.
+    def _compared(self, reports: Sequence[_Report]) -> list[str]:
+        """The lanes of collectives that any rank has."""
+        return sorted((self._lanes.keys() | {name for report in reports for name in report.journal}) - {_OPTIONS})
+
+    def _difference(self, reports: Sequence[_Report], lanes: Sequence[str], *, ended: bool) -> str | None:
+        """The first collective of ``lanes``, one by one, that another rank has and this one has not.
 
         Args:
             ended: all ranks have come to the same place, so that one that another rank has beyond the last counts.
         """
-        for name in sorted(self._lanes.keys() | {name for report in reports for name in report.journal}):
+        for name in lanes:
             entries = _numbered(self._journal().get(name))
             for report in sorted(reports, key=lambda r: r.rank):
                 others = _numbered(report.journal.get(name))

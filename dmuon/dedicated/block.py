@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
+from dmuon.dedicated.outputs import Outputs
 
 
 class Phase(Enum):
@@ -33,6 +34,9 @@ class Block:
         backward: the backward pass that entered this block.
         calls: forwards whose backward boundary has not been reached.
         awaits_backward: some output of a forward needs a gradient.
+        lingers: nothing shows where a backward would enter, so whole weights stay until one has come, or a step.
+        generation: of the weights of the last forward with gradients.
+        outputs: finds the tensors from which a backward may enter.
     """
 
     def __init__(self, name: str, module: nn.Module, matrices: Sequence[OwnedMatrix], buffer: OwnedBuffer) -> None:
@@ -44,11 +48,19 @@ class Block:
         self.backward: int | None = None
         self.calls = 0
         self.awaits_backward = False
+        self.lingers = False
+        self.generation = -1
+        self.outputs = Outputs(module)
 
     @property
     def at_work(self) -> bool:
         """Whether the modules compute with the buffer."""
         return self.phase in (Phase.FORWARD, Phase.BACKWARD)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its matrices wants a gradient."""
+        return any(matrix.rest.requires_grad for matrix in self.matrices)
 
     def enter(self, phase: Phase) -> None:
         """Put whole weights into the modules."""
@@ -86,7 +98,7 @@ class Block:
 
     def forget_graph(self) -> None:
         """No backward will come any more."""
-        self.backward, self.calls, self.awaits_backward = None, 0, False
+        self.backward, self.calls, self.awaits_backward, self.lingers = None, 0, False, False
 
     def reset(self) -> None:
         """Back to rest, without gradients that were not reduced."""

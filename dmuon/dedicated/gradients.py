@@ -83,6 +83,8 @@ class GradReduction:
                 pairs.append((slot, grad))
             matrix.full.grad = None
             matrix.unreduced = False
+            if matrix.at.s != self._comm.at.s:
+                matrix.partial = None  # another rank of the row has it
         if pairs:
             torch._foreach_copy_([slot for slot, _ in pairs], [grad for _, grad in pairs])
         return used
@@ -153,7 +155,8 @@ class GradReduction:
         """Wait, and set ``rest.grad`` of the matrices that this rank has used.
 
         Returns:
-            ``(matrix, local gradient)`` of the others: whether another rank has used them is not known yet.
+            ``(matrix, local gradient)`` of the others: whether another rank has used them is not known yet. Of those
+            with hooks too, so that all ranks run them in one order.
         """
         self.advance()
         with record_function(f"dmuon::wait_reduce {self.buffer.name}"):
@@ -173,7 +176,7 @@ class GradReduction:
                 local = self._result[start - first : end - first].view(master.shape).to(master.dtype)
             else:
                 local = master.new_empty(master.shape)
-            if id(matrix) in self.used:
+            if id(matrix) in self.used and not matrix.has_hooks:
                 matrix.set_grad(self._comm, local)
             elif matrix.full.requires_grad:
                 undecided.append((matrix, local))
@@ -188,10 +191,8 @@ class GradReduction:
             # What only others on the row have used must not be lost. Looking at the values can stall an accelerator.
             if id(matrix) not in self.used and (id(matrix) not in spans or not bool(average.any())):
                 continue
-            matrix.hold()
-            if id(matrix) in spans:
-                slot = average.view(matrix.local_shape)
-                matrix.partial = slot if matrix.partial is None else matrix.partial.add_(slot)
+            slot = average.view(matrix.local_shape if id(matrix) in spans else (0, matrix.local_shape[1]))
+            matrix.partial = slot if matrix.partial is None else matrix.partial.add_(slot)
         return []
 
 
@@ -229,7 +230,7 @@ class Gradients:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
         if self.listeners and reduction.whole:
-            used = [matrix for matrix in reduction.buffer.matrices if id(matrix) in reduction.used]
+            used = [m for m in reduction.buffer.matrices if id(m) in reduction.used and not m.has_hooks]
             owned = [matrix.rest for matrix in used if matrix.owner == self._comm.position]
             self.listeners = [listener for listener in self.listeners if listener() is not None]
             for listener in self.listeners:

@@ -35,7 +35,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
 from dmuon.layout.parcels import Parcel
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Position, positions
-from dmuon.platform.torch_private import local_tensor
+from dmuon.platform.torch_private import accumulation_hooks, local_tensor, move_hooks
 
 Sites = tuple[tuple[nn.Module, str], ...]
 
@@ -92,9 +92,9 @@ class OwnedMatrix:
         full: what modules compute with.
         tensor: how tensor parallelism splits it; masters and buffers then hold this rank's part.
         unreduced: the gradient in ``full`` has not been reduced yet (backward without synchronization).
-        partial: the sum of what reductions along the row alone have brought to this rank, ``local_shape``.
+        partial: the sum of what reductions along the row alone have brought to this rank, ``local_shape``; no rows on
+            the other ranks of the row, if they took part.
         empty_grad: the gradient on ranks that do not own the matrix; one serves all steps.
-        sentinel_grad: in ``rest.grad`` while unreduced gradients wait; if the user clears it, they are dropped.
     """
 
     fqn: str
@@ -107,9 +107,7 @@ class OwnedMatrix:
     tensor: TensorSharding | None = None
     unreduced: bool = False
     partial: Tensor | None = None
-    empty_grad: Tensor | None = None
-    sentinel_grad: Tensor | None = None
-    _sentinel_version: int = 0
+    empty_grad: OwnedTensor | None = None
 
     @property
     def master(self) -> Tensor:
@@ -154,26 +152,27 @@ class OwnedMatrix:
         self.full.grad = None
         self.partial = None
         self.unreduced = False
-        if self.sentinel_grad is not None and self.rest.grad is self.sentinel_grad:
-            self.rest.grad = None
-        self.sentinel_grad = None
-
-    def hold(self) -> None:
-        """Keep what the gradient is so far for a backward with synchronization."""
-        self.unreduced = True
-        if self.rest.grad is None:
-            local = self.master
-            self.sentinel_grad = self.as_grad(local.new_zeros(()).expand(local.shape))
-            self.rest.grad = self.sentinel_grad
-            self._sentinel_version = self.sentinel_grad._version
 
     @property
-    def was_dropped(self) -> bool:
-        """Whether the user has cleared gradients that wait: by setting them to None, or the sentinel to zero."""
-        grad = self.rest.grad
-        if grad is None:
-            return self.unreduced
-        return self.unreduced and grad is self.sentinel_grad and grad._version != self._sentinel_version
+    def waits(self) -> bool:
+        """Whether a gradient waits for a backward that synchronizes."""
+        return self.unreduced or self.partial is not None
+
+    @property
+    def waiting_grad(self) -> Tensor | None:
+        """What waits, as the user sees it.
+
+        Without synchronization that is this rank's own gradient of the whole matrix, as with DDP; behind a reduction
+        along the row, the replica's average, on the rank of the row that keeps it.
+        """
+        if self.unreduced and self.full.grad is not None:
+            return self.full.grad
+        return None if self.partial is None else self.as_grad(self.partial)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the user wants to know of its gradient."""
+        return bool(self.rest._backward_hooks) or bool(accumulation_hooks(self.rest))
 
     def like_rest(self, local: Tensor, name: str) -> OwnedTensor:
         """Wrap ``local``, shaped as the master, in the layout of the resting form."""
@@ -185,16 +184,33 @@ class OwnedMatrix:
         return self.like_rest(local, f"{self.fqn}.grad")
 
     def set_grad(self, comm: Comm, local: Tensor) -> None:
-        """Add ``local``, shaped as the master, to the gradient of the resting form."""
-        if self.rest.grad is not None and self.rest.grad is not self.sentinel_grad:
-            local_tensor(self.rest.grad).add_(local)
-        elif self.owner == comm.position:
-            self.rest.grad = self.as_grad(local)
+        """Add ``local``, shaped as the master, to the gradient of the resting form, and run the user's hooks."""
+        if self.owner == comm.position:
+            grad = self.as_grad(local)
         else:
             if self.empty_grad is None:
                 self.empty_grad = self.as_grad(local)
-            self.rest.grad = self.empty_grad
-        self.sentinel_grad = None
+            grad = self.empty_grad
+        for hook in list((self.rest._backward_hooks or {}).values()):
+            grad = self._replaced(grad, hook(grad))
+        before = self.rest.raw_grad
+        if before is not None:
+            local_tensor(before).add_(local_tensor(grad))
+        else:
+            self.rest.raw_grad = grad
+        for hook in list(accumulation_hooks(self.rest).values()):
+            hook(self.rest)
+
+    def _replaced(self, grad: OwnedTensor, result: object) -> OwnedTensor:
+        """What a hook has made of ``grad``."""
+        if result is None:
+            return grad
+        if not isinstance(result, OwnedTensor) or local_tensor(result).shape != local_tensor(grad).shape:
+            raise RuntimeError(
+                f"a gradient hook of {self.fqn!r} returned {type(result).__name__}, not a gradient as it was given; "
+                "compute it from the argument by elementwise operations, or return None"
+            )
+        return result
 
 
 def own(weight: Weight, slot: Tensor, comm: Comm) -> OwnedMatrix:
@@ -218,6 +234,7 @@ def own(weight: Weight, slot: Tensor, comm: Comm) -> OwnedMatrix:
     at, full = comm.coordinate(weight.owner), whole_parameter(whole, rest)
     matrix = OwnedMatrix(weight.fqn, param.shape, weight.owner, at, weight.sites, rest, full, sharding)
     matrix.place(rest)
+    move_hooks(param, rest)
     return matrix
 
 

@@ -37,6 +37,8 @@ _LOCAL = frozenset(
     + list(_CREATION)
 )
 
+_GRAD: Any = Tensor.grad  # the attribute itself, which ``OwnedTensor.grad`` hides
+
 _REMEDY = (
     "use `with dmuon.summon_full_params(model):` to read or edit whole weights, `model.state_dict()` or "
     "torch.distributed.checkpoint to save them"
@@ -68,6 +70,12 @@ class Keeper(Protocol):
 
     def write_even(self, param: OwnedTensor, shard: Tensor) -> None:
         """Make the even shards of all ranks the value of ``param``. Collective."""
+
+    def waiting_grad(self, param: OwnedTensor) -> Tensor | None:
+        """The gradient of ``param`` that waits for a backward with synchronization."""
+
+    def drop_waiting(self, param: OwnedTensor) -> None:
+        """Forget that."""
 
 
 class OwnedTensor(DTensor):
@@ -123,6 +131,32 @@ class OwnedTensor(DTensor):
         if name in _NORMS:
             return out
         return _rewrap(out, twins, owned)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The reduced gradient; where none is, this rank's own that waits for a backward with synchronization."""
+        raw = self.raw_grad
+        return self.keeper.waiting_grad(self) if raw is None and self.keeper is not None else raw
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self.keeper is not None:
+            self.keeper.drop_waiting(self)
+        self.raw_grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def raw_grad(self) -> Tensor | None:
+        """The reduced gradient, laid out as the parameter."""
+        grad: Tensor | None = _GRAD.__get__(self)
+        return grad
+
+    @raw_grad.setter
+    def raw_grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
 
     def full_tensor(self, **_: Any) -> Tensor:
         raise self._wrong_data("full_tensor()")

@@ -34,6 +34,7 @@ class Dedicated(Residency):
     def __init__(self, runtime: Runtime, params: Sequence[Tensor]) -> None:
         self.params = list(params)
         self._runtime = runtime
+        runtime.members.add(self)
 
     def tasks(self) -> list[Task]:
         """What this rank orthogonalizes of the model, or has tensor-parallel parts of, in forward order."""
@@ -60,6 +61,14 @@ class Dedicated(Residency):
 
     def listen(self, landed: Callable[[Sequence[Tensor]], None]) -> None:
         self._runtime.gradients.listeners.append(weakref.WeakMethod(landed))
+
+    def left_out(self, held: set[int]) -> list[str]:
+        """Owned matrices that are in no ``Muon``, and other tensors of two or more dimensions that are not in this one.
+
+        Only what has a gradient is meant.
+        """
+        claimed = held.union(*({id(p) for p in member.params} for member in self._runtime.members))
+        return self._runtime.unclaimed(claimed)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

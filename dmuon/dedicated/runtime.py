@@ -13,6 +13,7 @@ votes afterwards (``Gradients``); buckets of replicated gradients leave in the o
 from __future__ import annotations
 
 import atexit
+import logging
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +25,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten
 
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
@@ -36,8 +36,11 @@ from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.replicated import GradAverager, unsharded_parameters
 from dmuon.kernels import streams_of
+from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.torch_private import current_backward, on_backward_end, outside_compile
+from dmuon.step.residency import Residency
 
+_log = logging.getLogger("dmuon")
 _running: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
@@ -59,6 +62,7 @@ class Runtime:
         variants: ``(small side, large side)`` to batch size to how Newton–Schulz runs, as planned.
         sync: backward reduces gradients; otherwise they accumulate where they arise.
         all_reduce: backward reduces gradients across replicas too.
+        members: of this model, in some optimizer.
     """
 
     def __init__(
@@ -77,13 +81,16 @@ class Runtime:
         self.generation = 0
         self.sync = True
         self.all_reduce = True
+        self.members: weakref.WeakSet[Residency] = weakref.WeakSet()
         self.order = ExecutionOrder(self.blocks)
         self.gradients = Gradients(comm, list(self.matrices()))
         self._neighbours = {buffer: [b for b in self.blocks if b.buffer is buffer] for buffer in self.buffers}
         self._backwards: set[int] = set()
         self._reducible: dict[OwnedBuffer, None] = {}  # an ordered set: with gradients, reduction not started
         self._leftovers: set[OwnedBuffer] = set()  # with gradients that earlier backwards did not make whole
+        self._strays: dict[Block, int] = {}  # with gradients of a backward that did not enter them, and which
         self._publications: deque[OwnedBuffer] = deque()  # that this step has yet to start, in forward order
+        self._warned: set[Block] = set()
         self._outdated: set[int] = set()  # resting parameters that this step has yet to update
         self._fills: deque[OwnedBuffer] = deque()  # published, to be filled in this step
         self._fill_budget = 0
@@ -100,11 +107,21 @@ class Runtime:
         for block in self.blocks:
             block.module.register_forward_pre_hook(partial(self._pre_forward, block), with_kwargs=True)
             block.module.register_forward_hook(partial(self._post_forward, block), always_call=True)
+            # Weak references, since the collector cannot see through such hooks and would never free the model.
+            hook = partial(_notice, weakref.ref(self), weakref.ref(block))
+            for matrix in block.matrices:
+                matrix.full.register_post_accumulate_grad_hook(hook)
 
     def matrices(self) -> Iterator[OwnedMatrix]:
         """All owned matrices, in the order of the buffers."""
         for buffer in self.buffers:
             yield from buffer.matrices
+
+    def unclaimed(self, claimed: set[int]) -> list[str]:
+        """Names of tensors of two dimensions or more that have a gradient and are not among the ids ``claimed``."""
+        named: list[tuple[str, Tensor]] = [(matrix.fqn, matrix.rest) for matrix in self.matrices()]
+        named += [(canonical_fqn(n), p) for n, p in self._model.named_parameters() if not isinstance(p, OwnedTensor)]
+        return [name for name, p in named if p.ndim >= 2 and p.grad is not None and id(p) not in claimed]
 
     @property
     def name(self) -> str:
@@ -114,6 +131,17 @@ class Runtime:
     def matrix_of(self, param: Tensor) -> OwnedMatrix:
         """The matrix whose resting form ``param`` is."""
         return self._by_rest[id(param)]
+
+    def waiting_grad(self, param: OwnedTensor) -> Tensor | None:
+        """The gradient of ``param`` that waits for a backward with synchronization; None of an alias."""
+        matrix = self._by_rest.get(id(param))
+        return None if matrix is None else matrix.waiting_grad
+
+    def drop_waiting(self, param: OwnedTensor) -> None:
+        """Forget that: the user has cleared or replaced the gradient."""
+        matrix = self._by_rest.get(id(param))
+        if matrix is not None and matrix.waits:
+            matrix.drop_unreduced()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Hooks hold the runtime, so copying or pickling a model meets it before its parameters.
@@ -160,7 +188,10 @@ class Runtime:
         self.before_write()
         self.weights_changed()
         for block in self.blocks:  # graphs of forwards that never ran backward are void now
+            lingered = block.lingers
             block.forget_graph()
+            if lingered and not self._stays(block.buffer):
+                block.buffer.free()
         self._outdated = {id(p) for p in params if id(p) in self._by_rest}
         self._publications = deque(_buffers(self.order.walk()))
         self._fills.clear()
@@ -219,8 +250,12 @@ class Runtime:
         """Leave ``block``, and free its buffer unless the next block needs it too."""
         block.leave()
         buffer = block.buffer
-        if not buffer.keep and not buffer.in_use and (successor is None or successor.buffer is not buffer):
+        if not self._stays(buffer) and (successor is None or successor.buffer is not buffer):
             buffer.free()
+
+    def _stays(self, buffer: OwnedBuffer) -> bool:
+        """Whether its weights must not be freed now."""
+        return buffer.keep or buffer.in_use or any(block.lingers for block in self._neighbours[buffer])
 
     def _prefetch(self, block: Block, *, backward: bool) -> None:
         """Start filling the buffers that come next."""
@@ -268,19 +303,37 @@ class Runtime:
     def _post_forward(self, block: Block, _module: nn.Module, _args: Any, output: Any) -> Any:
         if block.phase is not Phase.FORWARD:
             return None
-        self._leave(block, self.order.after(block))
         if not torch.is_grad_enabled():
+            self._leave(block, self.order.after(block))
             return None
+        returned, left = block.outputs.find(output)
+        seen = bool(returned or left)
+        if not seen and block.trains and not block.lingers:
+            self._warn_of_unseen(block)
+            block.lingers = True
+        self._leave(block, self.order.after(block))
+        block.awaits_backward = block.awaits_backward or seen
+        block.generation = self.generation
         hook = partial(self._pre_backward, block, self.generation)
-        leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-        block.awaits_backward = block.awaits_backward or bool(leaves)
-        if len({leaf.device for leaf in leaves}) > 1:
+        for tensor in left:
+            tensor.register_hook(hook)
+        if len({tensor.device for tensor in returned}) > 1:
             # A thread for each device would enter the block, on each rank in another order.
             passed = mark_boundary((output,), {}, hook)
             return None if passed is None else passed[0][0]
-        for leaf in leaves:
-            leaf.register_hook(hook)
+        for tensor in returned:
+            tensor.register_hook(hook)
         return None
+
+    def _warn_of_unseen(self, block: Block) -> None:
+        if block.buffer.keep or block in self._warned:
+            return
+        self._warned.add(block)
+        _log.warning(
+            "block %r: neither its output nor its attributes hold a tensor that needs a gradient, so its whole weights "
+            "stay in memory until a backward has used them, or step(); run it under torch.no_grad() if none will",
+            block.name,
+        )
 
     def _find_replicated(self) -> None:
         """Average what nobody shards. The first forward tells what that is: FSDP2 may be applied until then."""
@@ -296,6 +349,15 @@ class Runtime:
     def _pre_backward(self, block: Block, generation: int, _grad: Tensor | None = None) -> None:
         if block.phase is Phase.BACKWARD:
             return
+        self._check_graph(block, generation)
+        block.backward = self._in_backward()
+        self.order.restart()
+        self._ensure_ready(block)
+        block.enter(Phase.BACKWARD)
+        self._prefetch(block, backward=True)
+
+    def _check_graph(self, block: Block, generation: int) -> None:
+        """Raise RuntimeError for a backward that cannot be right, of a forward of ``generation``."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"backward(create_graph=True) through block {block.name!r}: a second derivative would read weights "
@@ -306,12 +368,12 @@ class Runtime:
                 f"the weights of block {block.name!r} changed between its forward and its backward; run backward "
                 "before step(), load_state_dict() or edits"
             )
-        block.backward = self._in_backward()
-        self.order.restart()
-        self._ensure_ready(block)
-        self._drop_cleared(block.buffer)
-        block.enter(Phase.BACKWARD)
-        self._prefetch(block, backward=True)
+
+    def gradient_comes(self, block: Block) -> None:
+        """A whole weight of ``block`` has a gradient, perhaps by a way that its hooks did not see."""
+        if block.phase is not Phase.BACKWARD and block not in self._strays:
+            self._check_graph(block, block.generation)
+            self._strays[block] = self._in_backward()
 
     def _post_backward(self, block: Block) -> None:
         if block.phase is not Phase.BACKWARD:
@@ -322,15 +384,16 @@ class Runtime:
 
     def _end_block(self, block: Block) -> None:
         """All gradients of ``block`` are there: reduce them, together with those of its neighbours in the buffer."""
-        before = self.order.before(block)
-        self._leave(block, before if before is not None and before.awaits_backward else None)
+        if block.phase is Phase.BACKWARD:
+            before = self.order.before(block)
+            self._leave(block, before if before is not None and before.awaits_backward else None)
+        self._strays.pop(block, None)
         block.forget_graph()
         buffer = block.buffer
         # Without shards there is nothing to reduce but across replicas.
         if not self.sync or not (self.all_reduce or self.comm.row is not None or self.comm.column is None):
             for matrix in block.matrices:
-                if matrix.full.requires_grad:
-                    matrix.hold()
+                matrix.unreduced = matrix.unreduced or matrix.full.grad is not None
             self._leftovers.add(buffer)
             return
         self._reducible[buffer] = None
@@ -343,15 +406,6 @@ class Runtime:
         self.gradients.reduce(buffer, along_column=self.all_reduce)
         if not self._whole_sync:
             self._leftovers.add(buffer)
-
-    def _drop_cleared(self, buffer: OwnedBuffer) -> None:
-        """Drop gradients of unsynchronized passes that the user has cleared since.
-
-        Of the whole buffer, not of one block: it is reduced as a whole.
-        """
-        for matrix in buffer.matrices:
-            if matrix.was_dropped:
-                matrix.drop_unreduced()
 
     def _in_backward(self) -> int:
         """Identity of the running backward pass, whose end is hooked on first sight."""
@@ -374,13 +428,13 @@ class Runtime:
     def _root_post_backward(self, backward: int) -> None:
         """All gradients are reduced and visible when ``backward()`` returns."""
         for block in self.blocks:
-            if block.phase is Phase.BACKWARD and block.backward == backward:
+            entered = block.phase is Phase.BACKWARD and block.backward == backward
+            if entered or self._strays.get(block) == backward:
                 self._end_block(block)
         for buffer in list(self._reducible):
             self._reduce(buffer)
         if self._whole_sync:  # what earlier micro-batches left and this one did not run
             for buffer in [buffer for buffer in self.buffers if buffer in self._leftovers]:
-                self._drop_cleared(buffer)
                 self._reduce(buffer)
         if self._backwards == {backward}:
             self._free_unused_prefetches()
@@ -390,7 +444,7 @@ class Runtime:
 
     def _free_unused_prefetches(self) -> None:
         for buffer in self.buffers:
-            if buffer.state is not BufferState.FREED and not buffer.keep and not buffer.in_use:
+            if buffer.state is not BufferState.FREED and not self._stays(buffer):
                 buffer.free()
 
     # -- recovery --------------------------------------------------------------------------------------------------
@@ -404,7 +458,7 @@ class Runtime:
 
     def unreduced(self) -> str | None:
         """Name of a parameter whose gradient was left unreduced by a backward without synchronization."""
-        return next((e.fqn for e in self.matrices() if e.unreduced and not e.was_dropped), None)
+        return next((matrix.fqn for matrix in self.matrices() if matrix.waits), None)
 
     def _recover(self) -> None:
         """Clean up after a backward that raised: nothing more of it may reach a gradient.
@@ -416,12 +470,19 @@ class Runtime:
             return
         self._backwards.clear()
         self._reducible.clear()
+        self._strays.clear()
         self._leftovers.clear()
         self._fills.clear()
         for block in self.blocks:
             block.reset()
         self.weights_changed()
         run_all([self.gradients.discard, *(buffer.free for buffer in self.buffers)])
+
+
+def _notice(runtime: weakref.ref[Runtime], block: weakref.ref[Block], _param: Tensor) -> None:
+    alive, entered = runtime(), block()
+    if alive is not None and entered is not None:
+        alive.gradient_comes(entered)
 
 
 def runtime_of(param: Tensor) -> Runtime | None:

@@ -222,6 +222,17 @@ def inside_ddp(model: nn.Module) -> nn.Module:
     return model
 
 
+def warn_of_left_out(names: Sequence[str]) -> None:
+    """Say that parameters have a gradient and that the optimizer does not know them."""
+    if names:
+        _log.warning(
+            "Muon: %d parameters have a gradient and are in no group, so this optimizer does not train them: %s; "
+            "another optimizer must, or pass the model, or dmuon.param_groups(model)",
+            len(names),
+            ", ".join(map(repr, names[:6])) + (", …" if len(names) > 6 else ""),
+        )
+
+
 def _ordered(params: Set[Any]) -> list[Tensor]:
     """``params`` in an order that all ranks share: a set has none, but owned parameters have names."""
     if not all(isinstance(p, OwnedTensor) for p in params):

@@ -25,6 +25,7 @@ from dmuon.optimizer.groups import (
     names_of,
     replicated_by_ddp,
     routed_groups,
+    warn_of_left_out,
 )
 from dmuon.optimizer.loading import adopt_adamw_state
 from dmuon.optimizer.momentum import Momentum
@@ -160,6 +161,7 @@ class Muon(torch.optim.Optimizer):
         self._early: EarlyUpdates | None = None
         self._done: list[Done] = []
         self._checked: Description = ()  # options that were found to be in order
+        self._stepped = False
         self._built = False  # torch adds the first groups one by one
         super().__init__(groups_from(params, select), {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         devices = (local_tensor(p).device for g in self.param_groups for p in g["params"])
@@ -285,6 +287,9 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         present = self._present()
         self._check_edited_options()
+        if not self._stepped:
+            self._warn_of_left_out()
+        self._stepped = True
         self._timer.reset()
         self._done = []
         self._align_gradients()
@@ -315,6 +320,10 @@ class Muon(torch.optim.Optimizer):
             except (TypeError, ValueError) as fault:
                 raise type(fault)(f"group {index} of the optimizer was edited: {fault}") from None
         self._checked = described
+
+    def _warn_of_left_out(self) -> None:
+        held = {id(p) for group in self.param_groups for p in group["params"]}
+        warn_of_left_out([name for residency in self._residencies for name in residency.left_out(held)])
 
     def _align_gradients(self) -> None:
         """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise."""

@@ -161,6 +161,20 @@ def unwrapped_for_ddp(param: Tensor) -> bool:
     return hasattr(param, "_st_info")
 
 
+def accumulation_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]]:
+    """What ``register_post_accumulate_grad_hook`` has left on ``param``."""
+    return param._post_accumulate_grad_hooks or {}
+
+
+def move_hooks(source: Tensor, target: Tensor) -> None:
+    """Give ``target`` the gradient hooks of ``source``; their handles remove them from there."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(source, name)
+        if hooks:
+            setattr(target, name, hooks)
+            setattr(source, name, None)
+
+
 def flattened_by_fsdp1(param: Tensor) -> bool:
     """Whether ``FullyShardedDataParallel`` has flattened ``param``, or made it of what it flattened."""
     return bool(getattr(param, "_fsdp_flattened", False))

@@ -51,6 +51,14 @@ class Residency(ABC):
         """The plans behind the owners, for people."""
         return []
 
+    def left_out(self, held: set[int]) -> list[str]:
+        """Names of trainable parameters that live beside the matrices and that no optimizer seems to have.
+
+        Args:
+            held: ids of all parameters of this optimizer.
+        """
+        return []
+
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def before_step(self, changed: bool) -> set[int] | None:

@@ -86,7 +86,7 @@ FAULTS = {
         "generation_not_raised": "self.before_write()«\n        self.weights_changed()→»",
     },
     f"{PROGRAMS} -k training_loops_equal_single_process": {
-        "an_accumulated_gradient_is_dropped": "local_tensor(self.rest.grad).«add_→copy_»(local)",
+        "an_accumulated_gradient_is_dropped": "local_tensor(before).«add_→copy_»(local_tensor(grad))",
     },
     f"{PROGRAMS} -k parameters_that_only_some_ranks_use": {
         "unused_gradients_are_zero": "zip(keys, flags[: len(keys)], strict=True) «if flag→if True»",

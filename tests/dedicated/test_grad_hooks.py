@@ -1,0 +1,238 @@
+"""Hooks on gradients of owned parameters run with what the owner gets; what waits in no_sync is shown as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.assertions import about, assert_equal_weights
+from harness.on_ranks import on_ranks
+from harness.oracle import Reference
+from harness.topologies import lay
+from harness.toy import batch, build
+from torch import Tensor
+
+import dmuon
+from dmuon.check.model import loss_of
+from dmuon.check.topologies import full_state
+from dmuon.dedicated.dedication import dedications
+from dmuon.platform.torch_private import local_tensor
+
+pytestmark = pytest.mark.pitfall("P67")
+
+HOOKED = ("blocks.0.mix.weight", "blocks.1.up.weight", "blocks.2.down.weight")
+BOUND = 1e-3
+
+
+def clamp(grad: Tensor) -> Tensor:
+    return grad.clamp(-BOUND, BOUND)
+
+
+def double(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(-2.0)
+
+
+def register(model: nn.Module) -> list[Any]:
+    """Two hooks that change what is learnt, and one that comes after them."""
+    params = dict(model.named_parameters())
+    handles = []
+    for name in HOOKED:
+        handles.append(params[name].register_hook(clamp))
+        handles.append(params[name].register_hook(lambda grad: grad * 0.5 + 1e-4))
+        handles.append(params[name].register_post_accumulate_grad_hook(double))
+    return handles
+
+
+def expected_after(steps: int, removed_at: int) -> dict[str, Tensor]:
+    model = build()
+    handles, optimizer = register(model), Reference(model)
+    for step in range(steps):
+        if step == removed_at:
+            for handle in handles:
+                handle.remove()
+        optimizer.zero_grad()
+        loss_of(model, *batch(step)).backward()
+        optimizer.step()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def check_hooks(layouts: list[str], options: dict[str, Any]) -> None:
+    expected = expected_after(4, removed_at=3)
+    for name in layouts:
+        for before in (False,) if name.startswith("tp") else (True, False):  # parallelize_module drops them
+            model = build()
+            handles = register(model) if before else []
+            laid = lay(name, model)
+            handles = handles or register(model)
+            optimizer = laid.optimizer(**options)
+            for step in range(4):
+                if step == 3:
+                    for handle in handles:
+                        handle.remove()
+                optimizer.zero_grad()
+                laid.backward(step)
+                optimizer.step()
+            with about((name, before)):
+                assert_equal_weights(full_state(model), expected)
+
+
+@on_ranks(1)
+def test_one_rank_runs_hooks_of_owned_parameters(rank: int, world: int) -> None:
+    check_hooks(["1d-1-two-lines"], {})
+
+
+@on_ranks(2)
+def test_hooks_see_what_the_owner_gets(rank: int, world: int) -> None:
+    check_hooks(["1d-two-lines", "ddp-2"], {})
+    check_hooks(["1d-two-lines"], {"overlap_backward": True})
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_hooks_see_what_the_owner_gets_in_two_dimensions(rank: int, world: int) -> None:
+    check_hooks(["hsdp", "hsdp-two-lines", "ddp-4", "tp-two-lines", "1d-4"], {})
+
+
+@on_ranks(2)
+def test_hooks_run_in_one_order_on_all_ranks_even_if_one_rank_alone_used_a_matrix(rank: int, world: int) -> None:
+    """A hook may communicate, so that the ranks must not run two of them in different orders."""
+    model = build()
+    order: list[str] = []
+    laid = lay("1d-two-lines", model)
+    for param in dmuon.owned_parameters(model):
+        name = param.fqn
+        param.register_hook(lambda grad, name=name: order.append(name))
+    block = model.blocks[2 - rank]
+    with torch.no_grad():
+        x = model.embed(batch(0)[0])
+    for each in model.blocks:
+        y = each(x)
+        (y.sum() if each is block else 0 * model.norm(y.detach()).sum() + 0 * y.sum()).backward(retain_graph=True)
+    found: list[Any] = [None] * world
+    torch.distributed.all_gather_object(found, order)
+    assert len(found[0]) == 9 and found[0] == found[1]
+    assert laid is not None
+
+
+@on_ranks(2)
+def test_a_hook_that_returns_something_else_is_named(rank: int, world: int) -> None:
+    model = build()
+    laid = lay("1d-two-lines", model)
+    param = next(p for p in dmuon.owned_parameters(model) if p.fqn == HOOKED[0])
+    param.register_hook(lambda grad: torch.zeros(3))
+    with pytest.raises(RuntimeError, match=r"a gradient hook of 'blocks\.0\.mix\.weight' returned Tensor"):
+        laid.backward(0)
+
+
+# -- what no_sync shows -------------------------------------------------------------------------------------------
+
+
+def own_gradients(rank: int, world: int, steps: tuple[int, ...]) -> dict[str, Tensor | None]:
+    """Of a single process on this rank's part of some batches."""
+    model = build()
+    for step in steps:
+        tokens, targets = (t.chunk(world)[rank] for t in batch(step))
+        loss_of(model, tokens, targets).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@on_ranks(2)
+def test_no_sync_shows_the_gradient_of_this_rank(rank: int, world: int) -> None:
+    for name in ("1d-two-lines", "ddp-2"):
+        model = build()
+        laid = lay(name, model)
+        with dmuon.no_sync(model):
+            for step in range(2):
+                laid.backward(step)
+                expected = own_gradients(rank, world, tuple(range(step + 1)))
+                for param in dmuon.owned_parameters(model):
+                    assert param.grad is not None
+                    torch.testing.assert_close(param.grad, expected[param.fqn], rtol=1e-5, atol=1e-7)
+
+
+Clear = Callable[[nn.Module, dmuon.Muon], None]
+
+
+def to_none_by_hand(model: nn.Module, optimizer: dmuon.Muon) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def delete(model: nn.Module, optimizer: dmuon.Muon) -> None:
+    for param in model.parameters():
+        del param.grad
+
+
+CLEARED: dict[str, Clear] = {
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model_to_zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer_to_zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "none": to_none_by_hand,
+    "del": delete,
+}
+
+
+def check_clearing(layouts: list[str], halfway: bool) -> None:
+    """Gradients of an accumulation that was given up reach no step, however they were cleared."""
+    twin = build()
+    reference = Reference(twin)
+    loss_of(twin, *batch(1)).backward()
+    reference.step()
+    expected = {name: value.detach() for name, value in twin.state_dict().items()}
+    for name in layouts:
+        for how, clear in CLEARED.items():
+            model = build()
+            laid = lay(name, model)
+            optimizer = laid.optimizer()
+            if halfway:
+                dmuon.set_requires_all_reduce(model, False)
+                laid.backward(0)
+                dmuon.set_requires_all_reduce(model, True)
+            else:
+                with dmuon.no_sync(model):
+                    laid.backward(0)
+            clear(model, optimizer)
+            assert all(p.grad is None or not bool(local_tensor(p.grad).any()) for p in model.parameters()), (name, how)
+            laid.backward(1)
+            optimizer.step()
+            with about((name, how)):
+                assert_equal_weights(full_state(model), expected)
+
+
+@on_ranks(2)
+def test_cleared_gradients_of_no_sync_are_gone(rank: int, world: int) -> None:
+    check_clearing(["1d-two-lines", "ddp-2"], halfway=False)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_cleared_gradients_of_half_a_reduction_are_gone(rank: int, world: int) -> None:
+    check_clearing(["hsdp-two-lines", "tp-two-lines"], halfway=False)
+    check_clearing(["hsdp-two-lines"], halfway=True)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_half_a_reduction_shows_the_average_of_the_replica(rank: int, world: int) -> None:
+    model = build()
+    laid = lay("hsdp-two-lines", model)
+    dmuon.set_requires_all_reduce(model, False)
+    laid.backward(0)
+    replica = rank // 2
+    halves = [own_gradients(2 * replica + i, 4, (0,)) for i in range(2)]
+    shown = 0
+    for matrix in dedications(model)[0].runtime.matrices():
+        grad = matrix.rest.grad
+        assert grad is not None
+        local = local_tensor(grad)
+        if local.numel():
+            expected = (halves[0][matrix.fqn] + halves[1][matrix.fqn]) / 2
+            torch.testing.assert_close(local, expected, rtol=1e-5, atol=1e-7)
+            shown += 1
+    assert shown > 0
+    dmuon.set_requires_all_reduce(model, True)

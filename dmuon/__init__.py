@@ -14,7 +14,8 @@ from dmuon.exchanged.generators import (
 )
 from dmuon.optimizer.clip import clip_grad_norm_, clip_grad_value_
 from dmuon.optimizer.groups import param_groups
-from dmuon.optimizer.muon import Muon, StepStats
+from dmuon.optimizer.muon import Muon
+from dmuon.optimizer.stats import StepStats
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.report.explain import explain
 

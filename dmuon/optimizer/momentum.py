@@ -126,8 +126,9 @@ class Momentum:
             if values is None:
                 continue
             residency, momentum = residency_of.get(id(param)), values.get(MOMENTUM)
-            if residency is not None and momentum is not None:
-                values = {**values, MOMENTUM: residency.saved(param, momentum)}
+            if momentum is not None:  # a copy that took no step yet has no residency
+                saved = momentum.clone() if residency is None else residency.saved(param, momentum)
+                values = {**values, MOMENTUM: saved}
             state[index] = values
         return {**state_dict, "state": state}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
 from typing import Any, overload
 
 import torch
@@ -17,6 +18,7 @@ from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
 from dmuon.kernels import is_capturing
 from dmuon.model.routing import Select
+from dmuon.optimizer.copies import Origin, copied_gradients, copyable_origin, copyable_state, origin_of_copy
 from dmuon.optimizer.groups import (
     as_group,
     check_group,
@@ -30,6 +32,7 @@ from dmuon.optimizer.groups import (
 from dmuon.optimizer.loading import adopt_adamw_state
 from dmuon.optimizer.momentum import Momentum
 from dmuon.optimizer.options import Description, check_options, describe
+from dmuon.optimizer.stats import StepStats, step_stats
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
@@ -38,28 +41,6 @@ from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import AloneRound, Round, drive
 from dmuon.step.update import Done, adamw_step, init_adamw_state
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """What the last ``step()`` did on this rank.
-
-    Attributes:
-        ns_matrices: matrices that were orthogonalized.
-        ns_batches: batched Newton-Schulz calls that took.
-        seconds: per phase: ``momentum``, ``ns``, ``apply``, ``publish``, ``adamw``; ``exchange`` of what several
-            ranks hold; ``momentum in backward`` and ``ns in backward`` with ``overlap_backward``.
-        overlapped: batches among them that ran during backward and were still right.
-        variants: per shape, small side first, how Newton-Schulz ran: form, restarts, back end, matrices at once.
-        nonfinite: the matrices whose momentum holds NaN or infinity; their weights do now too, nobody else's.
-    """
-
-    ns_matrices: int
-    ns_batches: int
-    seconds: dict[str, float]
-    overlapped: int
-    variants: dict[tuple[int, int], str]
-    nonfinite: tuple[str, ...]
 
 
 class Muon(torch.optim.Optimizer):
@@ -130,7 +111,7 @@ class Muon(torch.optim.Optimizer):
             raise TypeError(
                 f"distributed_config must be a dmuon.DistributedConfig or None, got {type(distributed_config).__name__}"
             )
-        self._muon_defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
@@ -141,18 +122,30 @@ class Muon(torch.optim.Optimizer):
             "ns_dtype": ns_dtype,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        self._adamw_defaults = {
+        of_adamw: dict[str, Any] = {
             "lr": lr if adamw_lr is None else adamw_lr,
             "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
             "betas": adamw_betas,
             "eps": adamw_eps,
         }
-        self._names_in_module = names_of(params)
-        self._copies = replicated_by_ddp(params)
-        self._config = distributed_config
-        self._overlap = overlap_backward
+        self._origin = Origin(
+            defaults, of_adamw, names_of(params), replicated_by_ddp(params), distributed_config, overlap_backward
+        )
+        self._start_empty()
+        self._built = False  # torch adds the first groups one by one
+        # Schedulers look here for what they may cycle.
+        super().__init__(
+            groups_from(params, select), {name: defaults[name] for name in ("lr", "weight_decay", "momentum")}
+        )
+        self._built = True
+        self._find_device()
+        self._lay_out()
+        self._register_hooks()
+
+    def _start_empty(self) -> None:
+        """Nothing is laid out yet."""
         self._names: dict[int, str] = {}  # by id of the parameter
-        self._laid_out: list[list[int]] = []  # per group, ids of the parameters for which the rest was made
+        self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
         self._residencies: list[Residency] = []
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
@@ -162,17 +155,58 @@ class Muon(torch.optim.Optimizer):
         self._done: list[Done] = []
         self._checked: Description = ()  # options that were found to be in order
         self._stepped = False
-        self._built = False  # torch adds the first groups one by one
-        super().__init__(groups_from(params, select), {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    def _find_device(self) -> None:
         devices = (local_tensor(p).device for g in self.param_groups for p in g["params"])
         self._device = next(devices, torch.device("cpu"))
         self._timer = PhaseTimer(self._device)
-        self._built = True
-        self._lay_out()
+
+    def _register_hooks(self) -> None:
+        """They get the optimizer as an argument, and hold none: that would keep it until a garbage collection."""
         self.register_state_dict_post_hook(self._momentum.save)
         self.register_load_state_dict_pre_hook(self._momentum.load)
         self.register_load_state_dict_post_hook(self._momentum.show_loaded)
         self.register_load_state_dict_post_hook(adopt_adamw_state)
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``copy`` and ``pickle``. As in torch, hooks stay behind.
+
+        Raises:
+            RuntimeError: dmuon owns some of the parameters.
+        """
+        origin = copyable_origin(self._origin, self.param_groups)
+        return {**super().__getstate__(), "state": copyable_state(self.state), "origin": origin}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
+        memo.update(copied_gradients(self.param_groups, memo))
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(deepcopy(self.__getstate__(), memo))
+        return twin
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or as torch calls it after a load. A copy lays itself out in its first step or load."""
+        super().__setstate__({name: value for name, value in state.items() if name != "origin"})
+        self.defaults.pop("differentiable", None)  # torch adds it, and groups that are added later would get it
+        self.param_groups = [as_group(group) for group in self.param_groups]
+        if "origin" in state:
+            self.state = defaultdict(dict, self.state)
+            self._origin = origin_of_copy(state["origin"])
+            self._start_empty()
+            self._built = True
+            self._find_device()
+            self._register_hooks()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch. Collective where several ranks hold matrices.
+
+        Raises:
+            ValueError: groups, options or state that do not fit, on all ranks of which one cannot load its own.
+        """
+        if self._laid_out is None:
+            self._lay_out()
+        super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. Collective, as building the optimizer is.
@@ -186,7 +220,7 @@ class Muon(torch.optim.Optimizer):
         count = len(self.param_groups)
         try:
             for group in routed_groups(param_group):
-                for name, value in (self._muon_defaults if group["use_muon"] else self._adamw_defaults).items():
+                for name, value in (self._origin.muon if group["use_muon"] else self._origin.adamw).items():
                     group.setdefault(name, value)
                 check_group(group)
                 super().add_param_group(as_group(group))
@@ -196,11 +230,6 @@ class Muon(torch.optim.Optimizer):
             del self.param_groups[count:]
             raise
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch adds it, and groups that are added later would get it
-        self.param_groups = [as_group(group) for group in self.param_groups]
-
     def _lay_out(self) -> None:
         """Residencies, batches, state and rounds for the present groups. Momentum moves into the new batches.
 
@@ -209,7 +238,7 @@ class Muon(torch.optim.Optimizer):
         if self._early is not None:
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
-        self._names = names_in(self.param_groups, self._names_in_module)
+        self._names = names_in(self.param_groups, self._origin.names)
         residencies = self._find_residencies(muon)
         momentum: dict[int, Tensor] = {}
         rounds: list[Round] = []
@@ -228,7 +257,7 @@ class Muon(torch.optim.Optimizer):
                 if not self.state.get(param):
                     init_adamw_state(param, self.state[param])
         self._residencies, self._rounds = residencies, rounds
-        self._early = self._listen() if self._overlap else None
+        self._early = self._listen() if self._origin.overlap else None
         self._laid_out = self._param_ids()
 
     def _find_residencies(self, muon: list[Tensor]) -> list[Residency]:
@@ -238,10 +267,12 @@ class Muon(torch.optim.Optimizer):
         """
         others = [p for p in muon if not isinstance(p, OwnedTensor)]
         # A tensor without elements may be the shard of a matrix only where a configuration says so.
-        empty = [p for p in others if p.numel() == 0 and (self._config is None or isinstance(p, DTensor))]
+        empty = [p for p in others if p.numel() == 0 and (self._origin.config is None or isinstance(p, DTensor))]
         others = [p for p in others if id(p) not in set(map(id, empty))]
         names = [self._names[id(p)] for p in others]
-        self._exchange = exchange_for(self._config, self._copies, others, names, self._device, self._exchange)
+        self._exchange = exchange_for(
+            self._origin.config, self._origin.copies, others, names, self._device, self._exchange
+        )
         if self._exchange is None:
             self._prefetch = 1
             return [*dedicated_residencies(muon), Alone([*empty, *others])]
@@ -370,23 +401,12 @@ class Muon(torch.optim.Optimizer):
     @property
     def last_step(self) -> StepStats:
         """Counters and time per phase of the last step. On an accelerator it waits for that step to finish."""
-        variants = {}
-        nonfinite = []
-        for done in self._done:
-            small, large = sorted(done.shape)
-            variants[small, large] = str(done.variant)
-            finite = done.norms.isfinite().tolist()
-            nonfinite += [label for label, ok in zip(done.matrices, finite, strict=True) if not ok]
-        return StepStats(
-            ns_matrices=sum(len(done.matrices) for done in self._done),
-            ns_batches=len(self._done),
-            seconds=self._timer.seconds() | ({} if self._early is None else self._early.seconds()),
-            overlapped=0 if self._early is None else self._early.taken,
-            variants=dict(sorted(variants.items())),
-            nonfinite=tuple(
-                self._names.get(id(p), "a parameter that no group holds") + ("" if i is None else f"[{i}]")
-                for p, i in nonfinite
-            ),
+        early = self._early
+        return step_stats(
+            self._done,
+            self._timer.seconds() | ({} if early is None else early.seconds()),
+            0 if early is None else early.taken,
+            self._names,
         )
 
     def exchanged(self) -> list[Exchanged]:

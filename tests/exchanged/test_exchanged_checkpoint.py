@@ -368,7 +368,7 @@ def test_momentum_of_torch_muon_loads_and_goes_back(rank: int, world: int, name:
     run = start(name, seed=4)
     set_model_state_dict(run.model, stock.weights() if rank == 0 else {}, options=FROM_RANK_0)
     matrices = [p for n, p in inner(run).named_parameters() if is_matrix(n)]
-    optimizer = dmuon.Muon(matrices, lr=1.0, distributed_config=run.optimizer._config and by_dtensors())
+    optimizer = dmuon.Muon(matrices, lr=1.0, distributed_config=run.optimizer._origin.config and by_dtensors())
     given = copy.deepcopy(stock.reference.muon.state_dict())
     optimizer.load_state_dict(given)
     for i, values in optimizer.state_dict()["state"].items():
@@ -495,7 +495,7 @@ def train_growing(run: Run) -> dict[str, Tensor]:
     """Matrices that join later meet others that keep their momentum."""
     first, *others = dmuon.param_groups(run.model)
     early, late = first["params"][:5], first["params"][5:]
-    config = run.optimizer._config and by_dtensors()
+    config = run.optimizer._origin.config and by_dtensors()
     run.optimizer = dmuon.Muon([{**first, "params": early}, *others], **OPTIONS, distributed_config=config)
     run.train(range(2))
     before = {id(p): local_tensor(run.optimizer.state[p][MOMENTUM]).clone() for p in early}
@@ -546,7 +546,7 @@ def train_with_edit(name: str, how: str, saving: bool = False) -> dict[str, Tens
         edit(run, how)
     if saving:  # what is saved is what the next step would use
         state = run.optimizer.state_dict()
-        config = run.optimizer._config and by_dtensors()
+        config = run.optimizer._origin.config and by_dtensors()
         run = Run(run.model, dmuon.Muon(run.model, **OPTIONS, distributed_config=config), run.part)
         run.optimizer.load_state_dict(state)
     run.train(range(2, 4))

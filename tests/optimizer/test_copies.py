@@ -1,0 +1,183 @@
+"""Copies of an optimizer: they go on as the original does, with its momentum and its options, and leave it alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.on_ranks import on_ranks
+from harness.oracle import reference_weights
+from harness.topologies import lay
+from harness.toy import OPTIONS, batch, build, train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dmuon
+from dmuon.check.model import loss_of, shard
+from dmuon.check.topologies import full_state
+
+
+def saved_and_loaded(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
+    "torch.save": saved_and_loaded,
+}
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.pitfall("P74")
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_model_and_optimizer_goes_on_as_the_original(how: str, overlap: bool) -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS, overlap_backward=overlap)
+    train(model, optimizer, range(2))
+    optimizer.param_groups[0]["name"] = "matrices"
+    model2, optimizer2 = COPIES[how]((model, optimizer))
+    assert type(optimizer2) is dmuon.Muon and optimizer2.param_groups[0]["name"] == "matrices"
+    assert optimizer2.param_groups[0]["params"][0] is model2.blocks[0].mix.weight
+    kept = weights(model)
+    train(model2, optimizer2, range(2, 5))
+    assert_equal_weights(weights(model), kept, 0.0)
+    assert_equal_weights(weights(model2), reference_weights())
+    train(model, optimizer, range(2, 5))
+    assert_equal_weights(weights(model), weights(model2), 0.0)
+    assert optimizer2.last_step.ns_matrices == 9 and optimizer2.last_step.ns_batches == 3
+    optimizer2.param_groups[1]["momentum"] = 0.5
+    assert optimizer2.param_groups[1]["betas"] == (0.5, 0.95)
+
+
+@pytest.mark.pitfall("P74")
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_the_optimizer_alone_has_parameters_of_its_own(how: str) -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(2))
+    other = COPIES[how](optimizer)
+    expected, copied = optimizer.state_dict(), other.state_dict()  # before its first step
+    assert copied["param_groups"] == expected["param_groups"]
+    for key, values in expected["state"].items():
+        for name, value in values.items():
+            assert torch.equal(copied["state"][key][name], value)
+            assert copied["state"][key][name].untyped_storage().nbytes() == value.numel() * value.element_size()
+    loss_of(model, *batch(2)).backward()
+    before = weights(model)
+    pairs = [
+        (p, q)
+        for g, h in zip(optimizer.param_groups, other.param_groups, strict=True)
+        for p, q in zip(g["params"], h["params"], strict=True)
+    ]
+    for param, twin in pairs:
+        twin.grad = param.grad.clone()
+    other.step()
+    assert_equal_weights(weights(model), before, 0.0)
+    optimizer.step()
+    assert all(torch.equal(param, twin) for param, twin in pairs)
+    twin = other.param_groups[0]["params"][3]
+    twin.grad.fill_(float("nan"))
+    other.step()
+    assert other.last_step.nonfinite == ("blocks.1.mix.weight",), "names are copied"
+
+
+@pytest.mark.pitfall("P74")
+def test_a_copy_can_be_loaded_grown_and_copied_before_it_steps() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(3))
+    saved = [copy.deepcopy(part.state_dict()) for part in (model, optimizer)]
+    fresh = build()
+    model2, optimizer2 = copy.deepcopy((fresh, dmuon.Muon(fresh, **OPTIONS)))
+    model2, optimizer2 = copy.deepcopy((model2, optimizer2))
+    for part, state in zip((model2, optimizer2), saved, strict=True):
+        part.load_state_dict(state)
+    optimizer2.add_param_group({"params": [nn.Parameter(torch.ones(3, 2))]})
+    assert optimizer2.param_groups[3]["weight_decay"] == OPTIONS["weight_decay"], "defaults of the constructor"
+    train(model2, optimizer2, range(3, 5))
+    assert_equal_weights(weights(model2), reference_weights())
+
+
+@pytest.mark.pitfall("P74")
+def test_a_tensor_that_groups_share_as_lr_is_one_tensor_in_a_copy() -> None:
+    optimizer = dmuon.Muon(build(), lr=torch.tensor(0.5))
+    rates = [group["lr"] for group in copy.deepcopy(optimizer).param_groups]
+    assert rates[0] is rates[1] is rates[2] and rates[0] is not optimizer.param_groups[0]["lr"]
+    rates[0].fill_(0.25)
+    assert optimizer.param_groups[0]["lr"].item() == 0.5
+
+
+def wrapped(kind: str, model: nn.Module) -> tuple[nn.Module, dmuon.Muon]:
+    if kind == "ddp":
+        outer: nn.Module = DistributedDataParallel(model)
+        return outer, dmuon.Muon(outer, **OPTIONS)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    config = dmuon.create_dtensor_config(costs="flops") if kind == "fsdp2, config" else None
+    return model, dmuon.Muon(model, **OPTIONS, distributed_config=config)
+
+
+def step_twins(optimizer: dmuon.Muon, other: dmuon.Muon, step: int) -> None:
+    """Steps of both with one gradient."""
+    for group, of_other in zip(optimizer.param_groups, other.param_groups, strict=True):
+        for param, twin in zip(group["params"], of_other["params"], strict=True):
+            twin.grad = None if param.grad is None else param.grad.clone()
+    other.step()
+    optimizer.step()
+    for group, of_other in zip(optimizer.param_groups, other.param_groups, strict=True):
+        for param, twin in zip(group["params"], of_other["params"], strict=True):
+            mine, copied = (t.to_local() if hasattr(t, "to_local") else t for t in (param, twin))
+            assert torch.equal(mine, copied), step
+
+
+@pytest.mark.pitfall("P74")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2, config"])
+@on_ranks(2)
+def test_a_copy_of_an_optimizer_that_exchanges_goes_on_as_the_original(rank: int, world: int, kind: str) -> None:
+    model, optimizer = wrapped(kind, build())
+    inner = model.module if kind == "ddp" else model
+    train(model, optimizer, range(2), rank, world)
+    for how in COPIES:
+        other = COPIES[how](optimizer)
+        loss_of(model, *shard(batch(2), rank, world)).backward()
+        step_twins(optimizer, other, 2)
+        optimizer.zero_grad()
+        assert other.exchanged() == optimizer.exchanged() != []
+    if kind == "ddp":
+        again, copied = copy.deepcopy((model, optimizer))
+        train(again, copied, range(3, 4), rank, world)
+        train(model, optimizer, range(3, 4), rank, world)
+        assert_equal_weights(weights(again.module), weights(inner), 0.0)
+
+
+@pytest.mark.pitfall("P74")
+@on_ranks(2)
+def test_copies_of_what_dmuon_owns_are_refused_with_the_remedy(rank: int, world: int) -> None:
+    laid = lay("1d", build())
+    optimizer = laid.optimizer()
+    for make in COPIES.values():
+        with pytest.raises(RuntimeError, match=r"cannot be copied or pickled: save optimizer.state_dict\(\)"):
+            make(optimizer)
+    for step in range(5):
+        optimizer.zero_grad()
+        laid.backward(step)
+        optimizer.step()
+    assert_equal_weights(full_state(laid.model), reference_weights())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import random
+import time
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from .inputs import Backend
+from .milp_process import MilpProcess, SolverFailed
 from .problem import Counts, Problem
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -18,10 +19,7 @@ Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 _SCALE = 1000.0  # the capacity in the units of the model; nanoseconds would drown in the solver's tolerances
 _ROOM = 1 + 1e-5  # above the capacity: exactly at an optimum, rounding makes CBC call the model infeasible
 _WEIGHTS = 1_000_000
-
-
-class SolverFailed(Exception):
-    """The solver gave nothing that can be used; the message says what happened."""
+_GRACE_S = 1.0  # beyond what a solver was told to take: a busy machine, a search between two looks at the clock
 
 
 def check_backend(backend: Backend) -> None:
@@ -31,9 +29,13 @@ def check_backend(backend: Backend) -> None:
 
 
 class MilpSolver:
-    """HiGHS where it is installed, else the CBC that PuLP bundles.
+    """HiGHS where it is installed, else the CBC that PuLP bundles, in a process of its own while this is open.
 
     One thread: a search with several threads is another search on every run.
+
+    Args:
+        deadline: of the whole search, by ``time.monotonic``: a solver that takes longer than it was told to is only
+            then ended.
 
     Attributes:
         pulp: the module, imported here and not earlier.
@@ -43,7 +45,7 @@ class MilpSolver:
         SolverFailed: PuLP cannot be imported.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, deadline: float = 0.0) -> None:
         try:
             import pulp
         except ImportError as error:
@@ -51,23 +53,34 @@ class MilpSolver:
         self.pulp: Any = pulp
         self._highs = backend == "highs" or (backend == "auto" and importlib.util.find_spec("highspy") is not None)
         self.name = "HiGHS" if self._highs else "CBC"
+        self._deadline = deadline
+        self._process: MilpProcess | None = None
+
+    def __enter__(self) -> MilpSolver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
     def solve(self, model: Any, seconds: float) -> Status:
         """Solve to optimality, or to the time limit; values and duals are then in ``model``.
 
         Raises:
-            SolverFailed: whatever went wrong inside PuLP or the solver.
+            SolverFailed: whatever went wrong inside PuLP or the solver, or it did not end.
         """
         if seconds <= 0:
             return "unknown"
         pulp = self.pulp
-        options: dict[str, Any] = {"msg": False, "timeLimit": max(1, math.ceil(seconds)), "gapRel": 0.0}
+        if self._process is None:
+            self._process = MilpProcess(self.name, str(pulp.PULP_CBC_CMD.pulp_cbc_path))
+        latest = max(time.monotonic() + max(1.0, seconds), self._deadline) + _GRACE_S
         try:
-            # CBC is single-threaded unless told otherwise; told to take one thread, it starts one and may wait for it
-            # until the time limit.
-            model.solve(pulp.HiGHS(threads=1, **options) if self._highs else pulp.PULP_CBC_CMD(**options))
-        except Exception as error:  # PuLP raises what its solvers and their files do; a plan must not end with it
-            raise SolverFailed(f"{type(error).__name__}: {error}") from error
+            self._process.ask(model, seconds, latest)
+        except BaseException:
+            self.__exit__()
+            raise
         # Neither field tells all: LpStatusOptimal covers a time-out with a solution, and of a program without integer
         # points CBC's sol_status says the same as of a time-out.
         if model.status == pulp.LpStatusInfeasible:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .compact_milp import MilpSolver, SolverFailed, assign_within, part_of, search_space
+from .compact_milp import MilpSolver, assign_within, part_of, search_space
 from .inputs import SolveOptions
 from .local_search import shorten
+from .milp_process import SolverFailed
 from .pattern_milp import PatternPool, knapsack_items
 from .problem import Counts, Problem
 
@@ -45,19 +46,24 @@ class Solution:
     note: str = ""
 
 
-def refine(problem: Problem, start: Solution, options: SolveOptions) -> Solution:
+def refine(problem: Problem, start: Solution, options: SolveOptions, failures: list[str] | None = None) -> Solution:
     """``start`` or better, with a bound at least as high.
 
     Column generation raises the bound as far as the gap asks for. If the gap stays open, shorter counts are looked for:
     by the pattern MILP at a few capacities, by small MILPs that repack the slowest rank with a few others, and, below
     the search-space threshold, by the compact MILP over all ranks, whose "no" raises the bound too. Whatever the solver
     does, the best so far is returned, with a warning where it failed.
+
+    Args:
+        failures: of solvers since the caller began: after one, none is tried again. This one's are added.
     """
     makespan = problem.makespan(start.counts)
     if _within(makespan, start.bound, options):
         return replace(start, proof="the envelope bound")
     if options.method == "greedy":
         return replace(start, note="method 'greedy' runs no MILP")
+    if failures:
+        return replace(start, note=f"failed before: {failures[0]}")
     makespan = min(makespan, problem.ceiling + 1)
     binaries, items = search_space(problem, makespan), knapsack_items(problem, makespan)
     if options.method == "auto" and binaries > options.search_space_threshold and items > _LARGEST_KNAPSACK:
@@ -71,6 +77,8 @@ def refine(problem: Problem, start: Solution, options: SolveOptions) -> Solution
             search.run()
     except SolverFailed as failure:
         search.note, search.incomplete = f"failed: {failure}", True
+        if failures is not None:
+            failures.append(str(failure))
     if search.incomplete:
         warnings.warn(f"dmuon.solver: the MILP {search.note}. The plan is the best so far.", stacklevel=5)
     notes = [search.note] * bool(search.note)
@@ -94,7 +102,10 @@ class _Search:
         self.deadline = time.monotonic() + options.time_limit_s
 
     def run(self) -> None:
-        solver = MilpSolver(self.options.backend)
+        with MilpSolver(self.options.backend, self.deadline) as solver:
+            self._run(solver)
+
+    def _run(self, solver: MilpSolver) -> None:
         pool = PatternPool(self.problem, solver, self.deadline)
         pool.add_counts(self.counts)
         if knapsack_items(self.problem, self.makespan) <= _LARGEST_KNAPSACK:

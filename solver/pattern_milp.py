@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .compact_milp import MilpSolver, SolverFailed, assign_within, part_of, search_space
+from .compact_milp import MilpSolver, assign_within, part_of, search_space
+from .milp_process import SolverFailed
 from .problem import Counts, Ints, Problem
 
 Floats = NDArray[np.float64]

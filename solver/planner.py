@@ -51,15 +51,16 @@ def plan(
     options = options or SolveOptions()
     check_backend(options.backend)
     ordered, owners = check_matrices(matrices), check_ranks(ranks)
+    failures: list[str] = []  # a solver that hangs costs its time limit once
     if options.spread_cap != "auto":
-        return _plan(ordered, owners, costs, options, options.spread_cap)
+        return _plan(ordered, owners, costs, options, options.spread_cap, failures)
     predict = predict or _nominal_step
-    best = _plan(ordered, owners, costs, options, None)
+    best = _plan(ordered, owners, costs, options, None, failures)
     for cap in _AUTO_CAPS:
         if best.spread <= cap:
             continue
         try:
-            other = _plan(ordered, owners, costs, options, cap)
+            other = _plan(ordered, owners, costs, options, cap, failures)
         except Infeasible:
             break
         if predict(other) < predict(best):
@@ -103,7 +104,12 @@ def baseline(
 
 
 def _plan(
-    matrices: tuple[Matrix, ...], ranks: tuple[Rank, ...], costs: CostTable, options: SolveOptions, cap: float | None
+    matrices: tuple[Matrix, ...],
+    ranks: tuple[Rank, ...],
+    costs: CostTable,
+    options: SolveOptions,
+    cap: float | None,
+    failures: list[str],
 ) -> Plan:
     caps = None
     if cap is not None:
@@ -112,7 +118,7 @@ def _plan(
     problem = build_problem(matrices, ranks, costs, caps)
     bound = lower_bound(problem)
     starts = _starts(problem, bound)
-    solution = refine(problem, _shortest(problem, starts, bound), options)
+    solution = refine(problem, _shortest(problem, starts, bound), options, failures)
     _check_limits(problem, solution)
     candidates = _most_even(problem, solution, starts, options)
     for candidate in candidates:

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 
-from dmuon.solver import exact, planner
+from dmuon.solver import compact_milp, exact, planner
+from dmuon.solver.milp_process import MilpProcess
 
 LeaveOut = Callable[..., None]
+
+
+class Kept(MilpProcess):
+    """Ended at the end of all tests, or when it cannot go on: these plan by the hundreds, and a start takes 0.2 s."""
+
+    kept: ClassVar[dict[str, Kept]] = {}
+
+    @classmethod
+    def get(cls, name: str, command: str) -> Kept:
+        if name not in cls.kept:
+            cls.kept[name] = cls(name, command)
+        return cls.kept[name]
+
+    def ask(self, *args: Any) -> None:
+        try:
+            super().ask(*args)
+        except BaseException:
+            Kept.kept = {name: each for name, each in Kept.kept.items() if each is not self}
+            super().close()
+            raise
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_process() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compact_milp, "MilpProcess", Kept.get)
+        yield
+    for process in Kept.kept.values():
+        MilpProcess.close(process)
 
 
 @pytest.fixture

@@ -7,14 +7,16 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pulp
 import pytest
 from instances import GRAHAM, built, linear_costs, make_matrices
 
-from dmuon.solver import Plan, SolveOptions, baseline, exact, plan, planner
+from dmuon.solver import Plan, SolveOptions, baseline, compact_milp, exact, plan, planner
 from dmuon.solver.compact_milp import MilpSolver, assign_within
+from dmuon.solver.milp_process import SolverFailed
 
 EXACT = SolveOptions(gap_target=0.0, backend="cbc")
 GREEDY = SolveOptions(method="greedy", gap_target=0.0)
@@ -89,7 +91,7 @@ def test_nothing_is_solved_when_the_envelope_already_proves_the_plan(monkeypatch
     def never(*args: Any) -> int:
         raise AssertionError("a solver ran")
 
-    monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", never)
+    monkeypatch.setattr(compact_milp, "MilpProcess", never)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = plan(make_matrices([8]), 4, linear_costs(10), SolveOptions(method="milp", backend="cbc"))
@@ -124,24 +126,27 @@ def test_an_explicit_back_end_that_is_missing_is_an_error(monkeypatch: pytest.Mo
 # What CBC may do instead of solving.
 
 
-def crash(solver: Any, model: Any) -> int:
-    raise pulp.PulpSolverError("Pulp: Error while trying to execute cbc")
+def crash(model: Any) -> None:
+    raise SolverFailed("PulpSolverError: Pulp: Error while trying to execute cbc")
 
 
-def run_out_of_time(solver: Any, model: Any) -> int:
+def run_out_of_time(model: Any) -> None:
     model.assignStatus(pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound)
-    return pulp.LpStatusNotSolved
 
 
-def call_optimal(*chosen: str) -> Callable[[Any, Any], int]:
+def call_optimal(*chosen: str) -> Callable[[Any], None]:
     """Declare as the optimum that these variables are 1 and all others 0."""
 
-    def answer(solver: Any, model: Any) -> int:
+    def answer(model: Any) -> None:
         model.assignVarsVals({v.name: float(v.name in chosen) for v in model.variables()})
         model.assignStatus(pulp.LpStatusOptimal, pulp.LpSolutionOptimal)
-        return pulp.LpStatusOptimal
 
     return answer
+
+
+def that_does(fault: Callable[[Any], None]) -> Callable[..., Any]:
+    """What is taken for a process of the solver."""
+    return lambda *_: SimpleNamespace(ask=lambda model, *_: fault(model), close=lambda: None)
 
 
 TOO_LONG = ("x_0_0_1", "x_1_0_1", "x_0_1_0", "x_1_1_1")  # the dear matrix and a cheap one together
@@ -180,7 +185,7 @@ def test_a_failing_solver_leaves_the_heuristic_plan_and_a_warning(
     if fault is None:
         monkeypatch.setitem(sys.modules, "pulp", None)
     elif fault is not ...:
-        monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", fault)
+        monkeypatch.setattr(compact_milp, "MilpProcess", that_does(fault))
     with pytest.warns(UserWarning, match=says):
         result = solve(SolveOptions(gap_target=0.0, backend="cbc", **options))
     assert result.digest == heuristic.digest
@@ -191,7 +196,7 @@ def test_a_failing_solver_leaves_the_heuristic_plan_and_a_warning(
 @pytest.mark.pitfall("P51")
 @pytest.mark.usefixtures("compact_only")
 def test_a_solver_that_finds_nothing_in_time_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", run_out_of_time)
+    monkeypatch.setattr(compact_milp, "MilpProcess", that_does(run_out_of_time))
     result = solve()
     assert (result.bound_ns, result.makespan_ns) == (12, 14)
 

@@ -1,0 +1,188 @@
+"""A solver that hangs, prints without end, lies, dies or leaves processes behind costs its time limit and no more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pulp
+import pytest
+from instances import linear_costs, make_matrices
+
+from dmuon.solver import Plan, SolveOptions, compact_milp, plan
+from dmuon.solver.compact_milp import MilpSolver
+from dmuon.solver.milp_process import MilpProcess, SolverFailed
+
+LIMIT = 1.0
+SPARE = 12.0  # a busy machine; what has no limit takes for ever
+# 10 ns and two of 7 ns over two ranks: the envelope says 12, the optimum is 14, and only a MILP can tell.
+OPTIONS = SolveOptions(gap_target=0.0, backend="cbc", time_limit_s=LIMIT)
+ANSWER = "answer = sys.argv[sys.argv.index('-solution') + 1]"
+ACTS = {
+    "sleeps": "time.sleep(1000)",
+    "ignores signals": "[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(1000)",
+    "computes for ever": "[0 for _ in iter(int, 1)]",
+    "floods its output": "[os.write(1 + i % 2, b'x' * 65536) for i in iter(int, 1)]",
+    "floods its answer": "file = open(answer, 'w'); [file.write('x' * 65536) for _ in iter(int, 1)]",
+    "answers garbage": "open(answer, 'wb').write(os.urandom(4096))",
+    "answers nonsense": "open(answer, 'w').write('Optimal - objective value 0\\n 0 X0 nan 0\\n')",
+    "answers by a pipe": "os.mkfifo(answer)",
+    "answers nothing": "pass",
+    "fails": "sys.exit(3)",
+    "is killed": "os.kill(os.getpid(), 9)",
+    "kills its parent": "os.kill(os.getppid(), 9); time.sleep(1000)",
+    "kills its group": "os.killpg(0, 9)",
+    "stops its group": "os.killpg(0, signal.SIGSTOP); time.sleep(1000)",
+    "makes children": "[os.fork() for _ in range(3)]; time.sleep(1000)",
+    "makes sessions": "[(os.fork() or os.setsid()) for _ in range(3)]; time.sleep(1000)",
+    "leaves a daemon": "os.fork() and sys.exit(3); os.setsid(); os.fork() and sys.exit(0); time.sleep(1000)",
+}
+QUICK = ("makes sessions", "leaves a daemon")
+
+
+@pytest.fixture
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """In the command line of a CBC that another file plays, and of all its children. None of them is left."""
+    monkeypatch.setattr(compact_milp, "MilpProcess", MilpProcess)  # one for each plan, as outside of these tests
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    yield str(tmp_path / "cbc")
+    deadline = time.monotonic() + 2.0
+    while (left := running(str(tmp_path / "cbc"))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+    assert not left
+    assert not os.listdir(tmp_path / "temporary"), "solvers' files are removed"
+
+
+def running(mark: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            pass
+    return found
+
+
+def play(mark: str, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(mark).write_text(f"#!{sys.executable} -IS\nimport os, signal, sys, time\n{ANSWER}\n{act}\n")
+    Path(mark).chmod(stat.S_IRWXU)
+    monkeypatch.setattr(pulp.PULP_CBC_CMD, "pulp_cbc_path", mark)
+
+
+def solve(options: SolveOptions = OPTIONS) -> Plan:
+    return plan(make_matrices([1, 2]), 2, linear_costs(10, 7), options)
+
+
+@pytest.mark.pitfall("P51", "P71")
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("act", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ACTS])
+def test_whatever_a_solver_does_the_heuristic_plan_comes_in_time_with_a_warning(
+    mark: str, act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(mark, ACTS[act], monkeypatch)
+    begin = time.monotonic()
+    with pytest.warns(UserWarning, match=r"the MILP (failed: |stopped).*The plan is the best so far"):
+        result = solve()
+    assert time.monotonic() - begin < LIMIT + SPARE
+    assert (result.bound_ns, result.makespan_ns) == (12, 14)
+    assert not running(mark), "nothing that it has started is left"
+
+
+@pytest.mark.slow
+@pytest.mark.pitfall("P71")
+@pytest.mark.timeout(90)
+def test_a_solver_that_hangs_costs_its_time_once_however_many_caps_are_tried(
+    mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(mark, ACTS["sleeps"], monkeypatch)
+    tries: list[float] = []
+    ask = MilpProcess.ask
+    monkeypatch.setattr(MilpProcess, "ask", lambda *args: (tries.append(time.monotonic()), ask(*args)))
+    options = SolveOptions(gap_target=0.0, backend="cbc", time_limit_s=LIMIT, spread_cap="auto")
+    with pytest.warns(UserWarning, match="it gave no answer within its time, and was ended"):
+        plan(make_matrices([5, 4]), 4, linear_costs(10, 7), options)
+    assert len(tries) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.pitfall("P71")
+@pytest.mark.timeout(60)
+def test_a_solver_ends_with_the_process_that_plans(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(mark, ACTS["makes sessions"], monkeypatch)
+    planner = os.fork()
+    if not planner:
+        solve(SolveOptions(gap_target=0.0, backend="cbc", time_limit_s=1000))
+        os._exit(0)
+    deadline = time.monotonic() + SPARE
+    while len(running(mark)) < 8 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(running(mark)) >= 8
+    os.kill(planner, signal.SIGKILL)
+    os.waitpid(planner, 0)
+    while running(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not running(mark)
+    for folder in Path(tempfile.gettempdir()).iterdir():  # of which nobody was left who could
+        for file in [*folder.iterdir()]:
+            file.unlink()
+        folder.rmdir()
+
+
+@pytest.mark.pitfall("P71")
+@pytest.mark.timeout(60)
+def test_an_interrupt_ends_the_solver_at_once(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(mark, ACTS["sleeps"], monkeypatch)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            solve(SolveOptions(gap_target=0.0, backend="cbc", time_limit_s=1000))
+        assert time.monotonic() - begin < SPARE
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.pitfall("P71")
+def test_the_same_model_gives_what_pulp_gives_in_this_process(mark: str) -> None:
+    model = pulp.LpProblem("owners", pulp.LpMinimize)
+    x = [pulp.LpVariable(f"x_{i}", 0, 3, pulp.LpInteger) for i in range(3)]
+    y = pulp.LpVariable("y", 0.25)
+    model += pulp.lpSum([3 * x[0], 2 * x[1], 4 * x[2], 1.5 * y])
+    model += x[0] + x[1] + x[2] >= 4.5, "many"
+    model += x[1] + y <= 2
+    model += x[0] - x[2] == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for backend in ("cbc", "auto"):
+            with MilpSolver(backend) as solver:
+                assert solver.solve(model, 10.0) == "optimal"
+                here = [v.value() for v in (*x, y)], model.objective.value()
+                model.solve(pulp.PULP_CBC_CMD(msg=False))
+                assert here == ([v.value() for v in (*x, y)], model.objective.value())
+                [_, *rest] = x
+                model += rest[0] <= -1
+                assert solver.solve(model, 10.0) == "infeasible"
+                del model.constraints[list(model.constraints)[-1]]
+
+
+def test_what_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(SolverFailed, match=r"its process cannot be started \(.*No such file"):
+        MilpProcess("CBC", "cbc")

@@ -196,6 +196,10 @@ class Monitor:
         """Remember what all ranks do in one order, whether or not it communicates."""
         self._lanes.setdefault(lane, _Lane()).note(what)
 
+    def count(self, lane: str) -> int:
+        """How many of this lane were noted so far."""
+        return self._lanes[lane].count if lane in self._lanes else 0
+
     def note_options(self, options: Iterable[tuple[str, str]]) -> None:
         """What an optimizer will go by, ``(name, value)``: the next vote compares what has changed since the last."""
         for name, value in options:

@@ -26,7 +26,7 @@ from dmuon.dedicated.replicated import GradAverager
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import Transport
 from dmuon.platform.streams import HostCopy, Origin, pinned_like
-from dmuon.step.residency import like_param
+from dmuon.step.residency import Options, like_param
 
 Landed = Callable[[Sequence[Tensor]], None]
 
@@ -213,6 +213,7 @@ class Gradients:
         self._undecided: list[tuple[OwnedMatrix, Tensor]] = []
         self._used: set[int] = set()  # matrices that got a gradient on this rank in this backward
         self._votes: HostCopy | None = None
+        self._options: list[tuple[weakref.WeakMethod[Options], Sequence[int]]] = []
 
     def reduce(self, buffer: OwnedBuffer, *, along_column: bool) -> None:
         """Start reducing the gradients of a buffer; waits for the oldest reduction if too many are under way."""
@@ -293,6 +294,7 @@ class Gradients:
             places: of :meth:`GradAverager.places`.
         """
         self._conclude()
+        self._note_options()
         votes = Vote([*flags, *places], self._comm.monitor.digest).encode()
         if streams_of(self._comm.device) is not None:
             votes = pinned_like(votes).copy_(votes).to(self._comm.device, non_blocking=True, copy=True)
@@ -302,6 +304,21 @@ class Gradients:
         if copy.immediate:
             self._conclude()
         return copy
+
+    def compare(self, options: Options, groups: Sequence[int]) -> None:
+        """With every vote compare what the method ``options`` says of an optimizer's ``groups``, while that lives."""
+        known = [i for i, (told, _) in enumerate(self._options) if told() == options]
+        for i in known:
+            self._options[i] = self._options[i][0], groups
+        if not known:
+            self._options.append((weakref.WeakMethod(options), groups))
+
+    def _note_options(self) -> None:
+        for number, (told, groups) in enumerate(self._options):
+            options = told()
+            if options is not None:
+                of_which = f" of optimizer {number}" if number else ""
+                self._comm.monitor.note_options((f"{name}{of_which}", value) for name, value in options(groups))
 
     def verify(self) -> Verdict | None:
         """The last vote, if no conclusions were drawn yet; the host waits for it.

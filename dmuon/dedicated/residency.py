@@ -14,7 +14,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Shared, SharedBatch, Task
-from dmuon.step.residency import MOMENTUM, Residency
+from dmuon.step.residency import MOMENTUM, Options, Residency
 from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
 
 
@@ -61,6 +61,13 @@ class Dedicated(Residency):
 
     def listen(self, landed: Callable[[Sequence[Tensor]], None]) -> None:
         self._runtime.gradients.listeners.append(weakref.WeakMethod(landed))
+
+    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Of all groups that hold parameters of the model."""
+        of_model = self._runtime.param_ids()
+        self._runtime.gradients.compare(
+            options, [i for i, group in enumerate(groups) if any(id(p) in of_model for p in group)]
+        )
 
     def left_out(self, held: set[int]) -> list[str]:
         """Owned matrices that are in no ``Muon``, and other tensors of two or more dimensions that are not in this one.

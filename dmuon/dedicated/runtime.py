@@ -6,7 +6,7 @@ or swaps two, the others wait forever or take its data for something else. So wh
 which order, follows only from what is the same on all ranks: the order in which blocks ran forward, the options, and
 the generation. What differs between ranks must not decide. A rank without a gradient for a matrix reduces zeros and
 votes afterwards (``Gradients``); buckets of replicated gradients leave in the order in which they were made
-(``GradAverager``); a publication waits for its turn in the order of forward even if it is ready (``_publish_ready``).
+(``GradAverager``); a publication waits for its turn in the order of forward even if it is ready (``Publications``).
 ``Monitor`` names every collective before it starts; with the next vote, ranks compare what they have issued.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -30,12 +29,13 @@ from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
 from dmuon.dedicated.block import Block, ExecutionOrder, Phase, mark_boundary
 from dmuon.dedicated.buffer import BufferState, OwnedBuffer
+from dmuon.dedicated.evaluation import Evaluations
 from dmuon.dedicated.even_dtensor import write_even
 from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.publication import Publications
 from dmuon.dedicated.replicated import GradAverager, unsharded_parameters
-from dmuon.kernels import streams_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.torch_private import current_backward, on_backward_end, outside_compile
 from dmuon.step.residency import Residency
@@ -84,16 +84,14 @@ class Runtime:
         self.members: weakref.WeakSet[Residency] = weakref.WeakSet()
         self.order = ExecutionOrder(self.blocks)
         self.gradients = Gradients(comm, list(self.matrices()))
+        self._evaluations = Evaluations(comm)
         self._neighbours = {buffer: [b for b in self.blocks if b.buffer is buffer] for buffer in self.buffers}
         self._backwards: set[int] = set()
         self._reducible: dict[OwnedBuffer, None] = {}  # an ordered set: with gradients, reduction not started
         self._leftovers: set[OwnedBuffer] = set()  # with gradients that earlier backwards did not make whole
         self._strays: dict[Block, int] = {}  # with gradients of a backward that did not enter them, and which
-        self._publications: deque[OwnedBuffer] = deque()  # that this step has yet to start, in forward order
+        self.publications = Publications(comm)
         self._warned: set[Block] = set()
-        self._outdated: set[int] = set()  # resting parameters that this step has yet to update
-        self._fills: deque[OwnedBuffer] = deque()  # published, to be filled in this step
-        self._fill_budget = 0
         atexit.unregister(_settle_at_exit)  # once, however many runtimes there are
         atexit.register(_settle_at_exit)
         _running.add(self)
@@ -101,6 +99,7 @@ class Runtime:
         # Without what dmuon owns: `Module.to` swaps tensor subclasses, and fails if a weak reference watches one.
         self._replicated = {id(p): weakref.ref(p) for p in model.parameters() if not isinstance(p, OwnedTensor)}
         model.register_forward_pre_hook(self._root_pre_forward)
+        model.register_forward_hook(self._root_post_forward)
         self._by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
         for matrix in self.matrices():
             matrix.rest.keeper = self
@@ -116,6 +115,10 @@ class Runtime:
         """All owned matrices, in the order of the buffers."""
         for buffer in self.buffers:
             yield from buffer.matrices
+
+    def param_ids(self) -> set[int]:
+        """Of everything that the model has."""
+        return {id(p) for p in self._model.parameters()} | self._by_rest.keys()
 
     def unclaimed(self, claimed: set[int]) -> list[str]:
         """Names of tensors of two dimensions or more that have a gradient and are not among the ids ``claimed``."""
@@ -192,39 +195,17 @@ class Runtime:
             block.forget_graph()
             if lingered and not self._stays(block.buffer):
                 block.buffer.free()
-        self._outdated = {id(p) for p in params if id(p) in self._by_rest}
-        self._publications = deque(_buffers(self.order.walk()))
-        self._fills.clear()
-        self._fill_budget = self.comm.options.prefetch
-        self._publish_ready()
+        outdated = {id(p) for p in params if id(p) in self._by_rest}
+        self.publications.begin(_buffers(self.order.walk()), outdated, self.generation)
 
     def updated(self, params: Iterable[Tensor]) -> None:
         """The masters of ``params`` have their new values."""
-        self._outdated.difference_update(id(p) for p in params)
-        self._publish_ready()
+        self.publications.updated(id(p) for p in params)
 
     def end_update(self) -> None:
         """All masters have their new values."""
-        self._outdated.clear()
-        self._publish_ready()
+        self.publications.end()
         self.comm.monitor.end_step()
-
-    def _publish_ready(self) -> None:
-        while self._publications and not any(id(e.rest) in self._outdated for e in self._publications[0].matrices):
-            buffer = self._publications.popleft()
-            buffer.start_publication(self.generation)
-            if (buffer.keep or self._fill_budget > 0) and not self.fills_wait:
-                self._fill_budget -= 1
-                self._fills.append(buffer)
-        # On an accelerator, whoever waits in a collective takes units from the updates that it has yet to compute.
-        if not self._outdated or streams_of(self.comm.device) is None:
-            while self._fills:
-                self._fills.popleft().start_fill(self.generation)
-
-    @property
-    def fills_wait(self) -> bool:
-        """On the CPU a fill that follows a publication waits for it; the next forward starts it, not the step."""
-        return self.comm.column is not None and self.comm.row is not None and streams_of(self.comm.device) is None
 
     def at_rest(self, doing: str, *, summoned: bool = False) -> None:
         """Raise unless every block is outside forward, backward and ``summon_full_params``.
@@ -275,7 +256,13 @@ class Runtime:
     def _root_pre_forward(self, _module: nn.Module, _args: Any) -> None:
         self._recover()
         self.order.restart()
+        self._evaluations.restart()
         self._find_replicated()
+
+    @outside_compile
+    def _root_post_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._evaluations.end()
 
     @outside_compile
     def _pre_forward(
@@ -286,6 +273,8 @@ class Runtime:
         self._recover()
         self._find_replicated()
         recomputation = current_backward() is not None
+        if not torch.is_grad_enabled():
+            self._evaluations.run(block)
         self.order.record(block, first=not recomputation)
         self._ensure_ready(block)
         block.enter(Phase.FORWARD)
@@ -472,7 +461,7 @@ class Runtime:
         self._reducible.clear()
         self._strays.clear()
         self._leftovers.clear()
-        self._fills.clear()
+        self.publications.forget_fills()
         for block in self.blocks:
             block.reset()
         self.weights_changed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from dmuon.exchanged.user_round import UserRound, by_owner
 from dmuon.layout.topology import GlobalRank
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
-from dmuon.step.residency import Residency
+from dmuon.step.residency import Options, Residency
 from dmuon.step.rounds import Round, exchanged_rounds, longest_first
 
 
@@ -79,7 +80,7 @@ def exchange_for(
             )
     _require_same_owners(domains, params, names if layouts is None else layouts.labels, owners, fault)
     domains = domains if params else []  # no other rank has any either
-    return kind(config, list(params), list(names), owners, layouts, domains, layouts or state[LAYOUTS])
+    return kind(config, list(params), list(names), owners, layouts, domains, layouts or state[LAYOUTS], copies)
 
 
 def _kind(config: DistributedConfig) -> tuple[type[Exchange], LayoutRecipe | None]:
@@ -165,6 +166,7 @@ class Exchange(Residency):
         layouts: where the parameters lie; None where only a user's functions know.
         domains: ranks that share parameters with this one, and which.
         known: what generated functions know of the parameters, whose groups the next assignment uses again.
+        copies: by ``id``, the parameters that ``DistributedDataParallel`` replicates, and over which group.
     """
 
     config: DistributedConfig
@@ -174,11 +176,14 @@ class Exchange(Residency):
     layouts: Layouts | None
     domains: list[tuple[Domain, list[Tensor]]]
     known: Layouts | None
+    copies: Mapping[int, dist.ProcessGroup]
 
     def __post_init__(self) -> None:
         self._laid = [_lies(p) for p in self.params]
         self._rank = this_rank()
         self._stepped = False
+        self._options: weakref.WeakMethod[Options] | None = None
+        self._compared: list[list[int]] = [[] for _ in self.domains]  # by domain, which groups
 
     @property
     def prefetch(self) -> int:
@@ -191,6 +196,22 @@ class Exchange(Residency):
     @abstractmethod
     def table(self) -> list[Exchanged]:
         """What is exchanged, in the order of the parameters."""
+
+    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]]) -> None:
+        """In each domain, of the groups that hold its matrices, or other parameters over just the same ranks."""
+        self._options = weakref.WeakMethod(options)
+        self._compared = []
+        for domain, members in self.domains:
+            ids = {id(p) for p in members}
+            shared = [any(id(p) in ids or self._ranks_of(p) == domain.ranks for p in group) for group in groups]
+            self._compared.append([i for i, compared in enumerate(shared) if compared])
+
+    def _ranks_of(self, param: Tensor) -> tuple[GlobalRank, ...]:
+        """Those that share a parameter, as far as it tells; ascending."""
+        if isinstance(param, DTensor):
+            return tuple(sorted(map(GlobalRank, param.device_mesh.mesh.flatten().tolist())))
+        group = self.copies.get(id(param))
+        return () if group is None else tuple(sorted(ranks_of(group)))
 
     def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
         return [(domain.group, {id(p) for p in members}) for domain, members in self.domains]
@@ -211,7 +232,11 @@ class Exchange(Residency):
         self._stepped = True
         present = {id(p) for p in self.params if p.grad is not None}
         fault: Exception | None = None
-        for domain, members in self.domains:  # all of them whatever happens: their ranks wait for this one
+        options = None if self._options is None else self._options()
+        for (domain, members), groups in zip(self.domains, self._compared, strict=True):  # all of them whatever
+            # happens: their ranks wait for this one
+            if options is not None:
+                domain.monitor.note_options(options(groups))
             flags = [p.grad is not None for p in members]
             vote = Vote(flags, domain.monitor.digest, changed, None if fault is None else self._rank)
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, overload
 
@@ -257,6 +257,8 @@ class Muon(torch.optim.Optimizer):
                 if not self.state.get(param):
                     init_adamw_state(param, self.state[param])
         self._residencies, self._rounds = residencies, rounds
+        for residency in residencies:
+            residency.compare(self._options, [group["params"] for group in self.param_groups])
         self._early = self._listen() if self._origin.overlap else None
         self._laid_out = self._param_ids()
 
@@ -278,6 +280,11 @@ class Muon(torch.optim.Optimizer):
             return [*dedicated_residencies(muon), Alone([*empty, *others])]
         self._prefetch = self._exchange.prefetch
         return [*dedicated_residencies(muon), Alone([*empty, *self._exchange.alone()]), self._exchange]
+
+    def _options(self, groups: Sequence[int]) -> list[tuple[str, str]]:
+        """What ranks compare of these groups, which need not have the same numbers on all ranks."""
+        described = describe([self.param_groups[i] for i in groups if i < len(self.param_groups)])
+        return [(f"{name} of group {i}", value) for i, options in enumerate(described) for name, value in options]
 
     def _listen(self) -> EarlyUpdates | None:
         """Updates that start during backward; residencies hold them weakly."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dmuon.dedicated.buffer import OwnedBuffer
+from dmuon.dedicated.publication import fills_wait
 from dmuon.dedicated.residency import Dedicated
 from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import carrier_dtype, storage_dtype
@@ -87,7 +88,7 @@ def expected_memory(runtime: Runtime) -> Memory:
     comm = runtime.comm
     sizes = [buffer.layout.size * _itemsize(buffer) for buffer in runtime.buffers]
     kept = sum(size for buffer, size in zip(runtime.buffers, sizes, strict=True) if buffer.keep)
-    ahead = [] if runtime.fills_wait else sizes[: comm.options.prefetch]
+    ahead = [] if fills_wait(comm) else sizes[: comm.options.prefetch]
     standins = outgoing = 0
     for buffer in runtime.buffers:
         if comm.column is not None and not buffer.keep:

@@ -16,6 +16,7 @@ from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Task, unplanned_batch_size
 from dmuon.step.rounds import AloneRound, Round
 
+Options = Callable[[Sequence[int]], list[tuple[str, str]]]  # of some groups, by name
 MOMENTUM = "momentum_buffer"  # in the optimizer's state
 
 
@@ -46,6 +47,14 @@ class Residency(ABC):
 
     def listen(self, landed: Callable[[Sequence[Tensor]], None]) -> None:
         """Call the method ``landed`` with parameters whose gradients were reduced, as long as its object lives."""
+
+    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Let ranks that share parameters compare their groups' options, with the votes that they send anyway.
+
+        Args:
+            options: a method, which is asked before every vote as long as its object lives.
+            groups: the parameters of each group.
+        """
 
     def report(self) -> list[str]:
         """The plans behind the owners, for people."""

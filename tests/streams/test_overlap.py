@@ -101,7 +101,7 @@ def fills_in_steps(_rank: int, _world: int, streams: bool) -> list[bool]:
             if inside:
                 runtime = next(matrix.rest.keeper for matrix in self.matrices)
                 assert isinstance(runtime, Runtime)
-                found.append(bool(runtime._outdated))
+                found.append(runtime.publications.awaited)
             original(self, generation)
 
         return fill

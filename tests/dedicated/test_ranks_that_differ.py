@@ -1,0 +1,183 @@
+"""Ranks whose options or evaluations differ are told, and ranks that may differ are left in peace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.assertions import assert_close
+from harness.on_ranks import on_ranks
+from harness.topologies import Laid, lay
+from harness.toy import OPTIONS, batch, build
+from torch import Tensor
+
+import dmuon
+from dmuon.check.accounting import Traffic
+from dmuon.check.model import Size
+from dmuon.comm.monitor import CollectiveError
+from dmuon.dedicated.dedication import dedications
+
+# -- options ------------------------------------------------------------------------------------------------------
+
+Edit = Callable[[dmuon.Muon], None]
+
+
+def set_option(name: str, value: Any, group: int = 0) -> Edit:
+    def edit(optimizer: dmuon.Muon) -> None:
+        optimizer.param_groups[group][name] = value
+
+    return edit
+
+
+EDITS: dict[str, tuple[Edit, str]] = {
+    "lr of Muon": (set_option("lr", 0.5), r"'lr of group 0=0\.5'"),
+    "lr of AdamW": (set_option("lr", 0.5, 1), r"'lr of group 1=0\.5'"),
+    "lr in its last bit": (set_option("lr", OPTIONS["lr"] * (1 + 2**-52)), r"lr of group 0=0\.002"),
+    "lr as a tensor": (set_option("lr", torch.tensor(0.25)), r"'lr of group 0=0\.25'"),
+    "momentum": (set_option("momentum", 0.5), r"'momentum of group 0=0\.5'"),
+    "ns_steps": (set_option("ns_steps", 6), r"'ns_steps of group 0=6"),
+}
+
+
+def check_edits(layouts: list[str], rank: int, names: list[str]) -> None:
+    for layout in layouts:
+        for name in names:
+            edit, told = EDITS[name]
+            laid = lay(layout, build())
+            optimizer = laid.optimizer()
+            quicken(laid)
+            laid.backward(0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 1:
+                edit(optimizer)
+            with pytest.raises(CollectiveError, match="the ranks have different options") as caught:
+                laid.backward(1)  # the vote of the dedicated residency
+                optimizer.step()  # that of the exchanged one
+            assert re.search(told, str(caught.value)), (layout, name, str(caught.value))
+
+
+def quicken(laid: Laid) -> None:
+    for dedication in dedications(laid.model):
+        dedication.runtime.comm.monitor.patience = 2.0
+
+
+@pytest.mark.pitfall("P70")
+@on_ranks(2)
+def test_options_that_differ_end_all_ranks_before_the_step(rank: int, world: int) -> None:
+    check_edits(["1d-two-lines"], rank, ["lr of Muon", "lr of AdamW"])
+    check_edits(["fsdp2-2"], rank, ["lr in its last bit"])
+
+
+@pytest.mark.slow
+@pytest.mark.pitfall("P70")
+@on_ranks(2)
+def test_options_that_differ_end_all_ranks_in_every_layout(rank: int, world: int) -> None:
+    check_edits(["1d", "ddp-2", "tp", "fsdp2-2", "ddp"], rank, list(EDITS))
+
+
+@pytest.mark.pitfall("P70")
+@on_ranks(2)
+def test_options_that_differ_from_the_start_are_told_in_the_first_backward(rank: int, world: int) -> None:
+    laid = lay("1d-two-lines", build())
+    quicken(laid)
+    optimizer = laid.optimizer(momentum=0.9 + 0.05 * rank)
+    with pytest.raises(CollectiveError, match=r"momentum of group 0=0\.9"):
+        laid.backward(0)
+    assert optimizer is not None
+
+
+@on_ranks(2)
+def test_options_that_change_alike_are_no_difference(rank: int, world: int) -> None:
+    """Also with two optimizers of one model, and with groups that only one rank has."""
+    laid = lay("1d-two-lines", build())
+    owned = sorted(dmuon.owned_parameters(laid.model), key=lambda p: p.fqn)
+    alone = torch.nn.Parameter(torch.randn(3, 3))
+    first = dmuon.Muon([{"params": owned[:4], "use_muon": True}], **OPTIONS)
+    rest = [p for p in laid.model.parameters() if p not in dmuon.owned_parameters(laid.model)]
+    groups = [{"params": owned[4:], "use_muon": True}, {"params": rest, "use_muon": False}]
+    if rank == 1:
+        groups.insert(0, {"params": [alone], "use_muon": True, "lr": 0.3})
+    second = dmuon.Muon(groups, **{**OPTIONS, "lr": 1e-3})
+    for step in range(3):
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+        laid.backward(step)
+        first.step()
+        second.step()
+    assert first.param_groups[0]["lr"] == pytest.approx(OPTIONS["lr"] * 0.9**3)
+
+
+# -- evaluation ---------------------------------------------------------------------------------------------------
+
+
+class Even(nn.Module):
+    """Two matrices alike, one for each of two ranks: gloo does not notice whose weights a fill brings."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.a = nn.Linear(size.width, size.width)
+        self.b = nn.Linear(size.width, size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+def by_order(model: Any, tokens: Tensor, order: list[int]) -> Tensor:
+    """A forward of blocks in some order, past the root."""
+    x = model.embed(tokens)
+    for index in order:
+        x = model.blocks[index](x)
+    return model.head(model.norm(x))
+
+
+@pytest.mark.pitfall("P72")
+@on_ranks(2)
+def test_evaluation_in_another_order_is_told_at_its_end(rank: int, world: int) -> None:
+    laid = lay("1d-two-lines", build(block=Even), comm=dmuon.CommOptions(prefetch=0))
+    quicken(laid)
+    model, tokens = laid.model, batch(0)[0]
+    forward = type(model).forward
+
+    def shuffled(self: Any, tokens: Tensor) -> Tensor:
+        return by_order(self, tokens, [0, 1, 2] if rank == 0 else [0, 2, 1])
+
+    with torch.no_grad():
+        model(tokens)
+        type(model).forward = shuffled
+        try:
+            with pytest.raises(CollectiveError, match=r"fill of block 'blocks\.[12]'.* on rank [01] where rank"):
+                model(tokens)
+        finally:
+            type(model).forward = forward
+
+
+@pytest.mark.pitfall("P72")
+@on_ranks(2)
+def test_evaluation_past_the_root_is_told_when_a_block_runs_again(rank: int, world: int) -> None:
+    laid = lay("1d-two-lines", build(block=Even), comm=dmuon.CommOptions(prefetch=0))
+    quicken(laid)
+    tokens, order = batch(0)[0], [0, 1, 2] if rank == 0 else [0, 2, 1]
+    with torch.no_grad(), pytest.raises(CollectiveError, match=r"fill of block"):
+        for _ in range(2):
+            by_order(laid.model, tokens, order)
+
+
+@on_ranks(2)
+def test_one_vote_compares_an_evaluation_and_none_where_nothing_is_filled(rank: int, world: int) -> None:
+    tokens = batch(0)[0]
+    for keep, first, later in ((False, 1, 1), (True, 1, 0)):
+        model = build()
+        expected = model(tokens).detach()
+        laid = lay("1d-two-lines", model, keep=keep)
+        with torch.no_grad():
+            for count in (first, later):
+                with Traffic() as traffic:
+                    assert_close(laid.model(tokens), expected, "evaluation")
+                assert traffic.operations().get("allreduce_", 0) == count, (keep, traffic.operations())

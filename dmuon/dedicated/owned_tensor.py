@@ -10,8 +10,8 @@ operation outside a list of allowed ones raises before it communicates.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -22,15 +22,20 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dmuon.dedicated.mixed_lists import number_of, run_on_parts
+from dmuon.dedicated.owned_norm import answer_norm, check_and_unscale
 from dmuon.layout.topology import Position
 from dmuon.platform.torch_private import even_shape, local_tensor, owned_spec
+from dmuon.step.residency import like_param
 
 _ELEMENTWISE = (
-    "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "div", "exp", "lerp", "log", "maximum",
-    "minimum", "mul", "neg", "pow", "reciprocal", "rsqrt", "sign", "sqrt", "sub", "zero", "copy", "fill",
+    "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "div", "exp", "lerp", "log", "masked_fill",
+    "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "rsqrt", "sgn", "sign", "sqrt", "sub", "zero", "copy",
+    "fill",
 )  # fmt: skip
 _CREATION = ("clone", "detach", "full_like", "ones_like", "zeros_like")
 _NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # what GradScaler calls
 _LOCAL = frozenset(
     [f"{name}{suffix}" for name in _ELEMENTWISE for suffix in ("", "_")]
     + [f"_foreach_{name}{suffix}" for name in _ELEMENTWISE for suffix in ("", "_")]
@@ -100,12 +105,16 @@ class OwnedTensor(DTensor):
         flat, spec = tree_flatten((list(args), kwargs or {}))
         owned = [t for t in flat if isinstance(t, OwnedTensor)]
         if name in _NORMS:
-            _check_norm(name, args, kwargs or {}, owned[0])
-        elif name not in _LOCAL:
+            return answer_norm(args, kwargs or {}, owned[0]._unavailable)
+        if name == _UNSCALE:
+            return check_and_unscale(func, *args)
+        if name not in _LOCAL:
             raise RuntimeError(
                 f"{func} is not available on {owned[0].fqn!r}: outside the forward and backward of its block, dmuon "
                 f"keeps it whole on rank {owned[0].owner} and empty on the others; {_REMEDIES.get(name, _REMEDY)}"
             )
+        if name.startswith("_foreach"):
+            return _run_foreach(func, args, kwargs or {})
         twins: dict[int, OwnedTensor] = {}
         plain = []
         for leaf in flat:
@@ -113,23 +122,15 @@ class OwnedTensor(DTensor):
                 twin = DTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
                 twins[id(twin)] = leaf
                 leaf = twin
+            elif isinstance(leaf, Tensor) and leaf.ndim == 0:
+                leaf = number_of(leaf)  # whose mesh may be another one
             plain.append(leaf)
-        if name in _LOCAL:
-            _check_same_owner(func, flat, owned)
+        _check_same_owner(func, flat, owned)
         plain_args, plain_kwargs = tree_unflatten(plain, spec)
         if name == "detach":
             return _like(owned[0], owned[0]._local_tensor.detach(), keeper=owned[0].keeper)
-        keepers = _keepers(args[0]) if name.endswith("_") else []
-        for keeper in keepers:
-            keeper.before_write()
-        out = func(*plain_args, **plain_kwargs)
-        for keeper in keepers:
-            keeper.weights_changed()
-        if name.startswith("_foreach") and name.endswith("_"):
-            # Early updates go by versions, which torch does not count here under a TorchDispatchMode.
-            increment_version([local_tensor(tensor) for tensor in args[0]])
-        if name in _NORMS:
-            return out
+        with _told(_keepers(args[0]) if name.endswith("_") else []):
+            out = func(*plain_args, **plain_kwargs)
         return _rewrap(out, twins, owned)
 
     @property
@@ -167,6 +168,15 @@ class OwnedTensor(DTensor):
     def _wrong_data(self, call: str) -> RuntimeError:
         return RuntimeError(
             f"{call} of {self.fqn!r} would return wrong data: it is whole on rank {self.owner}; {_REMEDY}"
+        )
+
+    def _unavailable(self, what: str) -> RuntimeError:
+        return RuntimeError(f"{what} is not available on {self.fqn!r}, which is whole on rank {self.owner}; {_REMEDY}")
+
+    def _laid_otherwise(self, func: Any, other: Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"{func} mixes {self.fqn!r}, which dmuon keeps whole on rank {self.owner}, with a tensor of shape "
+            f"{tuple(other.shape)} that is laid out otherwise; {_REMEDY}"
         )
 
     def to_local(self, **_: Any) -> Tensor:
@@ -276,12 +286,23 @@ def _like(source: OwnedTensor, local: Tensor, keeper: Keeper | None = None) -> O
     )
 
 
+def _run_foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An elementwise operation on lists, in which other tensors may stand beside owned ones."""
+    inplace = func.overloadpacket.__name__.endswith("_")
+    with _told(_keepers(args[0]) if inplace else []):
+        out = run_on_parts(func, args, kwargs, _laid_like)
+    if inplace:
+        # Early updates go by versions, which torch does not count here under a TorchDispatchMode.
+        increment_version([local_tensor(tensor) for tensor in args[0]])
+    return out
+
+
+def _laid_like(tensor: Tensor, local: Tensor) -> Tensor:
+    return _like(tensor, local) if isinstance(tensor, OwnedTensor) else like_param(tensor, local)
+
+
 def _rewrap(out: Any, twins: dict[int, OwnedTensor], owned: list[OwnedTensor]) -> Any:
     """The argument itself where an operation returned it; a new result wrapped with the owner of its argument."""
-    if isinstance(out, (list, tuple)):
-        # A foreach result stands for the list's own element: elements may have different owners.
-        sources = owned if len(owned) >= len(out) else owned[:1] * len(out)
-        return type(out)(_rewrap(o, twins, [s]) for o, s in zip(out, sources, strict=False))
     if not isinstance(out, DTensor):
         return out
     if id(out) in twins:
@@ -291,35 +312,25 @@ def _rewrap(out: Any, twins: dict[int, OwnedTensor], owned: list[OwnedTensor]) -
 
 def _check_same_owner(func: Any, flat: list[Any], owned: list[OwnedTensor]) -> None:
     """Raise for elementwise work between local tensors of different ranks; with scalars it is exact."""
-    by_shape = {(t.shape, t.owner) for t in owned}
     for leaf in flat:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, OwnedTensor) or leaf.ndim == 0:
-            continue
-        if "foreach" in func.overloadpacket.__name__ and isinstance(leaf, DTensor):
-            continue  # another element of the list, with arguments of its own
-        raise RuntimeError(
-            f"{func} mixes {owned[0].fqn!r}, which dmuon keeps whole on rank {owned[0].owner}, with a tensor of shape "
-            f"{tuple(leaf.shape)} that is laid out otherwise; {_REMEDY}"
-        )
-    if "foreach" not in func.overloadpacket.__name__ and len(by_shape) > 1:
+        if isinstance(leaf, Tensor) and not isinstance(leaf, OwnedTensor) and leaf.ndim:
+            raise owned[0]._laid_otherwise(func, leaf)
+    if len({(t.shape, t.owner) for t in owned}) > 1:
         names = ", ".join(repr(t.fqn) for t in owned)
         raise RuntimeError(f"{func} mixes {names}, which have different owners or shapes; {_REMEDY}")
-
-
-def _check_norm(name: str, args: Sequence[Any], kwargs: dict[str, Any], tensor: OwnedTensor) -> None:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-    order = 2.0 if order is None else float(order)
-    if not 0.0 < order < math.inf:
-        raise RuntimeError(
-            f"{name} of order {order} is not defined on the empty shards of {tensor.fqn!r}; dmuon.clip_grad_norm_ "
-            "computes it exactly"
-        )
-    dims = args[2] if len(args) > 2 else kwargs.get("dim")
-    if name != "_foreach_norm" and dims not in (None, [], [0, 1]):
-        raise RuntimeError(f"{name} over dim={dims} of {tensor.fqn!r} is not available; {_REMEDY}")
 
 
 def _keepers(target: Any) -> list[Keeper]:
     """Of the owned parameters in ``target``, each once."""
     owned = [t for t in (target if isinstance(target, (list, tuple)) else (target,)) if isinstance(t, OwnedTensor)]
     return list({id(t.keeper): t.keeper for t in owned if t.keeper is not None}.values())
+
+
+@contextmanager
+def _told(keepers: list[Keeper]) -> Iterator[None]:
+    """Inside, what they keep is written to."""
+    for keeper in keepers:
+        keeper.before_write()
+    yield
+    for keeper in keepers:
+        keeper.weights_changed()

@@ -14,11 +14,11 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dmuon.comm.norm import absent_term, join_terms, norms_of, reduce_terms
+from dmuon.dedicated.owned_norm import by_kind, whole_terms
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import local_tensor
-
-_LARGEST = torch.iinfo(torch.int64).max
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def clip_grad_norm_(
         )
     # Early updates go by versions, which torch does not count for foreach operations under a TorchDispatchMode.
     coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)
-    for same in _by_kind(grads):
+    for same in by_kind(grads):
         factor = coefficient.to(same[0].device)
         if foreach is False:
             for local in same:
@@ -105,7 +105,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     limit = float(clip_value)
     if not limit >= 0:
         raise ValueError(f"clip_value must be at least 0, got {limit}")
-    for same in _by_kind(_gradients(parameters, foreach)):
+    for same in by_kind(_gradients(parameters, foreach)):
         if foreach is False:
             for local in same:
                 local.clamp_(min=-limit, max=limit)
@@ -145,15 +145,6 @@ def _check_elements(grads: Sequence[Tensor], order: float) -> None:
             raise RuntimeError(f"{_name(number, grad)} has no elements, and so no norm of order {order}")
 
 
-def _by_kind(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Local tensors by device and dtype, which one foreach kernel can take together."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        local = local_tensor(grad)
-        kinds.setdefault((local.device, local.dtype), []).append(local)
-    return list(kinds.values())
-
-
 def _total_norm(grads: Sequence[Tensor], order: float, foreach: bool | None, pp_mesh: DeviceMesh | None) -> Tensor:
     """The norm of the norms, ``()``."""
     wide = any(grad.dtype in (torch.float64, torch.complex128) for grad in grads)
@@ -161,86 +152,20 @@ def _total_norm(grads: Sequence[Tensor], order: float, foreach: bool | None, pp_
         device = mesh_device(pp_mesh.device_type)
     else:
         device = local_tensor(grads[0]).device
-    by_split: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
-    for number, grad in enumerate(grads):
-        by_split.setdefault(_split_over(number, grad), []).append(grad)
-    terms = [torch.full((1,), _absent(order), dtype=torch.float64, device=device)]
-    for split, members in by_split.items():
-        term = torch.cat([_terms(same, order, foreach).to(device) for same in _by_kind(members)])
-        if split is not None:
-            mesh, dims = split
-            for dim in dims:
-                _all_reduce(term, order, mesh.get_group(dim))
-        terms.append(term)
-    total = _join(torch.cat(terms), order)
+    terms = torch.full((1,), absent_term(order), dtype=torch.float64, device=device)
+    if grads:
+        terms = torch.cat([terms, whole_terms(grads, order, foreach, device)])
+    total = join_terms(terms, order)
     if pp_mesh is not None:
         total = _over_stages(total, order, bool(grads), pp_mesh)
-    if order != 0 and math.isfinite(order):
-        total = total.pow(1.0 / order)
-    return total.to(torch.float64 if wide else torch.float32)
-
-
-def _split_over(number: int, grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh dimensions over which local tensors are parts of the whole; None if this rank has all of ``grad``."""
-    if not isinstance(grad, DTensor):
-        return None
-    mesh = grad.device_mesh
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"{_name(number, grad)} lies on {mesh}, which is without this rank: leave it out here")
-    dims = tuple(i for i, p in enumerate(grad.placements) if not p.is_replicate() and mesh.size(i) > 1)
-    return (mesh, dims) if dims else None
-
-
-# A term is what one tensor, or a part of it, adds to the norm: for an infinite order its largest or smallest magnitude,
-# for order 0 the number of elements that are not zero, otherwise the sum of powers. Terms are fp64: joining them then
-# neither overflows nor rounds where torch's norm in a single process does not.
-
-
-def _absent(order: float) -> float:
-    """The term of no elements."""
-    return math.inf if order == -math.inf else 0.0
-
-
-def _terms(locals_: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
-    """What each of ``n`` tensors of one device and dtype adds, ``(n,)``."""
-    dtype = torch.promote_types(locals_[0].dtype, torch.float32)
-    # In place of no elements, one that adds nothing: its power, or its share of a largest or smallest magnitude.
-    nothing = math.inf if order < 0 else 0.0
-    filled = [local if local.numel() else local.new_full((1,), nothing) for local in locals_]
-    if foreach is False:
-        norms = [torch.linalg.vector_norm(local, order, dtype=dtype) for local in filled]
-    else:
-        norms = list(torch._foreach_norm(filled, order, dtype=dtype))
-    terms = torch.stack(norms).double()
-    return terms.pow(order) if order != 0 and math.isfinite(order) else terms
-
-
-def _join(terms: Tensor, order: float) -> Tensor:
-    """The term of several whole tensors together, ``()``."""
-    if math.isinf(order):
-        return terms.amax() if order > 0 else terms.amin()
-    return terms.ne(0).double().sum() if order == 0 else terms.sum()
-
-
-def _all_reduce(terms: Tensor, order: float, group: dist.ProcessGroup) -> None:
-    """Join the terms of parts that lie on different ranks, ``(n,)``, in place; NaN wins."""
-    if math.isfinite(order):
-        dist.all_reduce(terms, group=group)
-        return
-    # MAX and MIN of floats may drop NaN, as gloo's do. The bits of positive floats, as integers, have the same order,
-    # and NaN is the largest.
-    bits = terms.abs().view(torch.int64)
-    keys = bits if order > 0 else torch.where(terms.isnan(), _LARGEST, -bits)
-    dist.all_reduce(keys, dist.ReduceOp.MAX, group=group)
-    bits = keys if order > 0 else torch.where(keys == _LARGEST, keys, -keys)
-    terms.copy_(bits.view(torch.float64))
+    return norms_of(total, order).to(torch.float64 if wide else torch.float32)
 
 
 def _over_stages(total: Tensor, order: float, present: bool, pp_mesh: DeviceMesh) -> Tensor:
     """The term of all stages together, ``()``. Stages without gradients add nothing."""
     group = pp_mesh.get_group()
     terms = total.reshape(1)
-    _all_reduce(terms, order, group)
+    reduce_terms(terms, order, group)
     if order < 0:  # the term of no elements would become an infinite norm, and no gradients at all have the norm 0
         stages = torch.full_like(terms, float(present))
         dist.all_reduce(stages, group=group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -55,6 +55,12 @@ def even_shape(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placeme
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``: itself, or a DTensor's local tensor, without autograd and not a view."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Inside, functions of torch do not ask ``__torch_function__`` of their arguments."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return disabled
 
 
 def new_named_group(

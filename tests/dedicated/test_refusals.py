@@ -659,7 +659,6 @@ OPERATIONS: dict[str, Callable[[Network, Any, DeviceMesh], Any]] = {
     "sum": lambda m, w, mesh: w.sum(),
     "mean": lambda m, w, mesh: w.detach().mean(),
     "isnan": lambda m, w, mesh: w.isnan(),
-    "inf norm": lambda m, w, mesh: w.norm(float("inf")),
     "row norms": lambda m, w, mesh: w.norm(dim=1),
     "matmul": lambda m, w, mesh: torch.ones(2, WIDTH) @ w,
     "linear": lambda m, w, mesh: m.blocks[0].mix(torch.ones(2, WIDTH)),
@@ -692,7 +691,6 @@ REMEDIES = {
     **dict.fromkeys(
         ("bfloat16", "half", "double", "meta", "to_empty"), "RuntimeError.*move the model before dedicate.*mp_policy"
     ),
-    "inf norm": r"RuntimeError.*dmuon\.clip_grad_norm_",
 }  # fmt: skip
 
 

@@ -1,0 +1,81 @@
+"""Norms over ranks: what each tensor, or a part of it, adds to a norm, and how ranks join that.
+
+A term is what one tensor, or a part of it, adds to the norm: for an infinite order its largest or smallest magnitude,
+for order 0 the number of elements that are not zero, otherwise the sum of powers. Terms are fp64: joining them then
+neither overflows nor rounds where torch's norm in a single process does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmuon.comm.monitor import CollectiveError, first_line
+from dmuon.comm.process_groups import ranks_of, this_rank
+
+_LARGEST = torch.iinfo(torch.int64).max
+
+
+def absent_term(order: float) -> float:
+    """The term of no elements."""
+    return math.inf if order == -math.inf else 0.0
+
+
+def local_terms(tensors: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
+    """What each of ``n`` tensors of one device and dtype adds, ``(n,)``."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    # In place of no elements, one that adds nothing: its power, or its share of a largest or smallest magnitude.
+    nothing = math.inf if order < 0 else 0.0
+    filled = [tensor if tensor.numel() else tensor.new_full((1,), nothing) for tensor in tensors]
+    if foreach is False:
+        norms = [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in filled]
+    else:
+        norms = list(torch._foreach_norm(filled, order, dtype=dtype))
+    terms = torch.stack(norms).double()
+    return terms.pow(order) if order != 0 and math.isfinite(order) else terms
+
+
+def join_terms(terms: Tensor, order: float) -> Tensor:
+    """The term of several whole tensors together, ``()``; for order 0 it counts tensors, as torch does."""
+    if math.isinf(order):
+        return terms.amax() if order > 0 else terms.amin()
+    return terms.ne(0).double().sum() if order == 0 else terms.sum()
+
+
+def norms_of(terms: Tensor, order: float) -> Tensor:
+    """The norms that belong to terms of whole tensors."""
+    return terms.pow(1.0 / order) if order != 0 and math.isfinite(order) else terms
+
+
+def reduce_terms(terms: Tensor, order: float, group: dist.ProcessGroup) -> None:
+    """Join the terms of parts that lie on different ranks, ``(n,)``, in place; NaN wins."""
+    if math.isfinite(order):
+        all_reduce(terms, dist.ReduceOp.SUM, group, "norm")
+        return
+    # MAX and MIN of floats may drop NaN, as gloo's do. The bits of positive floats, as integers, have the same order,
+    # and NaN is the largest.
+    bits = terms.abs().view(torch.int64)
+    keys = bits if order > 0 else torch.where(terms.isnan(), _LARGEST, -bits)
+    all_reduce(keys, dist.ReduceOp.MAX, group, "norm")
+    bits = keys if order > 0 else torch.where(keys == _LARGEST, keys, -keys)
+    terms.copy_(bits.view(torch.float64))
+
+
+def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str) -> None:
+    """As ``dist.all_reduce``, over a group that may be the user's.
+
+    Args:
+        what: is asked for, for the message of a failure.
+    """
+    try:
+        dist.all_reduce(tensor, op, group=group)
+    except RuntimeError as fault:
+        raise CollectiveError(
+            f"rank {this_rank()}: the {what} of tensors that ranks {list(ranks_of(group))} hold together failed: "
+            f"{first_line(fault)}. All of these ranks must ask for it, for the same tensors in the same order; see the "
+            "logs of the others"
+        ) from fault

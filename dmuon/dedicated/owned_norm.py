@@ -1,0 +1,245 @@
+"""Norms of tensors of all kinds, owned ones among them: joined over ranks when somebody asks for the number.
+
+[Note: norms that wait]
+Torch's clipping takes the norm of each gradient and stacks them. So a norm waits until then: one collective joins all
+that meet in one operation, as with the norms of other DTensors, and a rank that takes a norm and does not look at it
+keeps no other waiting. A rank without elements takes part, since it holds a placeholder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dmuon.comm.norm import all_reduce, local_terms, norms_of, reduce_terms
+from dmuon.dedicated.mixed_lists import named, require_summed
+from dmuon.platform.torch_private import local_tensor, without_torch_function
+
+
+@dataclass(slots=True, eq=False)
+class _Norm:
+    """A norm of which this rank knows its own part.
+
+    Attributes:
+        term: what that adds, ``(1,)``, fp64.
+        groups: over which terms are joined.
+        value: the norm, ``()``, once they are.
+    """
+
+    term: Tensor
+    order: float
+    groups: tuple[dist.ProcessGroup, ...]
+    dtype: torch.dtype
+    value: Tensor | None = None
+
+
+class PendingNorm(Tensor):
+    """The norm of a tensor that several ranks hold, ``()``. [Note: norms that wait]
+
+    Every operation that needs the number is collective, once, and gives plain tensors.
+    """
+
+    joint: _Norm
+
+    @staticmethod
+    def __new__(cls, norm: _Norm) -> PendingNorm:
+        pending: PendingNorm = Tensor._make_wrapper_subclass(cls, (), dtype=norm.dtype, device=norm.term.device)
+        pending.joint = norm
+        return pending
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with without_torch_function():
+            if func is torch.stack and args:
+                args = (_whole(args[0]), *args[1:])  # norms of other DTensors, which may lie on several meshes
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return PendingNorm(args[0].joint)
+        leaves, spec = tree_flatten((list(args), kwargs or {}))
+        _joined([leaf.joint for leaf in leaves if isinstance(leaf, PendingNorm)])
+        leaves = [leaf.joint.value if isinstance(leaf, PendingNorm) else leaf for leaf in leaves]
+        plain_args, plain_kwargs = tree_unflatten(leaves, spec)
+        return func(*plain_args, **plain_kwargs)
+
+    def number(self) -> Tensor:
+        """As a plain tensor, without autograd. Collective."""
+        return _joined([self.joint])[0].clone()
+
+    # What torch computes from the memory of a tensor, which this one does not have.
+
+    def __float__(self) -> float:
+        return float(self.number())
+
+    def tolist(self) -> Any:
+        return self.number().tolist()
+
+    def share_memory_(self) -> Tensor:
+        number = self.number()
+        number.share_memory_()
+        return number
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.number().numpy(force=force)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.number(), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.number()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.number().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        value = self.joint.value
+        return f"PendingNorm(order={self.joint.order:g}, {'not joined yet' if value is None else float(value)})"
+
+
+def _joined(norms: Sequence[_Norm]) -> list[Tensor]:
+    """The values, which are found for those that have none. Collective: once for all that lie alike."""
+    alike: dict[Any, list[_Norm]] = {}
+    for norm in dict.fromkeys(norms):
+        if norm.value is None:
+            alike.setdefault((norm.order, norm.groups, norm.term.device), []).append(norm)
+    for (order, groups, _), waiting in alike.items():
+        terms = torch.cat([norm.term for norm in waiting])
+        for group in groups:
+            reduce_terms(terms, order, group)
+        for norm, value in zip(waiting, norms_of(terms, order).unbind(), strict=True):
+            norm.value = value.to(norm.dtype, copy=True)  # views of one tensor may not be results of several functions
+    return [norm.value for norm in norms if norm.value is not None]
+
+
+def _whole(norms: Sequence[Tensor]) -> list[Tensor]:
+    """``norms`` with plain tensors in place of DTensors. Collective: once for all that lie alike."""
+    alike: dict[Any, list[int]] = {}
+    for i, norm in enumerate(norms):
+        if isinstance(norm, DTensor):
+            alike.setdefault((norm.device_mesh, norm.placements, norm.dtype), []).append(i)
+    whole = list(norms)
+    for places in alike.values():
+        stacked = torch.stack([norms[i] for i in places])
+        assert isinstance(stacked, DTensor)
+        summed: Tensor = stacked.full_tensor()
+        if any(placement.is_partial("max") or placement.is_partial("min") for placement in stacked.placements):
+            # Back ends may drop NaN where they take the largest number of several ranks.
+            unknown = local_tensor(stacked).isnan().float()
+            for group in split_over(stacked):
+                all_reduce(unknown, dist.ReduceOp.MAX, group, "norm")
+            summed = torch.where(unknown > 0, math.nan, summed)
+        for i, norm in zip(places, summed.unbind(), strict=True):
+            whole[i] = norm
+    return whole
+
+
+def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Local tensors by device and dtype, which one foreach kernel can take together."""
+    return [[local_tensor(tensors[i]) for i in same] for same in _kinds(tensors, range(len(tensors)))]
+
+
+def split_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Over which groups, one after the other, local tensors are parts of the whole; none if this rank has all of it.
+
+    Raises:
+        ValueError: it lies on a mesh without this rank.
+    """
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{named(tensor)} lies on {mesh}, which is without this rank: leave it out here")
+    dims = [i for i, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(i) > 1]
+    return tuple(mesh.get_group(dim) for dim in dims)
+
+
+def whole_terms(tensors: Sequence[Tensor], order: float, foreach: bool | None, device: torch.device) -> Tensor:
+    """The terms of ``n`` tensors of any kinds, ``(n,)`` on ``device``, in any order. Collective: once a layout."""
+    by_split: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        by_split.setdefault(split_over(tensor), []).append(tensor)
+    terms = []
+    for groups, members in by_split.items():
+        term = torch.cat([local_terms(same, order, foreach).to(device) for same in by_kind(members)])
+        for group in groups:
+            reduce_terms(term, order, group)
+        terms.append(term)
+    return torch.cat(terms)
+
+
+def answer_norm(args: Sequence[Any], kwargs: dict[str, Any], refuse: Callable[[str], Exception]) -> Any:
+    """What ``_foreach_norm``, ``linalg_vector_norm`` or ``norm`` returns, of tensors of which one is owned.
+
+    Args:
+        args: beginning with the tensor, or the list of tensors.
+        refuse: makes the exception of what is not available.
+    """
+    several = isinstance(args[0], (list, tuple))
+    given = dict(zip(["ord", "dtype"] if several else ["ord", "dim", "keepdim", "dtype"], args[1:], strict=False))
+    given |= kwargs
+    order = given.get("ord", given.get("p"))
+    order = 2.0 if order is None else float(order)
+    if math.isnan(order):
+        raise refuse("a norm of order NaN")
+    if several:
+        return _norms(args[0], order, given.get("dtype"))
+    tensor = args[0]
+    dims = given.get("dim") or range(tensor.ndim)
+    if given.get("keepdim") or sorted(dim % tensor.ndim for dim in dims) != list(range(tensor.ndim)):
+        raise refuse(f"a norm over dim={given.get('dim')}, keepdim={given.get('keepdim', False)}")
+    return _norms([tensor], order, given.get("dtype"))[0]
+
+
+def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each tensor, ``()``, pending where several ranks hold the tensor."""
+    require_summed(tensors, "norm")
+    for tensor in tensors:
+        if (order < 0 or order == math.inf) and not tensor.numel():
+            raise RuntimeError(f"{named(tensor)} has no elements, and so no norm of order {order}")
+    norms: list[Tensor] = [tensors[0]] * len(tensors)
+    for same in _kinds(tensors, range(len(tensors))):
+        terms = local_terms([local_tensor(tensors[i]) for i in same], order, None)
+        for i, term in zip(same, terms.split(1), strict=True):
+            norm = _Norm(term, order, split_over(tensors[i]), (dtype or tensors[i].dtype).to_real())
+            norms[i] = PendingNorm(norm) if norm.groups else _joined([norm])[0]
+    return norms
+
+
+def check_and_unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Torch's function of that name for ``GradScaler``, on gradients of any kinds. Collective.
+
+    Afterwards all ranks that hold parts of them have found the same, so that all of them skip a step or none does.
+
+    Args:
+        func: the operation on plain tensors.
+        found_inf: becomes 1 if any rank has an element that is not finite.
+    """
+    require_summed(grads, "GradScaler")
+    for same in by_kind(grads):
+        func(same, found_inf, inv_scale)
+    # After the last check: what one rank found travels along each dimension in turn.
+    for group in dict.fromkeys(group for grad in grads for group in split_over(grad)):
+        all_reduce(found_inf, dist.ReduceOp.MAX, group, "check for infinities")
+
+
+def _kinds(tensors: Sequence[Tensor], members: Sequence[int]) -> list[list[int]]:
+    """Of some of ``tensors``, those of one device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i in members:
+        local = local_tensor(tensors[i])
+        kinds.setdefault((local.device, local.dtype), []).append(i)
+    return list(kinds.values())

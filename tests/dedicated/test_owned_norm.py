@@ -1,0 +1,151 @@
+"""Norms of owned tensors in a user's program: in logs, in a loss, on one rank, and how often they communicate."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.assertions import assert_close
+from harness.on_ranks import on_ranks
+from harness.topologies import Laid, lay
+from harness.toy import batch, build
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon.check.model import Network, is_matrix, loss_of
+from dmuon.check.topologies import full_state
+from dmuon.dedicated.owned_tensor import OwnedTensor
+
+TOLERANCE = 2e-6
+
+
+def laid_out(name: str) -> tuple[Laid, Network]:
+    """A model with gradients, and the same one on one process."""
+    laid, single = lay(name, build(hidden=28)), build(hidden=28)
+    laid.backward(0)
+    loss_of(single, *batch(0)).backward()
+    return laid, single
+
+
+def owned_pairs(laid: Laid, single: Network) -> list[tuple[OwnedTensor, Tensor]]:
+    expected = dict(single.named_parameters())
+    pairs = [(p, expected[n]) for n, p in laid.network.named_parameters() if isinstance(p, OwnedTensor)]
+    assert len(pairs) == sum(map(is_matrix, expected))
+    return pairs
+
+
+@pytest.mark.pitfall("P36", "P54")
+@on_ranks(2)
+def test_norms_that_a_program_logs_are_those_of_one_process(rank: int, world: int) -> None:
+    laid, single = laid_out("1d")
+    for owned, whole in owned_pairs(laid, single)[::4]:
+        assert owned.grad is not None and whole.grad is not None
+        for mine, other in ((owned.grad, whole.grad), (owned, whole), (owned.detach(), whole), (owned.data, whole)):
+            reads: dict[str, Any] = {
+                "item": lambda t: t.norm().item(),
+                "float": lambda t: float(torch.linalg.vector_norm(t)),
+                "power": lambda t: float(t.norm(2) ** 2) ** 0.5,
+                "format": lambda t: float(f"{t.norm():.9f}"),
+                "list": lambda t: t.norm().tolist(),
+                "array": lambda t: float(t.detach().norm().cpu().numpy()),
+                "tensor of numbers": lambda t: float(torch.tensor([t.detach().norm(), t.norm()])[1]),
+                "copy": lambda t: float(copy.deepcopy(t.detach().norm())),
+                "largest": lambda t: t.norm(math.inf).item(),
+                "linalg": lambda t: torch.linalg.norm(t).item(),
+                "Frobenius": lambda t: t.norm("fro").item(),
+                "fp64": lambda t: torch.linalg.vector_norm(t, dtype=torch.float64).item(),
+                "count": lambda t: torch.linalg.vector_norm(t, 0).item(),
+                "foreach": lambda t: float(torch._foreach_norm([t.detach()], 1)[0]),
+                "comparison": lambda t: bool(t.norm() > 0),
+            }
+            for name, read in reads.items():
+                assert read(mine) == pytest.approx(read(other), rel=TOLERANCE), name
+    kept = io.BytesIO()
+    torch.save({"norm": laid.network.blocks[0].up.weight.grad.norm()}, kept)
+    kept.seek(0)
+    assert type(torch.load(kept)["norm"]) is Tensor
+
+
+@pytest.mark.pitfall("P36", "P54")
+@on_ranks(2)
+def test_a_norm_in_a_loss_has_the_gradient_of_one_process(rank: int, world: int) -> None:
+    laid, single = lay("1d-two-lines", build()), build()
+    optimizer = laid.optimizer()
+
+    def penalty(model: Network) -> Tensor:
+        matrices = [p for n, p in model.named_parameters() if is_matrix(n)]
+        return 0.3 * sum(p.norm() for p in matrices) + 0.1 * sum(p.norm(1) + p.norm(3) for p in matrices)  # type: ignore[return-value]
+
+    loss = loss_of(single, *batch(0)) + penalty(single)
+    loss.backward()
+    mine = laid.loss(0) + penalty(laid.network)
+    mine.backward()
+    for owned, whole in owned_pairs(laid, single):
+        assert isinstance(owned.grad, OwnedTensor) and whole.grad is not None
+        if owned.owner == rank:
+            assert_close(owned.grad._local_tensor, whole.grad, owned.fqn)
+    optimizer.step()
+    assert all(tensor.isfinite().all() for tensor in full_state(laid.network).values())
+
+
+@pytest.mark.pitfall("P36", "P48", "P54")
+@on_ranks(2)
+def test_a_rank_that_takes_a_norm_alone_waits_for_nobody(rank: int, world: int) -> None:
+    laid, _ = laid_out("1d")
+    if rank == 0:
+        weight = laid.network.blocks[0].up.weight
+        taken = [weight.norm(), weight.norm(math.inf), weight.grad.norm(), *torch._foreach_norm([weight.grad], 2.0)]
+        assert all("not joined yet" in repr(norm.detach()) for norm in taken)
+
+
+@pytest.mark.pitfall("P36")
+@pytest.mark.parametrize(
+    ("layout", "world", "owned"), [("1d", 2, 1), pytest.param("hsdp", 4, 2, marks=pytest.mark.slow), ("tp", 2, 1)]
+)
+@pytest.mark.parametrize("foreach", [None, True])
+@on_ranks()
+def test_clipping_by_torch_communicates_as_often_for_many_owned_matrices_as_for_one(
+    rank: int, world: int, layout: str, owned: int, foreach: bool | None
+) -> None:
+    laid, _ = laid_out(layout)
+    matrices = [p for p in laid.network.parameters() if isinstance(p, OwnedTensor)]
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        torch.nn.utils.clip_grad_norm_(matrices, 1.0, foreach=foreach)
+    assert len(matrices) > 5 and all_reduce.call_count == owned
+
+
+@pytest.mark.pitfall("P36", "P14")
+@on_ranks(2)
+def test_lists_of_all_kinds_are_scaled_added_and_cleared_in_one_call(rank: int, world: int) -> None:
+    laid, single = laid_out("1d")
+    params = dict(laid.network.named_parameters())
+    grads = [p.grad for p in params.values()] + [torch.full((3,), 2.0)]
+    wholes = [p.grad for p in single.parameters()] + [torch.full((3,), 2.0)]
+    kinds = {type(grad) for grad in grads}
+    assert kinds == {OwnedTensor, DTensor, Tensor}
+    owned = next(grad for grad in grads if isinstance(grad, OwnedTensor))
+
+    def norms(tensors: list[Any]) -> list[float]:
+        return [float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in tensors]
+
+    for operate in (
+        lambda all_: torch._foreach_mul_(all_, torch.tensor(0.5)),
+        lambda all_: torch._foreach_div_(all_, 3.0),
+        lambda all_: torch._foreach_add_(all_, torch._foreach_mul(all_, 2.0)),
+        lambda all_: torch._foreach_clamp_max_(all_, 1e-3),
+        lambda all_: torch._foreach_addcmul_(all_, all_, all_, 0.5),
+    ):
+        operate(grads)
+        operate(wholes)
+        assert norms(torch._foreach_norm(grads)) == pytest.approx(norms(torch._foreach_norm(wholes)), rel=TOLERANCE)
+    with pytest.raises(RuntimeError, match="laid out otherwise; lay both out alike"):
+        torch._foreach_add_([owned, *grads], [grads[-1], *grads])
+    torch._foreach_zero_(grads)
+    assert norms(torch._foreach_norm(grads)) == [0.0] * len(grads)
+    dist.barrier()

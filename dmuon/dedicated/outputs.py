@@ -34,6 +34,7 @@ class Outputs:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._modules: list[nn.Module] = []  # as the first forward finds them: listing takes longer than looking
         self._barren: dict[tuple[int, str], Any] = {}  # large attributes without any tensor that needs a gradient
 
     def find(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -43,39 +44,45 @@ class Outputs:
             if isinstance(leaf, Tensor) and not getattr(leaf, "__dict__", None):
                 returned += [leaf] if _has_graph(leaf) else []
             elif type(leaf) not in _PLAIN:
-                returned += _walk([leaf])[0]
+                returned += _walk([leaf], {})[0]
         for tensor in returned:
             _mark(tensor)
         return returned, [tensor for tensor in self._left() if _mark(tensor)]
 
     def _left(self) -> list[Tensor]:
         left: list[Tensor] = []
-        for module in self._module.modules():
-            if type(module).__module__.startswith("torch.nn."):
-                continue
+        visited: dict[int, Any] = {}
+        if not self._modules:
+            layers = self._module.modules()
+            self._modules = [m for m in layers if m is self._module or not type(m).__module__.startswith("torch.nn.")]
+        for module in self._modules:
             for name, value in module.__dict__.items():
                 if type(value) in _PLAIN or name in _OF_MODULES or name.startswith("_dmuon"):
                     continue
                 key = id(module), name
                 if key in self._barren and self._barren[key] is value:
                     continue
-                found, ended = _walk([value])
+                found, ended = _walk([value], visited)
                 left += found
                 if not ended and not found:
                     self._barren[key] = value
         return left
 
 
-def _walk(items: Iterable[Any]) -> tuple[list[Tensor], bool]:
-    """The tensors with a graph that ``items`` lead to, and whether everything was looked at."""
+def _walk(items: Iterable[Any], visited: dict[int, Any]) -> tuple[list[Tensor], bool]:
+    """The tensors with a graph that ``items`` lead to, and whether everything was looked at.
+
+    Args:
+        visited: by ``id``, what needs no second look.
+    """
     found: list[Tensor] = []
-    visited: dict[int, Any] = {}
+    most = len(visited) + _LIMIT
     waiting = deque(items)
     while waiting:
         item = waiting.popleft()
         if type(item) in _PLAIN or id(item) in visited:
             continue
-        if len(visited) >= _LIMIT:
+        if len(visited) >= most:
             return found, False
         visited[id(item)] = item
         if isinstance(item, Mapping):
@@ -91,7 +98,7 @@ def _walk(items: Iterable[Any]) -> tuple[list[Tensor], bool]:
         elif not isinstance(item, _CLOSED):
             if isinstance(item, Tensor) and _has_graph(item):
                 found.append(item)
-            waiting.extend(_attributes(item))
+            waiting.extend(value for value in _attributes(item) if type(value) not in _PLAIN)
     return found, True
 
 
@@ -120,7 +127,7 @@ def _attributes(item: Any) -> list[Any]:
     values: list[Any] = []
     with suppress(AttributeError):
         values += object.__getattribute__(item, "__dict__").values()
-    for base in type(item).__mro__:
+    for base in type(item).__mro__[:-1]:
         slots = base.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
             descriptor = base.__dict__.get(slot)

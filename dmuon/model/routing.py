@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.nn as nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -74,6 +75,11 @@ def route_parameters(
         ValueError: no matrix was selected, a selected parameter lies in no block or in two, is not a matrix, or
             has a fused layout that the shape alone does not settle; blocks that overlap or are never called.
     """
+    if isinstance(model, ScriptModule):
+        raise ValueError(
+            "this model was compiled by torch.jit.script, which hides its layers: give dmuon the module that it was "
+            "made of, whose parameters it shares, or give dmuon.Muon groups with use_muon"
+        )
     owner_block = blocks_by_module(find_blocks(model, blocks))
     embeddings = _embedding_ids(model)
     parents = {id(child): module for module in model.modules() for child in module.children()}

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree
+from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_dict import describe
-from dmuon.optimizer.loading import completed, loading_fault
+from dmuon.optimizer.loading import completed, loading_fault, savable
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.residency import MOMENTUM, Residency
 
@@ -33,6 +34,11 @@ class _Row:
     name: str
     residency: Residency
     local: Tensor
+
+    @property
+    def is_trained(self) -> bool:
+        """What is frozen gets no state, except what dmuon owns: a state dict of that is collective."""
+        return self.param.requires_grad or isinstance(self.param, OwnedTensor)
 
     def store(self, value: Tensor | None) -> None:
         """Make ``value`` the momentum, or zeros if there is none. Collective where its layout differs.
@@ -94,7 +100,7 @@ class Momentum:
                 row.store(value)
         self._residencies, self._rows = list(residencies), rows
         self.shown.clear()
-        self._show(rows, state)
+        self._show([row for row in rows if MOMENTUM in state.get(row.param, ()) or row.is_trained], state)
 
     def _show(self, rows: Sequence[_Row], state: _State) -> None:
         for row in rows:
@@ -108,9 +114,12 @@ class Momentum:
         Raises:
             ValueError: it has another shape.
         """
-        replaced = [row for row in self._rows if state[row.param].get(MOMENTUM) is not self.shown[id(row.param)]]
-        for row in replaced:
-            row.store(state[row.param].get(MOMENTUM))
+        replaced = []
+        for row in self._rows:
+            value, shown = state.get(row.param, {}).get(MOMENTUM), self.shown.get(id(row.param))
+            if value is not shown or (shown is None and row.is_trained):
+                row.store(value)
+                replaced.append(row)
         self._show(replaced, state)  # not the others: what is shown of them counts its edits
 
     # -- hooks of state dicts ----------------------------------------------------------------------------------------
@@ -130,7 +139,8 @@ class Momentum:
                 saved = momentum.clone() if residency is None else residency.saved(param, momentum)
                 values = {**values, MOMENTUM: saved}
             state[index] = values
-        return {**state_dict, "state": state}
+        groups = [savable(group) for group in state_dict["param_groups"]]
+        return {**state_dict, "state": state, "param_groups": groups}
 
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """On the way in momentum goes straight into the stacks; what has none begins at zero. Collective.
@@ -155,13 +165,18 @@ class Momentum:
         state = dict(state_dict["state"])
         for (row, key), value in zip(loads, values, strict=True):
             row.store(value)
-            state[key] = {name: other for name, other in state.get(key, {}).items() if name != MOMENTUM}
+            others = {name: other for name, other in state.pop(key, {}).items() if name != MOMENTUM}
+            self.shown.pop(id(row.param), None)
+            if value is not None or row.is_trained:
+                self.shown[id(row.param)] = row.local  # until the new state shows it
+            if others or id(row.param) in self.shown:
+                state[key] = others
         groups = [completed(s, g) for s, g in zip(saved_groups, optimizer.param_groups, strict=True)]
         return {**state_dict, "state": state, "param_groups": groups}
 
     def show_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Show the momentum again: a load has made a new state."""
-        self._show(self._rows, optimizer.state)
+        self._show([row for row in self._rows if id(row.param) in self.shown], optimizer.state)
 
     def _require_loadable(self, fault: str | None, rows: Sequence[_Row], values: Sequence[Any]) -> None:
         """Raise ValueError on all ranks for what any of them was given. Collective over those that share parameters."""

@@ -35,7 +35,7 @@ from dmuon.optimizer.options import Description, check_options, describe
 from dmuon.optimizer.stats import StepStats, step_stats
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
-from dmuon.platform.torch_private import local_tensor
+from dmuon.platform.torch_private import current_backward, local_tensor, outside_compile
 from dmuon.step.batches import Batch, make_batches
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Alone, Residency
@@ -164,7 +164,7 @@ class Muon(torch.optim.Optimizer):
     def _register_hooks(self) -> None:
         """They get the optimizer as an argument, and hold none: that would keep it until a garbage collection."""
         self.register_state_dict_post_hook(self._momentum.save)
-        self.register_load_state_dict_pre_hook(self._momentum.load)
+        self._load_hook = self.register_load_state_dict_pre_hook(self._momentum.load)
         self.register_load_state_dict_post_hook(self._momentum.show_loaded)
         self.register_load_state_dict_post_hook(adopt_adamw_state)
 
@@ -206,7 +206,9 @@ class Muon(torch.optim.Optimizer):
         """
         if self._laid_out is None:
             self._lay_out()
-        super().load_state_dict(state_dict)
+        self._load_hook.remove()  # after the user's hooks, which may adapt what they are given
+        self._load_hook = self.register_load_state_dict_pre_hook(self._momentum.load)
+        super().load_state_dict(state_dict if isinstance(state_dict, dict) else {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. Collective, as building the optimizer is.
@@ -254,7 +256,7 @@ class Muon(torch.optim.Optimizer):
         self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
         for group in self.param_groups:
             for param in [] if group["use_muon"] else group["params"]:
-                if not self.state.get(param):
+                if param.requires_grad and not self.state.get(param):
                     init_adamw_state(param, self.state[param])
         self._residencies, self._rounds = residencies, rounds
         for residency in residencies:
@@ -306,6 +308,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    @outside_compile
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, and start publishing what dmuon owns.
@@ -318,6 +321,11 @@ class Muon(torch.optim.Optimizer):
             raise RuntimeError(
                 "Muon.step() was called while a CUDA graph is being captured, which would replay this step's learning "
                 "rate, votes and addresses for ever; capture forward and backward alone, and call step() outside"
+            )
+        if self._origin.copies and current_backward() is not None:
+            raise RuntimeError(
+                "Muon.step() was called inside backward, in which DistributedDataParallel has not averaged all "
+                "gradients yet; call step() when backward() has returned"
             )
         loss = None
         if closure is not None:
@@ -396,9 +404,10 @@ class Muon(torch.optim.Optimizer):
         with self._timer.phase("adamw"):
             for group in self.param_groups:
                 if not group["use_muon"]:
+                    params = [p for p in group["params"] if p.grad is not None]  # others may have no state
                     adamw_step(
-                        group["params"],
-                        [self.state[p] for p in group["params"]],
+                        params,
+                        [self.state[p] for p in params],
                         lr=group["lr"],
                         betas=group["betas"],
                         eps=group["eps"],

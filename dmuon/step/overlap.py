@@ -90,8 +90,8 @@ class EarlyUpdates:
     @torch.no_grad()
     def _start(self, batch: Batch) -> None:
         grads = [p.grad for p in batch.params]
-        if any(grad is None for grad in grads):
-            return
+        if any(grad is None for grad in grads) or any(id(p) not in self._shown for p in batch.params):
+            return  # of a matrix that was frozen until now, the step shows the momentum
         present = [grad for grad in grads if grad is not None]
         group = self._group_at(self._index[id(batch)])
         momentum = self._momentum_versions(batch)

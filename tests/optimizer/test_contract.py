@@ -1,0 +1,401 @@
+"""What users of ``torch.optim.Optimizer`` rely on: hooks, closures, compiled steps, steps inside backward, states."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from harness.assertions import assert_equal_weights
+from harness.on_ranks import on_ranks
+from harness.oracle import Reference, reference_weights
+from harness.topologies import lay
+from harness.toy import OPTIONS, batch, build, train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call, grad
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import dmuon
+from dmuon.check.model import loss_of, shard
+from dmuon.check.topologies import full_state
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+# -- hooks and closures --------------------------------------------------------------------------------------------
+
+
+def test_hooks_run_around_steps_and_state_dicts_and_end_when_removed() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    log: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: log.append("before any")),
+        register_optimizer_step_post_hook(lambda *_: log.append("after any")),
+        optimizer.register_step_pre_hook(lambda *_: log.append("before")),
+        optimizer.register_step_post_hook(lambda *_: log.append("after")),
+        optimizer.register_state_dict_pre_hook(lambda _: log.append("save")),
+        optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "mine": len(saved["state"])}),
+        optimizer.register_load_state_dict_pre_hook(lambda _, saved: log.append(f"load {saved.pop('mine')}")),
+        optimizer.register_load_state_dict_post_hook(lambda loaded: log.append(f"loaded {len(loaded.state)}")),
+    ]
+    train(model, optimizer, range(2))
+    optimizer.load_state_dict(optimizer.state_dict())
+    around = ["before any", "before", "after", "after any"]
+    assert log == [*around, *around, "save", "load 25", "loaded 25"]
+    for handle in handles:
+        handle.remove()
+    train(model, optimizer, range(2, 5))
+    assert len(log) == 11
+    assert_equal_weights(weights(model), reference_weights())
+
+
+@pytest.mark.parametrize("prepend", [False, True])
+def test_a_hook_may_adapt_what_is_loaded_momentum_included(prepend: bool) -> None:
+    """As torch's documentation has it for parameters that come under other names, in another order."""
+    model, again = build(), build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    count = len(saved["state"])
+    reverse = {key: count - 1 - key for key in range(count)}
+    strange = {
+        "param_groups": [
+            {**g, "params": [reverse[key] for key in g["params"]], "lr": -1.0} for g in saved["param_groups"]
+        ],
+        "state": {key: saved["state"][reverse[key]] for key in range(count)} | {reverse[0]: saved["state"][1]},
+    }
+    other = dmuon.Muon(again, **OPTIONS)
+    other.register_load_state_dict_pre_hook(lambda _, given: saved if given is not saved else None, prepend=prepend)
+    other.load_state_dict(strange)
+    again.load_state_dict(model.state_dict())
+    train(again, other, range(2, 5))
+    assert_equal_weights(weights(again), reference_weights())
+
+
+def test_a_hook_before_the_step_may_give_it_a_closure() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch(0))
+        loss.backward()
+        return loss
+
+    optimizer.register_step_pre_hook(lambda driven, args, kwargs: ((driven, closure), {}))
+    assert optimizer.step().item() == loss_of(build(), *batch(0)).item()  # type: ignore[func-returns-value]
+    assert_equal_weights(weights(model), reference_weights(1))
+
+
+# -- torch.compile and torch.func ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", ["step", "function", "iteration"])
+def test_a_compiled_step_gives_the_same_numbers(what: str) -> None:
+    torch._dynamo.reset()
+    model = build()
+    optimizer = dmuon.Muon(model, **{**OPTIONS, "lr": torch.tensor(OPTIONS["lr"], dtype=torch.float64)})
+    schedule = OneCycleLR(optimizer, max_lr=4e-3, total_steps=8)
+    twin = build()
+    reference = Reference(twin)
+    schedules = [OneCycleLR(stock, max_lr=4e-3, total_steps=8) for stock in (reference.muon, reference.adamw)]
+
+    def iteration(tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(model, tokens, targets).backward()
+        optimizer.step()
+
+    step = torch.compile(optimizer.step if what == "step" else lambda: optimizer.step(), backend="eager")
+    compiled = torch.compile(iteration, backend="eager")
+    for number in range(4):
+        if what == "iteration":
+            compiled(*batch(number))
+        else:
+            optimizer.zero_grad()
+            loss_of(model, *batch(number)).backward()
+            step()
+        train(twin, reference, [number])
+        for one in (schedule, *schedules):
+            one.step()
+    assert_equal_weights(weights(model), weights(twin))
+
+
+def test_gradients_of_torch_func_are_gradients() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    for step in range(5):
+        tokens, targets = batch(step)
+        params = dict(model.named_parameters())
+
+        def loss(values: dict[str, torch.Tensor], tokens: Any = tokens, targets: Any = targets) -> torch.Tensor:
+            outputs = functional_call(model, values, (tokens,))
+            return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+        grads = grad(loss)(params)
+        for name, param in params.items():
+            param.grad = grads[name]
+        optimizer.step()
+    assert_equal_weights(weights(model), reference_weights())
+
+
+# -- a step inside backward -------------------------------------------------------------------------------------------
+
+
+def one_optimizer_each(model: nn.Module, config: dmuon.DistributedConfig | None = None) -> None:
+    """Each parameter takes its step as soon as its gradient is there."""
+    for group in dmuon.param_groups(model):
+        for param in group["params"]:
+            optimizer = dmuon.Muon([{**group, "params": [param]}], **OPTIONS, distributed_config=config)
+
+            def hook(param: torch.Tensor, optimizer: dmuon.Muon = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            param.register_post_accumulate_grad_hook(hook)
+
+
+@pytest.mark.pitfall("P75")
+def test_one_optimizer_for_each_parameter_steps_inside_backward() -> None:
+    model = build()
+    one_optimizer_each(model)
+    for step in range(5):
+        loss_of(model, *batch(step)).backward()
+        assert all(param.grad is None for param in model.parameters())
+    assert_equal_weights(weights(model), reference_weights())
+
+
+@pytest.mark.slow
+@pytest.mark.pitfall("P75")
+@on_ranks(2)
+def test_one_optimizer_for_each_sharded_parameter_steps_inside_backward(rank: int, world: int) -> None:
+    model = build()
+    mesh = init_device_mesh("cpu", (world,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    one_optimizer_each(model, dmuon.create_dtensor_config(costs="flops"))
+    for step in range(5):
+        loss_of(model, *shard(batch(step), rank, world)).backward()
+    assert_equal_weights(full_state(model), reference_weights())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("ddp", r"step\(\) was called inside backward, in which DistributedDataParallel has not averaged"),
+        ("dedicated", r"step\(\)"),
+    ],
+)
+@on_ranks(2)
+def test_a_step_inside_backward_is_refused_where_it_comes_too_early(
+    rank: int, world: int, kind: str, message: str
+) -> None:
+    if kind == "ddp":
+        outer: nn.Module = DistributedDataParallel(build())
+        optimizer = dmuon.Muon(outer, **OPTIONS)
+    else:
+        laid = lay("1d", build())
+        outer, optimizer = laid.model, laid.optimizer()
+    loss = loss_of(outer, *shard(batch(0), rank, world))
+    loss.register_hook(lambda _: optimizer.step())
+    with pytest.raises(RuntimeError, match=message):
+        loss.backward()
+
+
+# -- residencies ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.pitfall("P75")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["dedicated", "fsdp2"])
+@on_ranks(2)
+def test_cycles_compiled_steps_and_zeroed_gradients_equal_one_process(rank: int, world: int, kind: str) -> None:
+    model, twin = build(), build()
+    if kind == "dedicated":
+        laid = lay("1d", model)
+        outer, optimizer = laid.model, laid.optimizer()
+    else:
+        outer, mesh = model, init_device_mesh("cpu", (world,))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+        optimizer = dmuon.Muon(model, **OPTIONS, distributed_config=dmuon.create_dtensor_config(costs="flops"))
+    reference = Reference(twin)
+    schedules = [OneCycleLR(o, max_lr=4e-3, total_steps=8) for o in (optimizer, reference.muon, reference.adamw)]
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(outer, *shard(batch(number), rank, world)).backward()
+        step()
+        train(twin, reference, [number])
+        for schedule in schedules:
+            schedule.step()
+    assert_equal_weights(full_state(outer), weights(twin))
+    dist.barrier()
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Also of what is frozen."""
+    named = [(n.startswith("blocks"), p) for n, p in model.named_parameters()]
+    return [
+        {"params": [p for in_block, p in named if in_block and p.ndim == 2], "use_muon": True},
+        {"params": [p for in_block, p in named if not in_block and p.ndim == 2], "use_muon": False},
+        {"params": [p for _, p in named if p.ndim < 2], "use_muon": False, "weight_decay": 0.0},
+    ]
+
+
+def test_frozen_parameters_have_no_state_until_they_are_trained() -> None:
+    model = build()
+    names = ("blocks.1.up.weight", "blocks.0.up.bias", "embed.weight")
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    optimizer = dmuon.Muon(groups_of(model), **OPTIONS, overlap_backward=True)
+    train(model, optimizer, range(2))
+    frozen = [model.get_parameter(name) for name in names]
+    assert not any(p in optimizer.state for p in frozen) and len(optimizer.state) == 22
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert len(saved["state"]) == 22
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    assert len(optimizer.state) == 22
+    before = weights(model)
+    assert all(torch.equal(before[name], build().get_parameter(name)) for name in names)
+    for param in frozen:
+        param.requires_grad_(True)
+    train(model, optimizer, range(2, 4))
+    assert len(optimizer.state) == 25
+    assert not any(torch.equal(model.get_parameter(name), before[name]) for name in names)
+    again = build()
+    again.load_state_dict(before)
+    other = dmuon.Muon(groups_of(again), **OPTIONS)
+    other.load_state_dict(saved)
+    train(again, other, range(2, 4))
+    assert_equal_weights(weights(again), weights(model), 0.0)
+
+
+def test_a_state_dict_with_a_function_of_the_shape_is_saved_without_it() -> None:
+    model = build()
+    factor = lambda shape: 0.2 * max(shape) ** 0.5  # noqa: E731
+    optimizer = dmuon.Muon(model, **OPTIONS, adjust_lr_fn=factor)
+    train(model, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = dmuon.Muon(model, **OPTIONS, adjust_lr_fn=factor)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["adjust_lr_fn"] is factor
+    train(model, other, range(3, 5))
+    assert_equal_weights(weights(model), reference_weights())
+
+
+def test_a_state_dict_holds_options_and_states_and_nothing_else() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(1))
+    saved = optimizer.state_dict()
+    assert set(saved) == {"state", "param_groups"} and sorted(saved["state"]) == list(range(25))
+    kinds = {frozenset(values) for values in saved["state"].values()}
+    assert kinds == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
+    for values in saved["state"].values():
+        for value in values.values():
+            assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    assert "differentiable" not in optimizer.param_groups[3]
+
+
+def test_loaded_state_takes_the_dtype_of_its_parameter_and_options_come_from_the_dict() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        twin = build().to(dtype)
+        other = dmuon.Muon(twin, lr=1.0, weight_decay=0.0, ns_steps=2)
+        other.load_state_dict(saved)
+        assert [g["lr"] for g in other.param_groups] == [OPTIONS["lr"]] * 3 and other.param_groups[0]["ns_steps"] == 5
+        for (key, values), param in zip(
+            saved["state"].items(), (p for g in other.param_groups for p in g["params"]), strict=True
+        ):
+            loaded = other.state[param]
+            assert set(loaded) == set(values), key
+            for name, value in values.items():
+                of_name = {"momentum_buffer": wide, "step": torch.float32}.get(name, dtype)
+                assert torch.equal(loaded[name], value.to(of_name)) and loaded[name].dtype == of_name
+
+
+def with_state(key: int, state: Any) -> Any:
+    """A damage: another state of the parameter ``key``; a number takes that of another parameter."""
+    return lambda saved: {
+        **saved,
+        "state": saved["state"] | {key: saved["state"][state] if type(state) is int else state},
+    }
+
+
+HALF, WHOLE = {"step": torch.tensor(1.0)}, {name: torch.zeros(17, 13) for name in ("exp_avg", "exp_avg_sq")}
+DAMAGE: dict[str, Any] = {
+    "no dict": lambda saved: [saved],
+    "nothing": lambda saved: None,
+    "empty": lambda saved: {},
+    "wrapped": lambda saved: {"optimizer": saved},
+    "groups of numbers": lambda saved: {**saved, "param_groups": [1, 2, 3]},
+    "groups without params": lambda saved: {**saved, "param_groups": [{}, {}, {}]},
+    "fewer groups": lambda saved: {**saved, "param_groups": saved["param_groups"][:2]},
+    "a state that is a number": with_state(3, 5.0),
+    "momentum that is a number": with_state(0, {"momentum_buffer": 5.0}),
+    "momentum of another shape": with_state(0, 2),
+    "half a state": with_state(9, HALF),
+    "a step that is a word": with_state(9, {**WHOLE, "step": "a"}),
+    "steps": with_state(9, {**WHOLE, "step": torch.ones(3)}),
+    "moments of another shape": with_state(9, 12),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_state_dict_is_refused_and_changes_nothing(damage: str) -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(2))
+    with pytest.raises(ValueError, match=r"save|state|momentum"):
+        optimizer.load_state_dict(DAMAGE[damage](copy.deepcopy(optimizer.state_dict())))
+    train(model, optimizer, range(2, 5))
+    assert_equal_weights(weights(model), reference_weights())
+
+
+def test_states_of_torchs_own_optimizers_load_as_they_are() -> None:
+    model, twin = build(), build()
+    reference = Reference(twin)
+    train(twin, reference, range(3))
+    parts = [reference.muon, reference.adamw]
+    counted = [0]
+    merged: dict[str, Any] = {"state": {}, "param_groups": []}
+    for part in parts:
+        saved = copy.deepcopy(part.state_dict())
+        for group in saved["param_groups"]:
+            merged["param_groups"].append({**group, "params": [key + counted[0] for key in group["params"]]})
+        merged["state"] |= {key + counted[0]: values for key, values in saved["state"].items()}
+        counted[0] += len(saved["state"])
+    model.load_state_dict(twin.state_dict())
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    optimizer.load_state_dict(merged)
+    train(model, optimizer, range(3, 5))
+    train(twin, reference, range(3, 5))
+    assert optimizer.param_groups[1]["amsgrad"] is False, "keys of torch's are kept"
+    assert optimizer.param_groups[0]["ns_coefficients"] == (3.4445, -4.7750, 2.0315), "and its options are used"
+    assert_equal_weights(weights(model), weights(twin))

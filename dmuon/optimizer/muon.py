@@ -31,7 +31,7 @@ from dmuon.optimizer.groups import (
 )
 from dmuon.optimizer.loading import adopt_adamw_state
 from dmuon.optimizer.momentum import Momentum
-from dmuon.optimizer.options import Description, check_options, describe
+from dmuon.optimizer.options import Description, check_edited, describe
 from dmuon.optimizer.stats import StepStats, step_stats
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
@@ -40,7 +40,7 @@ from dmuon.step.batches import Batch, make_batches
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import AloneRound, Round, drive
-from dmuon.step.update import Done, adamw_step, init_adamw_state
+from dmuon.step.update import Done, adamw_step, align_gradients, init_adamw_state
 
 
 class Muon(torch.optim.Optimizer):
@@ -332,13 +332,13 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         present = self._present()
-        self._check_edited_options()
+        self._checked = check_edited(self.param_groups, self._checked)  # after the vote: nobody waits for who raises
         if not self._stepped:
             self._warn_of_left_out()
         self._stepped = True
         self._timer.reset()
         self._done = []
-        self._align_gradients()
+        align_gradients(p for group in self.param_groups for p in group["params"])
         self._momentum.adopt(self.state)
         if self._early is not None:
             self._early.join()
@@ -355,29 +355,9 @@ class Muon(torch.optim.Optimizer):
             present = [residency.before_step(False) for residency in self._residencies]
         return set().union(*(ids for ids in present if ids is not None))
 
-    def _check_edited_options(self) -> None:
-        """Refuse what somebody put into the groups. After the vote, so that no rank waits for one that raises."""
-        described = describe(self.param_groups)
-        if described == self._checked:
-            return
-        for index, group in enumerate(self.param_groups):
-            try:
-                check_options(group, wait=False)
-            except (TypeError, ValueError) as fault:
-                raise type(fault)(f"group {index} of the optimizer was edited: {fault}") from None
-        self._checked = described
-
     def _warn_of_left_out(self) -> None:
         held = {id(p) for group in self.param_groups for p in group["params"]}
         warn_of_left_out([name for residency in self._residencies for name in residency.left_out(held)])
-
-    def _align_gradients(self) -> None:
-        """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                grad = param.grad
-                if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
-                    param.grad = grad.redistribute(placements=param.placements)
 
     def _update(self, present: set[int]) -> None:
         """Run all rounds. What a round completes is published at once."""

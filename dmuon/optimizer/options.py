@@ -116,6 +116,21 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
     update_scale(group["adjust_lr_fn"], (2, 2))
 
 
+def check_edited(groups: Sequence[Mapping[str, Any]], checked: Description) -> Description:
+    """Refuse what somebody put into the groups of an optimizer; ``checked`` was found to be in order.
+
+    Raises:
+        TypeError, ValueError: names group and option.
+    """
+    described = describe(groups)
+    for index, group in enumerate(groups if described != checked else ()):
+        try:
+            check_options(group, wait=False)
+        except (TypeError, ValueError) as fault:
+            raise type(fault)(f"group {index} of the optimizer was edited: {fault}") from None
+    return described
+
+
 def check_names(group: Mapping[str, Any]) -> None:
     """Refuse names in a group that were meant for an option, and would be ignored. Others are the user's own.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from dmuon.kernels import (
@@ -182,6 +183,14 @@ def _variant(
             return adapted(variant, shape, coefficients, storage, device)
         warnings.warn(f"the plan runs {shape[0]}x{shape[1]} as {planned!r}, which this device cannot: {fault}")
     return choose_variant(shape, k, coefficients, storage, device)
+
+
+def align_gradients(params: Iterable[Tensor]) -> None:
+    """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise."""
+    for param in params:
+        grad = param.grad
+        if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+            param.grad = grad.redistribute(placements=param.placements)
 
 
 def init_adamw_state(param: Tensor, state: MutableMapping[str, Any]) -> None:

@@ -211,7 +211,7 @@ def measure(title: str, matrices: list[Matrix], mesh: DeviceMesh, settings: Sett
         device=torch.device("cpu"),
         costs=settings.costs,
         budget_s=60.0,
-        share=share if world > 1 else None,
+        share=(lambda work: share(work())) if world > 1 else None,
     )
     sent = [{n: p.to_json() for n, p in plans(named, world, costs).items()} if rank == 0 else None]
     dist.broadcast_object_list(sent, src=0)  # a solver that stops at a time limit does not repeat itself

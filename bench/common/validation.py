@@ -81,7 +81,14 @@ def validate(rank: int, sizes: Sizes, quantile: float) -> dict[str, Any]:
     plan = programs[0].plan
     samples, constants = measure(programs, Probe(initial), sizes, rank, quantile)
     shapes = dict(Counter(m.shape for m in plan.matrices))
-    costs = find_costs(shapes, world=sizes.world, rank=rank, device=torch.device("cpu"), costs=sizes.costs, share=share)
+    costs = find_costs(
+        shapes,
+        world=sizes.world,
+        rank=rank,
+        device=torch.device("cpu"),
+        costs=sizes.costs,
+        share=lambda work: share(work()),
+    )
     scenario = Scenario(
         workload=workload(initial, sizes, constants),
         plan=plan.solution,

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.monitor import CollectiveError, first_line
-from dmuon.comm.process_groups import ranks_of, this_rank
+from dmuon.comm.monitor import CollectiveError
+from dmuon.comm.process_groups import named, ranks_of
 from dmuon.layout.topology import GlobalRank
 
 
@@ -97,13 +97,12 @@ def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any 
     statuses: list[Any] = [None] * dist.get_world_size(group)
     ranks = ranks_of(group)
     try:
-        dist.all_gather_object(statuses, (report, payload), group=group)
-    except RuntimeError as fault:
-        raise CollectiveError(
-            f"rank {this_rank()}: the exchange of what ranks {list(ranks)} were given failed: "
-            f"{first_line(fault)}. A rank was killed, raised elsewhere, or is late: see the logs of "
-            f"the others{f'. This rank would have reported: {report}' if report is not None else ''}"
-        ) from fault
+        with named(f"the exchange of what ranks {list(ranks)} were given"):
+            dist.all_gather_object(statuses, (report, payload), group=group)
+    except CollectiveError as fault:
+        if report is None:
+            raise
+        raise CollectiveError(f"{fault}. This rank would have reported: {report}") from fault.__cause__
     faults = [f"rank {rank}: {fault}" for rank, (fault, _) in zip(ranks, statuses, strict=True) if fault is not None]
     if isinstance(error, Exception):
         raise error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import combinations, count
 from math import prod
@@ -13,6 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from dmuon.comm.monitor import CollectiveError, first_line
 from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
 from dmuon.platform.host import let_threads_rest
 from dmuon.platform.streams import group_options
@@ -29,6 +31,24 @@ def this_rank() -> GlobalRank:
 def ranks_of(group: dist.ProcessGroup | None) -> tuple[GlobalRank, ...]:
     """The ranks of ``group``, by position in it; of the default group for None."""
     return tuple(map(GlobalRank, dist.get_process_group_ranks(group)))
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Around communication before there is a model whose monitor could report on it.
+
+    Raises:
+        CollectiveError: it failed; says ``what``.
+    """
+    try:
+        yield
+    except (CollectiveError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as fault:
+        raise CollectiveError(
+            f"rank {this_rank()}: {what} failed: {first_line(fault)}. A rank was killed, raised elsewhere, or is late: "
+            "see the logs of the others"
+        ) from fault
 
 
 def make_group(
@@ -60,10 +80,14 @@ def make_group(
         ranks = next(list(ranks) for ranks in partition if rank in ranks)
         taken = group_names()
         number = next(i for i in count() if _group_name(purpose, ranks, i) not in taken)
-        return new_named_group(ranks, _group_name(purpose, ranks, number), timeout, pg_options, f"dmuon_{purpose}")
+        name = _group_name(purpose, ranks, number)
+        with named(f"making process group {name!r} of ranks {ranks}"):
+            return new_named_group(ranks, name, timeout, pg_options, f"dmuon_{purpose}")
     own = None
     for members in partition:
-        group = dist.new_group(list(members), timeout=timeout, pg_options=pg_options, group_desc=f"dmuon_{purpose}")
+        description = f"dmuon_{purpose}"
+        with named(f"making process group {description!r} of ranks {list(members)}"):
+            group = dist.new_group(list(members), timeout=timeout, pg_options=pg_options, group_desc=description)
         own = group if rank in members else own
     assert isinstance(own, dist.ProcessGroup)
     return own
@@ -169,6 +193,7 @@ def _gathered(value: _T, groups: Iterable[dist.ProcessGroup]) -> list[_T]:
     values = [value]
     for group in reversed(list(groups)):
         of_ranks: list[list[_T]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(of_ranks, values, group=group)
+        with named(f"the comparison of process groups of ranks {list(ranks_of(group))}"):
+            dist.all_gather_object(of_ranks, values, group=group)
         values = [one for of_rank in of_ranks for one in of_rank]
     return values

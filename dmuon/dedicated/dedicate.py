@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.context import Comm, CommOptions, make_comm
 from dmuon.comm.process_groups import make_group, this_rank
+from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication
@@ -129,7 +130,7 @@ def dedicate_params(
         ranks = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
         return _Inspected(routes, policy, tensor_mesh, _describe(model, routes, common), (HostShare.here(), ranks))
 
-    inspected, seats = _agree(model, topology, group, inspect)
+    inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
     context, hosts = _connect(mesh, topology, group, options, inspected, seats)
     result = make_plan(
         inspected.matrices(), context.control, context.device, costs=costs, solve=solve, plan=plan, hosts=hosts
@@ -191,19 +192,29 @@ class _Inspected:
 
 
 def _agree(
-    model: nn.Module, topology: Topology, group: dist.ProcessGroup, inspect: Callable[[], _Inspected]
+    model: nn.Module,
+    topology: Topology,
+    group: dist.ProcessGroup,
+    device_type: str,
+    inspect: Callable[[], _Inspected],
 ) -> tuple[_Inspected, list[_Seat]]:
     """Inspect, and fail on every rank if some rank fails or has another model.
 
     Returns:
         What this rank has inspected, and the seat of every data-parallel rank.
     """
-    try:
+
+    def look() -> _Inspected | Exception:
         try:
-            inspected = inspect()
+            return inspect()
         except Exception as fault:  # also what select or blocks raise: the other ranks must not wait
-            agree(group, fault)
-            raise
+            return fault
+
+    try:
+        inspected = run_awaited(group, mesh_device(device_type), "inspecting models", look)
+        if isinstance(inspected, Exception):
+            agree(group, inspected)
+            raise inspected
         seats = require_same(group, topology.ranks, None, inspected.description, inspected.seat)
     except Exception as fault:
         _agree_along_tensor(model, topology, fault)

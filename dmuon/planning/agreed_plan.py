@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dmuon.comm.agreement import agree
+from dmuon.comm.process_groups import named
+from dmuon.comm.waiting import run_awaited
 from dmuon.planning.cost_lookup import FoundCosts, find_costs
 from dmuon.planning.owner_plan import AGAIN, SOLVED, OwnerPlan, PlanSource, reason_of
 from dmuon.solver import CostTable, Matrix, Rank, SolveOptions
@@ -64,29 +66,26 @@ def make_plan(
     Raises:
         ValueError: on every rank, when the costs are unusable, the solver failed, or the plan does not fit
             this rank's model.
+        CollectiveError: on every other rank, when one was interrupted or is gone.
     """
     matrices = tuple(matrices)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     measured = None if plan is not None else _find_costs(matrices, group, device, costs)
-    sent: list[Any] = [None, None, None]  # error, document, origin
-    if rank == 0:
+
+    def choose() -> list[Any]:
+        """Error, document and origin, on rank 0."""
+        if rank != 0:
+            return [None, None, None]
         try:
-            if measured is not None:
-                table = measured.table
-                if ns_per_byte:
-                    table = table.with_transfer({m.shape: round(ns_per_byte * m.nbytes) for m in matrices})
-                solution = solve_plan(matrices, _ranks(hosts, pools), table, solve or SolveOptions())
-                chosen = OwnerPlan.from_solution(solution, measured)
-            elif isinstance(plan, OwnerPlan):
-                chosen = replace(plan, origin="given" if plan.origin == SOLVED else plan.origin)
-            else:
-                assert plan is not None
-                chosen = OwnerPlan.load(plan)
-            sent = [None, chosen.to_json(), chosen.origin]
+            chosen = _choose(matrices, measured, solve or SolveOptions(), plan, hosts, pools, ns_per_byte)
+            return [None, chosen.to_json(), chosen.origin]
         except Exception as fault:  # every rank must hear of it, whatever it is
-            sent[0] = reason_of(fault)
+            return [reason_of(fault), None, None]
+
+    sent = run_awaited(group, device, "planning", choose)
     if world > 1:
-        dist.broadcast_object_list(sent, group_src=0, group=group)
+        with named("the broadcast of the plan"):
+            dist.broadcast_object_list(sent, group_src=0, group=group)
     error, result = sent[0], None
     if error is None:
         try:
@@ -104,14 +103,37 @@ def make_plan(
     return result
 
 
+def _choose(
+    matrices: Sequence[Matrix],
+    measured: FoundCosts | None,
+    options: SolveOptions,
+    plan: PlanSource,
+    hosts: Sequence[str],
+    pools: Sequence[frozenset[str]] | None,
+    ns_per_byte: float,
+) -> OwnerPlan:
+    """The plan that is given, or one from measured costs."""
+    if measured is not None:
+        table = measured.table
+        if ns_per_byte:
+            table = table.with_transfer({m.shape: round(ns_per_byte * m.nbytes) for m in matrices})
+        return OwnerPlan.from_solution(solve_plan(matrices, _ranks(hosts, pools), table, options), measured)
+    if isinstance(plan, OwnerPlan):
+        return replace(plan, origin="given" if plan.origin == SOLVED else plan.origin)
+    assert plan is not None
+    return OwnerPlan.load(plan)
+
+
 def _find_costs(matrices: Sequence[Matrix], group: dist.ProcessGroup, device: torch.device, costs: Costs) -> FoundCosts:
     if isinstance(costs, CostTable):
         return FoundCosts(costs, "given")
     world = dist.get_world_size(group)
 
-    def share(item: object) -> list[object]:
+    def share(work: Callable[[], object]) -> list[object]:
         items: list[object] = [None] * world
-        dist.all_gather_object(items, item, group=group)
+        item = run_awaited(group, device, "finding costs", work)
+        with named("the exchange of costs"):
+            dist.all_gather_object(items, item, group=group)
         return items
 
     return find_costs(

@@ -74,7 +74,7 @@ def find_costs(
     costs: str | os.PathLike[str] | None = None,
     options: NsOptions | None = None,
     budget_s: float = 10.0,
-    share: Callable[[object], list[object]] | None = None,
+    share: Callable[[Callable[[], object]], list[object]] | None = None,
 ) -> FoundCosts:
     """Costs for ``counts`` matrices per shape over ``world`` ranks, where they came from, and the fastest variants.
 
@@ -89,7 +89,8 @@ def find_costs(
         costs: ``None`` as above; ``"flops"`` measures and reads nothing; a path is read instead, and must fit.
         options: the Newton–Schulz run to time.
         budget_s: seconds that each rank may measure.
-        share: all-gather of one object per rank, in rank order; ``None`` in a single process.
+        share: what a function returns on each rank, in rank order; the others wait for it. ``None`` in a single
+            process.
 
     Raises:
         CostCacheError: on every rank, when the file that ``costs`` names is invalid or another device's.
@@ -98,15 +99,18 @@ def find_costs(
     if costs == "flops":
         return FoundCosts(CostTable.from_flops(counts), "estimated from FLOPs")
     options = options or NsOptions()
-    share = share or (lambda item: [item])
+    share = share or (lambda work: [work()])
     key = device_key(device, options)
-    fault, found = None, None
-    if rank == 0:
+
+    def look_up() -> tuple[CacheKey, str | None, tuple[Entries, Work, str] | None]:
+        if rank != 0:
+            return key, None, None
         try:
-            found = _known(counts, world, device, options, key, costs)
+            return key, None, _known(counts, world, device, options, key, costs)
         except Exception as error:  # every rank must hear of it, whatever it is
-            fault = str(error)
-    answers: list[Any] = share((key, fault, found))
+            return key, str(error), None
+
+    answers: list[Any] = share(look_up)
     _, fault, found = answers[0]
     if fault is not None:
         raise CostCacheError(fault)
@@ -119,10 +123,7 @@ def find_costs(
             source = ", ".join(
                 filter(None, (source, f"{sum(map(len, measured.values()))} measured now on {key.device}"))
             )
-        if rank == 0 and measured:
-            with _lock:
-                _measured[key] = merge_entries(_measured.get(key, {}), measured)
-            written = store(CostCache(key, measured))
+            written = share(lambda: _keep(CostCache(key, measured)) if rank == 0 else None)[0]
             source += f", kept in user cache {written}" if written else ""
     table = _table(counts, entries, options, device)
     return FoundCosts(table, source or "estimated from FLOPs", fastest_variants(entries, counts))
@@ -161,6 +162,13 @@ def cached_entries(key: CacheKey) -> tuple[Entries, str]:
         entries = merge_entries(entries, cache.entries)
         tiers.insert(0, f"{tier} {name}")
     return entries, ", ".join(tiers)
+
+
+def _keep(cache: CostCache) -> str | None:
+    """For this process's next call, and for others where it can be written; see :func:`store`."""
+    with _lock:
+        _measured[cache.key] = merge_entries(_measured.get(cache.key, {}), cache.entries)
+    return store(cache)
 
 
 def store(cache: CostCache) -> str | None:
@@ -251,7 +259,7 @@ def _measure_together(
     device: torch.device,
     options: NsOptions,
     budget_s: float,
-    share: Callable[[object], list[object]],
+    share: Callable[[Callable[[], object]], list[object]],
 ) -> dict[Shape, dict[int, Timing]]:
     """Divide the work among the ranks whose device is rank 0's, measure, and merge."""
     workers = [r for r, key in enumerate(keys) if key == keys[0]]
@@ -284,7 +292,7 @@ def _measure_together(
             )
     except Exception as error:  # the others wait in share
         fault = f"rank {rank}: measuring Newton–Schulz on {device} failed: {type(error).__name__}: {error}"
-    outcomes: list[Any] = share((fault, entries, full))
+    outcomes: list[Any] = share(lambda: (fault, entries, full))
     merged: dict[Shape, dict[int, Timing]] = {}
     for fault, entries, unfit in outcomes:
         if fault is not None:

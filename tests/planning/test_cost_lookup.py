@@ -85,8 +85,8 @@ def together(world, counts=COUNTS, **options):
     """``find_costs`` on ``world`` ranks, as threads; each rank's result or exception."""
     barrier, items = threading.Barrier(world, timeout=30), [None] * world
 
-    def share(item):
-        items[RANK.index] = item
+    def share(work):
+        items[RANK.index] = work()
         barrier.wait()
         answer = list(items)
         barrier.wait()

@@ -102,7 +102,7 @@ FAULTS = {
         "chunk_bytes": "planned or unplanned_batch_size((m, n)), «layouts.recipe.options.chunk_bytes // nbytes→2**60»)",
         "chunk_bytes_of_small_matrices": "«            room -= size\n→»",
         "cost_of_a_byte_is_nominal": '«if options.costs == "flops" else link_ns_per_byte(domain)→»',
-        "cost_of_a_byte_ignored": "                if «→not »ns_per_byte:\n",
+        "cost_of_a_byte_ignored": "        if «→not »ns_per_byte:\n",
     },
     f"{EXCHANGED} -k a_step_is_one_vote": {
         "another_owner_than_planned": "«position_in(placed.ranks, owner)→positions(1)[0]»)",

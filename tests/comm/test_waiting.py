@@ -1,0 +1,177 @@
+"""Ranks wait for the work of one as long as it lives, and hear of it when it does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pulp
+import pytest
+import torch
+import torch.distributed as dist
+from harness import gang
+from harness.pool import RankPool
+from harness.toy import build
+from torch.distributed.device_mesh import init_device_mesh
+
+import dmuon
+from dmuon.comm.monitor import CollectiveError
+from dmuon.comm.waiting import run_awaited
+from dmuon.planning import agreed_plan
+from dmuon.solver import CostTable, SolveOptions
+
+CPU = torch.device("cpu")
+# Over two ranks no heuristic can prove its plan: three matrices of 70 ns and six of 100 ns never split into halves.
+UNEVEN = CostTable({(13, 13): {1: 70}, (13, 29): {1: 100}})
+TIMEOUT = 1.5  # of groups, in seconds
+SPARE = 15.0  # for a busy machine
+
+
+def slower_than_the_group(rank: int, world: int, worker: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    begin = time.monotonic()
+    result = run_awaited(group, CPU, "a long work", lambda: time.sleep(1.5 * TIMEOUT * (rank == worker)) or rank)
+    assert result == rank and time.monotonic() - begin >= 1.5 * TIMEOUT, "all wait"
+    assert run_awaited(group, CPU, "a short work", lambda: -rank) == -rank
+    assert not [thread for thread in threading.enumerate() if thread.name == "dmuon-ticks"]
+
+
+@pytest.mark.pitfall("P71")
+@pytest.mark.parametrize("worker", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_work_that_takes_longer_than_a_collective_may_is_waited_for(ranks: RankPool, worker: int) -> None:
+    ranks(3, slower_than_the_group, worker)
+
+
+def one_is_interrupted(rank: int, world: int, worker: int, victim: int) -> None:
+    def work() -> None:
+        if rank == victim:
+            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        if rank == worker:
+            time.sleep(3.0 if worker != victim else 60.0)
+
+    group = dist.new_group()
+    begin = time.monotonic()
+    if rank == victim:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers ignore it
+        with pytest.raises(KeyboardInterrupt):
+            run_awaited(group, CPU, "a long work", work)
+        signal.signal(signal.SIGINT, before)
+    else:
+        says = rf"rank {rank}: a long work was given up, because rank {victim} was interrupted or failed: see its log"
+        with pytest.raises(CollectiveError, match=says):
+            run_awaited(group, CPU, "a long work", work)
+    assert time.monotonic() - begin < SPARE
+
+
+@pytest.mark.pitfall("P71")
+@pytest.mark.parametrize(("worker", "victim"), [(0, 0), pytest.param(0, 1, marks=pytest.mark.slow)])
+def test_an_interrupt_ends_all_ranks_whoever_works(ranks: RankPool, worker: int, victim: int) -> None:
+    ranks(3, one_is_interrupted, worker, victim)
+
+
+# -- through dedicate_params ---------------------------------------------------------------------------------------
+
+
+def planned(rank: int, world: int, cbc: str, seconds: float) -> tuple[float, list[str], str]:
+    """Seconds, warnings and the plan's digest, with a CBC that another program plays."""
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(pulp.PULP_CBC_CMD, "pulp_cbc_path", cbc)
+        plan = dmuon.dedicate_params(
+            build(rank),
+            init_device_mesh("cpu", (world,)),
+            costs=UNEVEN,
+            solve=SolveOptions(method="milp", gap_target=0, backend="cbc", time_limit_s=seconds),
+            comm=dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT)),
+        )
+    return time.monotonic() - begin, [str(w.message) for w in caught if "MILP" in str(w.message)], plan.digest
+
+
+ACTS = {
+    "sleeps": "time.sleep(1000)",
+    "floods": "[os.write(1 + i % 2, b'x' * 65536) for i in iter(int, 1)]",
+    "prints garbage": "os.write(1, os.urandom(4096)); open(sys.argv[-1], 'wb').write(os.urandom(4096))",
+    "dies": "os.kill(os.getpid(), 9)",
+    "ignores signals": "[signal.signal(n, 1) for n in (1, 2, 15)]; os.fork() or os.setsid(); time.sleep(1000)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.pitfall("P51", "P71")
+@pytest.mark.parametrize("act", ACTS)
+def test_whatever_the_solver_does_all_ranks_have_one_plan_in_time(ranks: RankPool, tmp_path: Path, act: str) -> None:
+    cbc, seconds = tmp_path / "cbc", 2 * TIMEOUT
+    cbc.write_text(f"#!{sys.executable} -IS\nimport os, signal, sys, time\n{ACTS[act]}\n")
+    cbc.chmod(stat.S_IRWXU)
+    results = ranks(2, planned, str(cbc), seconds, timeout=90, fresh=True)
+    says = "gave no answer within its time" if act in ("sleeps", "floods", "ignores signals") else "failed: "
+    assert [bool(said and says in said[0]) for _, said, _ in results] == [True, False], results
+    assert results[0][2] == results[1][2]
+    assert all(took < seconds + SPARE for took, _, _ in results)
+
+
+def interrupted(rank: int, world: int, where: str, victim: int) -> None:
+    """SIGINT on one rank, at one place of dedicate_params."""
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    def soon() -> None:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+    patch = pytest.MonkeyPatch()
+    options: dict[str, Any] = {"costs": "flops"}
+    solve = agreed_plan.solve_plan
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(2.0)
+        return solve(*args)
+
+    patch.setattr(agreed_plan, "solve_plan", slowly if where == "waiting" else solve)
+    if rank == victim:
+        match where:
+            case "select":
+                options["select"] = interrupt
+            case "costs":
+                patch.setattr(agreed_plan, "find_costs", interrupt)
+            case "planning":
+                patch.setattr(agreed_plan, "solve_plan", interrupt)
+            case "waiting":
+                find: Callable[..., Any] = agreed_plan.find_costs
+                patch.setattr(agreed_plan, "find_costs", lambda *a, **k: (soon(), find(*a, **k))[1])
+            case "verifying":
+                patch.setattr(agreed_plan, "_fit", interrupt)
+            case "placing":
+                patch.setattr("dmuon.dedicated.dedicate._share_initial_values", interrupt)
+    dmuon.dedicate_params(build(), init_device_mesh("cpu", (world,)), **options)
+    raise AssertionError("no one was interrupted")
+
+
+PLACES = ["select", "costs", "planning", "waiting", "verifying", "placing"]
+
+
+@pytest.mark.slow
+@pytest.mark.pitfall("P71")
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_interrupt_of_dedicate_params_ends_every_rank_with_a_named_error(where: str, victim: int) -> None:
+    if (where, victim) == ("planning", 1):
+        pytest.skip("rank 0 plans")
+    ends = gang.run(2, interrupted, where, victim, limit=60.0, timeout=30.0)
+    assert ends[victim].text.rstrip().splitlines()[-1].startswith("KeyboardInterrupt"), ends[victim].text
+    other = ends[1 - victim]
+    last = [line for line in other.text.splitlines() if "CollectiveError: rank" in line]
+    assert last and f"CollectiveError: rank {1 - victim}" in last[-1], other.text
+    assert ends[0].code and ends[1].code
+    assert other.seconds < SPARE + 10.0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import lru_cache
+from itertools import chain, islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -17,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten
 
 _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size])
-_CONTAINERS = (list, tuple, set, frozenset, deque)
 _CLOSED = (type, ModuleType, nn.Module, nn.Parameter, DeviceMesh, dist.ProcessGroup, torch.Generator)
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"_buffers"}  # what every module has; a buffer may have a graph
 _LIMIT = 512  # objects that are looked at in one output or attribute
@@ -76,30 +77,67 @@ def _walk(items: Iterable[Any], visited: dict[int, Any]) -> tuple[list[Tensor], 
         visited: by ``id``, what needs no second look.
     """
     found: list[Tensor] = []
-    most = len(visited) + _LIMIT
     waiting = deque(items)
-    while waiting:
+    for _ in range(_LIMIT):
+        if not waiting:
+            break
         item = waiting.popleft()
         if type(item) in _PLAIN or id(item) in visited:
             continue
-        if len(visited) >= most:
-            return found, False
         visited[id(item)] = item
-        if isinstance(item, Mapping):
-            waiting.extend(item.values())
-        elif isinstance(item, _CONTAINERS):
-            waiting.extend(item)
-        elif isinstance(item, FunctionType):
-            waiting.extend(_contents(cell) for cell in item.__closure__ or ())
-        elif isinstance(item, MethodType):
-            waiting.append(item.__self__)
-        elif isinstance(item, functools.partial):
-            waiting.extend([item.func, item.args, item.keywords])
-        elif not isinstance(item, _CLOSED):
-            if isinstance(item, Tensor) and _has_graph(item):
-                found.append(item)
-            waiting.extend(value for value in _attributes(item) if type(value) not in _PLAIN)
-    return found, True
+        if issubclass(type(item), Tensor) and _has_graph(item):
+            found.append(item)
+        with suppress(Exception):  # of a class that is no such container after all, or a proxy of nothing
+            waiting.extend(islice(_inside(item), _LIMIT))
+    return found, not waiting
+
+
+def _inside(item: Any) -> Iterable[Any]:
+    """What ``item`` holds, without running any code of its class unless it is a container."""
+    kind: Any = type(item)
+    of_kind, slots = _look(kind)
+    held: list[Iterable[Any]] = [] if of_kind is None else [of_kind(item)]
+    with suppress(AttributeError):
+        attributes = object.__getattribute__(item, "__dict__") if of_kind is not _nothing else {}
+        held.append([value for value in attributes.values() if type(value) not in _PLAIN])
+    for slot in slots:
+        with suppress(AttributeError):  # never set
+            held.append((slot.__get__(item),))
+    return held[0] if len(held) == 1 else chain.from_iterable(held)
+
+
+@lru_cache(maxsize=4096)
+def _look(kind: type) -> tuple[Callable[[Any], Iterable[Any]] | None, tuple[Any, ...]]:
+    """How to look into objects of a class, beside their attributes: by a function, and by descriptors of slots."""
+    slots: list[Any] = []
+    if issubclass(kind, _CLOSED):
+        return _nothing, ()
+    for base in kind.__mro__[:-1]:
+        names = base.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            hidden = name.startswith("__") and not name.endswith("__")
+            slots.append(base.__dict__.get(f"_{base.__name__.lstrip('_')}{name}" if hidden else name))
+    looks = (look for known, look in _LOOKS.items() if issubclass(kind, known))
+    return next(looks, None), tuple(slot for slot in slots if slot is not None)
+
+
+def _nothing(_item: Any) -> Iterable[Any]:
+    return ()
+
+
+def _of_function(function: FunctionType) -> Iterable[Any]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it is empty
+            yield cell.cell_contents
+
+
+_LOOKS: dict[Any, Callable[[Any], Iterable[Any]]] = {
+    Mapping: lambda mapping: mapping.values(),
+    (list, tuple, set, frozenset, deque): iter,
+    FunctionType: _of_function,
+    MethodType: lambda method: (method.__self__,),
+    functools.partial: lambda bound: (bound.func, bound.args, bound.keywords),
+}
 
 
 def _has_graph(tensor: Tensor) -> bool:
@@ -113,26 +151,3 @@ def _mark(tensor: Tensor) -> bool:
     known = _SEEN in metadata
     metadata[_SEEN] = True
     return not known
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
-
-
-def _attributes(item: Any) -> list[Any]:
-    """The values of its attributes, without running any code of its class."""
-    values: list[Any] = []
-    with suppress(AttributeError):
-        values += object.__getattribute__(item, "__dict__").values()
-    for base in type(item).__mro__[:-1]:
-        slots = base.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            descriptor = base.__dict__.get(slot)
-            try:
-                values.append(descriptor.__get__(item) if descriptor is not None else None)
-            except AttributeError:  # never set
-                continue
-    return values

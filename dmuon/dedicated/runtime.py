@@ -84,7 +84,7 @@ class Runtime:
         self.members: weakref.WeakSet[Residency] = weakref.WeakSet()
         self.order = ExecutionOrder(self.blocks)
         self.gradients = Gradients(comm, list(self.matrices()))
-        self._evaluations = Evaluations(comm)
+        self.evaluations = Evaluations(comm)
         self._neighbours = {buffer: [b for b in self.blocks if b.buffer is buffer] for buffer in self.buffers}
         self._backwards: set[int] = set()
         self._reducible: dict[OwnedBuffer, None] = {}  # an ordered set: with gradients, reduction not started
@@ -256,13 +256,13 @@ class Runtime:
     def _root_pre_forward(self, _module: nn.Module, _args: Any) -> None:
         self._recover()
         self.order.restart()
-        self._evaluations.restart()
+        self.evaluations.restart()
         self._find_replicated()
 
     @outside_compile
     def _root_post_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if not torch.is_grad_enabled():
-            self._evaluations.end()
+            self.evaluations.end()
 
     @outside_compile
     def _pre_forward(
@@ -274,7 +274,7 @@ class Runtime:
         self._find_replicated()
         recomputation = current_backward() is not None
         if not torch.is_grad_enabled():
-            self._evaluations.run(block)
+            self.evaluations.run(block)
         self.order.record(block, first=not recomputation)
         self._ensure_ready(block)
         block.enter(Phase.FORWARD)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import dmuon
 from dmuon.check.model import Block, Network, Size
 from dmuon.check.topologies import full_state
+from dmuon.dedicated import outputs
 from dmuon.dedicated.dedication import dedications
+from dmuon.dedicated.outputs import Outputs
 
 pytestmark = pytest.mark.pitfall("P66")
 
@@ -228,27 +232,63 @@ def test_a_graph_of_older_weights_is_refused_though_no_output_shows_it(rank: int
 
 def test_a_tensor_that_stays_is_hooked_once() -> None:
     """A graph that an attribute keeps over many forwards would collect one hook in each of them."""
-    from dmuon.dedicated.outputs import Outputs
-
     module = Gated(Size(WIDTH, 8, 1, 5), "attribute")
-    outputs = Outputs(module)
+    finder = Outputs(module)
     x = torch.ones(2, WIDTH)
     for new in (True, False):
         if new:
             hidden = module(x)
-        returned, left = outputs.find(hidden)
+        returned, left = finder.find(hidden)
         assert [t is hidden for t in returned] == [True]
         assert [t is module.left for t in left] == ([True] if new else [])
 
 
-def test_what_is_large_and_empty_is_looked_at_once() -> None:
-    from dmuon.dedicated import outputs
+class Odd:
+    """Hides a tensor in a mangled slot, beside what breaks whoever looks at it."""
 
+    __slots__ = ("__hidden", "dead")
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.__hidden, self.dead = hidden, weakref.proxy(Notes())
+
+    @property
+    def hidden(self) -> Tensor:
+        raise AssertionError("nothing of a user's class is run")
+
+
+class OddMapping(OrderedDict):  # type: ignore[type-arg]
+    """As Hugging Face's outputs: values, and attributes beside them."""
+
+    def values(self) -> Any:
+        raise RuntimeError("not now")
+
+
+def test_odd_objects_are_looked_into_without_harm() -> None:
+    finder = Outputs(nn.Identity())
+    x, y, z = (torch.ones(2, requires_grad=True) * i for i in range(3))
+    mapping = OddMapping(at=x)
+    mapping.beside = y
+    found, _ = finder.find([Odd(x), mapping, (i for i in range(3)), {"deep": [deque([(z,)])]}])
+    assert {id(t) for t in found} == {id(x), id(z)}
+    plain = OrderedDict(at=x)
+    plain.beside = y
+    assert {id(t) for t in finder.find(Notes.__new__(Notes))[0]} == set()
+    assert {id(t) for t in finder.find(_holding(plain))[0]} == {id(x), id(y)}
+
+
+def _holding(value: Any) -> Notes:
+    notes = Notes()
+    notes.losses = value
+    return notes
+
+
+def test_what_is_large_and_empty_is_looked_at_once() -> None:
     module = Gated(Size(WIDTH, 8, 1, 5), "notes")
-    module.left = [[i] for i in range(10 * outputs._LIMIT)]
-    finder = outputs.Outputs(module)
-    finder.find(None)
-    assert [name for _, name in finder._barren] == ["left"]
+    for large in ([[i] for i in range(10 * outputs._LIMIT)], list(range(10 * outputs._LIMIT))):
+        module.left = large
+        finder = outputs.Outputs(module)
+        finder.find(None)
+        assert [name for _, name in finder._barren] == ["left"]
     module(torch.ones(2, WIDTH))
     assert len(finder.find(None)[1]) == 1
 

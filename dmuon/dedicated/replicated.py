@@ -157,6 +157,8 @@ class GradAverager:
         if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
             # At once, so that this collective is issued in the order of the graph, as those of tensor parallelism are.
             param.grad = grad.redistribute(placements=param.placements)
+        if grad is not None and grad.layout is torch.sparse_coo:
+            param.grad = grad.to_dense()  # buckets are, and which rows others have used no rank knows
         if not self._on_gradient():
             return
         if not self._active:

@@ -73,7 +73,8 @@ def route_parameters(
     Raises:
         TypeError: ``select`` returned something that is not a bool.
         ValueError: no matrix was selected, a selected parameter lies in no block or in two, is not a matrix, or
-            has a fused layout that the shape alone does not settle; blocks that overlap or are never called.
+            has a fused layout that the shape alone does not settle; blocks that overlap or are never called; an
+            embedding has sparse gradients.
     """
     if isinstance(model, ScriptModule):
         raise ValueError(
@@ -87,6 +88,7 @@ def route_parameters(
     for fqn, param, sites in _parameters_with_sites(model):
         if is_lazy(param):
             raise ValueError(f"parameter {fqn!r} {UNINITIALIZED}")
+        _refuse_sparse(fqn, param, sites)
         reason = _why_not(fqn, param, sites, owner_block, embeddings)
         if select is not None:
             chosen = select(fqn, sites[0][0], param)
@@ -237,6 +239,15 @@ def _single_block(
             "name one block that contains both with blocks=[…]"
         )
     return next(iter(holders.values()))
+
+
+def _refuse_sparse(fqn: str, param: nn.Parameter, sites: Sequence[tuple[nn.Module, str]]) -> None:
+    for module, _ in sites:
+        if param.requires_grad and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"parameter {fqn!r} is that of {type(module).__name__}(sparse=True), whose gradient is sparse; Muon "
+                "and AdamW update whole tensors: build it with sparse=False, or freeze it"
+            )
 
 
 def _refuse_reparametrized(fqn: str, sites: Sequence[tuple[nn.Module, str]]) -> None:

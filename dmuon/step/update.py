@@ -186,9 +186,14 @@ def _variant(
 
 
 def align_gradients(params: Iterable[Tensor]) -> None:
-    """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise."""
+    """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise.
+
+    Sparse ones, which no module has announced, become dense.
+    """
     for param in params:
         grad = param.grad
+        if grad is not None and grad.layout is torch.sparse_coo:
+            param.grad = grad.to_dense()
         if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
             param.grad = grad.redistribute(placements=param.placements)
 

@@ -1,0 +1,105 @@
+"""Sparse gradients of embeddings: refused by name where a module announces them, exact where nothing does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.on_ranks import on_ranks
+from harness.oracle import Reference
+from harness.pool import RankPool
+from harness.topologies import lay
+from harness.toy import OPTIONS, VOCAB, WIDTH, build, train
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import dmuon
+from dmuon.check.model import Network, is_matrix
+from dmuon.check.topologies import full_state
+
+
+class HiddenSparse(nn.Module):
+    """An embedding whose gradient is sparse, which no attribute says."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.weight, sparse=True)
+
+
+def with_hidden(model: Network) -> Network:
+    model.embed = HiddenSparse(model.embed.weight)  # type: ignore[assignment]
+    return model
+
+
+def announced(kind: type[nn.Module]) -> Network:
+    model = build()
+    model.embed = kind(VOCAB, WIDTH, sparse=True)  # type: ignore[assignment]
+    return model
+
+
+def refused(rank: int, world: int) -> list[str]:
+    """What every way to build an optimizer says."""
+    mesh = init_device_mesh("cpu", (world,))
+    found = []
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        uses: list[Any] = [
+            lambda m: dmuon.dedicate_params(m, mesh, costs="flops"),
+            lambda m: dmuon.Muon(m),
+            lambda m: dmuon.Muon(nn.parallel.DistributedDataParallel(m)),
+        ]
+        for use in uses:
+            with pytest.raises(ValueError) as error:
+                use(announced(kind))
+            found.append(str(error.value))
+    return found
+
+
+@pytest.mark.pitfall("P54")
+def test_an_embedding_with_sparse_gradients_is_refused_on_every_rank(ranks: RankPool) -> None:
+    for messages in ranks(2, refused):
+        assert len(messages) == 6
+        for message in messages:
+            assert "'embed.weight'" in message and "sparse=False" in message
+
+
+def test_a_frozen_embedding_may_announce_sparse_gradients() -> None:
+    model = announced(nn.Embedding)
+    model.embed.weight.requires_grad_(False)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(2))
+
+
+def single_process() -> dict[str, Tensor]:
+    model = build()
+    train(model, Reference(model), range(3))
+    return dict(model.state_dict())
+
+
+def test_sparse_gradients_that_nothing_announces_are_exact() -> None:
+    model = with_hidden(build())
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if is_matrix(n)], "use_muon": True},
+        {"params": [p for n, p in named if not is_matrix(n) and p.ndim >= 2], "use_muon": False},
+        {"params": [p for _, p in named if p.ndim < 2], "use_muon": False, "weight_decay": 0.0},
+    ]
+    train(model, dmuon.Muon(groups, **OPTIONS), range(3))
+    assert_equal_weights(dict(model.state_dict()), single_process())
+
+
+@pytest.mark.pitfall("P54")
+@pytest.mark.parametrize("layout", ["1d-two-lines", pytest.param("ddp-2", marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_sparse_gradients_that_nothing_announces_are_averaged(rank: int, world: int, layout: str) -> None:
+    laid = lay(layout, with_hidden(build()))
+    optimizer = laid.optimizer()
+    for step in range(3):
+        optimizer.zero_grad()
+        laid.backward(step)
+        optimizer.step()
+    assert_equal_weights(full_state(laid.network), single_process())

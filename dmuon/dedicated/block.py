@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.outputs import Outputs
+from dmuon.platform.torch_private import inside_transformation
 
 
 class Phase(Enum):
@@ -180,11 +181,20 @@ def mark_boundary(
 
     Returns:
         The arguments with what that function returned; None if no tensor needs a gradient.
+
+    Raises:
+        RuntimeError: inside a transformation of ``torch.func``, whose backward is none of autograd's.
     """
     leaves, spec = tree_flatten((args, kwargs))
     indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not indices:
         return None
+    if inside_transformation():
+        raise RuntimeError(
+            "a block of a dedicated model was called inside torch.func (grad, vjp, jacrev, …), which runs no backward "
+            "in which its weights could be fetched again; use torch.autograd.grad or backward(), or transform the "
+            "model before dedicate_params"
+        )
     outputs = _Boundary.apply(reached, *(leaves[i] for i in indices))  # type: ignore[no-untyped-call]
     for i, tensor in zip(indices, outputs, strict=True):
         leaves[i] = tensor

@@ -209,6 +209,11 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def inside_transformation() -> bool:
+    """Whether a transformation of ``torch.func`` (``grad``, ``vmap``, ``jvp``) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def sleep_on_stream(milliseconds: float) -> None:
     """Queue a pause on the current CUDA stream; the host goes on. Its length is approximate: clocks vary."""
     torch.cuda._sleep(int(milliseconds * _CYCLES_PER_MS))

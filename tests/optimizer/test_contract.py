@@ -152,6 +152,20 @@ def test_gradients_of_torch_func_are_gradients() -> None:
     assert_equal_weights(weights(model), reference_weights())
 
 
+@on_ranks(2)
+def test_torch_func_through_a_dedicated_block_is_refused_by_name(rank: int, world: int) -> None:
+    laid = lay("1d-two-lines", build())
+    optimizer = laid.optimizer()
+    for step in range(5):
+        if step == 2:
+            with pytest.raises(RuntimeError, match=r"inside torch.func .*use torch.autograd.grad or backward\(\)"):
+                grad(lambda hidden: laid.network.blocks[0](hidden).sum())(torch.ones(3, 5, 13))
+        optimizer.zero_grad()
+        laid.backward(step)
+        optimizer.step()
+    assert_equal_weights(full_state(laid.model), reference_weights())
+
+
 # -- a step inside backward -------------------------------------------------------------------------------------------
 
 

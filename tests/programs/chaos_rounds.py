@@ -31,6 +31,7 @@ class Fault:
         dedicated: only where dmuon owns the matrices; elsewhere torch's own collectives would go wrong.
         planning: needs a layout whose plans are told something.
         harmless: the run ends with its numbers.
+        diverges: ranks compute something else until they are told, which is before gradients are used.
         own_numbers: the run may end with numbers that are right for this fault alone.
     """
 
@@ -40,6 +41,7 @@ class Fault:
     dedicated: bool = False
     planning: bool = False
     harmless: bool = False
+    diverges: bool = False
     own_numbers: bool = False
 
 
@@ -65,18 +67,18 @@ FAULTS = {
         planning=True,
         harmless=True,
     ),
-    "skips the step": Fault(3, ("step",)),
-    "skips a batch": Fault(3, ("data",)),
-    "extra forward": Fault(2, ("forward",), dedicated=True),
-    "extra backward": Fault(2, ("forward",), dedicated=True),
-    "saves alone": Fault(2, ("step",), dedicated=True),
-    "other order": Fault(3, ("forward",), dedicated=True),
-    "skipped block": Fault(2, ("forward",), dedicated=True),
-    "other order in evaluation": Fault(3, ("evaluate",), dedicated=True),
-    "other rate": Fault(2, ("step",), ("lr", "weight_decay")),
-    "other options": Fault(2, ("construct",), ("lr", "momentum", "ns_steps", "weight_decay", "costs")),
-    "other model": Fault(2, ("construct",)),
-    "frozen": Fault(2, ("forward",), dedicated=True),
+    "skips the step": Fault(3, ("step",), diverges=True),
+    "skips a batch": Fault(3, ("data",), diverges=True),
+    "extra forward": Fault(2, ("forward",), dedicated=True, diverges=True),
+    "extra backward": Fault(2, ("forward",), dedicated=True, diverges=True),
+    "saves alone": Fault(2, ("step",), dedicated=True, diverges=True),
+    "other order": Fault(3, ("forward",), dedicated=True, diverges=True),
+    "skipped block": Fault(2, ("forward",), dedicated=True, diverges=True),
+    "other order in evaluation": Fault(3, ("evaluate",), dedicated=True, diverges=True),
+    "other rate": Fault(2, ("step",), ("lr", "weight_decay"), diverges=True),
+    "other options": Fault(2, ("construct",), ("lr", "momentum", "ns_steps", "weight_decay", "costs"), diverges=True),
+    "other model": Fault(2, ("construct",), diverges=True),
+    "frozen": Fault(2, ("forward",), dedicated=True, diverges=True),
     "empty batch": Fault(2, ("forward",), own_numbers=True),
     "not a number": Fault(2, ("loss",), own_numbers=True),
     # What no product does: tests see that it is found.

@@ -164,8 +164,7 @@ def judge(round_: Round, ended: Ended, out: Path, bits: str | None) -> tuple[str
         return FAILED, "a pause that is shorter than the timeout ended the run"
     if all(outcome == RIGHT for outcome, _ in found) and round_.fault not in ("kill", "stop"):
         return FAILED, "some ranks ended and not as they should"
-    by_fault = not any(word in round_.fault for word in ("other order", "skipped", "extra", "other rate", "frozen"))
-    if by_fault and (wrong := wrong_losses(ended, round_.layout, truth)):
+    if not round_.kind.diverges and (wrong := wrong_losses(ended, round_.layout, truth)):
         return FAILED, wrong
     worst = max(found, key=lambda each: OUTCOMES.index(each[0]))
     if worst[0] == GLOOS and not any(outcome in (NAMED, TORCHS) for outcome, _ in found):

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor._dispatch
 import torch.nn.functional as F
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -157,7 +158,7 @@ class Trainer:
                 try:
                     with self.faults.phase("save", self.step - 1):
                         self.save()
-                except Exception:
+                except (Exception, CheckpointException):
                     if not self.faults.goes_on():
                         raise
                     print(f"NOT SAVED {traceback.format_exc()}", flush=True)

@@ -156,6 +156,16 @@ def test_planted_wrongs_are_found_in_whole_rounds(chaos: Chaos) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.pitfall("P23", "P49")
+@pytest.mark.parametrize(("layout", "other"), [("1d", "1d-1"), ("1d", "1d-4"), ("1d-4", "1d"), ("fsdp2-4", "fsdp2-2")])
+def test_a_killed_save_leaves_a_checkpoint_for_any_number_of_ranks(chaos: Chaos, layout: str, other: str) -> None:
+    """It resumes bitwise on as many ranks, and with one process's numbers on others."""
+    round_ = replace(KILL, layout=layout, other=other, phase="save", step=3, moment=0.6)
+    verdict = chaos.run(round_)
+    assert verdict.outcome in (NAMED, TORCHS), (verdict.why, verdict.log)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.pitfall("P23", "P48", "P49", "P71")
 def test_forty_rounds_end_as_they_should(chaos: Chaos) -> None:

@@ -78,8 +78,13 @@ def launch(settings: Settings, job: Job) -> None:
         for rank in range(settings.world)
     ]
     try:
-        for process in processes:
-            process.start()
+        # Ctrl-C goes to the whole group of processes: one that is yet importing would print its innards.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it, and keep it
+        try:
+            for process in processes:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         running = list(processes)
         while running:
             wait([process.sentinel for process in running])

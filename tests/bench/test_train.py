@@ -52,9 +52,12 @@ def _leave_nothing_running() -> Iterator[None]:
         process.communicate()
 
 
-def _start(text: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+def _start(text: Path, out: Path, *options: str, alone: bool = False) -> subprocess.Popen[str]:
+    """``alone``: in a group of processes of its own."""
     command = [sys.executable, str(SCRIPT), *TINY, "--data", str(text), "--out", str(out), *options]
-    _started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    _started.append(
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=alone)
+    )
     return _started[-1]
 
 
@@ -253,6 +256,30 @@ def test_termination_leaves_no_processes(text: Path, tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert "interrupted" in stderr and "Traceback" not in stderr
     _wait_until(lambda: not any(map(_alive, children)), "children end", ENDING_SECONDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["starting", "training"])
+def test_an_interrupt_of_all_processes_ends_them_without_their_innards(text: Path, tmp_path: Path, when: str) -> None:
+    """As Ctrl-C does it. One that reaches a rank alone is for the parent to say, and changes nothing."""
+    out = tmp_path / "run"
+    process = _start(text, out, "--steps", "100000", "--optimizers", "dmuon", "--checkpoint-every", "1", alone=True)
+    if when == "starting":  # ranks are importing
+        _wait_until(lambda: len(_children(process.pid)) >= 2, "ranks", process=process)
+        time.sleep(1.0)
+    else:
+        _wait_until(lambda: any(out.glob("checkpoints/*/step-*")), "a first checkpoint", process=process)
+        before = len(_records(out, "step", "dmuon"))
+        os.kill(max(_children(process.pid)), signal.SIGINT)
+        _wait_until(lambda: len(_records(out, "step", "dmuon")) > before + 10, "more steps", process=process)
+    children = _children(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=ENDING_SECONDS)
+    assert process.returncode == 128 + signal.SIGINT, stderr
+    assert "interrupted; --resume" in stderr and "Traceback" not in stderr, stderr
+    _wait_until(lambda: not any(map(_alive, children)), "children end", ENDING_SECONDS)
+    for folder in out.glob("checkpoints/*/step-*"):
+        assert (folder / ".metadata").exists() and OwnerPlan.load(folder / "plan.json").world == 2
 
 
 @pytest.mark.slow

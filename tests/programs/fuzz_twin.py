@@ -413,8 +413,8 @@ def resynchronize(run: Run) -> None:
             steps = float(named["state"][name]["step"]), float(state["step"])
             assert steps[0] == steps[1], f"AdamW has done {steps[0]:g} steps of {name}, the twin {steps[1]:g}"
     for ours, theirs in zip(run.optimizer.param_groups, run.twin.groups(), strict=True):
-        for option in ("lr", "weight_decay", "momentum", "betas"):
-            assert ours.get(option) == theirs.get(option), f"{option} is {ours.get(option)}, not {theirs.get(option)}"
+        for option in ("lr", "weight_decay", "betas" if "betas" in theirs else "momentum"):
+            assert ours[option] == theirs[option], f"{option} is {ours[option]}, not {theirs[option]}"
     with torch.no_grad():
         for name, param in run.twin.params.items():
             param.copy_(weights[name])

@@ -32,6 +32,7 @@ QUICK_PROGRAMS = ("lines", "overlap", "uneven", "single", "tensor", "fsdp exchan
 # -- who asks whether a device has streams -----------------------------------------------------------------------------
 
 COMPUTES = "how the CPU computes, or how much memory it takes"
+OPTION = "an option that is a tensor is read where no device is waited for"
 ASKS_FOR_THE_CPU = {
     "streams_of": "everybody else asks this one about order",
     "mesh_device": "which device it is",
@@ -44,6 +45,8 @@ ASKS_FOR_THE_CPU = {
     "carrier_dtype": COMPUTES,
     "storage_dtype": COMPUTES,
     "unsupported": COMPUTES,
+    "_described": OPTION,
+    "check_options": OPTION,
 }
 
 
@@ -255,6 +258,8 @@ GRAPH = "a graph can be captured on CUDA alone: tests/kernels/test_replay.py"
 CONNECTS = "what it carries is read by nobody, and faults show early"
 ENGINE = "on the pretended device hooks run on another stream than the end of backward: tests/pretend/"
 HARMLESS = {
+    "ticks.join in run_awaited": "a thread of the host ends",
+    "self._ended.wait in _Ticks.run": "a thread of the host is told to end",
     "work.wait in Pending.wait_at_exit": "it keeps a process on the CPU from ending too early",
     "self._vote_stream.alone in Domain.vote": "reading the verdict waits for the same stream",
     "self._stream.synchronize in Stream.alone": "reading the verdict waits for the same stream",

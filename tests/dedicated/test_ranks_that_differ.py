@@ -66,7 +66,7 @@ def quicken(laid: Laid) -> None:
         dedication.runtime.comm.monitor.patience = 2.0
 
 
-@pytest.mark.pitfall("P70")
+@pytest.mark.pitfall("P73")
 @on_ranks(2)
 def test_options_that_differ_end_all_ranks_before_the_step(rank: int, world: int) -> None:
     check_edits(["1d-two-lines"], rank, ["lr of Muon", "lr of AdamW"])
@@ -74,13 +74,13 @@ def test_options_that_differ_end_all_ranks_before_the_step(rank: int, world: int
 
 
 @pytest.mark.slow
-@pytest.mark.pitfall("P70")
+@pytest.mark.pitfall("P73")
 @on_ranks(2)
 def test_options_that_differ_end_all_ranks_in_every_layout(rank: int, world: int) -> None:
     check_edits(["1d", "ddp-2", "tp", "fsdp2-2", "ddp"], rank, list(EDITS))
 
 
-@pytest.mark.pitfall("P70")
+@pytest.mark.pitfall("P73")
 @on_ranks(2)
 def test_options_that_differ_from_the_start_are_told_in_the_first_backward(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build())
@@ -137,7 +137,7 @@ def by_order(model: Any, tokens: Tensor, order: list[int]) -> Tensor:
     return model.head(model.norm(x))
 
 
-@pytest.mark.pitfall("P72")
+@pytest.mark.pitfall("P70")
 @on_ranks(2)
 def test_evaluation_in_another_order_is_told_at_its_end(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build(block=Even), comm=dmuon.CommOptions(prefetch=0))
@@ -158,7 +158,7 @@ def test_evaluation_in_another_order_is_told_at_its_end(rank: int, world: int) -
             type(model).forward = forward
 
 
-@pytest.mark.pitfall("P72")
+@pytest.mark.pitfall("P70")
 @on_ranks(2)
 def test_evaluation_past_the_root_is_told_when_a_block_runs_again(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build(block=Even), comm=dmuon.CommOptions(prefetch=0))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -47,7 +49,9 @@ class MilpSolver:
 
     def __init__(self, backend: Backend, deadline: float = 0.0) -> None:
         try:
-            import pulp
+            # From a thread: PuLP keeps frames of imports that fail inside it, and so all that their callers hold.
+            with ThreadPoolExecutor(1) as pool:
+                pulp = pool.submit(importlib.import_module, "pulp").result()
         except ImportError as error:
             raise SolverFailed(f"PuLP cannot be imported ({error}); install pulp>=3.3,<4") from error
         self.pulp: Any = pulp

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dmuon.comm.lifetime import destroy, ends_alone, released_among
 from dmuon.comm.monitor import CollectiveError
 from dmuon.comm.process_groups import named, ranks_of
 from dmuon.layout.topology import GlobalRank
@@ -109,6 +110,19 @@ def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any 
     if faults:
         raise ValueError(report if report is not None and len(faults) == len(statuses) else "; ".join(faults))
     return [status[1] for status in statuses]
+
+
+def destroy_released(group: dist.ProcessGroup) -> None:
+    """Destroy groups that none of their ranks uses any more and that no rank may destroy by itself.
+
+    Those whose ranks all belong to ``group``; collective over that.
+    """
+    if ends_alone(group):
+        return  # as all that this process makes
+    ranks = ranks_of(group)
+    released = released_among(ranks)
+    of_ranks = dict(zip(ranks, agree(group, None, set(released)), strict=True))
+    destroy(sorted(name for name, line in released.items() if all(name in of_ranks[rank] for rank in line)))
 
 
 _Payload = TypeVar("_Payload")

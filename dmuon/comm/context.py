@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.comm.agreement import destroy_released
 from dmuon.comm.domain import Domain
+from dmuon.comm.lifetime import Groups
 from dmuon.comm.monitor import Monitor, Pending
-from dmuon.comm.process_groups import connect, make_group, this_rank
+from dmuon.comm.process_groups import connect, this_rank
 from dmuon.layout.buffer import Transport, part_offsets
 from dmuon.layout.topology import Coordinate, GlobalRank, Position, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
@@ -227,6 +229,7 @@ def make_comm(
     mesh: DeviceMesh,
     topology: Topology,
     group: dist.ProcessGroup,
+    groups: Groups,
     options: CommOptions,
     tensor_mesh: DeviceMesh | None,
 ) -> Comm:
@@ -234,6 +237,7 @@ def make_comm(
 
     Args:
         group: over the data-parallel ranks of this process.
+        groups: get the others. Their ``lasting`` ones have ``group``, which tensors of a state dict may use for longer.
         tensor_mesh: of tensor parallelism, 1-D.
     """
     device = mesh_device(mesh.device_type)
@@ -242,20 +246,26 @@ def make_comm(
     ranks = topology.data_parallel(at.t)
     control = group
     if topology.tensor > 1:
-        control = make_group(device.type, [topology.ranks], "control", options.timeout)
+        control = groups.make(device.type, [topology.ranks], "control", options.timeout)
     monitor = Monitor(
-        topology.ranks, rank, default_store(), control.group_name, device=device, asynchronous=options.asynchronous
+        topology.ranks,
+        rank,
+        default_store(),
+        control.group_name,
+        device=device,
+        groups=groups,
+        asynchronous=options.asynchronous,
     )
     tensor: Domain | None = None
     if topology.tensor > 1:
         members = tuple(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
-        across = make_group(device.type, topology.partition("t"), "tensor", options.timeout)
+        across = groups.make(device.type, topology.partition("t"), "tensor", options.timeout)
         tensor = Domain(members, Position(at.t), device, across, monitor, lane=None)
     flat = mesh
     if mesh.ndim > 1:
         flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
-    row, column = (_line(device.type, topology, along, rank, options) for along in ("s", "r"))
-    average_group = make_group(device.type, topology.partition("rs"), "average", options.timeout)
+    row, column = (_line(groups, device.type, topology, along, rank, options) for along in ("s", "r"))
+    average_group = groups.make(device.type, topology.partition("rs"), "average", options.timeout)
     with monitor.watch("first use of dmuon's process groups"):
         for one in (control, group, average_group):
             connect(one, device)
@@ -265,11 +275,16 @@ def make_comm(
             if line is not None:
                 _connect_line(line, device, monitor)
         monitor.synchronize()  # what is wrong with a link shows here
+    destroy_released(control)
+    flat_tensor_mesh = _with_dimension(flat, tensor_mesh, topology)
+    for own_mesh in [] if flat is mesh else [flat, flat_tensor_mesh]:
+        if groups.lasting is not None:
+            groups.lasting.stay_for(own_mesh)
     return Comm(
         mesh=mesh,
         tensor_mesh=_with_dimension(mesh, tensor_mesh, topology),
         flat_mesh=flat,
-        flat_tensor_mesh=_with_dimension(flat, tensor_mesh, topology),
+        flat_tensor_mesh=flat_tensor_mesh,
         topology=topology,
         ranks=ranks,
         position=position_in(ranks, rank),
@@ -314,7 +329,12 @@ def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: 
 
 
 def _line(
-    device_type: str, topology: Topology, along: Literal["r", "s"], rank: GlobalRank, options: CommOptions
+    groups: Groups,
+    device_type: str,
+    topology: Topology,
+    along: Literal["r", "s"],
+    rank: GlobalRank,
+    options: CommOptions,
 ) -> Line | None:
     partition = topology.partition(along)
     ranks = next(group for group in partition if rank in group)
@@ -324,8 +344,8 @@ def _line(
     return Line(
         ranks,
         position_in(ranks, rank),
-        make_group(
+        groups.make(
             device_type, by_rank, f"weights_along_{along}", options.timeout, urgent=True, max_ctas=options.max_ctas
         ),
-        make_group(device_type, by_rank, f"gradients_along_{along}", options.timeout),
+        groups.make(device_type, by_rank, f"gradients_along_{along}", options.timeout),
     )

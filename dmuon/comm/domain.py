@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.agreement import Verdict, Vote
+from dmuon.comm.agreement import Verdict, Vote, destroy_released
+from dmuon.comm.lifetime import Groups
 from dmuon.comm.monitor import Monitor, Pending
-from dmuon.comm.process_groups import connect, make_group, this_rank
+from dmuon.comm.process_groups import connect, this_rank
 from dmuon.layout.parcels import Route, travels
 from dmuon.layout.shards import Piece
 from dmuon.layout.topology import GlobalRank, Position, position_in
@@ -72,10 +73,12 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
             f"ranks {list(members)} hold matrices together, and the default process group was bound to a device, which "
             "makes creating groups collective over all ranks; leave device_id out of init_process_group"
         )
-    group = make_group(device.type, [members], "exchange", timeout)
+    groups = Groups()
+    group = groups.make(device.type, [members], "exchange", timeout)
     connect(group, device, exchanges=True)
+    destroy_released(group)
     rank = this_rank()
-    monitor = Monitor(members, rank, default_store(), group.group_name, device=device)
+    monitor = Monitor(members, rank, default_store(), group.group_name, device=device, groups=groups)
     return Domain(members, position_in(members, rank), device, group, monitor)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,13 @@ _OPTIONS_REMEDY = "give every rank's optimizer the same options (a scheduler tha
 
 class CollectiveError(RuntimeError):
     """A collective of dmuon failed, or the ranks issued different ones; no more can be started on this model."""
+
+
+class Watched(Protocol):
+    """The process groups of a model, which stay as long as its monitor."""
+
+    def leave(self, works: Iterable[dist.Work]) -> None:
+        """Keep collectives that nobody will wait for."""
 
 
 def run_all(actions: Iterable[Callable[[], object]]) -> None:
@@ -57,6 +64,10 @@ class Pending:
         self._what = what
         self._works = [work for work in works if work is not None]
         assert len(self._works) == len(works), "an asynchronous collective returns its work"
+
+    def __del__(self) -> None:
+        if self._works:
+            self._monitor.leave(self._works)
 
     def wait_at_exit(self) -> None:
         """Wait a moment, whatever comes of it.
@@ -123,6 +134,7 @@ class Monitor:
     Attributes:
         step: finished steps of the optimizer, for messages.
         patience: seconds that a fault waits for the other ranks to report what they were doing.
+        groups: that it watches; they stay as long as it does.
     """
 
     def __init__(
@@ -133,6 +145,7 @@ class Monitor:
         name: str,
         *,
         device: torch.device,
+        groups: Watched,
         asynchronous: bool = True,
         patience: float = 5.0,
     ) -> None:
@@ -140,6 +153,7 @@ class Monitor:
         self._device = device
         self.step = 0
         self.patience = patience
+        self.groups = groups
         self._ranks = tuple(ranks)
         self._rank = rank
         self._store = store
@@ -174,6 +188,11 @@ class Monitor:
         if not self._asynchronous:
             pending.wait_on_host()
         return pending
+
+    def leave(self, works: Sequence[dist.Work]) -> None:
+        """Nobody will wait for these. An accelerator's back end keeps what they use by itself."""
+        if streams_of(self._device) is None:
+            self.groups.leave(works)
 
     def synchronize(self) -> None:
         """The host waits for the current stream of the device, if it has streams."""

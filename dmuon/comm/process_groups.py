@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import combinations, count
+from functools import cache
+from itertools import combinations
 from math import prod
 from typing import TypeVar
 
@@ -18,7 +21,7 @@ from dmuon.comm.monitor import CollectiveError, first_line
 from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
 from dmuon.platform.host import let_threads_rest
 from dmuon.platform.streams import group_options
-from dmuon.platform.torch_private import default_group_is_bound, default_timeout, group_names, new_named_group
+from dmuon.platform.torch_private import default_group_is_bound, default_timeout, new_named_group
 
 _T = TypeVar("_T")
 
@@ -71,18 +74,19 @@ def make_group(
         urgent: on an accelerator its collectives run before others that wait.
         max_ctas: of an accelerator's multiprocessors, the most that one of its collectives occupies.
     """
-    atexit.unregister(let_threads_rest)  # once, however many groups there are
-    atexit.register(let_threads_rest)
+    _let_threads_rest_at_exit()
     rank = this_rank()
     timeout = default_timeout() if timeout is None else timeout
     pg_options = group_options(device_type, urgent, timeout, max_ctas)
     if not default_group_is_bound():
         ranks = next(list(ranks) for ranks in partition if rank in ranks)
-        taken = group_names()
-        number = next(i for i in count() if _group_name(purpose, ranks, i) not in taken)
-        name = _group_name(purpose, ranks, number)
+        made = _made.setdefault(_default(), Counter())
+        kind = _name(purpose, ranks)
+        name = f"{kind}_{made[kind]}"
         with named(f"making process group {name!r} of ranks {ranks}"):
-            return new_named_group(ranks, name, timeout, pg_options, f"dmuon_{purpose}")
+            group = new_named_group(ranks, name, timeout, pg_options, f"dmuon_{purpose}")
+        made[kind] += 1  # now that all its ranks have made it
+        return group
     own = None
     for members in partition:
         description = f"dmuon_{purpose}"
@@ -108,10 +112,26 @@ def connect(group: dist.ProcessGroup, device: torch.device, *, exchanges: bool =
         dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 
 
-def _group_name(purpose: str, ranks: Sequence[int], number: int) -> str:
-    """The same on all of ``ranks``, however many groups each of them has: they have as many of these."""
+@cache
+def _let_threads_rest_at_exit() -> None:
+    """Once, however many groups there are."""
+    atexit.register(let_threads_rest)
+
+
+# How many of a name, by the default group. The ranks of a group have made as many, however many others each has made.
+# How many are left may differ: each rank destroys them when its last user is gone.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def _default() -> dist.ProcessGroup:
+    default = dist.group.WORLD
+    assert default is not None
+    return default
+
+
+def _name(purpose: str, ranks: Sequence[int]) -> str:
     members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
-    return f"dmuon_{purpose}_{members}_{number}"
+    return f"dmuon_{purpose}_{members}"
 
 
 # -- a grid of groups ------------------------------------------------------------------------------------------------

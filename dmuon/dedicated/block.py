@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import pairwise
@@ -42,7 +43,7 @@ class Block:
 
     def __init__(self, name: str, module: nn.Module, matrices: Sequence[OwnedMatrix], buffer: OwnedBuffer) -> None:
         self.name = name
-        self.module = module
+        self._module = weakref.ref(module)  # which owns its hooks, and so this
         self.matrices = list(matrices)
         self.buffer = buffer
         self.phase = Phase.REST
@@ -52,6 +53,11 @@ class Block:
         self.lingers = False
         self.generation = -1
         self.outputs = Outputs(module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """None if it was deleted."""
+        return self._module()
 
     @property
     def at_work(self) -> bool:

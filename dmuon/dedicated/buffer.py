@@ -10,9 +10,12 @@ hence all of them fill, or none.
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from enum import Enum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -35,6 +38,20 @@ class BufferState(Enum):
     FREED = "no weights"
     FILLING = "weights under way"
     READY = "whole weights"
+
+
+_buffers: weakref.WeakSet[OwnedBuffer] = weakref.WeakSet()
+
+
+@cache
+def _settle_at_exit() -> None:
+    """Once, however many buffers there are."""
+    atexit.register(_settle_all)
+
+
+def _settle_all() -> None:
+    for buffer in _buffers:
+        buffer.settle_at_exit()
 
 
 class OwnedBuffer:
@@ -106,6 +123,8 @@ class OwnedBuffer:
         self._buffer.untyped_storage().resize_(0)
         first, last = weights[0].block, weights[-1].block
         self.name = first if first == last else f"{first} to {last}"
+        _buffers.add(self)
+        _settle_at_exit()
 
     @property
     def buffer_nbytes(self) -> int:

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.context import Comm, CommOptions, make_comm
-from dmuon.comm.process_groups import make_group, this_rank
+from dmuon.comm.lifetime import Groups
+from dmuon.comm.process_groups import this_rank
 from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
@@ -107,7 +108,9 @@ def dedicate_params(
     require_supported_torch()
     topology = check_mesh(mesh)
     options = comm if isinstance(comm, CommOptions) else CommOptions()
-    group = make_group(mesh.device_type, [topology.ranks], "group", options.timeout)
+    lasting = Groups()
+    groups = Groups(lasting)
+    group = lasting.make(mesh.device_type, [topology.ranks], "group", options.timeout)
 
     def inspect() -> _Inspected:
         check_options(costs, solve, plan)
@@ -130,12 +133,16 @@ def dedicate_params(
         ranks = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
         return _Inspected(routes, policy, tensor_mesh, _describe(model, routes, common), (HostShare.here(), ranks))
 
-    inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
-    context, hosts = _connect(mesh, topology, group, options, inspected, seats)
-    result = make_plan(
-        inspected.matrices(), context.control, context.device, costs=costs, solve=solve, plan=plan, hosts=hosts
-    )
-    _place(model, inspected, result, context, keep=not reshard_after_forward)
+    try:
+        inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
+        context, hosts = _connect(mesh, topology, group, groups, options, inspected, seats)
+        result = make_plan(
+            inspected.matrices(), context.control, context.device, costs=costs, solve=solve, plan=plan, hosts=hosts
+        )
+        _place(model, inspected, result, context, keep=not reshard_after_forward)
+    except BaseException:
+        groups.release()  # at once: a traceback keeps them alive
+        raise
     return result
 
 
@@ -234,6 +241,7 @@ def _connect(
     mesh: DeviceMesh,
     topology: Topology,
     group: dist.ProcessGroup,
+    groups: Groups,
     options: CommOptions,
     inspected: _Inspected,
     seats: list[_Seat],
@@ -244,7 +252,7 @@ def _connect(
         What blocks need to communicate, and the host of every rank.
     """
     topology = topology.with_tensor_parallel([ranks for _, ranks in seats])
-    context = make_comm(mesh, topology, group, options, inspected.tensor_mesh)
+    context = make_comm(mesh, topology, group, groups, options, inspected.tensor_mesh)
     if topology.tensor > 1:
         seats = require_same(context.control, topology.ranks, None, inspected.description, inspected.seat)
     shares = [share for share, _ in seats]
@@ -255,6 +263,16 @@ def _connect(
 
 def _place(model: nn.Module, inspected: _Inspected, plan: OwnerPlan, comm: Comm, *, keep: bool) -> None:
     """Make the first rank's values everyone's, give owners their masters and modules their hooks. Collective."""
+    try:
+        _own(model, inspected, plan, comm, keep=keep)
+    except BaseException:  # a model of which dmuon owns a part is of no use to anyone
+        for route in inspected.routes:
+            for module, name in route.sites:
+                module._parameters[name] = route.param
+        raise
+
+
+def _own(model: nn.Module, inspected: _Inspected, plan: OwnerPlan, comm: Comm, *, keep: bool) -> None:
     _share_initial_values(model, inspected.routes, comm)
     modules = {r.block: r.block_module for r in inspected.routes}
     blocks: list[Block] = []

@@ -130,7 +130,8 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
         block.summon(whole)
     try:
         yield
-        edited = [(block.buffer.comm, matrix, _edited(matrix)) for block in blocks for matrix in block.matrices]
+        present = [(block.buffer.comm, matrix) for block in blocks for matrix in block.matrices if any(matrix.sites)]
+        edited = [(comm, matrix, _edited(matrix)) for comm, matrix in present]
     finally:
         for block in blocks:
             block.dismiss()
@@ -147,7 +148,7 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
 
 def _edited(matrix: OwnedMatrix) -> nn.Parameter:
     """What the module holds now: the parameter that was put there, or one that the user put in its place."""
-    module, name = matrix.sites[0]
+    module, name = next(matrix.sites)
     param = module._parameters[name]
     if param is None or param.shape != matrix.shape:
         replacement = "nothing" if param is None else f"shape {tuple(param.shape)}"

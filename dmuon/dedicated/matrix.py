@@ -19,7 +19,8 @@ them the modules hold (``Block``) and whether the slot has memory (``OwnedBuffer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +88,6 @@ class OwnedMatrix:
         shape: of the whole matrix.
         owner: position of the data-parallel rank that keeps the master.
         at: its coordinate.
-        sites: every ``(module, attribute)`` that holds it.
         rest: the resting form, a parameter like ``full``.
         full: what modules compute with.
         tensor: how tensor parallelism splits it; masters and buffers then hold this rank's part.
@@ -101,13 +101,21 @@ class OwnedMatrix:
     shape: torch.Size
     owner: Position
     at: Coordinate
-    sites: Sites
     rest: OwnedTensor
     full: nn.Parameter
     tensor: TensorSharding | None = None
     unreduced: bool = False
     partial: Tensor | None = None
     empty_grad: OwnedTensor | None = None
+    _sites: Sequence[tuple[weakref.ref[nn.Module], str]] = ()
+
+    @property
+    def sites(self) -> Iterator[tuple[nn.Module, str]]:
+        """Every ``(module, attribute)`` that holds it: modules own what dmuon knows of them, not the reverse."""
+        for reference, name in self._sites:
+            module = reference()
+            if module is not None:
+                yield module, name
 
     @property
     def master(self) -> Tensor:
@@ -232,7 +240,8 @@ def own(weight: Weight, slot: Tensor, comm: Comm) -> OwnedMatrix:
     if sharding is not None:
         whole = sharding.wrap(whole, param.shape)
     at, full = comm.coordinate(weight.owner), whole_parameter(whole, rest)
-    matrix = OwnedMatrix(weight.fqn, param.shape, weight.owner, at, weight.sites, rest, full, sharding)
+    sites = [(weakref.ref(module), name) for module, name in weight.sites]
+    matrix = OwnedMatrix(weight.fqn, param.shape, weight.owner, at, rest, full, sharding, _sites=sites)
     matrix.place(rest)
     move_hooks(param, rest)
     return matrix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -34,9 +35,10 @@ class Outputs:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._modules: list[nn.Module] = []  # as the first forward finds them: listing takes longer than looking
-        self._barren: dict[tuple[int, str], Any] = {}  # large attributes without any tensor that needs a gradient
+        self._module = weakref.ref(module)  # which owns its hooks, and so this
+        # As the first forward finds them: listing takes longer than looking.
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._barren: dict[tuple[int, str], int] = {}  # ids of large attributes without a differentiable tensor
 
     def find(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Those in ``output``, and those in attributes that no earlier call has found."""
@@ -53,20 +55,24 @@ class Outputs:
     def _left(self) -> list[Tensor]:
         left: list[Tensor] = []
         visited: dict[int, Any] = {}
-        if not self._modules:
-            layers = self._module.modules()
-            self._modules = [m for m in layers if m is self._module or not type(m).__module__.startswith("torch.nn.")]
-        for module in self._modules:
+        block = self._module()
+        if not self._modules and block is not None:
+            layers = [m for m in block.modules() if m is block or not type(m).__module__.startswith("torch.nn.")]
+            self._modules = [weakref.ref(m) for m in layers]
+        for reference in self._modules:
+            module = reference()
+            if module is None:
+                continue
             for name, value in module.__dict__.items():
                 if type(value) in _PLAIN or name in _OF_MODULES or name.startswith("_dmuon"):
                     continue
                 key = id(module), name
-                if key in self._barren and self._barren[key] is value:
+                if self._barren.get(key) == id(value):
                     continue
                 found, ended = _walk([value], visited)
                 left += found
                 if not ended and not found:
-                    self._barren[key] = value
+                    self._barren[key] = id(value)
         return left
 
 

@@ -10,6 +10,7 @@ operation outside a list of allowed ones raises before it communicates.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -89,13 +90,23 @@ class OwnedTensor(DTensor):
     Attributes:
         fqn: canonical name of the parameter.
         owner: position of the rank that holds it, among the data-parallel ones.
-        keeper: told before and after an operation writes to the parameter, or to an alias that ``detach`` made. None
-            on gradients, optimizer state and copies.
     """
 
     fqn: str
     owner: Position
-    keeper: Keeper | None
+    _keeper: weakref.ref[Keeper] | None  # which holds the parameter itself
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """Told before and after an operation writes to the parameter, or to an alias that ``detach`` made.
+
+        None on gradients, optimizer state and copies, and if nothing is left of the model and its optimizers.
+        """
+        return None if self._keeper is None else self._keeper()
+
+    @keeper.setter
+    def keeper(self, keeper: Keeper | None) -> None:
+        self._keeper = None if keeper is None else weakref.ref(keeper)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

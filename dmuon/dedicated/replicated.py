@@ -107,11 +107,12 @@ class GradAverager:
 
     Args:
         params: in registration order; plain, or DTensors that tensor parallelism split, whose parts are averaged.
-        on_gradient: called when a gradient arrives; tells whether this backward synchronizes.
-
+        on_gradient: called when a gradient arrives; tells whether this backward synchronizes. Of who holds this.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], comm: Comm, on_gradient: Callable[[], bool]) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], comm: Comm, on_gradient: weakref.WeakMethod[Callable[[], bool]]
+    ) -> None:
         self.params = list(params)
         self._comm = comm
         self._on_gradient = on_gradient
@@ -159,7 +160,8 @@ class GradAverager:
             param.grad = grad.redistribute(placements=param.placements)
         if grad is not None and grad.layout is torch.sparse_coo:
             param.grad = grad.to_dense()  # buckets are, and which rows others have used no rank knows
-        if not self._on_gradient():
+        on_gradient = self._on_gradient()
+        if on_gradient is None or not on_gradient():
             return
         if not self._active:
             self._start()

@@ -12,7 +12,6 @@ votes afterwards (``Gradients``); buckets of replicated gradients leave in the o
 
 from __future__ import annotations
 
-import atexit
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,13 +40,6 @@ from dmuon.platform.torch_private import current_backward, on_backward_end, outs
 from dmuon.step.residency import Residency
 
 _log = logging.getLogger("dmuon")
-_running: weakref.WeakSet[Runtime] = weakref.WeakSet()
-
-
-def _settle_at_exit() -> None:
-    for runtime in _running:
-        for buffer in runtime.buffers:
-            buffer.settle_at_exit()
 
 
 class Runtime:
@@ -92,10 +84,7 @@ class Runtime:
         self._strays: dict[Block, int] = {}  # with gradients of a backward that did not enter them, and which
         self.publications = Publications(comm)
         self._warned: set[Block] = set()
-        atexit.unregister(_settle_at_exit)  # once, however many runtimes there are
-        atexit.register(_settle_at_exit)
-        _running.add(self)
-        self._model = model
+        self._model = weakref.ref(model)  # modules own their hooks, and so this
         # Without what dmuon owns: `Module.to` swaps tensor subclasses, and fails if a weak reference watches one.
         self._replicated = {id(p): weakref.ref(p) for p in model.parameters() if not isinstance(p, OwnedTensor)}
         model.register_forward_pre_hook(self._root_pre_forward)
@@ -104,8 +93,10 @@ class Runtime:
         for matrix in self.matrices():
             matrix.rest.keeper = self
         for block in self.blocks:
-            block.module.register_forward_pre_hook(partial(self._pre_forward, block), with_kwargs=True)
-            block.module.register_forward_hook(partial(self._post_forward, block), always_call=True)
+            module = block.module
+            assert module is not None
+            module.register_forward_pre_hook(partial(self._pre_forward, block), with_kwargs=True)
+            module.register_forward_hook(partial(self._post_forward, block), always_call=True)
             # Weak references, since the collector cannot see through such hooks and would never free the model.
             hook = partial(_notice, weakref.ref(self), weakref.ref(block))
             for matrix in block.matrices:
@@ -118,13 +109,19 @@ class Runtime:
 
     def param_ids(self) -> set[int]:
         """Of everything that the model has."""
-        return {id(p) for p in self._model.parameters()} | self._by_rest.keys()
+        return {id(p) for p in self._present.parameters()} | self._by_rest.keys()
 
     def unclaimed(self, claimed: set[int]) -> list[str]:
         """Names of tensors of two dimensions or more that have a gradient and are not among the ids ``claimed``."""
         named: list[tuple[str, Tensor]] = [(matrix.fqn, matrix.rest) for matrix in self.matrices()]
-        named += [(canonical_fqn(n), p) for n, p in self._model.named_parameters() if not isinstance(p, OwnedTensor)]
+        named += [(canonical_fqn(n), p) for n, p in self._present.named_parameters() if not isinstance(p, OwnedTensor)]
         return [name for name, p in named if p.ndim >= 2 and p.grad is not None and id(p) not in claimed]
+
+    @property
+    def _present(self) -> nn.Module:
+        """The model, or the blocks that are left of it."""
+        model, left = self._model(), [block.module for block in self.blocks]
+        return nn.ModuleList(module for module in left if module is not None) if model is None else model
 
     @property
     def name(self) -> str:
@@ -328,9 +325,9 @@ class Runtime:
         """Average what nobody shards. The first forward tells what that is: FSDP2 may be applied until then."""
         if self.gradients.averager is not None:
             return
-        params = unsharded_parameters(self._model, list(self.matrices()), self._replicated)
+        params = unsharded_parameters(self._present, list(self.matrices()), self._replicated)
         several = [p for p in params if self.comm.world > 1 or isinstance(p, DTensor)]
-        self.gradients.averager = GradAverager(several, self.comm, self._gradient_arrived)
+        self.gradients.averager = GradAverager(several, self.comm, weakref.WeakMethod(self._gradient_arrived))
         self._replicated.clear()
 
     # -- backward --------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
@@ -25,7 +27,7 @@ def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
 
     Both become collective: call them on all ranks.
     """
-    by_module: dict[nn.Module, _Matrices] = {}
+    by_module: WeakKeyDictionary[nn.Module, _Matrices] = WeakKeyDictionary()  # modules own their hooks
     for matrix in runtime.matrices():
         for module, name in matrix.sites:
             by_module.setdefault(module, {})[name] = matrix
@@ -93,7 +95,7 @@ class _Loading:
     faults once afterwards. In a call that starts below, every module that holds an owned matrix compares on its own.
     """
 
-    def __init__(self, runtime: Runtime, by_module: dict[nn.Module, _Matrices]) -> None:
+    def __init__(self, runtime: Runtime, by_module: MutableMapping[nn.Module, _Matrices]) -> None:
         self.runtime = runtime
         self.by_module = by_module
         self.call: _Call | None = None

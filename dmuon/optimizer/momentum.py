@@ -60,7 +60,7 @@ class Momentum:
 
     ``optimizer.state`` shows it parameter by parameter, as views of the stacks. Users may edit these in place, replace
     them or clear the state: :meth:`adopt` takes over what they put there. It holds no optimizer, so that dropping an
-    optimizer frees its memory at once, unless ``overlap_backward`` made a cycle of them.
+    optimizer frees its memory at once.
 
     Attributes:
         shown: by ``id`` of the parameter, what ``state`` shows. Its version counts the edits of the momentum.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -293,8 +295,7 @@ class Muon(torch.optim.Optimizer):
         alone = [round_ for round_ in self._rounds if isinstance(round_, AloneRound)]
         if not alone:
             return None
-        # Groups by index: loading a state dict replaces them.
-        early = EarlyUpdates(alone, lambda i: self.param_groups[i], self._momentum.shown, self._device)
+        early = EarlyUpdates(alone, partial(_group_of, weakref.ref(self)), self._momentum.shown, self._device)
         for residency in self._residencies:
             residency.listen(early.landed)
         return early
@@ -420,3 +421,10 @@ class Muon(torch.optim.Optimizer):
         if self._early is not None:
             self._early.forget()
         super().zero_grad(set_to_none)
+
+
+def _group_of(optimizer: weakref.ref[Muon], index: int) -> dict[str, Any]:
+    """A group by index, since loading a state dict replaces groups; a strong reference would make a cycle."""
+    alive = optimizer()
+    assert alive is not None, "it holds who asks"
+    return alive.param_groups[index]

@@ -132,6 +132,22 @@ def group_names() -> set[str]:
     return set(dist.distributed_c10d._world.pg_names.values())
 
 
+def has_group(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` was not destroyed yet, by itself or with all others."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def backends_of(group: dist.ProcessGroup) -> set[str]:
+    """Names of the back ends of ``group``, one or several for each kind of device."""
+    return {group._get_backend(device).name() for device in group._device_types}
+
+
+def keys_in(store: Store) -> list[str]:
+    """All keys of ``store``; none where PyTorch cannot list them."""
+    keys: list[str] = store.list_keys() if hasattr(store, "list_keys") else []  # not in every version
+    return keys
+
+
 def default_group_is_bound() -> bool:
     """Whether the default process group was made for one device (``init_process_group(device_id=…)``)."""
     return dist.distributed_c10d._get_default_group().bound_device_id is not None

@@ -30,6 +30,7 @@ import dmuon
 import dmuon.comm.monitor
 from dmuon.check.model import Network, loss_of
 from dmuon.check.topologies import full_state
+from dmuon.comm.lifetime import Groups
 from dmuon.dedicated.dedication import dedications
 
 OPTIONS: dict[str, Any] = {"lr": LR, "ns_coefficients": "classic"}
@@ -504,7 +505,7 @@ def monitors(*journals: list[tuple[str, str]], patience: float = 5.0) -> list[dm
     ranks = range(len(journals))
     made = [
         dmuon.comm.monitor.Monitor(
-            ranks, rank, store, "test", device=torch.device("cpu"), asynchronous=True, patience=patience
+            ranks, rank, store, "test", device=torch.device("cpu"), groups=Groups(), patience=patience
         )
         for rank in ranks
     ]

@@ -305,6 +305,20 @@ class Gradients:
             self._conclude()
         return copy
 
+    def compare_now(self) -> None:
+        """Vote on what the ranks have issued, and on options, and wait for it: before a state dict. Collective.
+
+        Otherwise options of a last step, or before those that are loaded, would be compared by nobody.
+        """
+        self._conclude()
+        if len(self._comm.topology.ranks) > 1:
+            self._note_options()
+            votes = Vote((), self._comm.monitor.digest).encode().to(self._comm.device)
+            with self._comm.monitor.watch("vote before a state dict"):
+                dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._comm.control)
+            self._votes = HostCopy(votes)
+            self._conclude()
+
     def compare(self, options: Options, groups: Sequence[int]) -> None:
         """With every vote compare what the method ``options`` says of an optimizer's ``groups``, while that lives."""
         known = [i for i, (told, _) in enumerate(self._options) if told() == options]
@@ -340,5 +354,5 @@ class Gradients:
         """Draw the conclusions of the last vote; all ranks do at one place."""
         verdict = self.verify()
         self._votes = None
-        if verdict is not None and self.averager is not None:
+        if verdict is not None and verdict.flags and self.averager is not None:
             self.averager.learn(verdict.flags)

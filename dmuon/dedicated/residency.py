@@ -102,6 +102,10 @@ class Dedicated(Residency):
 
     # -- momentum --------------------------------------------------------------------------------------------------
 
+    def before_state_dict(self) -> None:
+        """Compare what else no vote would: an exchange votes before each step, this one behind each backward."""
+        self._runtime.gradients.compare_now()
+
     def shown(self, param: Tensor, local: Tensor) -> Tensor:
         matrix = self._runtime.matrix_of(param)
         return matrix.like_rest(local, f"{matrix.fqn}.{MOMENTUM}")

@@ -126,6 +126,8 @@ class Momentum:
 
     def save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """On the way out owned momentum is an even row-sharded DTensor, and the rest lies as it does. Collective."""
+        for each in self._residencies:
+            each.before_state_dict()
         self.adopt(optimizer.state)
         residency_of = {id(row.param): row.residency for row in self._rows}
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -150,6 +152,8 @@ class Momentum:
         Raises:
             ValueError: on all ranks that share parameters, if any of them cannot load what it was given.
         """
+        for each in self._residencies:
+            each.before_state_dict()
         fault = loading_fault(state_dict, optimizer.param_groups)
         saved_groups = state_dict["param_groups"] if fault is None else []
         # State is keyed by position among the saved groups' parameters, which DCP replaces by names.

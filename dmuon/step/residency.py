@@ -95,6 +95,9 @@ class Residency(ABC):
 
     # -- momentum --------------------------------------------------------------------------------------------------
 
+    def before_state_dict(self) -> None:
+        """Momentum is about to be saved or loaded. Collective over :meth:`loading_groups`."""
+
     def shown(self, param: Tensor, local: Tensor) -> Tensor:
         """``local``, this rank's momentum of ``param``, as the optimizer's state shows it; shares its storage."""
         return like_param(param, local)

@@ -91,6 +91,22 @@ def test_options_that_differ_from_the_start_are_told_in_the_first_backward(rank:
     assert optimizer is not None
 
 
+@pytest.mark.pitfall("P73")
+@on_ranks(2)
+def test_options_of_a_last_step_are_compared_before_they_are_saved(rank: int, world: int) -> None:
+    for loads in (False, True):
+        laid = lay("1d-two-lines", build())
+        quicken(laid)
+        optimizer = laid.optimizer()
+        saved = optimizer.state_dict()
+        laid.backward(0)
+        if rank == 1:
+            optimizer.param_groups[1]["lr"] = 0.5
+        optimizer.step()
+        with pytest.raises(CollectiveError, match=r"different options: .*lr of group 1=0\.5"):
+            optimizer.load_state_dict(saved) if loads else optimizer.state_dict()
+
+
 @on_ranks(2)
 def test_options_that_change_alike_are_no_difference(rank: int, world: int) -> None:
     """Also with two optimizers of one model, and with groups that only one rank has."""

@@ -296,7 +296,8 @@ def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, obje
     items = [(f"option {name}", str(value)) for name, value in options.items()]
     for r in routes:
         route = f"Muon in block {r.block}" if r.muon else "AdamW"
-        items.append((f"parameter {r.fqn!r}", f"{tuple(r.param.shape)}, {r.param.dtype}, {route}"))
+        frozen = "" if r.param.requires_grad else ", frozen"
+        items.append((f"parameter {r.fqn!r}", f"{tuple(r.param.shape)}, {r.param.dtype}, {route}{frozen}"))
     for name, buffer in model.named_buffers():
         items.append((f"buffer {canonical_fqn(name)!r}", f"{tuple(buffer.shape)}, {buffer.dtype}"))
     return items

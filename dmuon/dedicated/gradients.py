@@ -201,6 +201,7 @@ class Gradients:
 
     Attributes:
         averager: of parameters that nobody shards; None until a forward has shown which these are.
+        names: of replicated parameters, by ``id``.
         listeners: called with the parameters of this owner whose gradients have just arrived, as long as they live.
     """
 
@@ -208,11 +209,13 @@ class Gradients:
         self._comm = comm
         self._matrices = list(matrices)
         self.averager: GradAverager | None = None
+        self.names: dict[int, str] = {}
         self.listeners: list[weakref.WeakMethod[Landed]] = []
         self._reductions: deque[GradReduction] = deque()
         self._undecided: list[tuple[OwnedMatrix, Tensor]] = []
         self._used: set[int] = set()  # matrices that got a gradient on this rank in this backward
         self._votes: HostCopy | None = None
+        self._trained: dict[int, bool] = {}  # by ``id``, whether it was trained in the last vote
         self._options: list[tuple[weakref.WeakMethod[Options], Sequence[int]]] = []
 
     def reduce(self, buffer: OwnedBuffer, *, along_column: bool) -> None:
@@ -333,6 +336,13 @@ class Gradients:
             if options is not None:
                 of_which = f" of optimizer {number}" if number else ""
                 self._comm.monitor.note_options((f"{name}{of_which}", value) for name, value in options(groups))
+        trained: list[tuple[str, Tensor]] = [(matrix.fqn, matrix.rest) for matrix in self._matrices]
+        if self.averager is not None:
+            trained += [(self.names.get(id(p), "a replicated parameter"), p) for p in self.averager.params]
+        flags = {id(param): param.requires_grad for _, param in trained}
+        if flags != self._trained:  # most often they are as before
+            self._trained = flags
+            self._comm.monitor.note_options((f"requires_grad of {n!r}", str(p.requires_grad)) for n, p in trained)
 
     def verify(self) -> Verdict | None:
         """The last vote, if no conclusions were drawn yet; the host waits for it.
@@ -355,4 +365,5 @@ class Gradients:
         verdict = self.verify()
         self._votes = None
         if verdict is not None and verdict.flags and self.averager is not None:
+            self.averager.agreed({key for key, trained in self._trained.items() if trained})
             self.averager.learn(verdict.flags)

@@ -107,13 +107,19 @@ class GradAverager:
 
     Args:
         params: in registration order; plain, or DTensors that tensor parallelism split, whose parts are averaged.
+        trained: ids of those that all ranks trained when they last agreed.
         on_gradient: called when a gradient arrives; tells whether this backward synchronizes. Of who holds this.
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], comm: Comm, on_gradient: weakref.WeakMethod[Callable[[], bool]]
+        self,
+        params: Sequence[nn.Parameter],
+        comm: Comm,
+        trained: set[int],
+        on_gradient: weakref.WeakMethod[Callable[[], bool]],
     ) -> None:
         self.params = list(params)
+        self._trained = trained
         self._comm = comm
         self._on_gradient = on_gradient
         self._reductions = 0  # of this backward, so far
@@ -184,6 +190,10 @@ class GradAverager:
         found = [self._places.get(id(param)) for param in self.params]
         return [_NOWHERE if place is None else sign * place for sign in (1, -1) for place in found]
 
+    def agreed(self, trained: set[int]) -> None:
+        """All ranks trained the parameters of these ids."""
+        self._trained = trained
+
     def learn(self, verdict: Sequence[int]) -> None:
         """From the maxima of all ranks' :meth:`places`, behind others: which may not leave early."""
         count = len(self.params)
@@ -195,7 +205,9 @@ class GradAverager:
             self._build()
 
     def _start(self) -> None:
-        self._active = [_Bucket([p for p in params if p.requires_grad]) for params in self._buckets]
+        # What is frozen now stays until all ranks have agreed on it, so that their buckets are alike.
+        buckets = [[p for p in params if p.requires_grad or id(p) in self._trained] for params in self._buckets]
+        self._active = [_Bucket(params) for params in buckets]
         self._next = 0
 
     def _launch_next(self) -> None:

@@ -87,6 +87,7 @@ class Runtime:
         self._model = weakref.ref(model)  # modules own their hooks, and so this
         # Without what dmuon owns: `Module.to` swaps tensor subclasses, and fails if a weak reference watches one.
         self._replicated = {id(p): weakref.ref(p) for p in model.parameters() if not isinstance(p, OwnedTensor)}
+        self._trained = {id(p) for p in model.parameters() if p.requires_grad}  # which all ranks have agreed on
         model.register_forward_pre_hook(self._root_pre_forward)
         model.register_forward_hook(self._root_post_forward)
         self._by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
@@ -327,7 +328,9 @@ class Runtime:
             return
         params = unsharded_parameters(self._present, list(self.matrices()), self._replicated)
         several = [p for p in params if self.comm.world > 1 or isinstance(p, DTensor)]
-        self.gradients.averager = GradAverager(several, self.comm, weakref.WeakMethod(self._gradient_arrived))
+        arrived = weakref.WeakMethod(self._gradient_arrived)
+        self.gradients.averager = GradAverager(several, self.comm, self._trained, arrived)
+        self.gradients.names = {id(p): canonical_fqn(name) for name, p in self._present.named_parameters()}
         self._replicated.clear()
 
     # -- backward --------------------------------------------------------------------------------------------------

@@ -107,6 +107,39 @@ def test_options_of_a_last_step_are_compared_before_they_are_saved(rank: int, wo
             optimizer.load_state_dict(saved) if loads else optimizer.state_dict()
 
 
+def check_freezing(layouts: list[str], rank: int) -> None:
+    for layout in layouts:
+        for name in ("blocks.1.up.weight", "blocks.0.norm.weight", "head.weight"):
+            laid = lay(layout, build())
+            quicken(laid)
+            optimizer = laid.optimizer()
+            params = dict(laid.model.named_parameters())
+            for step in range(2):  # frozen on all ranks, and trained again: no difference
+                laid.backward(step)
+                optimizer.step()
+                optimizer.zero_grad()
+                params[name].requires_grad_(step == 1)
+            laid.backward(2)
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 1:
+                params[name].requires_grad_(False)
+            with pytest.raises(CollectiveError, match=rf"requires_grad of '{name}'=False"):
+                laid.backward(3)
+                dmuon.clip_grad_norm_(laid.model.parameters(), 1.0)
+
+
+@on_ranks(2)
+def test_a_parameter_that_one_rank_alone_freezes_is_named(rank: int, world: int) -> None:
+    check_freezing(["1d-two-lines"], rank)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_parameter_that_one_rank_alone_freezes_is_named_in_every_layout(rank: int, world: int) -> None:
+    check_freezing(["hsdp-two-lines", "ddp-4", "tp-two-lines"], rank)
+
+
 @on_ranks(2)
 def test_options_that_change_alike_are_no_difference(rank: int, world: int) -> None:
     """Also with two optimizers of one model, and with groups that only one rank has."""

@@ -403,6 +403,9 @@ def resynchronize(run: Run) -> None:
     weights = check_weights(run)
     named = get_optimizer_state_dict(run.model, run.optimizer, options=StateDictOptions(full_state_dict=True))
     expected = run.twin.state()
+    for name in expected.keys() - named["state"].keys():  # a frozen one begins anew when it thaws
+        assert not run.twin.params[name].requires_grad, f"{name} has no state"
+        assert not any(bool(tensor.any()) for tensor in expected.pop(name).values()), f"{name} has lost its state"
     for kind in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
         ours = {name: state[kind] for name, state in named["state"].items() if kind in state}
         theirs = {name: state[kind] for name, state in expected.items() if kind in state}
@@ -418,5 +421,5 @@ def resynchronize(run: Run) -> None:
     with torch.no_grad():
         for name, param in run.twin.params.items():
             param.copy_(weights[name])
-            for kind, tensor in expected[name].items():
+            for kind, tensor in expected.get(name, {}).items():
                 tensor.copy_(named["state"][name][kind])

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree
+from dmuon.dedicated.block import Phase
 from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.runtime import Runtime
@@ -32,6 +33,7 @@ def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
         for module, name in matrix.sites:
             by_module.setdefault(module, {})[name] = matrix
     loading = _Loading(runtime, by_module)
+    model.register_state_dict_pre_hook(partial(_before_state_dict, runtime))
     model.register_load_state_dict_pre_hook(loading.begin)
     model.register_load_state_dict_post_hook(loading.end)
     for module, matrices in by_module.items():
@@ -51,11 +53,17 @@ def _resting(module: nn.Module, matrices: _Matrices) -> _Matrices:
     return {name: matrix for name, matrix in matrices.items() if matrix.is_rest(module._parameters[name])}
 
 
+def _before_state_dict(runtime: Runtime, _model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+    """Save no weights if the ranks issued different collectives, or trained with different options."""
+    if any(block.phase is Phase.REST for block in runtime.blocks):  # what was summoned, one rank alone may save
+        runtime.gradients.compare_now()
+
+
 def _after_state_dict(
     runtime: Runtime, matrices: _Matrices, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
     runtime.at_rest("state_dict()", summoned=True)
-    runtime.gradients.verify()  # do not save weights if the ranks issued different collectives
+    runtime.gradients.verify()  # of a part of the model, which nothing else compares
     with torch.no_grad():
         for name, matrix in _resting(module, matrices).items():
             state_dict[prefix + name] = owned_to_even(matrix.master, matrix, runtime.comm)

@@ -94,7 +94,7 @@ def test_options_that_differ_from_the_start_are_told_in_the_first_backward(rank:
 @pytest.mark.pitfall("P73")
 @on_ranks(2)
 def test_options_of_a_last_step_are_compared_before_they_are_saved(rank: int, world: int) -> None:
-    for loads in (False, True):
+    for use in ("save", "load", "save weights"):
         laid = lay("1d-two-lines", build())
         quicken(laid)
         optimizer = laid.optimizer()
@@ -104,7 +104,13 @@ def test_options_of_a_last_step_are_compared_before_they_are_saved(rank: int, wo
             optimizer.param_groups[1]["lr"] = 0.5
         optimizer.step()
         with pytest.raises(CollectiveError, match=r"different options: .*lr of group 1=0\.5"):
-            optimizer.load_state_dict(saved) if loads else optimizer.state_dict()
+            match use:
+                case "save":
+                    optimizer.state_dict()
+                case "load":
+                    optimizer.load_state_dict(saved)
+                case _:
+                    laid.model.state_dict()
 
 
 def check_freezing(layouts: list[str], rank: int) -> None:

@@ -91,7 +91,11 @@ LAST_VOTE = Counter({Site("HostCopy.tolist", "Event.synchronize"): 1})  # that o
 VOTE = Counter({Site("Domain.vote", "tolist"): 1, Site("Stream.alone", "Stream.synchronize"): 1})
 WAITS = {True: {"backward": LAST_VOTE}, False: {"step": VOTE}}
 TRAINING = ("accumulate", "backward", "clip", "evaluate", "regroup", "step", "zero", "zero-model")
+SAVED = "a state dict compares, and waits for, what the next backward would wait for"
 WAITS_BY_DESIGN = {
+    "loaded early": SAVED,
+    "saved": SAVED,
+    "dropped": SAVED,
     "in turn": "asynchronous=False waits for every collective",
     "auxiliary": "where a rank has no gradient, it waits for the vote on whether another one has",
     "saved alone": "as before",

@@ -152,6 +152,7 @@ def test_gradients_of_torch_func_are_gradients() -> None:
     assert_equal_weights(weights(model), reference_weights())
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_torch_func_through_a_dedicated_block_is_refused_by_name(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build())

@@ -336,13 +336,15 @@ class Gradients:
             if options is not None:
                 of_which = f" of optimizer {number}" if number else ""
                 self._comm.monitor.note_options((f"{name}{of_which}", value) for name, value in options(groups))
-        trained: list[tuple[str, Tensor]] = [(matrix.fqn, matrix.rest) for matrix in self._matrices]
-        if self.averager is not None:
-            trained += [(self.names.get(id(p), "a replicated parameter"), p) for p in self.averager.params]
-        flags = {id(param): param.requires_grad for _, param in trained}
-        if flags != self._trained:  # most often they are as before
-            self._trained = flags
-            self._comm.monitor.note_options((f"requires_grad of {n!r}", str(p.requires_grad)) for n, p in trained)
+        params: list[Tensor] = [matrix.rest for matrix in self._matrices]
+        params += self.averager.params if self.averager is not None else []
+        trained = {id(param): param.requires_grad for param in params}
+        if trained != self._trained:  # most often they are as before
+            self._trained = trained
+            names = {id(matrix.rest): matrix.fqn for matrix in self._matrices} | self.names
+            self._comm.monitor.note_options(
+                (f"requires_grad of {names.get(key, 'a parameter')!r}", str(flag)) for key, flag in trained.items()
+            )
 
     def verify(self) -> Verdict | None:
         """The last vote, if no conclusions were drawn yet; the host waits for it.

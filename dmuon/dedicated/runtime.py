@@ -13,6 +13,7 @@ votes afterwards (``Gradients``); buckets of replicated gradients leave in the o
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -290,7 +291,8 @@ class Runtime:
     def _post_forward(self, block: Block, _module: nn.Module, _args: Any, output: Any) -> Any:
         if block.phase is not Phase.FORWARD:
             return None
-        if not torch.is_grad_enabled():
+        raised = output is None and sys.exc_info()[1] is not None  # the hook runs whatever the forward came to
+        if raised or not torch.is_grad_enabled():
             self._leave(block, self.order.after(block))
             return None
         returned, left = block.outputs.find(output)

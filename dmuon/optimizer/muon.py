@@ -274,7 +274,8 @@ class Muon(torch.optim.Optimizer):
         others = [p for p in muon if not isinstance(p, OwnedTensor)]
         # A tensor without elements may be the shard of a matrix only where a configuration says so.
         empty = [p for p in others if p.numel() == 0 and (self._origin.config is None or isinstance(p, DTensor))]
-        others = [p for p in others if id(p) not in set(map(id, empty))]
+        without = set(map(id, empty))
+        others = [p for p in others if id(p) not in without]
         names = [self._names[id(p)] for p in others]
         self._exchange = exchange_for(
             self._origin.config, self._origin.copies, others, names, self._device, self._exchange

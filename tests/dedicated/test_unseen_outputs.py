@@ -310,6 +310,19 @@ def test_a_block_without_visible_outputs_says_that_its_weights_stay(rank: int, w
     assert [m.split("'")[1] for m in told] == ["blocks.0", "blocks.1", "blocks.2"], "each once"
 
 
+@on_ranks(2)
+def test_a_forward_that_raises_leaves_no_weights_behind(rank: int, world: int) -> None:
+    """Nothing comes out of it either, but no backward will enter it."""
+    model = model_of("attribute")
+    laid = lay("1d-two-lines", model)
+    block = dedications(model)[0].runtime.blocks[0]
+    handle = model.blocks[0].down.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, *laid.mine(batch(0)))
+    handle.remove()
+    assert (block.lingers, block.buffer.buffer_nbytes) == (False, 0)
+
+
 # -- groups that leave something out ------------------------------------------------------------------------------
 
 

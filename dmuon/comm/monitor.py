@@ -25,7 +25,10 @@ _REMEMBERED = 512  # collectives per lane
 _Journal = dict[str, tuple[int, list[str]]]  # by lane, how many collectives were started, and the last ones
 _OPTIONS = "options"  # a lane, not of collectives but of what an optimizer goes by
 _REMEDY = "run the same blocks, backwards and steps in the same order on every rank"
-_OPTIONS_REMEDY = "give every rank's optimizer the same options (a scheduler that goes by a rank's own loss does not)"
+_OPTIONS_REMEDY = (
+    "give every rank's optimizer the same options (a scheduler that goes by a rank's own loss does not), and freeze "
+    "the same parameters"
+)
 
 
 class CollectiveError(RuntimeError):

@@ -233,8 +233,8 @@ class Exchange(Residency):
         present = {id(p) for p in self.params if p.grad is not None}
         fault: Exception | None = None
         options = None if self._options is None else self._options()
-        for (domain, members), groups in zip(self.domains, self._compared, strict=True):  # all of them whatever
-            # happens: their ranks wait for this one
+        # All domains, whatever happens: their ranks wait for this one.
+        for (domain, members), groups in zip(self.domains, self._compared, strict=True):
             if options is not None:
                 domain.monitor.note_options(options(groups))
             flags = [p.grad is not None for p in members]

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuon.comm.lifetime import destroy, ends_alone, released_among
-from dmuon.comm.monitor import CollectiveError
+from dmuon.comm.monitor import CollectiveError, Monitor
 from dmuon.comm.process_groups import named, ranks_of
+from dmuon.kernels import streams_of
 from dmuon.layout.topology import GlobalRank
+from dmuon.platform.streams import HostCopy, pinned_like
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,52 @@ class Verdict:
     same_collectives: bool
     same_change: bool
     fault: GlobalRank | None
+
+
+class Election:
+    """The votes of all ranks of a group, on their way. Collective; the host waits for them when it asks.
+
+    Args:
+        vote: of this rank.
+        monitor: journals these ranks' collectives.
+        what: names the election in messages.
+        compared: what the digest was made of, where it is not the journal's.
+    """
+
+    def __init__(
+        self,
+        vote: Vote,
+        group: dist.ProcessGroup,
+        monitor: Monitor,
+        device: torch.device,
+        what: str,
+        compared: str = "",
+    ) -> None:
+        self._monitor, self._compared = monitor, compared
+        votes = vote.encode()
+        if streams_of(device) is not None:
+            votes = pinned_like(votes).copy_(votes).to(device, non_blocking=True, copy=True)
+        with monitor.watch(what):
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+            self._copy = HostCopy(votes)
+
+    @property
+    def immediate(self) -> bool:
+        """Whether asking never waits."""
+        return self._copy.immediate
+
+    def verdict(self) -> Verdict:
+        """What all ranks said.
+
+        Raises:
+            CollectiveError: on all of them, if they issued different collectives before.
+        """
+        verdict = Vote.decode(self._copy.tolist())
+        if not verdict.same_collectives:
+            if self._compared:
+                self._monitor.note("compared", self._compared)  # only now: ranks of other groups have others
+            self._monitor.disagree()
+        return verdict
 
 
 def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any = None) -> list[Any]:

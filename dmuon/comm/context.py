@@ -121,7 +121,7 @@ class CommOptions:
         max_ctas: how many of a GPU's multiprocessors a collective of weights may occupy, on NCCL alone (its
             ``maxCTAs``): those of a rank that waits for an owner are lost to Newton–Schulz. ``None`` is NCCL's choice.
         asynchronous: ``False`` waits for every collective where it starts: for debugging; results are bitwise the same.
-        timeout: of dmuon's own process groups, a ``datetime.timedelta``; ``None`` is the back end's default.
+        timeout: of dmuon's own process groups, a ``datetime.timedelta``; ``None`` is that of ``init_process_group``.
 
     Raises:
         TypeError, ValueError: an option out of its range, by name.

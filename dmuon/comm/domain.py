@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.agreement import Verdict, Vote, destroy_released
+from dmuon.comm.agreement import Election, Verdict, Vote, destroy_released
 from dmuon.comm.lifetime import Groups
 from dmuon.comm.monitor import Monitor, Pending
-from dmuon.comm.process_groups import connect, this_rank
+from dmuon.comm.process_groups import connect, named, this_rank
 from dmuon.layout.parcels import Route, travels
 from dmuon.layout.shards import Piece
 from dmuon.layout.topology import GlobalRank, Position, position_in
@@ -52,13 +52,8 @@ class Domain:
         """
         if self._vote_stream is None:
             self._vote_stream = Stream(self.device, priority=-1)
-        with self._vote_stream.alone(), self.monitor.watch("vote before step()"):
-            numbers = vote.encode().to(self.device)
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
-            verdict = Vote.decode(numbers.tolist())
-        if not verdict.same_collectives:
-            self.monitor.disagree()
-        return verdict
+        with self._vote_stream.alone():
+            return Election(vote, self.group, self.monitor, self.device, "vote before step()").verdict()
 
 
 def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: timedelta | None = None) -> Domain:
@@ -75,7 +70,8 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
         )
     groups = Groups()
     group = groups.make(device.type, [members], "exchange", timeout)
-    connect(group, device, exchanges=True)
+    with named(f"first use of the process group of ranks {list(members)}"):
+        connect(group, device, exchanges=True)
     destroy_released(group)
     rank = this_rank()
     monitor = Monitor(members, rank, default_store(), group.group_name, device=device, groups=groups)

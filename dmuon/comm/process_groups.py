@@ -70,13 +70,13 @@ def make_group(
 
     Args:
         partition: the ranks of each group, ascending; one of them holds this rank.
-        timeout: of its collectives; None is the back end's default.
+        timeout: of its collectives; None is that of the default group.
         urgent: on an accelerator its collectives run before others that wait.
         max_ctas: of an accelerator's multiprocessors, the most that one of its collectives occupies.
     """
     _let_threads_rest_at_exit()
     rank = this_rank()
-    timeout = default_timeout() if timeout is None else timeout
+    timeout = default_timeout(device_type) if timeout is None else timeout
     pg_options = group_options(device_type, urgent, timeout, max_ctas)
     if not default_group_is_bound():
         ranks = next(list(ranks) for ranks in partition if rank in ranks)

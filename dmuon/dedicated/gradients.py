@@ -12,12 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.profiler import record_function
 
-from dmuon.comm.agreement import Verdict, Vote
+from dmuon.comm.agreement import Election, Verdict, Vote
 from dmuon.comm.context import Comm, Line, Works, reduce, scratch
 from dmuon.comm.monitor import Pending, run_all
 from dmuon.dedicated.buffer import OwnedBuffer
@@ -25,7 +24,7 @@ from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.replicated import GradAverager
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import Transport
-from dmuon.platform.streams import HostCopy, Origin, pinned_like
+from dmuon.platform.streams import Origin
 from dmuon.step.residency import Options, like_param
 
 Landed = Callable[[Sequence[Tensor]], None]
@@ -214,7 +213,7 @@ class Gradients:
         self._reductions: deque[GradReduction] = deque()
         self._undecided: list[tuple[OwnedMatrix, Tensor]] = []
         self._used: set[int] = set()  # matrices that got a gradient on this rank in this backward
-        self._votes: HostCopy | None = None
+        self._election: Election | None = None
         self._trained: dict[int, bool] = {}  # by ``id``, whether it was trained in the last vote
         self._options: list[tuple[weakref.WeakMethod[Options], Sequence[int]]] = []
 
@@ -271,10 +270,11 @@ class Gradients:
         flags += [p.grad is not None and id(p) not in missing for p in replicated]
         self._used.clear()
         if len(self._comm.topology.ranks) > 1:
-            votes = self._vote(flags, self.averager.places() if self.averager is not None else [])
+            places = self.averager.places() if self.averager is not None else []
+            election = self._vote([*flags, *places], "vote on unused parameters")
             if not undecided and not averages:
                 return  # this rank needs no other's vote: do not wait for them on the host
-            flags = [bool(flag) for flag in Vote.decode(votes.tolist()).flags]
+            flags = [bool(flag) for flag in election.verdict().flags]
         keys = [id(m) for m in self._matrices] + [id(p) for p in replicated]
         used = {key for key, flag in zip(keys, flags[: len(keys)], strict=True) if flag}
         for matrix, local in undecided:
@@ -286,41 +286,28 @@ class Gradients:
             if id(param) in used:
                 param.grad = like_param(param, average)
 
-    def _vote(self, flags: list[bool], places: list[int]) -> HostCopy:
-        """Vote on the parameters that any rank used, on where in backward gradients came, and on whether all issued the
-        same collectives so far.
+    def _vote(self, flags: Sequence[int], what: str) -> Election:
+        """Vote on ``flags``, on options, and on whether all issued the same collectives so far.
 
-        The latter two are looked at once if the host need not wait for them, otherwise in the next backward: on all
-        ranks alike.
-
-        Args:
-            places: of :meth:`GradAverager.places`.
+        The verdict is looked at once if the host need not wait for it, otherwise in the next vote: on all ranks alike.
         """
         self._conclude()
         self._note_options()
-        votes = Vote([*flags, *places], self._comm.monitor.digest).encode()
-        if streams_of(self._comm.device) is not None:
-            votes = pinned_like(votes).copy_(votes).to(self._comm.device, non_blocking=True, copy=True)
-        with self._comm.monitor.watch("vote on unused parameters"):
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._comm.control)
-        self._votes = copy = HostCopy(votes)
-        if copy.immediate:
+        comm = self._comm
+        vote = Vote(flags, comm.monitor.digest)
+        self._election = election = Election(vote, comm.control, comm.monitor, comm.device, what)
+        if election.immediate:
             self._conclude()
-        return copy
+        return election
 
     def compare_now(self) -> None:
         """Vote on what the ranks have issued, and on options, and wait for it: before a state dict. Collective.
 
         Otherwise options of a last step, or before those that are loaded, would be compared by nobody.
         """
-        self._conclude()
         if len(self._comm.topology.ranks) > 1:
-            self._note_options()
-            votes = Vote((), self._comm.monitor.digest).encode().to(self._comm.device)
-            with self._comm.monitor.watch("vote before a state dict"):
-                dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._comm.control)
-            self._votes = HostCopy(votes)
-            self._conclude()
+            self._vote((), "vote before a state dict")
+        self._conclude()
 
     def compare(self, options: Options, groups: Sequence[int]) -> None:
         """With every vote compare what the method ``options`` says of an optimizer's ``groups``, while that lives."""
@@ -354,18 +341,17 @@ class Gradients:
         Raises:
             CollectiveError: by that vote, ranks had issued different collectives.
         """
-        if self._votes is None:
+        election, self._election = self._election, None
+        if election is None:
             return None
-        verdict = Vote.decode(self._votes.tolist())
-        if not verdict.same_collectives:
-            self._votes = None
-            self._comm.monitor.disagree()
+        verdict = election.verdict()
+        self._election = election
         return verdict
 
     def _conclude(self) -> None:
         """Draw the conclusions of the last vote; all ranks do at one place."""
         verdict = self.verify()
-        self._votes = None
+        self._election = None
         if verdict is not None and verdict.flags and self.averager is not None:
             self.averager.agreed({key for key, trained in self._trained.items() if trained})
             self.averager.learn(verdict.flags)

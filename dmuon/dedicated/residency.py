@@ -19,12 +19,21 @@ from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_orde
 
 
 def dedicated_residencies(params: Iterable[Tensor]) -> list[Dedicated]:
-    """One for each dedicated model that owns some of ``params``, in the order in which they come."""
+    """One for each dedicated model that owns some of ``params``, in the order in which they come.
+
+    Raises:
+        ValueError: a dedicated model is gone, of which a parameter is left.
+    """
     members: dict[Runtime, list[Tensor]] = {}
     for param in params:
         runtime = runtime_of(param)
         if runtime is not None:
             members.setdefault(runtime, []).append(param)
+        elif isinstance(param, OwnedTensor):
+            raise ValueError(
+                f"the model of {param.fqn!r}, which dmuon owned, was deleted, and no one can move its weights now; "
+                "keep a reference to the model until its optimizer is built"
+            )
     return [Dedicated(runtime, of_model) for runtime, of_model in members.items()]
 
 

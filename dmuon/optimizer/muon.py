@@ -35,6 +35,7 @@ from dmuon.optimizer.loading import adopt_adamw_state
 from dmuon.optimizer.momentum import Momentum
 from dmuon.optimizer.options import Description, check_edited, describe
 from dmuon.optimizer.stats import StepStats, step_stats
+from dmuon.platform import host
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import current_backward, local_tensor, outside_compile
@@ -43,6 +44,8 @@ from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import AloneRound, Round, drive
 from dmuon.step.update import Done, adamw_step, align_gradients, init_adamw_state
+
+_STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
 
 
 class Muon(torch.optim.Optimizer):
@@ -156,7 +159,7 @@ class Muon(torch.optim.Optimizer):
         self._early: EarlyUpdates | None = None
         self._done: list[Done] = []
         self._checked: Description = ()  # options that were found to be in order
-        self._stepped = False
+        self._steps = 0
 
     def _find_device(self) -> None:
         devices = (local_tensor(p).device for g in self.param_groups for p in g["params"])
@@ -335,9 +338,9 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         present = self._present()
         self._checked = check_edited(self.param_groups, self._checked)  # after the vote: nobody waits for who raises
-        if not self._stepped:
+        if not self._steps:
             self._warn_of_left_out()
-        self._stepped = True
+        self._steps += 1
         self._timer.reset()
         self._done = []
         align_gradients(p for group in self.param_groups for p in group["params"])
@@ -346,6 +349,8 @@ class Muon(torch.optim.Optimizer):
             self._early.join()
         with torch.autocast(self._device.type, enabled=False):  # a step may be called inside one
             self._update(present)
+        if self._device.type == "cpu" and self._steps % _STEPS_BETWEEN_TRIMS == 0:
+            host.give_back_memory()
         return loss
 
     def _present(self) -> set[int]:

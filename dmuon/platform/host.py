@@ -1,7 +1,8 @@
-"""Where a rank runs: its host, how many of the host's CPUs it may use, and the threads of its process."""
+"""Where a rank runs: its host, how many of the host's CPUs it may use, the threads of its process, and its memory."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
@@ -73,3 +74,13 @@ def _threads_run() -> bool:
             if int(thread.name) != here and state == b"R":
                 return True
     return False
+
+
+def give_back_memory() -> None:
+    """Return what the process has freed to the system; without effect where the C library is not glibc.
+
+    glibc keeps it otherwise, and because it serves larger and larger requests from what it keeps (its threshold of
+    ``mmap`` grows with what was freed), tensors of steps long past leave holes that no later one fits.
+    """
+    with suppress(OSError, TypeError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

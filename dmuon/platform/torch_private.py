@@ -100,11 +100,16 @@ def new_named_group(
     return made
 
 
-def default_timeout() -> timedelta:
-    """Of collectives of a new group like the default one."""
+def default_timeout(device_type: str) -> timedelta:
+    """Of collectives of the default group, as ``init_process_group`` was told; else what its back end comes with."""
     c10d: Any = dist.distributed_c10d
-    kind, _ = c10d._world.pg_map[c10d._get_default_group()]
-    timeout: timedelta = c10d._get_default_timeout(dist.Backend(kind))
+    default = c10d._get_default_group()
+    timeout: timedelta
+    with suppress(AttributeError, RuntimeError):  # a back end without such options, or none for this device
+        timeout = default._get_backend(torch.device(device_type)).options._timeout
+        return timeout
+    kind, _ = c10d._world.pg_map[default]
+    timeout = c10d._get_default_timeout(dist.Backend(kind))
     return timeout
 
 

@@ -32,7 +32,7 @@ from dmuon.solver import CostTable, SolveOptions
 CPU = torch.device("cpu")
 # Over two ranks no heuristic can prove its plan: three matrices of 70 ns and six of 100 ns never split into halves.
 UNEVEN = CostTable({(13, 13): {1: 70}, (13, 29): {1: 100}})
-TIMEOUT = 1.5  # of groups, in seconds
+TIMEOUT = 4.0  # of groups, in seconds: a busy machine may leave a thread without a CPU for some of them
 SPARE = 15.0  # for a busy machine
 
 

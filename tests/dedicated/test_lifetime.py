@@ -255,3 +255,11 @@ def test_forty_models_hold_no_more_than_one(kind: str, tmp_path: Path) -> None:
     assert len(found) == 10, run.stdout + run.stderr
     for name, first, last in found:
         assert int(last) <= (20 if name == "keys" else int(first)), (name, run.stdout)
+
+
+@on_ranks(2)
+def test_parameters_that_outlive_their_model_are_refused(rank: int, world: int) -> None:
+    params = list(dedicated(mesh_of(world)).parameters())
+    gc.collect()
+    with pytest.raises(ValueError, match=r"the model of 'blocks\.0\.mix\.weight', which dmuon owned, was deleted"):
+        dmuon.Muon(params, LR)

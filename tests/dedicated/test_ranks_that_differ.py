@@ -198,19 +198,30 @@ def test_evaluation_in_another_order_is_told_at_its_end(rank: int, world: int) -
     laid = lay("1d-two-lines", build(block=Even), comm=dmuon.CommOptions(prefetch=0))
     quicken(laid)
     model, tokens = laid.model, batch(0)[0]
-    forward = type(model).forward
-
-    def shuffled(self: Any, tokens: Tensor) -> Tensor:
-        return by_order(self, tokens, [0, 1, 2] if rank == 0 else [0, 2, 1])
-
     with torch.no_grad():
         model(tokens)
-        type(model).forward = shuffled
-        try:
-            with pytest.raises(CollectiveError, match=r"fill of block 'blocks\.[12]'.* on rank [01] where rank"):
-                model(tokens)
-        finally:
-            type(model).forward = forward
+        model.forward = lambda tokens: by_order(model, tokens, [0, 1, 2] if rank == 0 else [0, 2, 1])
+        with pytest.raises(CollectiveError, match=r"fill of block 'blocks\.[12]'.* on rank [01] where rank"):
+            model(tokens)
+
+
+@pytest.mark.pitfall("P70")
+@pytest.mark.parametrize("root", [True, False], ids=["", "past the root"])
+@on_ranks(2)
+def test_tensor_parallel_ranks_compare_the_blocks_that_ran(rank: int, world: int, root: bool) -> None:
+    """Nothing of dmuon's travels there, and sums of different blocks are mixed."""
+    laid = lay("tp", build())
+    quicken(laid)
+    model, tokens = laid.model, batch(0)[0]
+    orders = [[0, 1, 2] if rank == 0 else [0, 2, 1], [0, 1, 2]]
+    with torch.no_grad():
+        model(tokens)
+        model.forward = lambda tokens: by_order(model, tokens, orders[0])
+        order = r".blocks 'blocks\.0' 'blocks\.\d' 'blocks\.\d'."
+        with pytest.raises(CollectiveError, match=rf"{order} on rank [01] where rank [01] has {order}"):
+            for blocks in [] if root else orders:
+                by_order(model, tokens, blocks)
+            model(tokens)
 
 
 @pytest.mark.pitfall("P70")

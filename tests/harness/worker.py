@@ -69,11 +69,17 @@ class OneThreadGloo(c10d.ProcessGroupGloo):  # type: ignore[name-defined, misc]
     15 characters are on the heap, ALLGATHER_COALESCED among them, which is what DTensors gather with: two works that
     complete at once then corrupt the heap, and the process dies of it sooner or later. With 16 threads a loop of such
     gathers dies in seconds. dmuon's own collectives have shorter names.
+
+    All groups of a worker share one device: each has a thread that wakes a hundred times a second, used or not.
     """
+
+    _device: Any = None
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [c10d.ProcessGroupGloo.create_default_device()]  # type: ignore[attr-defined]
+        if OneThreadGloo._device is None:
+            OneThreadGloo._device = c10d.ProcessGroupGloo.create_default_device()  # type: ignore[attr-defined]
+        options._devices = [OneThreadGloo._device]
         options._timeout = timeout
         options._threads = 1
         super().__init__(store, rank, size, options)

@@ -160,7 +160,8 @@ def test_a_copy_of_an_optimizer_that_exchanges_goes_on_as_the_original(rank: int
         loss_of(model, *shard(batch(2), rank, world)).backward()
         step_twins(optimizer, other, 2)
         optimizer.zero_grad()
-        assert other.exchanged() == optimizer.exchanged() != []
+        lies = [[(e.name, e.lies_as, e.ranks) for e in one.exchanged()] for one in (other, optimizer)]
+        assert lies[0] == lies[1] != [], "owners may differ: speeds of links are measured anew"
     if kind == "ddp":
         again, copied = copy.deepcopy((model, optimizer))
         train(again, copied, range(3, 4), rank, world)

@@ -1,7 +1,8 @@
-"""Start two ranks as often as told and print how many processes ended with which status: COUNT LAST FOLDER.
+"""Start two ranks as often as told and print how many processes ended with which status: COUNT LAST FOLDER [WAY].
 
-LAST is ``step``, ``forward`` or ``state``: what a rank does before it ends. The process that starts them imports torch
-once and has one thread, so that each rank is a fork that ends as an interpreter does.
+LAST is ``step``, ``forward`` or ``state``: what a rank does before it ends. WAY is ``dedicated``, or ``stock`` for
+FSDP2 + AdamW on the same network, in which nothing of dmuon's runs. The process that starts them imports torch once and
+has one thread, so that each rank is a fork that ends as an interpreter does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness.toy import LR, batch, build
@@ -25,15 +27,16 @@ from dmuon.check.topologies import full_state
 WORLD = 2
 
 
-def train_and_end(rank: int, store: Path, last: str) -> None:
+def train_and_end(rank: int, store: Path, last: str, way: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     model = build()
     mesh = init_device_mesh("cpu", (WORLD,))
-    dmuon.dedicate_params(model, mesh, costs="flops")
-    for block in model.blocks:
-        dmuon.fully_shard(block, mesh=mesh)
-    dmuon.fully_shard(model, mesh=mesh)
-    optimizer = dmuon.Muon(model, lr=LR)
+    if way == "dedicated":
+        dmuon.dedicate_params(model, mesh, costs="flops")
+    for part in (*model.blocks, model):
+        (dmuon.fully_shard if way == "dedicated" else fully_shard)(part, mesh=mesh)
+    optimizer: torch.optim.Optimizer
+    optimizer = dmuon.Muon(model, lr=LR) if way == "dedicated" else torch.optim.AdamW(model.parameters(), lr=LR)
     sys.setswitchinterval(1000)  # a thread that waits for the interpreter gets it when this one lets go, not before
     for step in range(2):
         optimizer.zero_grad()
@@ -50,13 +53,14 @@ def train_and_end(rank: int, store: Path, last: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     count, last, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    way = sys.argv[4] if sys.argv[4:] else "dedicated"
     statuses: Counter[int] = Counter()
     for number in range(count):
         ranks = []
         for rank in range(WORLD):
             process = os.fork()
             if process == 0:
-                train_and_end(rank, folder / str(number), last)
+                train_and_end(rank, folder / str(number), last, way)
                 return
             ranks.append(process)
         for process in ranks:

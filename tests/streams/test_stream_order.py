@@ -38,6 +38,7 @@ ASKS_FOR_THE_CPU = {
     "mesh_device": "which device it is",
     "_connect": "ranks share the CPUs of a host",
     "_planned": "ranks share the CPUs of a host",
+    "Muon.step": "tensors lie in memory that the C library keeps",
     "_largest_piece": COMPUTES,
     "_usual_backend": COMPUTES,
     "alternatives": COMPUTES,
@@ -88,7 +89,7 @@ def pairs(findings: Sequence[Findings]) -> set[Pair]:
 
 # For dedicated models and for others, what the host waits for in an action; in any other action of training, nothing.
 LAST_VOTE = Counter({Site("HostCopy.tolist", "Event.synchronize"): 1})  # that of the backward before
-VOTE = Counter({Site("Domain.vote", "tolist"): 1, Site("Stream.alone", "Stream.synchronize"): 1})
+VOTE = LAST_VOTE + Counter({Site("Stream.alone", "Stream.synchronize"): 1})
 WAITS = {True: {"backward": LAST_VOTE}, False: {"step": VOTE}}
 TRAINING = ("accumulate", "backward", "clip", "evaluate", "regroup", "step", "zero", "zero-model")
 SAVED = "a state dict compares, and waits for, what the next backward would wait for"
@@ -200,7 +201,7 @@ def test_averages_leave_early_once_all_ranks_have_had_all_gradients(ranks: RankP
     assert first_difference([found.journal for found in findings]) == ""
     for found in findings:
         sites = [entry.site for entry in found.journal[found.before_training :]]
-        votes = [i for i, site in enumerate(sites) if site == "Gradients._vote"]
+        votes = [i for i, site in enumerate(sites) if site == "Election.__init__"]
         assert len(votes) == program.actions.split().count("backward")
         backwards = [sites[a:b] for a, b in zip([0, *votes], votes, strict=False)]
         early = [_averages_before_the_last_reduction(sites) for sites in backwards]

@@ -86,7 +86,7 @@ class Election:
         vote: of this rank.
         monitor: journals these ranks' collectives.
         what: names the election in messages.
-        compared: what the digest was made of, where it is not the journal's.
+        compared: blocks that ran, if the digest holds more than the journal, or something else.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Election:
         verdict = Vote.decode(self._copy.tolist())
         if not verdict.same_collectives:
             if self._compared:
-                self._monitor.note("compared", self._compared)  # only now: ranks of other groups have others
+                self._monitor.note("ran", self._compared)  # only now: ranks of other groups have others
             self._monitor.disagree()
         return verdict
 

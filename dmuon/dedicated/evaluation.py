@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
+from collections.abc import Sequence
 
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from dmuon.comm.agreement import Election, Vote
 from dmuon.comm.context import Comm
 from dmuon.dedicated.block import Block
+from dmuon.platform.torch_private import is_sharded_by_fsdp
 
 
 class Evaluations:
@@ -16,16 +20,18 @@ class Evaluations:
 
     Ranks that run blocks in different orders take one block's weights, or its part of a sum, for another's. One small
     vote at the end of a pass tells; the end is that of the root's forward, or, where blocks are called without the
-    root, the second run of a block. It goes along the row, over the group of gradients, which is idle then, and on what
-    was filled: without fills (weights that are kept) the ranks of a row need nothing of each other. Tensor-parallel
-    ranks always do, and vote among themselves on the blocks that ran. Others may evaluate more or fewer batches.
+    root, the second run of a block. It goes along the row, over the group of gradients, which is idle then. Where
+    nothing is gathered (weights that are kept) the ranks of a row need nothing of each other, and need not evaluate the
+    same. Tensor-parallel ranks always do, and vote among themselves. Other rows may evaluate more or fewer batches.
 
     On an accelerator the host does not wait: the next pass looks at the verdict of the last one.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, blocks: Sequence[Block]) -> None:
+        self._comm, self._blocks = comm, blocks
+        self._sharded: list[weakref.ref[FSDPModule]] | None = None  # of each block one, if there is any
         self._ran: dict[Block, None] = {}  # an ordered set
+        self._gathered = False  # by FSDP2 in this pass
         self._compared = 0  # how many fills were
         self._elections: dict[str, Election] = {}  # that are under way
 
@@ -37,7 +43,18 @@ class Evaluations:
         """``block`` is about to run without gradients."""
         if block in self._ran:
             self.end()
+        if not self._ran:
+            self._gathered = self._comm.row is not None and self._fsdp_gathers()
         self._ran[block] = None
+
+    def _fsdp_gathers(self) -> bool:
+        """Whether FSDP2 is about to. Its hooks may have come first at the block that runs, but not at the others."""
+        if self._sharded is None:  # it is applied before the first forward
+            modules = [block.module for block in self._blocks]
+            below = [[m for m in module.modules() if isinstance(m, FSDPModule)] for module in modules if module]
+            self._sharded = [weakref.ref(of_block[0]) for of_block in below if of_block]
+        alive = [module() for module in self._sharded]
+        return any(is_sharded_by_fsdp(module) for module in alive if module is not None)
 
     def end(self) -> None:
         """Vote, if there is something to compare. Collective along the row, and over tensor-parallel ranks.
@@ -45,20 +62,22 @@ class Evaluations:
         Raises:
             CollectiveError: the ranks issued different collectives, or ran blocks in different orders.
         """
-        ran = "blocks " + " ".join(repr(block.name) for block in self._ran)
-        any_ran = bool(self._ran)
-        self._ran.clear()
+        ran = " ".join(["blocks", *(repr(block.name) for block in self._ran)]) if self._ran else ""
         comm, fills = self._comm, self._comm.monitor.count("fill")
-        if comm.row is not None and fills != self._compared:
+        by_fsdp = ran if self._gathered else ""
+        self._ran.clear()
+        self._gathered = False
+        if comm.row is not None and (fills != self._compared or by_fsdp):
             self._compared = fills
-            self._elect("row", comm.row.gradients, comm.monitor.digest)
-        if comm.tensor is not None and any_ran:
-            self._elect("tensor", comm.tensor.group, zlib.crc32(ran.encode()) & 0x7FFFFFFF, ran)
+            self._elect("row", comm.row.gradients, comm.monitor.digest, by_fsdp)
+        if comm.tensor is not None and ran:
+            self._elect("tensor", comm.tensor.group, 0, ran)
 
-    def _elect(self, line: str, group: dist.ProcessGroup, digest: int, compared: str = "") -> None:
+    def _elect(self, line: str, group: dist.ProcessGroup, digest: int, compared: str) -> None:
         self._conclude(line)
         comm = self._comm
         what = "comparison of a forward without gradients"
+        digest = zlib.crc32(compared.encode(), digest) & 0x7FFFFFFF
         election = self._elections[line] = Election(Vote((), digest), group, comm.monitor, comm.device, what, compared)
         if election.immediate:
             self._conclude(line)

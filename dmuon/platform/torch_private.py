@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -205,6 +206,13 @@ def move_hooks(source: Tensor, target: Tensor) -> None:
 def flattened_by_fsdp1(param: Tensor) -> bool:
     """Whether ``FullyShardedDataParallel`` has flattened ``param``, or made it of what it flattened."""
     return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def is_sharded_by_fsdp(module: FSDPModule) -> bool:
+    """Whether FSDP2 will gather parameters of this module, those of modules below it left out, for its next forward."""
+    state: Any = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return any(group.is_sharded or group.is_sharded_post_forward for group in groups if group is not None)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -206,6 +206,24 @@ def test_evaluation_in_another_order_is_told_at_its_end(rank: int, world: int) -
 
 
 @pytest.mark.pitfall("P70")
+@on_ranks(2)
+def test_what_fsdp_gathers_beside_kept_weights_is_compared(rank: int, world: int) -> None:
+    """It would take one block's norms for another's. A second pass gathers nothing, and one rank may run it alone."""
+    laid = lay("1d", build(block=Even), keep=True)
+    quicken(laid)
+    model, optimizer, tokens = laid.model, laid.optimizer(), batch(0)[0]
+    with torch.no_grad():
+        model(tokens)
+        for _ in range(1 + rank):
+            model(tokens)
+    laid.backward(0)
+    optimizer.step()
+    model.forward = lambda tokens: by_order(model, tokens, [0, 1, 2] if rank == 0 else [0, 2, 1])
+    with torch.no_grad(), pytest.raises(CollectiveError, match=r"blocks 'blocks\.0' 'blocks.\d' .* on rank"):
+        model(tokens)
+
+
+@pytest.mark.pitfall("P70")
 @pytest.mark.parametrize("root", [True, False], ids=["", "past the root"])
 @on_ranks(2)
 def test_tensor_parallel_ranks_compare_the_blocks_that_ran(rank: int, world: int, root: bool) -> None:

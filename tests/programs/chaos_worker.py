@@ -145,7 +145,8 @@ class Trainer:
         with torch.no_grad(), self.faults.phase("evaluate", self.step - 1):
             loss = F.cross_entropy(self.laid.model(tokens).flatten(0, 1), targets.flatten())
         self.laid.model.train()
-        print(f"EVALUATION {loss.item()!r}", flush=True)
+        if self.faults.after_evaluation(self):
+            print(f"EVALUATION {loss.item()!r}", flush=True)
 
     def train(self) -> None:
         while self.step < STEPS:

@@ -88,7 +88,11 @@ def resume_reordered(rank: int, _world: int, path: str, flat: bool) -> dict[str,
 
 
 @pytest.mark.pitfall("P31")
-@pytest.mark.parametrize("flat", [False, True], ids=["parameters", "parameters-and-groups"])
+@pytest.mark.parametrize(
+    "flat",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["parameters", "parameters-and-groups"],
+)
 def test_optimizer_state_follows_names_when_reordered(
     ranks: RankPool, tmp_path: Path, uninterrupted: dict[str, Tensor], flat: bool
 ) -> None:

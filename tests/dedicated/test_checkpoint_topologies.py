@@ -98,19 +98,14 @@ def uninterrupted() -> dict[str, Tensor]:
 
 RESHARD, KEEP = False, True
 OTHERS = ("1d-4", "hsdp-two-lines", "ddp-4", "cp", "tp-ddp")
-QUICK = [(source, RESHARD, "hsdp", RESHARD) for source in NAMES] + [
+QUICK = [
+    (SINGLE, RESHARD, "1d", RESHARD),
+    ("hsdp", KEEP, "1d", RESHARD),
+    ("tp", RESHARD, "1d", RESHARD),
     ("1d", RESHARD, "hsdp", KEEP),
-    ("hsdp", KEEP, "tp", KEEP),
-    ("tp-fsdp", RESHARD, "ddp-2", RESHARD),
-    ("1d-1", RESHARD, "1d", RESHARD),
-    ("1d", RESHARD, "1d", RESHARD),
-    ("1d-4", RESHARD, "1d", RESHARD),
-    ("1d-4-two-lines", RESHARD, "1d", RESHARD),
     ("1d", RESHARD, "1d-1", RESHARD),
-    ("1d", KEEP, "1d-3", KEEP),
-    ("1d-two-lines", KEEP, "1d-two-lines", KEEP),
-    ("1d-3", KEEP, "1d-two-lines", KEEP),
-    ("1d-two-lines", RESHARD, "1d-3-two-lines", RESHARD),
+    ("1d", RESHARD, "1d-3-two-lines", RESHARD),
+    ("tp", RESHARD, "ddp-2", RESHARD),
 ]
 SLOW = (
     [
@@ -119,7 +114,11 @@ SLOW = (
         for target in NAMES
         if (source, RESHARD, target, KEEP) not in QUICK
     ]
-    + [("hsdp", KEEP, "1d", KEEP)]
+    + [(source, RESHARD, "hsdp", RESHARD) for source in NAMES]
+    + [("hsdp", KEEP, "1d", KEEP), ("hsdp", KEEP, "tp", KEEP), ("tp-fsdp", RESHARD, "ddp-2", RESHARD)]
+    + [(source, RESHARD, "1d", RESHARD) for source in ("1d-1", "1d", "1d-4", "1d-4-two-lines")]
+    + [("1d", KEEP, "1d-3", KEEP), ("1d-two-lines", KEEP, "1d-two-lines", KEEP), ("1d-3", KEEP, "1d-two-lines", KEEP)]
+    + [("1d-two-lines", RESHARD, "1d-3-two-lines", RESHARD)]
     + [("hsdp", RESHARD, other, RESHARD) for other in ("1d-two-lines", "tp-two-lines", *OTHERS)]
 )
 
@@ -164,7 +163,13 @@ def plain() -> Plain:
 
 
 @pytest.mark.pitfall("P27", "P33")
-@pytest.mark.parametrize("name", [*NAMES, "1d-3", "1d-3-two-lines"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(SINGLE, "1d", "hsdp", "tp"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp-2", "tp-fsdp", "1d-3", "1d-3-two-lines")),
+    ],
+)
 def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
     saved: Callable[..., Saved], plain: Plain, uninterrupted: dict[str, Tensor], name: str
 ) -> None:
@@ -224,7 +229,13 @@ def adopted(ranks: RankPool, plain: Plain) -> Callable[[str, bool], list[Any]]:
 @pytest.mark.pitfall("P28", "P33")
 @pytest.mark.parametrize(
     ("name", "keep", "from_rank0"),
-    [*ADOPTING, *(pytest.param(name, KEEP, True, marks=pytest.mark.slow) for name in OTHERS)],
+    [
+        *(
+            pytest.param(*case, marks=[] if case[0] in ("1d", "tp-two-lines") else pytest.mark.slow)
+            for case in ADOPTING
+        ),
+        *(pytest.param(name, KEEP, True, marks=pytest.mark.slow) for name in OTHERS),
+    ],
 )
 def test_full_state_dicts_load(
     adopted: Any, plain: Plain, uninterrupted: dict[str, Tensor], name: str, keep: bool, from_rank0: bool
@@ -350,7 +361,10 @@ def resume_in_bf16(rank: int, _world: int, path: str, name: str) -> tuple[dict[s
 @pytest.mark.pitfall("P23", "P32")
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("hsdp", "tp"), ("tp", "ddp-2"), *(pytest.param(n, n, marks=pytest.mark.slow) for n in ("hsdp", "tp"))],
+    [
+        ("hsdp", "tp"),
+        *(pytest.param(*names, marks=pytest.mark.slow) for names in (("tp", "ddp-2"), ("hsdp", "hsdp"), ("tp", "tp"))),
+    ],
 )
 def test_masters_and_momentum_survive_mixed_precision(
     ranks: RankPool, tmp_path: Path, source: str, target: str

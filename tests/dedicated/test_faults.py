@@ -116,7 +116,7 @@ NAMED = re.compile(
 )
 
 CASES = [
-    ("1d-two-lines", "forward", "killed", 1),
+    pytest.param("1d-two-lines", "forward", "killed", 1, marks=pytest.mark.slow),
     ("1d-3-two-lines", "backward", "killed", 1),
     pytest.param("ddp-2", "step", "killed", 1, marks=pytest.mark.slow),
     pytest.param("1d-3-two-lines", "state_dict", "killed", 0, marks=pytest.mark.slow),
@@ -228,7 +228,7 @@ ORDERS = [
     pytest.param("1d-two-lines", False, "swapped blocks", "single", marks=pytest.mark.slow),
     ("1d-two-lines", False, "swapped blocks", "broadcast"),
     pytest.param("1d-two-lines", True, "swapped blocks", "broadcast", marks=pytest.mark.slow),
-    ("1d-two-lines", False, "skipped block", "single"),
+    pytest.param("1d-two-lines", False, "skipped block", "single", marks=pytest.mark.slow),
     pytest.param("1d-two-lines", True, "skipped block", "single", marks=pytest.mark.slow),
     pytest.param("1d-two-lines", False, "extra backward", "broadcast", marks=pytest.mark.slow),
     pytest.param("1d-two-lines", False, "extra forward", "broadcast", marks=pytest.mark.slow),
@@ -392,8 +392,9 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
+@pytest.mark.slow
 @pytest.mark.pitfall("P26", "P49")
-@pytest.mark.parametrize("leave", ["destroy", pytest.param("exit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("leave", ["destroy", "exit"])
 def test_programs_end_though_collectives_are_under_way(leave: str) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []

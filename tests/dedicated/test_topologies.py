@@ -96,7 +96,11 @@ def run_split(_rank: int, world: int, kind: str, fsdp: bool) -> tuple[dict[str, 
 
 
 @pytest.mark.pitfall("P04", "P37")
-@pytest.mark.parametrize(("world", "fsdp"), [(2, False), (4, False), (4, True)], ids=["tp", "dp-tp", "fsdp-tp"])
+@pytest.mark.parametrize(
+    ("world", "fsdp"),
+    [(2, False), pytest.param(4, False, marks=pytest.mark.slow), (4, True)],
+    ids=["tp", "dp-tp", "fsdp-tp"],
+)
 @pytest.mark.parametrize("kind", SPLITS)
 def test_sequence_parallel_norms_and_copied_matrices(ranks: RankPool, kind: str, world: int, fsdp: bool) -> None:
     results = ranks(world, run_split, kind, fsdp)

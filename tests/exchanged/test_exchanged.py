@@ -83,6 +83,7 @@ def trajectory(_rank: int, _world: int, name: str, steps: int) -> None:
 
 
 SMALL = [name for name in EXCHANGED if LAYOUTS[name].world <= 4]
+QUICK = ("fsdp2-2", "fsdp2-3", "fsdp2-hsdp", "fsdp2-tp", "tp-alone", "ddp-of-3", "replicate-fsdp")
 
 
 @pytest.mark.pitfall("P01", "P04", "P11", "P14")
@@ -90,7 +91,7 @@ SMALL = [name for name in EXCHANGED if LAYOUTS[name].world <= 4]
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        *((name, 5) for name in SMALL),
+        *(pytest.param(name, 5, marks=[] if name in QUICK else pytest.mark.slow) for name in SMALL),
         *(pytest.param(name, 20, marks=pytest.mark.slow) for name in SMALL),
         pytest.param("fsdp2-2", 100, marks=pytest.mark.slow),
     ],
@@ -230,8 +231,10 @@ TRAFFIC = {
 
 
 @pytest.mark.pitfall("P13")
-@pytest.mark.parametrize("world", TRAFFIC)
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("world", "packed"),
+    [(2, False), (3, True), (4, True), *(pytest.param(w, w == 2, marks=pytest.mark.slow) for w in (2, 3, 4))],
+)
 @on_ranks()
 def test_a_step_is_one_vote_and_the_exchanges_that_the_layout_needs(rank: int, world: int, packed: bool) -> None:
     """Of the second one."""
@@ -281,9 +284,8 @@ SCHEDULES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("world", "name", "schedules"),
     [
-        (2, "fsdp2-2", range(12)),
-        (4, "fsdp2-tp", [1, 9, 14]),
-        (4, "fsdp2-hsdp", [1, 8, 21]),
+        (2, "fsdp2-2", range(0, 12, 3)),
+        (4, "fsdp2-tp", [1, 9]),
         *(
             pytest.param(world, name, range(len(SCHEDULES)), marks=pytest.mark.slow)
             for world, name in ((2, "fsdp2-2"), (4, "fsdp2-tp"), (4, "fsdp2-hsdp"))

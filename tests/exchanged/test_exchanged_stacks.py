@@ -47,10 +47,12 @@ def test_each_expert_equals_a_matrix_of_its_own() -> None:
     [
         (1, {}),
         (2, {}),
-        (2, {"async_gpu_parallelism": False, "prefetch_count": 0}),
+        pytest.param(2, {"async_gpu_parallelism": False, "prefetch_count": 0}, marks=pytest.mark.slow),
         (3, {"prefetch_count": 3, "chunk_bytes": 500}),
-        (4, {}),
-        (4, {"prefetch_count": 2, "chunk_bytes": 500, "small_param_numel_threshold": 0}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+        pytest.param(
+            4, {"prefetch_count": 2, "chunk_bytes": 500, "small_param_numel_threshold": 0}, marks=pytest.mark.slow
+        ),
     ],
     ids=["1", "2", "2-sequential", "3-small-chunks", "4", "4-unpacked"],
 )

@@ -179,7 +179,7 @@ def cut_rows(rank: int, world: int, name: str, assign: Any) -> list[list[tuple[s
 
 
 @pytest.mark.pitfall("P25", "P26")
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", ROWS)
 def test_functions_of_every_form_equal_one_process(ranks: RankPool, name: str, world: int) -> None:
     calls = ranks(world, cut_rows, name, by_rank if name == "mixed" else by_index)

@@ -56,7 +56,13 @@ def products(method: str, restarts: tuple[int, ...], dtype: torch.dtype) -> int:
 @pytest.mark.pitfall("P39", "P45", "P47")
 @pytest.mark.parametrize("shape", [(2, 24, 40), *SLOW_SHAPES], ids=str)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2e-2), (torch.float32, 5e-5)])
-@pytest.mark.parametrize(("method", "restarts"), [("standard", ()), ("gram", (2,)), ("gram", (2, 4))])
+@pytest.mark.parametrize(
+    ("method", "restarts"),
+    [
+        ("gram", (2,)),
+        *(pytest.param(*way, marks=pytest.mark.slow) for way in (("standard", ()), ("gram", (2, 4)))),
+    ],
+)
 @pytest.mark.parametrize("tile", TILES)
 def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product(
     launches, shape, dtype, limit, method, restarts, tile

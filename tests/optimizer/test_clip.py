@@ -407,7 +407,7 @@ def results_of(ranks: RankPool) -> Callable[[Callable[[dict[str, Tensor]], Any],
     return lambda claim, layout: [results[claim.__name__] for results in claimed(layout)]
 
 
-SLOW = ("1d-4-two-lines", "hsdp-two-lines", "tp-ddp", "fsdp2-tp", "owned, 2-D")
+SLOW = ("1d-4-two-lines", "hsdp-two-lines", "tp-ddp", "fsdp2-tp", "owned, 2-D", "tp-fsdp", "hsdp", "root replicated")
 
 
 def each_layout(claim: Callable[[dict[str, Tensor]], Any]) -> Any:
@@ -691,14 +691,16 @@ def reference() -> tuple[dict[str, Tensor], list[float]]:
 @pytest.mark.parametrize(
     ("layout", "world", "stock"),
     [
-        ("1d-1", 1, True),
         ("1d", 2, True),
-        ("1d-3", 3, True),
-        ("1d-4", 4, True),
         ("1d-3", 3, False),
-        ("1d-two-lines", 2, False),
-        ("1d-4-two-lines", 4, False),
         (MIXED, 3, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("1d-1", 1, True), ("1d-3", 3, True), ("1d-4", 4, True)),
+                *(("1d-two-lines", 2, False), ("1d-4-two-lines", 4, False)),
+            )
+        ),
     ],
 )
 def test_clipped_training_equals_single_process(

@@ -36,13 +36,13 @@ class Settings(Sizes):
 
 
 class Incomparable:
-    """In the place of ``Evaluations``: compares nothing."""
+    """In the place of ``OrderCheck``: compares nothing."""
 
     def restart(self) -> None: ...
 
-    def run(self, _block: object) -> None: ...
+    def run(self, _block: object, *, trains: bool) -> None: ...
 
-    def end(self) -> None: ...
+    def end(self, *, trains: bool) -> None: ...
 
 
 def worker(rank: int, settings: Settings) -> None:
@@ -53,7 +53,7 @@ def worker(rank: int, settings: Settings) -> None:
         STOCK: build_stock(ADAMW, initial, mesh, settings).model,
     }
     runtime = dedications(models[DEDICATED])[0].runtime
-    compared, bare = runtime.evaluations, Incomparable()
+    compared, bare = runtime.order_check, Incomparable()
     tokens, _ = data(settings, 0, rank)
 
     def passes(name: str) -> Callable[[], torch.Tensor]:
@@ -63,7 +63,7 @@ def worker(rank: int, settings: Settings) -> None:
     def sample(index: int) -> dict[str, float]:
         took = {}
         for name in in_turn([DEDICATED, BARE, STOCK], index):
-            runtime.evaluations = bare if name == BARE else compared  # type: ignore[assignment]
+            runtime.order_check = bare if name == BARE else compared  # type: ignore[assignment]
             took[name] = 1e3 * timed(passes(name))
         return took
 

@@ -52,10 +52,11 @@ class Traffic(TorchDispatchMode):
             self._amounts[key] = self._amounts.get(key, Amount()) + Amount(1, _region_nbytes(operator, args))
         return func(*args, **(kwargs or {}))
 
-    def over(self, *groups: dist.ProcessGroup) -> Amount:
-        """What went over some groups."""
+    def over(self, *groups: dist.ProcessGroup, votes: bool = True) -> Amount:
+        """What went over some groups, all-reduces (``votes``) included or not."""
         names = {group.group_name for group in groups}
-        return sum((amount for (name, _), amount in self._amounts.items() if name in names), Amount())
+        counted = {key: a for key, a in self._amounts.items() if votes or not key[1].startswith("allreduce")}
+        return sum((amount for (name, _), amount in counted.items() if name in names), Amount())
 
     def operations(self) -> dict[str, int]:
         """How many there were, by operator of ``torch.ops.c10d``."""
@@ -69,7 +70,7 @@ class Traffic(TorchDispatchMode):
         return found
 
     def of(self, comm: Comm) -> dict[str, Amount]:
-        """What went over dmuon's own groups for owned matrices, by purpose."""
+        """What went over dmuon's own groups for owned matrices, by purpose, without votes."""
         purposes: dict[str, list[dist.ProcessGroup]] = {"fill": [], "publish": [], "reduce": [], "exchange": []}
         for lane, purpose in ((comm.row, "fill"), (comm.column, "publish")):
             if lane is not None:
@@ -77,7 +78,7 @@ class Traffic(TorchDispatchMode):
                 purposes["reduce"].append(lane.gradients)
         if comm.tensor is not None:
             purposes["exchange"].append(comm.tensor.group)
-        return {purpose: self.over(*groups) for purpose, groups in purposes.items()}
+        return {purpose: self.over(*groups, votes=False) for purpose, groups in purposes.items()}
 
 
 def compare_traffic(found: dict[str, Amount], runtime: Runtime) -> Reading:

@@ -29,10 +29,10 @@ from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
 from dmuon.dedicated.block import Block, ExecutionOrder, Phase, mark_boundary
 from dmuon.dedicated.buffer import BufferState, OwnedBuffer
-from dmuon.dedicated.evaluation import Evaluations
 from dmuon.dedicated.even_dtensor import write_even
 from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
+from dmuon.dedicated.order_check import OrderCheck
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.publication import Publications
 from dmuon.dedicated.replicated import GradAverager, unsharded_parameters
@@ -77,7 +77,7 @@ class Runtime:
         self.members: weakref.WeakSet[Residency] = weakref.WeakSet()
         self.order = ExecutionOrder(self.blocks)
         self.gradients = Gradients(comm, list(self.matrices()))
-        self.evaluations = Evaluations(comm, self.blocks)
+        self.order_check = OrderCheck(comm, self.blocks)
         self._neighbours = {buffer: [b for b in self.blocks if b.buffer is buffer] for buffer in self.buffers}
         self._backwards: set[int] = set()
         self._reducible: dict[OwnedBuffer, None] = {}  # an ordered set: with gradients, reduction not started
@@ -255,13 +255,12 @@ class Runtime:
     def _root_pre_forward(self, _module: nn.Module, _args: Any) -> None:
         self._recover()
         self.order.restart()
-        self.evaluations.restart()
+        self.order_check.restart()
         self._find_replicated()
 
     @outside_compile
     def _root_post_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        if not torch.is_grad_enabled():
-            self.evaluations.end()
+        self.order_check.end(trains=torch.is_grad_enabled())
 
     @outside_compile
     def _pre_forward(
@@ -272,8 +271,8 @@ class Runtime:
         self._recover()
         self._find_replicated()
         recomputation = current_backward() is not None
-        if not torch.is_grad_enabled():
-            self.evaluations.run(block)
+        if not recomputation:
+            self.order_check.run(block, trains=torch.is_grad_enabled())
         self.order.record(block, first=not recomputation)
         self._ensure_ready(block)
         block.enter(Phase.FORWARD)

@@ -225,14 +225,15 @@ def test_what_fsdp_gathers_beside_kept_weights_is_compared(rank: int, world: int
 
 @pytest.mark.pitfall("P70")
 @pytest.mark.parametrize("root", [True, False], ids=["", "past the root"])
+@pytest.mark.parametrize("trains", [False, True], ids=["evaluates", "trains"])
 @on_ranks(2)
-def test_tensor_parallel_ranks_compare_the_blocks_that_ran(rank: int, world: int, root: bool) -> None:
+def test_tensor_parallel_ranks_compare_the_blocks_that_ran(rank: int, world: int, trains: bool, root: bool) -> None:
     """Nothing of dmuon's travels there, and sums of different blocks are mixed."""
     laid = lay("tp", build())
     quicken(laid)
     model, tokens = laid.model, batch(0)[0]
     orders = [[0, 1, 2] if rank == 0 else [0, 2, 1], [0, 1, 2]]
-    with torch.no_grad():
+    with torch.set_grad_enabled(trains):
         model(tokens)
         model.forward = lambda tokens: by_order(model, tokens, orders[0])
         order = r".blocks 'blocks\.0' 'blocks\.\d' 'blocks\.\d'."

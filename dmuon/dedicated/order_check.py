@@ -1,4 +1,4 @@
-"""Passes without gradients: ranks that need each other compare in which order they have run blocks."""
+"""Forward passes: ranks that need each other compare in which order they have run blocks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from dmuon.dedicated.block import Block
 from dmuon.platform.torch_private import is_sharded_by_fsdp
 
 
-class Evaluations:
-    """What backward's vote cannot notice, since no backward follows.
+class OrderCheck:
+    """What backward's vote cannot notice: no backward follows, or nothing of dmuon's travels.
 
     Ranks that run blocks in different orders take one block's weights, or its part of a sum, for another's. One small
     vote at the end of a pass tells; the end is that of the root's forward, or, where blocks are called without the
-    root, the second run of a block. It goes along the row, over the group of gradients, which is idle then. Where
-    nothing is gathered (weights that are kept) the ranks of a row need nothing of each other, and need not evaluate the
-    same. Tensor-parallel ranks always do, and vote among themselves. Other rows may evaluate more or fewer batches.
+    root, the second run of a block.
+
+    - Without gradients the ranks of a row vote, over the group of gradients, which is idle then. Where nothing is
+      gathered (weights that are kept) they need nothing of each other, and need not evaluate the same. Other rows may
+      evaluate more or fewer batches.
+    - Tensor-parallel ranks need each other in every pass, and vote among themselves.
 
     On an accelerator the host does not wait: the next pass looks at the verdict of the last one.
     """
@@ -39,12 +42,14 @@ class Evaluations:
         """Another pass begins at the root."""
         self._ran.clear()
 
-    def run(self, block: Block) -> None:
-        """``block`` is about to run without gradients."""
+    def run(self, block: Block, *, trains: bool) -> None:
+        """``block`` is about to run, with gradients (``trains``) or without."""
+        if trains and self._comm.tensor is None:
+            return  # the vote of backward will tell
         if block in self._ran:
-            self.end()
+            self.end(trains=trains)
         if not self._ran:
-            self._gathered = self._comm.row is not None and self._fsdp_gathers()
+            self._gathered = not trains and self._comm.row is not None and self._fsdp_gathers()
         self._ran[block] = None
 
     def _fsdp_gathers(self) -> bool:
@@ -56,18 +61,18 @@ class Evaluations:
         alive = [module() for module in self._sharded]
         return any(is_sharded_by_fsdp(module) for module in alive if module is not None)
 
-    def end(self) -> None:
+    def end(self, *, trains: bool) -> None:
         """Vote, if there is something to compare. Collective along the row, and over tensor-parallel ranks.
 
         Raises:
             CollectiveError: the ranks issued different collectives, or ran blocks in different orders.
         """
         ran = " ".join(["blocks", *(repr(block.name) for block in self._ran)]) if self._ran else ""
-        comm, fills = self._comm, self._comm.monitor.count("fill")
         by_fsdp = ran if self._gathered else ""
         self._ran.clear()
         self._gathered = False
-        if comm.row is not None and (fills != self._compared or by_fsdp):
+        comm, fills = self._comm, self._comm.monitor.count("fill")
+        if comm.row is not None and not trains and (fills != self._compared or by_fsdp):
             self._compared = fills
             self._elect("row", comm.row.gradients, comm.monitor.digest, by_fsdp)
         if comm.tensor is not None and ran:
@@ -76,7 +81,7 @@ class Evaluations:
     def _elect(self, line: str, group: dist.ProcessGroup, digest: int, compared: str) -> None:
         self._conclude(line)
         comm = self._comm
-        what = "comparison of a forward without gradients"
+        what = "comparison of blocks that ran"
         digest = zlib.crc32(compared.encode(), digest) & 0x7FFFFFFF
         election = self._elections[line] = Election(Vote((), digest), group, comm.monitor, comm.device, what, compared)
         if election.immediate:

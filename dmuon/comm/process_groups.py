@@ -6,12 +6,15 @@ import atexit
 import hashlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as OutOfTime
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import combinations
 from math import prod
+from threading import Thread
 from typing import TypeVar
 
 import torch
@@ -21,9 +24,11 @@ from dmuon.comm.monitor import CollectiveError, first_line
 from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
 from dmuon.platform.host import let_threads_rest
 from dmuon.platform.streams import group_options
-from dmuon.platform.torch_private import default_group_is_bound, default_timeout, new_named_group
+from dmuon.platform.torch_private import backends_of, default_group_is_bound, default_timeout, new_named_group
 
 _T = TypeVar("_T")
+
+_SLACK_SECONDS = 5.0  # for a process group to be made, beyond the time limit of its collectives
 
 
 def this_rank() -> GlobalRank:
@@ -84,7 +89,7 @@ def make_group(
         kind = _name(purpose, ranks)
         name = f"{kind}_{made[kind]}"
         with named(f"making process group {name!r} of ranks {ranks}"):
-            group = new_named_group(ranks, name, timeout, pg_options, f"dmuon_{purpose}")
+            group = _in_time(timeout, lambda: new_named_group(ranks, name, timeout, pg_options, f"dmuon_{purpose}"))
         made[kind] += 1  # now that all its ranks have made it
         return group
     own = None
@@ -95,6 +100,29 @@ def make_group(
         own = group if rank in members else own
     assert isinstance(own, dist.ProcessGroup)
     return own
+
+
+def _in_time(timeout: timedelta, make: Callable[[], _T]) -> _T:
+    """What ``make`` returns, in a thread of its own: gloo waits for ever if the host of the store has stopped.
+
+    Raises:
+        RuntimeError: it takes longer than ``timeout`` allows each of its parts.
+    """
+    if backends_of(_default()) != {"gloo"}:  # an accelerator's back end goes by the current device of the thread
+        return make()
+    made: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    Thread(target=run, name="dmuon-group", daemon=True).start()
+    try:
+        return made.result(timeout.total_seconds() + _SLACK_SECONDS)
+    except OutOfTime:
+        raise RuntimeError(f"it was not made within {timeout.total_seconds() + _SLACK_SECONDS:g} s") from None
 
 
 def connect(group: dist.ProcessGroup, device: torch.device, *, exchanges: bool = False) -> None:

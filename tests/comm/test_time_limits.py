@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from harness.topologies import lay
 from harness.toy import build
 
 import dmuon
+from dmuon.comm import process_groups
 from dmuon.comm.domain import make_domain
 from dmuon.comm.monitor import CollectiveError
 from dmuon.dedicated.dedication import dedications
@@ -31,6 +33,19 @@ def test_groups_have_the_limit_of_the_default_group_unless_told(rank: int, world
         assert comm.row is not None
         assert {limit_of(g) for g in (comm.control, comm.average_group, comm.row.weights)} == {seconds}
         assert limit_of(make_domain(range(world), CPU, timeout).group) == seconds
+
+
+@pytest.mark.pitfall("P49")
+@on_ranks(1)
+def test_a_group_that_cannot_be_made_is_named_in_time(rank: int, world: int) -> None:
+    """gloo waits for ever where the host of the store has stopped."""
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_groups, "new_named_group", lambda *_: time.sleep(60))
+        patch.setattr(process_groups, "_SLACK_SECONDS", 0.2)
+        with pytest.raises(CollectiveError, match=r"making process group .* failed: it was not made within 0.5 s"):
+            make_domain([0], CPU, timedelta(seconds=0.3))
+    assert time.monotonic() - begin < 20
 
 
 @on_ranks(2)

@@ -316,6 +316,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--only", choices=list(FAULTS), help="every round with this fault")
     parser.add_argument("--jobs", type=int, default=2, help="rounds side by side (default: %(default)s)")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, help="seconds from a fault to the end (default: %(default)s)"
+    )
     parser.add_argument("--keep", type=Path, help="folder for logs, which stay")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -324,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = options.keep or Path(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        chaos = Chaos(folder.resolve(), keeps=options.keep is not None)
+        chaos = Chaos(folder.resolve(), keeps=options.keep is not None, limit=options.limit)
         numbers = range(options.first, options.first + options.rounds)
         with ThreadPoolExecutor(options.jobs) as pool:
             verdicts = []

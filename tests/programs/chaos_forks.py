@@ -80,6 +80,7 @@ class Forks:
                     self._ends[news["pid"]] = End(news["code"], news["time"])
                 else:
                     self._pids[news["number"]] = news["pid"]
+                    self._ends.pop(news["pid"], None)  # of an earlier process: the system uses numbers again
                 self._news.notify_all()
 
 

@@ -63,6 +63,11 @@ class Program:
     def dedicated(self) -> bool:
         return self.layout is not None and LAYOUTS[self.layout].dedicated
 
+    @property
+    def splits(self) -> bool:
+        """Whether dmuon owns matrices that tensor parallelism splits."""
+        return self.layout is not None and self.dedicated and "tp" in dict(LAYOUTS[self.layout].dims)
+
 
 class Single(nn.Module):
     """A block of one matrix."""

@@ -91,6 +91,7 @@ def pairs(findings: Sequence[Findings]) -> set[Pair]:
 LAST_VOTE = Counter({Site("HostCopy.tolist", "Event.synchronize"): 1})  # that of the backward before
 VOTE = LAST_VOTE + Counter({Site("Stream.alone", "Stream.synchronize"): 1})
 WAITS = {True: {"backward": LAST_VOTE}, False: {"step": VOTE}}
+IN_FORWARD = {"backward": LAST_VOTE + LAST_VOTE}  # of tensor-parallel ranks, on the forward before
 TRAINING = ("accumulate", "backward", "clip", "evaluate", "regroup", "step", "zero", "zero-model")
 SAVED = "a state dict compares, and waits for, what the next backward would wait for"
 WAITS_BY_DESIGN = {
@@ -108,7 +109,7 @@ def assert_waits(program: Program, findings: Sequence[Findings]) -> None:
     """No action waits for more, and the last of each kind not for less."""
     table = {
         action: Counter({site: count * program.optimizers for site, count in waits.items()})
-        for action, waits in WAITS[program.dedicated].items()
+        for action, waits in (IN_FORWARD if program.splits else WAITS[program.dedicated]).items()
     }
     for found in findings:
         training = [(action, waits) for action, waits in found.waits if action in TRAINING]

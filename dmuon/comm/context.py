@@ -18,7 +18,7 @@ from dmuon.comm.agreement import destroy_released
 from dmuon.comm.domain import Domain
 from dmuon.comm.lifetime import Groups
 from dmuon.comm.monitor import Monitor, Pending
-from dmuon.comm.process_groups import connect, this_rank
+from dmuon.comm.process_groups import connect, make_group, this_rank
 from dmuon.layout.buffer import Transport, part_offsets
 from dmuon.layout.topology import Coordinate, GlobalRank, Position, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
@@ -246,7 +246,7 @@ def make_comm(
     ranks = topology.data_parallel(at.t)
     control = group
     if topology.tensor > 1:
-        control = groups.make(device.type, [topology.ranks], "control", options.timeout)
+        control = groups.keep(make_group(device.type, [topology.ranks], "control", options.timeout))
     monitor = Monitor(
         topology.ranks,
         rank,
@@ -259,13 +259,13 @@ def make_comm(
     tensor: Domain | None = None
     if topology.tensor > 1:
         members = tuple(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
-        across = groups.make(device.type, topology.partition("t"), "tensor", options.timeout)
+        across = groups.keep(make_group(device.type, topology.partition("t"), "tensor", options.timeout))
         tensor = Domain(members, Position(at.t), device, across, monitor, lane=None)
     flat = mesh
     if mesh.ndim > 1:
         flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
     row, column = (_line(groups, device.type, topology, along, rank, options) for along in ("s", "r"))
-    average_group = groups.make(device.type, topology.partition("rs"), "average", options.timeout)
+    average_group = groups.keep(make_group(device.type, topology.partition("rs"), "average", options.timeout))
     with monitor.watch("first use of dmuon's process groups"):
         for one in (control, group, average_group):
             connect(one, device)
@@ -344,8 +344,10 @@ def _line(
     return Line(
         ranks,
         position_in(ranks, rank),
-        groups.make(
-            device_type, by_rank, f"weights_along_{along}", options.timeout, urgent=True, max_ctas=options.max_ctas
+        groups.keep(
+            make_group(
+                device_type, by_rank, f"weights_along_{along}", options.timeout, urgent=True, max_ctas=options.max_ctas
+            )
         ),
-        groups.make(device_type, by_rank, f"gradients_along_{along}", options.timeout),
+        groups.keep(make_group(device_type, by_rank, f"gradients_along_{along}", options.timeout)),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from dmuon.comm.agreement import Election, Verdict, Vote, destroy_released
 from dmuon.comm.lifetime import Groups
 from dmuon.comm.monitor import Monitor, Pending
-from dmuon.comm.process_groups import connect, named, this_rank
+from dmuon.comm.process_groups import connect, make_group, named, this_rank
 from dmuon.layout.parcels import Route, travels
 from dmuon.layout.shards import Piece
 from dmuon.layout.topology import GlobalRank, Position, position_in
@@ -69,7 +69,7 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
             "makes creating groups collective over all ranks; leave device_id out of init_process_group"
         )
     groups = Groups()
-    group = groups.make(device.type, [members], "exchange", timeout)
+    group = groups.keep(make_group(device.type, [members], "exchange", timeout))
     with named(f"first use of the process group of ranks {list(members)}"):
         connect(group, device, exchanges=True)
     destroy_released(group)

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dmuon.comm.process_groups import make_group, ranks_of
+from dmuon.comm.process_groups import ranks_of
 from dmuon.layout.topology import GlobalRank
 from dmuon.platform.torch_private import backends_of, default_store, has_group, keys_in
 
@@ -38,22 +38,12 @@ class Groups:
         self._release = weakref.finalize(self, _release, self._made, self._works)
         self._release.atexit = False  # whatever is alive at exit ends with the process
 
-    def make(
-        self,
-        device_type: str,
-        partition: Sequence[Sequence[GlobalRank]],
-        purpose: str,
-        timeout: timedelta | None,
-        *,
-        urgent: bool = False,
-        max_ctas: int | None = None,
-    ) -> dist.ProcessGroup:
-        """:func:`dmuon.comm.process_groups.make_group`. Collective as that is."""
-        _forget_keys()
-        group = make_group(device_type, partition, purpose, timeout, urgent=urgent, max_ctas=max_ctas)
+    def keep(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """``group``, of :func:`dmuon.comm.process_groups.make_group`, is released with the others."""
         self._made.append(group)
         assert dist.group.WORLD is not None
         _homes[group] = weakref.ref(dist.group.WORLD)
+        _forget_keys()
         return group
 
     def leave(self, works: Iterable[dist.Work]) -> None:

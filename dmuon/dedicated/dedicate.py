@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.context import Comm, CommOptions, make_comm
 from dmuon.comm.lifetime import Groups
-from dmuon.comm.process_groups import this_rank
+from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
@@ -110,7 +110,7 @@ def dedicate_params(
     options = comm if isinstance(comm, CommOptions) else CommOptions()
     lasting = Groups()
     groups = Groups(lasting)
-    group = lasting.make(mesh.device_type, [topology.ranks], "group", options.timeout)
+    group = lasting.keep(make_group(mesh.device_type, [topology.ranks], "group", options.timeout))
 
     def inspect() -> _Inspected:
         check_options(costs, solve, plan)

@@ -8,17 +8,20 @@ others. With NCCL its ranks must come together for it, so it waits until they ma
 
 from __future__ import annotations
 
+import atexit
 import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 import torch.distributed as dist
 
 from dmuon.comm.process_groups import ranks_of
 from dmuon.layout.topology import GlobalRank
+from dmuon.platform.host import keep_for_ever
 from dmuon.platform.torch_private import backends_of, default_store, has_group, keys_in
 
 _PATIENCE = 2.0  # seconds for what is under way to arrive when its users are gone
@@ -35,11 +38,13 @@ class Groups:
         self.lasting = lasting
         self._made: list[dist.ProcessGroup] = []
         self._works: list[dist.Work] = []
+        _users.add(self)
         self._release = weakref.finalize(self, _release, self._made, self._works)
         self._release.atexit = False  # whatever is alive at exit ends with the process
 
     def keep(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """``group``, of :func:`dmuon.comm.process_groups.make_group`, is released with the others."""
+        _prepare_exit()
         self._made.append(group)
         assert dist.group.WORLD is not None
         _homes[group] = weakref.ref(dist.group.WORLD)
@@ -80,9 +85,22 @@ class _Released:
 
 
 _released: list[_Released] = []
+_users: weakref.WeakSet[Groups] = weakref.WeakSet()
 # The default group by each of these: names recur after another has been initialized, perhaps on another store.
 _homes: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _destroyed: list[tuple[weakref.ref[dist.ProcessGroup], str, int]] = []  # homes, names and sizes; keys are in the store
+
+
+@cache
+def _prepare_exit() -> None:
+    """Once, however many groups there are."""
+    atexit.register(_keep_unfinished)
+
+
+def _keep_unfinished() -> None:
+    """Collectives that are under way at exit are never freed: [Note: who keeps a tensor alive] does not end there."""
+    for works in [*(user._works for user in _users), *(released.works for released in _released)]:
+        keep_for_ever(works)
 
 
 def _nothing(_groups: Groups) -> None:

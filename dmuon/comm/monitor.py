@@ -98,6 +98,7 @@ class Pending:
         try:
             run_all(work.wait for work in works)
         except Exception as error:
+            self._monitor.leave(works)  # those that go on
             self._monitor.fail(self._what, error)
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from dmuon.comm.monitor import CollectiveError, first_line
 from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
-from dmuon.platform.host import let_threads_rest
+from dmuon.platform.host import keep_what_was_raised, let_threads_rest
 from dmuon.platform.streams import group_options
 from dmuon.platform.torch_private import backends_of, default_group_is_bound, default_timeout, new_named_group
 
@@ -79,7 +79,7 @@ def make_group(
         urgent: on an accelerator its collectives run before others that wait.
         max_ctas: of an accelerator's multiprocessors, the most that one of its collectives occupies.
     """
-    _let_threads_rest_at_exit()
+    _prepare_exit()
     rank = this_rank()
     timeout = default_timeout(device_type) if timeout is None else timeout
     pg_options = group_options(device_type, urgent, timeout, max_ctas)
@@ -141,9 +141,10 @@ def connect(group: dist.ProcessGroup, device: torch.device, *, exchanges: bool =
 
 
 @cache
-def _let_threads_rest_at_exit() -> None:
+def _prepare_exit() -> None:
     """Once, however many groups there are."""
     atexit.register(let_threads_rest)
+    atexit.register(keep_what_was_raised)
 
 
 # How many of a name, by the default group. The ranks of a group have made as many, however many others each has made.

@@ -56,6 +56,7 @@ class _Ticks(threading.Thread):
         self.fault: Exception | None = None
         self._group, self._device, self._what = group, device, what
         self._working, self._left = True, False
+        self._flags: torch.Tensor | None = None  # whoever is interrupted keeps it to the end of the process
         self._ended = threading.Event()
 
     def end(self, how: str) -> None:
@@ -69,9 +70,9 @@ class _Ticks(threading.Thread):
                 while working and not leaver:
                     self._ended.wait(_TICK_SECONDS)
                     said = [int(self._working), this_rank() + 1 if self._left else 0]
-                    flags = torch.tensor(said, dtype=torch.int32, device=self._device)
-                    dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-                    working, leaver = flags.tolist()
+                    self._flags = torch.tensor(said, dtype=torch.int32, device=self._device)
+                    dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group)
+                    working, leaver = self._flags.tolist()
             if leaver:
                 raise CollectiveError(
                     f"rank {this_rank()}: {self._what} was given up, because rank {leaver - 1} was interrupted or "

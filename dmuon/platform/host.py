@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -50,7 +51,21 @@ def warn_if_oversubscribed(shares: Sequence[HostShare], rank: int) -> None:
         )
 
 
-def let_threads_rest(seconds: float = 1.0) -> None:
+def keep_for_ever(thing: object) -> None:
+    """Never free ``thing``, not even when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def keep_what_was_raised() -> None:
+    """At exit: what the frames of an unhandled exception hold is never freed.
+
+    A collective that failed may still be under way, and its thread needs the interpreter if it drops the last reference
+    to a tensor: see :func:`let_threads_rest`.
+    """
+    keep_for_ever(getattr(sys, "last_value", None))
+
+
+def let_threads_rest(seconds: float = 3.0) -> None:
     """Wait until no other thread of this process runs; at most ``seconds``.
 
     A thread of a process group that drops the last reference to a tensor needs the interpreter for it, and aborts the

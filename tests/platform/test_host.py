@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
+import weakref
 import zlib
 
 import pytest
@@ -15,7 +19,7 @@ from harness.toy import build
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.platform.host import HostShare, let_threads_rest, warn_if_oversubscribed
+from dmuon.platform.host import HostShare, keep_for_ever, let_threads_rest, warn_if_oversubscribed
 
 
 def place(threads: int, cpus: range, host: str = "a") -> HostShare:
@@ -81,6 +85,35 @@ def test_threads_that_run_are_waited_for() -> None:
         thread.start()
     let_threads_rest(60.0)
     assert len(ended) == 2
+
+
+@pytest.mark.pitfall("P68")
+def test_what_is_kept_for_ever_is_never_freed() -> None:
+    class Thing: ...
+
+    thing = Thing()
+    alive = weakref.ref(thing)
+    keep_for_ever(thing)
+    del thing
+    gc.collect()
+    assert alive() is not None
+
+
+@pytest.mark.pitfall("P68")
+def test_what_an_unhandled_exception_holds_is_kept_at_exit() -> None:
+    """A program whose last words come from the finalizer of what its exception holds would say more."""
+    program = """
+import atexit
+from dmuon.platform.host import keep_what_was_raised
+atexit.register(KEEP)
+class Thing:
+    def __del__(self): print("freed", flush=True)
+def fail(thing): raise RuntimeError("no")
+fail(Thing())
+"""
+    for keep, said in (("keep_what_was_raised", ""), ("int", "freed")):
+        command = [sys.executable, "-c", program.replace("KEEP", keep)]
+        assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == said
 
 
 def test_threads_that_never_rest_are_left() -> None:

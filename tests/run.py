@@ -22,12 +22,25 @@ PARTS = {
     "ranks": "ranks and not dedicated",
     "one-process": "not ranks",
 }
+# What a part need not collect, unless paths are given.
+FOLDERS = {"dedicated": ["tests/dedicated"], "ranks": ["--ignore=tests/dedicated"], "one-process": []}
 ORDER = ("failed", "passed", "skipped", "xfailed", "xpassed", "error")
 
 
 def start(name: str, expression: str, arguments: list[str], output: object) -> subprocess.Popen[bytes]:
     part = f"({PARTS[name]}) and ({expression})" if expression else PARTS[name]
-    command = [sys.executable, "-m", "pytest", "-m", part, "-o", f"cache_dir=.pytest_cache/{name}", *arguments]
+    folders = [] if any(Path(argument.partition("::")[0]).exists() for argument in arguments) else FOLDERS[name]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        part,
+        "-o",
+        f"cache_dir=.pytest_cache/{name}",
+        *folders,
+        *arguments,
+    ]
     return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)  # type: ignore[call-overload, no-any-return]
 
 

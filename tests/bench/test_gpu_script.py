@@ -204,6 +204,7 @@ def bare(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, cwd=checkout)
 
 
+@pytest.mark.slow
 def test_it_runs_from_a_checkout_that_is_not_installed(checkout: Path) -> None:
     models = checkout / "models"
     models.mkdir(exist_ok=True)

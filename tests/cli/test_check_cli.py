@@ -32,10 +32,8 @@ def lines_of(output: str) -> list[tuple[str, str, str]]:
     return [(x[:6].strip(), x[6:19].strip(), x[19:]) for x in output.splitlines() if x.startswith(kinds)]
 
 
-@pytest.mark.parametrize(
-    ("topologies", "grids"),
-    [("1d,hsdp", ["1d 2"]), pytest.param("1d,tp,hsdp", ["1d 2", "tp 1x2"], marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("topologies", "grids"), [("1d,hsdp", ["1d 2"]), ("1d,tp,hsdp", ["1d 2", "tp 1x2"])])
 def test_two_ranks_pass_and_say_what_was_checked(tmp_path: Path, topologies: str, grids: list[str]) -> None:
     out = tmp_path / "report.json"
     done = torchrun(2, "--quick", "--topologies", topologies, "--json", str(out))

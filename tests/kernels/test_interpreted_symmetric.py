@@ -65,7 +65,7 @@ def config(request):
     return request.param
 
 
-@pytest.fixture(params=TOLERANCE, ids=str)
+@pytest.fixture(params=[torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def dtype(request):
     return request.param
 

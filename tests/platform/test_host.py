@@ -99,6 +99,7 @@ def test_what_is_kept_for_ever_is_never_freed() -> None:
     assert alive() is not None
 
 
+@pytest.mark.slow
 @pytest.mark.pitfall("P68")
 def test_what_an_unhandled_exception_holds_is_kept_at_exit() -> None:
     """A program whose last words come from the finalizer of what its exception holds would say more."""

@@ -6,7 +6,6 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from dmuon.exchanged.user_round import UserRound, by_owner
 from dmuon.layout.topology import GlobalRank
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
-from dmuon.step.residency import Options, Residency
+from dmuon.step.residency import Options, Residency, lies
 from dmuon.step.rounds import Round, exchanged_rounds, longest_first
 
 
@@ -179,7 +178,7 @@ class Exchange(Residency):
     copies: Mapping[int, dist.ProcessGroup]
 
     def __post_init__(self) -> None:
-        self._laid = [_lies(p) for p in self.params]
+        self._laid = [lies(p) for p in self.params]
         self._rank = this_rank()
         self._stepped = False
         self._options: weakref.WeakMethod[Options] | None = None
@@ -225,7 +224,7 @@ class Exchange(Residency):
             CollectiveError: the ranks issued different collectives before.
             RuntimeError: layouts changed on some ranks only, or another rank found a fault in another domain.
         """
-        changed = changed or any(_lies(p) != laid for p, laid in zip(self.params, self._laid, strict=True))
+        changed = changed or any(lies(p) != laid for p, laid in zip(self.params, self._laid, strict=True))
         if self._stepped:
             for domain, _ in self.domains:
                 domain.monitor.end_step()
@@ -365,10 +364,3 @@ def _row(
     """``plain`` says how a tensor lies that is no DTensor."""
     lies_as = ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else plain
     return Exchanged(name, "x".join(map(str, shape)), lies_as, " ".join(map(str, ranks)), owner)
-
-
-def _lies(param: Tensor) -> tuple[Any, ...]:
-    """How a parameter lies, as far as this rank can see without asking."""
-    if isinstance(param, DTensor):
-        return param.device_mesh, param.placements, param._local_tensor.shape
-    return (param.shape,)

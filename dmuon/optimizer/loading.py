@@ -11,7 +11,7 @@ from torch import Tensor
 from dmuon.optimizer.options import check_options
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.update import init_adamw_state
+from dmuon.step.update import new_adamw_state
 
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 
@@ -92,5 +92,5 @@ def adopt_adamw_state(optimizer: torch.optim.Optimizer) -> None:
                 continue
             state = optimizer.state[param]
             if "step" not in state:
-                init_adamw_state(param, state)
+                state.update(new_adamw_state(param))
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(local_tensor(param).device)

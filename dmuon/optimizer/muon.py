@@ -43,7 +43,7 @@ from dmuon.step.batches import Batch, make_batches
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import AloneRound, Round, drive
-from dmuon.step.update import Done, adamw_step, align_gradients, init_adamw_state
+from dmuon.step.update import Done, adamw_step, align_gradients
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
 
@@ -168,6 +168,7 @@ class Muon(torch.optim.Optimizer):
 
     def _register_hooks(self) -> None:
         """They get the optimizer as an argument, and hold none: that would keep it until a garbage collection."""
+        self.register_state_dict_pre_hook(_prepare_state)
         self.register_state_dict_post_hook(self._momentum.save)
         self._load_hook = self.register_load_state_dict_pre_hook(self._momentum.load)
         self.register_load_state_dict_post_hook(self._momentum.show_loaded)
@@ -209,8 +210,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: groups, options or state that do not fit, on all ranks of which one cannot load its own.
         """
-        if self._laid_out is None:
-            self._lay_out()
+        self._follow()
         self._load_hook.remove()  # after the user's hooks, which may adapt what they are given
         self._load_hook = self.register_load_state_dict_pre_hook(self._momentum.load)
         super().load_state_dict(state_dict if isinstance(state_dict, dict) else {})
@@ -238,10 +238,15 @@ class Muon(torch.optim.Optimizer):
             raise
 
     def _lay_out(self) -> None:
-        """Residencies, batches, state and rounds for the present groups. Momentum moves into the new batches.
+        """Residencies, batches and rounds for the present groups. Momentum moves into the new batches.
 
-        State is created at once, so that a checkpoint can be loaded before the first step.
+        Collective, as building the optimizer is. State of parameters that no group holds any more is forgotten.
         """
+        self._find_device()
+        self._carry_names()
+        held = {id(p) for group in self.param_groups for p in group["params"]}
+        for gone in [p for p in self.state if id(p) not in held]:
+            del self.state[gone]
         if self._early is not None:
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
@@ -259,15 +264,20 @@ class Muon(torch.optim.Optimizer):
                 momentum.update(of_params)
             rounds += residency.rounds(batches)
         self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
-        for group in self.param_groups:
-            for param in [] if group["use_muon"] else group["params"]:
-                if param.requires_grad and not self.state.get(param):
-                    init_adamw_state(param, self.state[param])
         self._residencies, self._rounds = residencies, rounds
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups])
         self._early = self._listen() if self._origin.overlap else None
         self._laid_out = self._param_ids()
+
+    def _carry_names(self) -> None:
+        """A parameter that was put in the place of another one has its name."""
+        names = self._origin.names
+        for group, before in zip(self.param_groups, self._laid_out or [], strict=False):
+            if len(before) == len(group["params"]):
+                for param, old in zip(group["params"], before, strict=True):
+                    if id(param) != old and id(param) not in names and old in names:
+                        names[id(param)] = names.pop(old)
 
     def _find_residencies(self, muon: list[Tensor]) -> list[Residency]:
         """Where the parameters in ``muon`` live. Collective, as building the optimizer is.
@@ -306,6 +316,11 @@ class Muon(torch.optim.Optimizer):
 
     def _param_ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for group in self.param_groups]
+
+    def _follow(self) -> None:
+        """Lay out anew if groups hold other parameters than before. Collective then, as building the optimizer is."""
+        if self._param_ids() != self._laid_out:
+            self._lay_out()
 
     # -- step ------------------------------------------------------------------------------------------------------
 
@@ -356,8 +371,11 @@ class Muon(torch.optim.Optimizer):
     def _present(self) -> set[int]:
         """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed."""
         changed = self._param_ids() != self._laid_out
-        present = [residency.before_step(changed) for residency in self._residencies]
-        if changed or None in present:
+        present: list[set[int] | None] = []
+        for residency in self._residencies:  # those that vote on it come last
+            present.append(residency.before_step(changed))
+            changed = changed or present[-1] is None
+        if changed:
             self._lay_out()
             present = [residency.before_step(False) for residency in self._residencies]
         return set().union(*(ids for ids in present if ids is not None))
@@ -427,6 +445,12 @@ class Muon(torch.optim.Optimizer):
         if self._early is not None:
             self._early.forget()
         super().zero_grad(set_to_none)
+
+
+def _prepare_state(optimizer: torch.optim.Optimizer) -> None:
+    """Before a state dict, which torch keys by the parameters of the groups."""
+    assert isinstance(optimizer, Muon)
+    optimizer._follow()
 
 
 def _group_of(optimizer: weakref.ref[Muon], index: int) -> dict[str, Any]:

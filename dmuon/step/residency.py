@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -125,6 +126,12 @@ class Alone(Residency):
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
+        self._laid = [lies(param) for param in self.params]
+
+    def before_step(self, changed: bool) -> set[int] | None:
+        if any(lies(param) != laid for param, laid in zip(self.params, self._laid, strict=True)):
+            return None
+        return super().before_step(changed)
 
     def tasks(self) -> list[Task]:
         tasks = []
@@ -138,6 +145,13 @@ class Alone(Residency):
 
     def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
         return [AloneRound(index, batch) for index, of_group in enumerate(batches) for batch in of_group]
+
+
+def lies(param: Tensor) -> tuple[Any, ...]:
+    """How a parameter lies, as far as this rank can see without asking: its model may be moved or converted."""
+    local = local_tensor(param)
+    layout = (param.device_mesh, param.placements) if isinstance(param, DTensor) else ()
+    return (local.device, local.dtype, local.shape, *layout)
 
 
 def like_param(param: Tensor, local: Tensor) -> Tensor:

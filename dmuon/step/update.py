@@ -198,11 +198,13 @@ def align_gradients(params: Iterable[Tensor]) -> None:
             param.grad = grad.redistribute(placements=param.placements)
 
 
-def init_adamw_state(param: Tensor, state: MutableMapping[str, Any]) -> None:
-    """Create ``step`` (0-D fp32 on the parameter's device), ``exp_avg`` and ``exp_avg_sq`` (as ``param``)."""
-    state["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(param).device)
-    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+def new_adamw_state(param: Tensor) -> dict[str, Tensor]:
+    """``step`` (0-D fp32 on the parameter's device), ``exp_avg`` and ``exp_avg_sq`` (as ``param``)."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=local_tensor(param).device),
+        "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+    }
 
 
 @torch.no_grad()
@@ -224,8 +226,8 @@ def adamw_step(
     for param, state in zip(params, states, strict=True):
         if param.grad is None:
             continue
-        if not state:  # it was cleared
-            init_adamw_state(param, state)
+        if not state:  # it is the first step, or it was cleared
+            state.update(new_adamw_state(param))
         local = local_tensor(param)
         if local.numel() == 0:
             state["step"] += 1

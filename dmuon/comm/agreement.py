@@ -86,6 +86,7 @@ class Election:
         vote: of this rank.
         monitor: journals these ranks' collectives.
         what: names the election in messages.
+        lane: of the journal, where ranks may differ in whether they vote at all.
         compared: blocks that ran, if the digest holds more than the journal, or something else.
     """
 
@@ -96,13 +97,14 @@ class Election:
         monitor: Monitor,
         device: torch.device,
         what: str,
+        lane: str | None = None,
         compared: str = "",
     ) -> None:
-        self._monitor, self._compared = monitor, compared
+        self._monitor, self._lane, self._compared = monitor, lane, compared
         votes = vote.encode()
         if streams_of(device) is not None:
             votes = pinned_like(votes).copy_(votes).to(device, non_blocking=True, copy=True)
-        with monitor.watch(what):
+        with monitor.watch(what, lane):
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
             self._copy = HostCopy(votes)
 
@@ -119,8 +121,8 @@ class Election:
         """
         verdict = Vote.decode(self._copy.tolist())
         if not verdict.same_collectives:
-            if self._compared:
-                self._monitor.note("ran", self._compared)  # only now: ranks of other groups have others
+            if self._lane is not None and self._compared:
+                self._monitor.note(self._lane, self._compared)  # only now: ranks of other groups have others
             self._monitor.disagree()
         return verdict
 

@@ -205,14 +205,16 @@ class Monitor:
             module.current_stream(self._device).synchronize()
 
     @contextmanager
-    def watch(self, what: str) -> Iterator[None]:
-        """Around a blocking collective."""
+    def watch(self, what: str, lane: str | None = None) -> Iterator[None]:
+        """Around a blocking collective, which is noted in ``lane`` if it fails: other ranks may not have it."""
         self._refuse_if_broken(what)
         try:
             yield
         except (CollectiveError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
+            if lane is not None:
+                self.note(lane, what)
             self.fail(what, error)
 
     def note(self, lane: str, what: str) -> None:

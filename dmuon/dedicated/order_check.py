@@ -83,7 +83,9 @@ class OrderCheck:
         comm = self._comm
         what = "comparison of blocks that ran"
         digest = zlib.crc32(compared.encode(), digest) & 0x7FFFFFFF
-        election = self._elections[line] = Election(Vote((), digest), group, comm.monitor, comm.device, what, compared)
+        vote = Vote((), digest)
+        election = Election(vote, group, comm.monitor, comm.device, what, "ran", compared)
+        self._elections[line] = election
         if election.immediate:
             self._conclude(line)
 

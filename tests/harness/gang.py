@@ -115,4 +115,5 @@ def _main(
     else:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     program(rank, world, *args)

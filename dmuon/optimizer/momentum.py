@@ -17,7 +17,6 @@ from dmuon.dedicated.state_dict import describe
 from dmuon.optimizer.loading import completed, loading_fault, savable
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.residency import MOMENTUM, Residency
-from dmuon.step.update import new_adamw_state
 
 _State = MutableMapping[Any, Any]  # `optimizer.state`: a dict of values by parameter
 
@@ -131,13 +130,10 @@ class Momentum:
             each.before_state_dict()
         self.adopt(optimizer.state)
         residency_of = {id(row.param): row.residency for row in self._rows}
-        params = [(param, group["use_muon"]) for group in optimizer.param_groups for param in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
         state = {}
-        # In one order on all ranks, for us and for whoever gathers the result.
-        for index, (param, use_muon) in enumerate(params):
+        for index, param in enumerate(params):  # in one order on all ranks, for us and for whoever gathers the result
             values = optimizer.state.get(param)
-            if not values and not use_muon and param.requires_grad:
-                values = new_adamw_state(param)  # so that a checkpoint is loaded into it before the first step
             if values is None:
                 continue
             residency, momentum = residency_of.get(id(param)), values.get(MOMENTUM)

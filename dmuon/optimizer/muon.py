@@ -43,7 +43,7 @@ from dmuon.step.batches import Batch, make_batches
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import AloneRound, Round, drive
-from dmuon.step.update import Done, adamw_step, align_gradients
+from dmuon.step.update import Done, adamw_step, align_gradients, new_adamw_state
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
 
@@ -240,7 +240,8 @@ class Muon(torch.optim.Optimizer):
     def _lay_out(self) -> None:
         """Residencies, batches and rounds for the present groups. Momentum moves into the new batches.
 
-        Collective, as building the optimizer is. State of parameters that no group holds any more is forgotten.
+        Collective, as building the optimizer is. State is created at once, so that a checkpoint can be loaded before
+        the first step; that of parameters that no group holds any more is forgotten.
         """
         self._find_device()
         self._carry_names()
@@ -264,6 +265,10 @@ class Muon(torch.optim.Optimizer):
                 momentum.update(of_params)
             rounds += residency.rounds(batches)
         self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
+        for group in self.param_groups:
+            for param in [] if group["use_muon"] else group["params"]:
+                if param.requires_grad and not self.state.get(param):
+                    self.state[param].update(new_adamw_state(param))
         self._residencies, self._rounds = residencies, rounds
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups])

@@ -207,6 +207,10 @@ def new_adamw_state(param: Tensor) -> dict[str, Tensor]:
     }
 
 
+def _lies_elsewhere(local: Tensor, moment: Tensor) -> bool:
+    return (moment.device, moment.dtype) != (local.device, local.dtype)
+
+
 @torch.no_grad()
 def adamw_step(
     params: Sequence[Tensor],
@@ -226,9 +230,12 @@ def adamw_step(
     for param, state in zip(params, states, strict=True):
         if param.grad is None:
             continue
-        if not state:  # it is the first step, or it was cleared
+        if not state:  # it was cleared
             state.update(new_adamw_state(param))
         local = local_tensor(param)
+        if _lies_elsewhere(local, state["exp_avg"]):  # the model was moved or converted
+            for name, value in state.items():
+                state[name] = value.to(local.device, torch.float32 if name == "step" else local.dtype)
         if local.numel() == 0:
             state["step"] += 1
             continue

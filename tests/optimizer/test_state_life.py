@@ -93,14 +93,6 @@ def test_a_model_that_is_converted_after_the_optimizer_was_built_trains_as_one_b
             assert value.dtype == other.state[q][key].dtype and torch.equal(value, other.state[q][key]), (name, key)
 
 
-def test_moments_come_with_the_first_step() -> None:
-    model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    assert not any("exp_avg" in values for values in optimizer.state.values())
-    train(model, optimizer, range(1))
-    assert all("exp_avg" in optimizer.state[p] for g in optimizer.param_groups[1:] for p in g["params"])
-
-
 def test_what_is_frozen_costs_no_state() -> None:
     model = build()
     for name, param in model.named_parameters():

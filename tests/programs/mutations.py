@@ -108,7 +108,7 @@ FAULTS = {
         "another_owner_than_planned": "«position_in(placed.ranks, owner)→positions(1)[0]»)",
     },
     f"{EXCHANGED} -k another_placement_is_planned_anew": {
-        "a_stale_layout_is_kept": "changed = changed or any(_lies(p) != «laid→_lies(p)» for p, laid in",
+        "a_stale_layout_is_kept": "changed = changed or any(lies(p) != «laid→lies(p)» for p, laid in",
     },
     f"{CHECKPOINT} -k resume": {
         "loaded_momentum_is_not_stored": "«copy_(self.residency.part_of(self.param, value, self.name))→zero_()»",

@@ -234,8 +234,9 @@ def adamw_step(
             state.update(new_adamw_state(param))
         local = local_tensor(param)
         if _lies_elsewhere(local, state["exp_avg"]):  # the model was moved or converted
-            for name, value in state.items():
-                state[name] = value.to(local.device, torch.float32 if name == "step" else local.dtype)
+            state["step"] = state["step"].to(local.device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].to(local.device, local.dtype)
         if local.numel() == 0:
             state["step"] += 1
             continue

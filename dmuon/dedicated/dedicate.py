@@ -41,7 +41,7 @@ from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.topology import GlobalRank, Position, Topology, position_in
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
-from dmuon.model.routing import Route, Select, route_parameters
+from dmuon.model.routing import Route, Select, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
@@ -81,9 +81,10 @@ def dedicate_params(
             communication dtype. Tensor parallelism is read off the parameters: DTensors over one dimension of another
             mesh, split by rows or columns, or copied.
         select: ``select(fqn, module, param) -> bool`` decides which matrices Muon takes. Default: every trainable
-            matrix inside a block.
-        blocks: the units of communication, as modules or as ``blocks(fqn, module) -> bool``. Default: the elements
-            of the outermost ``ModuleList``s and ``Sequential``s.
+            hidden matrix, as ``dmuon.Muon(model)`` does.
+        blocks: the units of communication, as modules or as ``blocks(fqn, module) -> bool``; what lies inside is
+            hidden. Default: the elements of the outermost ``ModuleList``s and ``Sequential``s, or the single layers of
+            a model in which nothing repeats. ``[model]`` makes it one block.
         reshard_after_forward: free whole weights after forward and fetch them again for backward. False keeps them.
             Governs the owned matrices only.
         mp_policy: ``param_dtype`` is the dtype of owned weights in forward, backward and communication (default:
@@ -127,7 +128,7 @@ def dedicate_params(
             "comm": options,
         }
         check_model(model)
-        routes = route_parameters(model, select, blocks)
+        routes = route_to_blocks(model, select, blocks)
         check_parameters(model, routes, topology.ranks)
         tensor_mesh = tensor_mesh_of(routes)
         ranks = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()

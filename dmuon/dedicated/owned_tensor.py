@@ -122,7 +122,8 @@ class OwnedTensor(DTensor):
         if name not in _LOCAL:
             raise RuntimeError(
                 f"{func} is not available on {owned[0].fqn!r}: outside the forward and backward of its block, dmuon "
-                f"keeps it whole on rank {owned[0].owner} and empty on the others; {_REMEDIES.get(name, _REMEDY)}"
+                f"keeps it whole on rank {owned[0].owner} and empty on the others; {_REMEDIES.get(name, _REMEDY)}. If "
+                "a module's forward computes with it there, name that module in dedicate_params(…, blocks=[…])"
             )
         if name.startswith("_foreach"):
             return _run_foreach(func, args, kwargs or {})

@@ -1,9 +1,9 @@
-"""The blocks of a model, which are the repeated layers that communicate as units: names, and shapes of matrices."""
+"""The blocks of a model, which are the layers that communicate as units: names, and shapes of matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 
 import torch.nn as nn
 
@@ -26,7 +26,13 @@ class MatrixShape:
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
+# Their forward, or a fast path of it, computes with their children's weights without calling them.
+_COMPUTE_FOR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+WHOLE_MODEL = "(model)"  # the name of the block that is the model itself
+
 BlockPredicate = Callable[[str, nn.Module], bool]
+NamedModule = tuple[str, nn.Module]
 
 
 def canonical_fqn(name: str) -> str:
@@ -34,15 +40,15 @@ def canonical_fqn(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def find_blocks(
-    model: nn.Module, blocks: Sequence[nn.Module] | BlockPredicate | None
-) -> Sequence[tuple[str, nn.Module]]:
-    if blocks is None:
-        # A Sequential without any repetition is a stack of one layer only where nothing else is a stack.
-        return list(_stack_elements(model, "", True)) or list(_stack_elements(model, "", False))
-    named = [(canonical_fqn(n), m) for n, m in model.named_modules() if n]
+def given_blocks(model: nn.Module, blocks: Sequence[nn.Module] | BlockPredicate) -> list[NamedModule]:
+    """The blocks that the user names.
+
+    Raises:
+        TypeError, ValueError: no modules of the model, blocks inside blocks, or a block that nobody calls.
+    """
+    named = [(canonical_fqn(n), m) for n, m in model.named_modules()]
     if callable(blocks) and not isinstance(blocks, nn.Module):
-        chosen = [(n, m) for n, m in named if blocks(n, m)]
+        chosen = [(n, m) for n, m in named[1:] if blocks(n, m)]
     else:
         if not isinstance(blocks, Iterable):
             raise TypeError(
@@ -63,7 +69,50 @@ def find_blocks(
         for other_name, other in chosen:
             if id(other) in inside:
                 raise ValueError(f"blocks: {other_name!r} lies inside {name!r}; pass one of them")
-    return chosen
+    return [(name or WHOLE_MODEL, module) for name, module in chosen]
+
+
+def stacked_blocks(model: nn.Module, holders: Set[int]) -> list[NamedModule]:
+    """The elements of the outermost stacks of ``model``; none if nothing repeats.
+
+    A ``Sequential`` is a stack if its elements repeat, there or in another one, and are found nowhere else. Where
+    nothing is a list and nothing repeats, one that holds a single layer of some class is a stack of one.
+
+    Args:
+        holders: ids of the modules that hold matrices. Elements without any are no blocks.
+    """
+
+    def stacks(repeated: bool) -> list[_Element]:
+        found = _stack_elements(model, "", _Container(in_list=False, repeated=repeated))
+        return [e for e in found if any(id(sub) in holders for sub in e.module.modules())]
+
+    repeated = stacks(True)
+    if any(element.in_list for element in repeated):
+        return [(e.name, e.module) for e in repeated]
+    if repeated:
+        kinds = {_kind(e.module) for e in repeated}
+        found = [e for e in stacks(False) if _kind(e.module) in kinds]
+    else:
+        found = [e for e in stacks(False) if e.in_list or not isinstance(_unwrapped(e.module), nn.Sequential)]
+    return [] if _others_alike(model, found, holders) else [(e.name, e.module) for e in found]
+
+
+def own_blocks(model: nn.Module, uses: Iterable[Sequence[nn.Module]]) -> list[NamedModule]:
+    """The blocks of a model without stacks: its layers. What several layers use takes the module that contains them.
+
+    Args:
+        uses: the modules that hold a matrix, for each matrix.
+
+    Raises:
+        ValueError: only the model contains all users of a matrix, and nobody calls it.
+    """
+    paths = _paths(model)
+    found: dict[int, NamedModule] = {}
+    for holders in uses:
+        name, block = _covering([path for module in holders for path in paths[id(module)]])
+        found.setdefault(id(block), (name, block))
+    inside = {id(sub) for _, block in found.values() for sub in block.modules() if sub is not block}
+    return [block for key, block in found.items() if key not in inside]
 
 
 def _is_callable(module: nn.Module) -> bool:
@@ -88,37 +137,55 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
-def _stack_elements(module: nn.Module, prefix: str, repeated: bool) -> Iterator[tuple[str, nn.Module]]:
-    """Blocks below ``module``: elements of its outermost containers, those of containers inside containers included.
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """Where an element was found, or is looked for.
 
-    Args:
+    Attributes:
+        in_list: in a list, which says itself that it is a stack; or only in ``Sequential``s.
         repeated: a ``Sequential`` in which nothing repeats is no stack.
     """
+
+    in_list: bool
+    repeated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Element:
+    name: str
+    module: nn.Module
+    in_list: bool
+
+
+def _stack_elements(module: nn.Module, prefix: str, within: _Container) -> Iterator[_Element]:
+    """Elements of the outermost containers below ``module``, those of containers inside containers included."""
     elements = list(module.named_children())
     if not _is_list(module):
         for name, child in elements:
-            yield from _stack_elements(child, f"{prefix}{name}.", repeated)
+            yield from _stack_elements(child, f"{prefix}{name}.", within)
         return
     elements = [(n, c) for n, c in elements if _is_composite(c)]
     if isinstance(module, nn.Sequential):
-        elements = _between_stem_and_head(elements, repeated)
+        elements = _between_stem_and_head(elements, within.repeated)
+    else:
+        within = replace(within, in_list=True)
     for name, child in elements:
-        yield from _element_blocks(child, f"{prefix}{name}", repeated)
+        yield from _element_blocks(child, f"{prefix}{name}", within)
 
 
-def _element_blocks(element: nn.Module, name: str, repeated: bool) -> Iterator[tuple[str, nn.Module]]:
+def _element_blocks(element: nn.Module, name: str, within: _Container) -> Iterator[_Element]:
     """The element itself, or, if it only groups others, what it groups."""
     inner = _unwrapped(element)
     if not _is_callable(inner):  # nobody calls it, so it cannot be a block; each of its layers is called
         for name_in, child in inner.named_children():
-            yield from _element_blocks(child, f"{name}.{name_in}", repeated)
+            yield from _element_blocks(child, f"{name}.{name_in}", within)
     elif isinstance(inner, nn.Sequential) and any(_is_composite(child) for child in inner.children()):
-        yield from _stack_elements(inner, f"{name}.", False)
+        yield from _stack_elements(inner, f"{name}.", replace(within, repeated=False))
     else:
-        yield canonical_fqn(name), element
+        yield _Element(canonical_fqn(name), element, within.in_list)
 
 
-def _between_stem_and_head(elements: list[tuple[str, nn.Module]], repeated: bool) -> list[tuple[str, nn.Module]]:
+def _between_stem_and_head(elements: list[NamedModule], repeated: bool) -> list[NamedModule]:
     """In a Sequential that mixes a stem, blocks and a head, the blocks span from the first to the last that repeats."""
     kinds = [_kind(m) for _, m in elements]
     positions = [i for i, kind in enumerate(kinds) if kinds.count(kind) > 1]
@@ -134,9 +201,72 @@ def _kind(module: nn.Module) -> tuple[type, frozenset[object]]:
     return type(module), frozenset(_kind(child) for child in inside)
 
 
-def blocks_by_module(blocks: Iterable[tuple[str, nn.Module]]) -> dict[int, list[tuple[str, nn.Module]]]:
+def _others_alike(model: nn.Module, found: Sequence[_Element], holders: Set[int]) -> bool:
+    """Whether modules with matrices, of the kind of these elements, lie elsewhere: then they are no stack."""
+    inside = {id(sub) for element in found for sub in element.module.modules()}
+    kinds = {_kind(element.module) for element in found}
+    return any(
+        id(module) not in inside
+        and _kind(module) in kinds
+        and any(id(sub) in holders for sub in module.modules())
+        and not any(id(sub) in inside for sub in module.modules())  # what contains them is no other one
+        for module in model.modules()
+    )
+
+
+# From the model down to a module, with names.
+_Path = tuple[NamedModule, ...]
+
+
+def _paths(model: nn.Module) -> dict[int, list[_Path]]:
+    """All ways to each module; several for a module that is shared."""
+    found: dict[int, list[_Path]] = {}
+
+    def visit(path: _Path) -> None:
+        prefix, module = path[-1]
+        found.setdefault(id(module), []).append(path)
+        for name, child in module.named_children():
+            visit((*path, (f"{prefix}.{name}" if prefix else name, child)))
+
+    visit((("", model),))
+    return found
+
+
+def _covering(paths: Sequence[_Path]) -> NamedModule:
+    """The smallest module whose call covers every use of a matrix by the last modules of ``paths``."""
+    units = [_unit(path) for path in paths]
+    if len({id(unit[-1][1]) for unit in units}) > 1:
+        common = next(n for n in range(len(min(paths, key=len)), 0, -1) if len({_ids(path[:n]) for path in paths}) == 1)
+        units = [_unit(paths[0][:common])]
+    name, module = units[0][-1]
+    if not _is_callable(module):
+        user = canonical_fqn(paths[0][-1][0])
+        raise ValueError(
+            f"a weight of {user!r} is used by layers that nothing but the model contains, which has no forward; give "
+            "it one, or keep that weight on AdamW with select=…"
+        )
+    return canonical_fqn(name) or WHOLE_MODEL, module
+
+
+def _ids(path: _Path) -> tuple[int, ...]:
+    return tuple(id(module) for _, module in path)
+
+
+def _unit(path: _Path) -> _Path:
+    """``path`` up to what must be called for its last module's weights to be used."""
+    end = next((i + 1 for i, (_, module) in enumerate(path) if isinstance(module, _COMPUTE_FOR_CHILDREN)), len(path))
+    while end > 1 and (not _is_callable(path[end - 1][1]) or _wraps(path[end - 2][1], path[end - 1][1])):
+        end -= 1
+    return path[:end]
+
+
+def _wraps(outer: nn.Module, inner: nn.Module) -> bool:
+    return any(outer._modules.get(prefix) is inner for prefix in _WRAPPERS)
+
+
+def blocks_by_module(blocks: Iterable[NamedModule]) -> dict[int, list[NamedModule]]:
     """Map ``id(submodule)`` to the blocks that contain it (more than one only for a shared submodule)."""
-    table: dict[int, list[tuple[str, nn.Module]]] = {}
+    table: dict[int, list[NamedModule]] = {}
     seen: set[int] = set()
     for fqn, block in blocks:
         if id(block) in seen:

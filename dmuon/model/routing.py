@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch.nn as nn
 from torch.jit import ScriptModule
@@ -12,12 +12,24 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from dmuon.model.blocks import BlockPredicate, blocks_by_module, canonical_fqn, find_blocks
+from dmuon.model.blocks import (
+    BlockPredicate,
+    NamedModule,
+    blocks_by_module,
+    canonical_fqn,
+    given_blocks,
+    own_blocks,
+    stacked_blocks,
+)
+from dmuon.model.end_layers import INPUT_LAYER, OUTPUT_LAYER, Layer, find_end_layers
 
 UNINITIALIZED = "of a lazy module has no shape yet; run one forward before this, which gives it one"
 
 Select = Callable[[str, nn.Module, nn.Parameter], bool]
+_Blocks = Sequence[nn.Module] | BlockPredicate | None
+_Sites = tuple[tuple[nn.Module, str], ...]
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_INPUT_EMBEDDING = "input embedding"
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # their weights have as many dimensions as what they normalize
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -36,93 +48,129 @@ class Route:
         fqn: canonical name of the parameter (its first site).
         param: the parameter itself.
         sites: every ``(module, attribute)`` that holds it.
-        block: canonical name of its block, or ``None`` when Muon does not take it.
-        block_module: the block itself, or ``None``.
+        muon: whether Muon takes it.
         reason: one phrase for people.
+        block: canonical name of its block; ``None`` where Muon does not take it, and where blocks do not matter.
+        block_module: the block itself, or ``None``.
     """
 
     fqn: str
     param: nn.Parameter
     sites: tuple[tuple[nn.Module, str], ...]
-    block: str | None
-    block_module: nn.Module | None
+    muon: bool
     reason: str
-
-    @property
-    def muon(self) -> bool:
-        return self.block is not None
+    block: str | None = None
+    block_module: nn.Module | None = None
 
 
-def route_parameters(
+def route_parameters(model: nn.Module, select: Select | None = None) -> list[Route]:
+    """Route every parameter of ``model`` to Muon or AdamW, in the order of ``named_parameters``.
+
+    By default Muon takes every trainable matrix that is the ``weight`` of a hidden layer. Where layers repeat, those
+    are the layers inside blocks: the elements of the outermost ``ModuleList``s, ``Sequential``s and ``ModuleDict``s
+    with keys 0, 1, … that have children of their own; a ``Sequential``'s stem and head, which do not repeat, are none.
+    Where nothing repeats, they are all but the input and output layers (:func:`find_end_layers`); if these are all
+    that there is, Muon takes the input layers. Embeddings, tied or declared output heads, norms, recurrent weights,
+    other bare parameters (tables, stacked biases, state matrices) and 1-D parameters stay on AdamW.
+
+    Args:
+        select: ``select(fqn, module, param) -> bool`` decides instead of the default rule.
+
+    Raises:
+        TypeError: ``select`` returned something that is not a bool.
+        ValueError: no matrix was selected, a selected parameter is not a matrix, or has a fused layout that the shape
+            alone does not settle; an embedding has sparse gradients.
+    """
+    routes, _ = _route(model, select, None)
+    _require_some(routes, select, None)
+    return routes
+
+
+def route_to_blocks(
     model: nn.Module,
     select: Select | None = None,
     blocks: Sequence[nn.Module] | BlockPredicate | None = None,
 ) -> list[Route]:
-    """Route every parameter of ``model`` to Muon or AdamW, in the order of ``named_parameters``.
-
-    By default Muon takes every trainable matrix that is the ``weight`` of a layer inside a block. Blocks are the
-    elements of the outermost ``ModuleList``s, ``Sequential``s and ``ModuleDict``s with keys 0, 1, … that have
-    children of their own; a ``Sequential``'s stem and head, which do not repeat, are none. Embeddings, tied or
-    declared output heads, norms, recurrent weights, other bare parameters (tables, stacked biases, state matrices),
-    1-D parameters and everything outside blocks stay on AdamW.
+    """As :func:`route_parameters`, and every matrix of Muon has a block, which is called when its weight is used.
 
     Args:
-        select: ``select(fqn, module, param) -> bool`` decides instead of the default rule.
-        blocks: the blocks themselves, or ``blocks(fqn, module) -> bool``; default as above.
+        blocks: the blocks themselves, or ``blocks(fqn, module) -> bool``; they are also what is inside blocks. By
+            default the elements of stacks, and where nothing repeats, the model's layers (:func:`own_blocks`).
 
     Raises:
-        TypeError: ``select`` returned something that is not a bool.
-        ValueError: no matrix was selected, a selected parameter lies in no block or in two, is not a matrix, or
-            has a fused layout that the shape alone does not settle; blocks that overlap or are never called; an
-            embedding has sparse gradients.
+        TypeError, ValueError: as :func:`route_parameters`, and for a selected parameter that lies in no block or in
+            two, and blocks that overlap or are never called.
     """
+    routes, found = _route(model, select, blocks)
+    _require_some(routes, select, blocks)
+    if found is None:
+        found = own_blocks(model, [[module for module, _ in r.sites] for r in routes if r.muon])
+    table = blocks_by_module(found)
+    placed = []
+    for route in routes:
+        if route.muon:
+            name, block = _single_block(route.fqn, route.sites, table)
+            route = replace(route, block=name, block_module=block)
+        placed.append(route)
+    return placed
+
+
+_Named = tuple[str, nn.Parameter, _Sites]  # canonical name, parameter, everything that holds it
+
+
+def _route(model: nn.Module, select: Select | None, blocks: _Blocks) -> tuple[list[Route], list[NamedModule] | None]:
+    """Routes without blocks, and the blocks that are given or repeat; None if there are none."""
     if isinstance(model, ScriptModule):
         raise ValueError(
             "this model was compiled by torch.jit.script, which hides its layers: give dmuon the module that it was "
             "made of, whose parameters it shares, or give dmuon.Muon groups with use_muon"
         )
-    owner_block = blocks_by_module(find_blocks(model, blocks))
-    embeddings = _embedding_ids(model)
-    parents = {id(child): module for module in model.modules() for child in module.children()}
-    routes = []
-    for fqn, param, sites in _parameters_with_sites(model):
+    params: list[_Named] = list(_parameters_with_sites(model))
+    for fqn, param, sites in params:
         if is_lazy(param):
             raise ValueError(f"parameter {fqn!r} {UNINITIALIZED}")
         _refuse_sparse(fqn, param, sites)
-        reason = _why_not(fqn, param, sites, owner_block, embeddings)
+    embeddings = _embedding_ids(model)
+    fit = [s for _, p, s in params if _why_never(p, s, embeddings) is None and _why_unfit(p, s) is None]
+    stacks = stacked_blocks(model, {id(module) for sites in fit for module, _ in sites}) or None
+    found = stacks if blocks is None else given_blocks(model, blocks)
+    whole = found is not None and [block for _, block in found] == [model]  # which leaves nothing outside
+    hidden = _hidden(model, params, embeddings, stacks if whole else found)
+    parents = {id(child): module for module in model.modules() for child in module.children()}
+    routes = []
+    for fqn, param, sites in params:
+        muon, reason = hidden[id(param)]
         if select is not None:
-            chosen = select(fqn, sites[0][0], param)
-            if not isinstance(chosen, bool):
-                raise TypeError(f"select({fqn!r}, …) returned {chosen!r}; return True or False")
-            if chosen:
-                _require_selectable(fqn, param, sites, owner_block)
-            reason = None if chosen else "excluded by select"
-        if reason is not None:
-            routes.append(Route(fqn, param, sites, None, None, reason))
-            continue
-        _refuse_reparametrized(fqn, sites)
-        if select is None:
-            _refuse_fused(fqn, sites[0], param, parents)
-        block_fqn, block = _single_block(fqn, sites, owner_block)
-        why = "chosen by select" if select is not None else "matrix inside a block"
-        routes.append(Route(fqn, param, sites, block_fqn, block, why))
-    if not any(r.muon for r in routes):
-        raise ValueError(
-            f"no matrix was selected for Muon: {_why_none(select, blocks)}; name the blocks with blocks=[…] or the "
-            "matrices with select=…"
-        )
-    return routes
+            muon = select(fqn, sites[0][0], param)
+            if not isinstance(muon, bool):
+                raise TypeError(f"select({fqn!r}, …) returned {muon!r}; return True or False")
+            if muon:
+                _require_selectable(fqn, param, sites)
+            reason = "chosen by select" if muon else "excluded by select"
+        if muon:
+            _refuse_reparametrized(fqn, sites)
+            if select is None:
+                _refuse_fused(fqn, sites[0], param, parents)
+        routes.append(Route(fqn, param, sites, muon, reason))
+    return routes, found
 
 
-def _why_none(select: Select | None, blocks: Sequence[nn.Module] | BlockPredicate | None) -> str:
+def _require_some(routes: Sequence[Route], select: Select | None, blocks: _Blocks) -> None:
+    if any(route.muon for route in routes):
+        return
+    adamw = "or train this model with torch.optim.AdamW"
     if select is not None:
-        return "select returned False for every parameter"
-    if blocks is not None:
-        return "no trainable layer with a 2-D weight lies inside the given blocks"
-    return (
-        "no trainable layer with a 2-D weight lies inside a block (an element of a ModuleList or Sequential that has "
-        "children of its own)"
-    )
+        why, remedy = "select returned False for every parameter", f"let it return True for a 2-D weight, {adamw}"
+    elif blocks is not None:
+        why, remedy = "no trainable layer with a 2-D weight lies inside the given blocks", "name others, or none"
+    else:
+        left = [r for r in routes if r.reason in (INPUT_LAYER, OUTPUT_LAYER) and _why_unfit(r.param, r.sites) is None]
+        why, remedy = "no trainable layer has a 2-D weight", "train this model with torch.optim.AdamW"
+        if left:
+            names = ", ".join(f"{route.fqn!r} is an {route.reason}" for route in left[:3])
+            why = f"no layer is hidden ({names}{', …' if len(left) > 3 else ''})"
+            remedy = f"choose matrices with select=lambda fqn, module, param: fqn == {left[0].fqn!r}, {adamw}"
+    raise ValueError(f"no matrix was selected for Muon: {why}; {remedy}")
 
 
 def _embedding_ids(model: nn.Module) -> dict[int, str]:
@@ -132,7 +180,7 @@ def _embedding_ids(model: nn.Module) -> dict[int, str]:
         if isinstance(module, _EMBEDDINGS):
             reasons[id(module.weight)] = f"embedding {canonical_fqn(name) or type(module).__name__}"
     for getter, reason in (
-        ("get_input_embeddings", "input embedding"),
+        ("get_input_embeddings", _INPUT_EMBEDDING),
         ("get_output_embeddings", "output head"),
     ):
         try:
@@ -145,9 +193,7 @@ def _embedding_ids(model: nn.Module) -> dict[int, str]:
     return reasons
 
 
-def _parameters_with_sites(
-    model: nn.Module,
-) -> Iterator[tuple[str, nn.Parameter, tuple[tuple[nn.Module, str], ...]]]:
+def _parameters_with_sites(model: nn.Module) -> Iterator[_Named]:
     sites: dict[int, list[tuple[nn.Module, str]]] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
     for module_name, module in model.named_modules():
@@ -159,19 +205,68 @@ def _parameters_with_sites(
         yield fqn, param, tuple(sites[key])
 
 
-def _why_not(
-    fqn: str,
-    param: nn.Parameter,
-    sites: Sequence[tuple[nn.Module, str]],
-    owner_block: dict[int, list[tuple[str, nn.Module]]],
-    embeddings: dict[int, str],
-) -> str | None:
+def _hidden(
+    model: nn.Module, params: Sequence[_Named], embeddings: Mapping[int, str], blocks: Sequence[NamedModule] | None
+) -> dict[int, tuple[bool, str]]:
+    """The default rule: whether Muon takes a parameter and why, by id."""
+    if blocks is None:
+        within, left = "matrix of a hidden layer", find_end_layers(*_layers(model, params, embeddings))
+    else:
+        within, left = "matrix inside a block", _outside(params, blocks)
+    decided: dict[int, tuple[bool, str]] = {}
+    inputs: list[int] = []
+    for _, param, sites in params:
+        never, unfit = _why_never(param, sites, embeddings), _why_unfit(param, sites)
+        reason = never or left.get(id(param)) or unfit
+        decided[id(param)] = (reason is None, reason or within)
+        if reason == INPUT_LAYER and unfit is None:
+            inputs.append(id(param))
+    if not any(muon for muon, _ in decided.values()):
+        decided |= dict.fromkeys(inputs, (True, f"{INPUT_LAYER} of a model without hidden layers"))
+    return decided
+
+
+def _outside(params: Sequence[_Named], blocks: Sequence[NamedModule]) -> dict[int, str]:
+    inside = blocks_by_module(blocks)
+    return {id(p): "outside blocks" for _, p, sites in params if any(id(module) not in inside for module, _ in sites)}
+
+
+def _layers(
+    model: nn.Module, params: Sequence[_Named], embeddings: Mapping[int, str]
+) -> tuple[list[Layer], set[int], set[int]]:
+    """What :func:`find_end_layers` asks for: layers in the order of the model, widths of embeddings, known heads."""
+    order = {id(module): i for i, module in enumerate(model.modules())}
+    layers: list[tuple[int, Layer]] = []
+    embedded: set[int] = set()
+    heads: set[int] = set()
+    for _, param, sites in params:
+        for module, name in sites:
+            if isinstance(module, _RECURRENT):
+                embedded |= {module.hidden_size, 2 * module.hidden_size}
+            if isinstance(module, _EMBEDDINGS):
+                embedded.add(param.shape[1])
+            elif param.ndim >= 2 and _why_no_layer(module, name) is None:
+                layer = Layer.of(module, param)
+                if embeddings.get(id(param)) == _INPUT_EMBEDDING:
+                    embedded.add(layer.gives)
+                    continue
+                layers.append((order[id(module)], layer))
+                if id(param) in embeddings:
+                    heads.add(id(param))
+    return [layer for _, layer in sorted(layers, key=lambda item: item[0])], embedded, heads
+
+
+def _why_never(param: nn.Parameter, sites: _Sites, embeddings: Mapping[int, str]) -> str | None:
+    """Why this is nothing for Muon wherever it lies."""
     if param.ndim < 2:
         return f"{param.ndim}-D"
     if id(param) in embeddings:
         return f"{'tied to ' if len(sites) > 1 else ''}{embeddings[id(param)]}"
-    if any(id(module) not in owner_block for module, _ in sites):
-        return "outside blocks"
+    return None
+
+
+def _why_unfit(param: nn.Parameter, sites: _Sites) -> str | None:
+    """Why a tensor of two dimensions or more is not a matrix that Muon takes."""
     if param.ndim != 2:
         return f"{param.ndim}-D, not one matrix"
     if not param.is_floating_point():
@@ -207,19 +302,12 @@ def _reparametrized(module: nn.Module, name: str) -> str | None:
     return None
 
 
-def _require_selectable(
-    fqn: str,
-    param: nn.Parameter,
-    sites: Sequence[tuple[nn.Module, str]],
-    owner_block: dict[int, list[tuple[str, nn.Module]]],
-) -> None:
+def _require_selectable(fqn: str, param: nn.Parameter, sites: _Sites) -> None:
     if param.ndim != 2 or not param.is_floating_point() or param.numel() == 0:
         raise ValueError(
             f"select chose {fqn!r} of shape {tuple(param.shape)} and {param.dtype}; Muon takes 2-D floating-point "
             "matrices that are not empty: return False for it"
         )
-    if any(id(module) not in owner_block for module, _ in sites):
-        raise ValueError(f"select chose {fqn!r}, which lies outside every block; name its block with blocks=[…]")
     for module, _ in sites:
         if isinstance(module, nn.RNNBase):  # it computes with a list of its own, not with its registered parameters
             raise ValueError(
@@ -228,10 +316,10 @@ def _require_selectable(
             )
 
 
-def _single_block(
-    fqn: str, sites: Sequence[tuple[nn.Module, str]], owner_block: dict[int, list[tuple[str, nn.Module]]]
-) -> tuple[str, nn.Module]:
-    holders = {id(block): (name, block) for module, _ in sites for name, block in owner_block[id(module)]}
+def _single_block(fqn: str, sites: _Sites, table: Mapping[int, Sequence[NamedModule]]) -> NamedModule:
+    if any(id(module) not in table for module, _ in sites):
+        raise ValueError(f"select chose {fqn!r}, which lies outside every block; name its block with blocks=[…]")
+    holders = {id(block): (name, block) for module, _ in sites for name, block in table[id(module)]}
     if len(holders) > 1:
         names = sorted(name for name, _ in holders.values())
         raise ValueError(
@@ -241,7 +329,7 @@ def _single_block(
     return next(iter(holders.values()))
 
 
-def _refuse_sparse(fqn: str, param: nn.Parameter, sites: Sequence[tuple[nn.Module, str]]) -> None:
+def _refuse_sparse(fqn: str, param: nn.Parameter, sites: _Sites) -> None:
     for module, _ in sites:
         if param.requires_grad and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(
@@ -250,7 +338,7 @@ def _refuse_sparse(fqn: str, param: nn.Parameter, sites: Sequence[tuple[nn.Modul
             )
 
 
-def _refuse_reparametrized(fqn: str, sites: Sequence[tuple[nn.Module, str]]) -> None:
+def _refuse_reparametrized(fqn: str, sites: _Sites) -> None:
     for module, name in sites:
         source = _reparametrized(module, name)
         if source is not None:

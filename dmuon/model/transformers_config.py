@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 from dmuon.model.blocks import MatrixShape
-from dmuon.model.routing import route_parameters
+from dmuon.model.routing import route_to_blocks
 
 # What would fetch code or weights, or ask for packages and dtypes that shapes do not depend on.
 _LEFT_OUT = frozenset({
@@ -33,7 +33,7 @@ def transformers_or_none() -> ModuleType | None:
 
 
 def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping[str, Any]) -> list[MatrixShape]:
-    """List what :func:`dmuon.model.routing.route_parameters` gives to Muon in the model that ``config`` describes.
+    """List what :func:`dmuon.model.routing.route_to_blocks` gives to Muon in the model that ``config`` describes.
 
     The model is built on the meta device. Warns of stacked experts (3-D parameters), which stay on AdamW.
 
@@ -56,7 +56,7 @@ def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping
             "correct them, install a transformers that can, or time its shapes with dmuon-profile --shapes"
         ) from error
     try:
-        routes = route_parameters(model)
+        routes = route_to_blocks(model)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; or time the shapes themselves with dmuon-profile --shapes") from error
     stacked = [route for route in routes if route.param.ndim == 3]

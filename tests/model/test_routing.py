@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn as nn
 from harness.trees import Called, D, H, V, linear, llama, node, stack
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from dmuon.model.routing import Route, route_parameters
+from dmuon.model.routing import Route, route_parameters, route_to_blocks
 
 
 class Conv1D(nn.Module):
@@ -29,7 +30,7 @@ def bare(*shape: int) -> nn.Parameter:
 
 
 def routes(model: nn.Module, **options: Any) -> dict[str, Route]:
-    found = {r.fqn: r for r in route_parameters(model, **options)}
+    found = {r.fqn: r for r in route_to_blocks(model, **options)}
     assert sorted(found) == sorted(
         n.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "") for n, _ in model.named_parameters()
     ), "every parameter has one route"
@@ -360,7 +361,7 @@ def test_wrapped_blocks_keep_canonical_names() -> None:
     assert muon(torch.compile(llama(), backend="eager")) == each("model.layers", 2, *LLAMA)
     wrapped = nn.Sequential(checkpoint_wrapper(node(patch=linear())), checkpoint_wrapper(Small()), Small(), linear())
     assert set(muon(wrapped).values()) == {"1", "2"}, "a wrapper is not what repeats"
-    block = route_parameters(wrapped)[1]
+    block = route_to_blocks(wrapped)[1]
     assert block.block_module is wrapped[1], "hooks belong outside the wrapper, which calls its module anew in backward"
 
 
@@ -374,7 +375,8 @@ def test_shared_weights_inside_one_block_are_one_matrix_and_between_blocks_an_er
     between = node(h=stack(lambda: node(a=linear())))
     between.h[1].a.weight = between.h[0].a.weight
     with pytest.raises(ValueError, match=r"'h\.0\.a\.weight' is shared by blocks h\.0, h\.1; untie it"):
-        route_parameters(between)
+        route_to_blocks(between)
+    assert [r.fqn for r in route_parameters(between) if r.muon] == ["h.0.a.weight"], "no block is asked for"
 
     outside = node(h=stack(lambda: node(a=linear(), b=linear())), out=linear())
     outside.out.weight = outside.h[1].b.weight
@@ -433,7 +435,7 @@ def test_declared_heads_that_are_something_else_are_ignored(answer: Callable[...
 )  # fmt: skip
 def test_fused_layouts_are_refused_by_name(layer: Callable[[], nn.Module], name: str) -> None:
     with pytest.raises(ValueError, match=rf"'h\.0\.{name}' of shape .* fused into one tensor.*select="):
-        route_parameters(node(h=stack(layer)))
+        route_to_blocks(node(h=stack(layer)))
     found = muon(node(h=stack(layer)), select=lambda fqn, _, p: p.ndim == 2 and not fqn.endswith(name))
     assert f"h.0.{name}" not in found and found, "select settles it"
     assert f"h.0.{name}" in muon(node(h=stack(layer)), select=lambda fqn, _, p: fqn.endswith(name))
@@ -468,9 +470,9 @@ def test_layers_whose_whole_output_is_used_are_not_fused() -> None:
 def test_reparametrized_weights_are_refused_by_name(wrap: Callable[[nn.Module], nn.Module], name: str) -> None:
     model = node(h=nn.ModuleList([node(a=wrap(linear()), b=linear())]))
     with pytest.raises(ValueError, match=rf"'h\.0\.{name}' is parametrized by \w+.*select="):
-        route_parameters(model)
+        route_to_blocks(model)
     with pytest.raises(ValueError, match="is parametrized by"):
-        route_parameters(model, select=lambda fqn, _, p: p.ndim == 2)
+        route_to_blocks(model, select=lambda fqn, _, p: p.ndim == 2)
     assert muon(model, select=lambda fqn, _, p: fqn == "h.0.b.weight") == {"h.0.b.weight": "h.0"}
 
 
@@ -496,23 +498,23 @@ def everything(*_: Any) -> bool:
         ({"blocks": 3}, TypeError, "blocks must be a list of modules or a function.*got int"),
         ({"blocks": lambda fqn, m: fqn == "model.layers"}, ValueError, "is a ModuleList, which nobody calls"),
         ({"blocks": lambda fqn, m: fqn.startswith("model.layers.0")}, ValueError, r"'model.layers.0.\w+' lies inside"),
-        ({"blocks": lambda fqn, m: False}, ValueError, "no matrix was selected.*inside the given blocks"),
+        ({"blocks": lambda fqn, m: False}, ValueError, "no matrix was selected.*inside the given blocks; name others"),
         ({"blocks": lambda fqn, m: fqn == "model.norm"}, ValueError, "no matrix was selected.*inside the given blocks"),
     ],
 )  # fmt: skip
 def test_bad_select_and_blocks_name_the_remedy(options: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        route_parameters(llama(), **options)
+        route_to_blocks(llama(), **options)
 
 
 @pytest.mark.pitfall("P06", "P60")
 def test_select_cannot_choose_what_muon_cannot_update() -> None:
     stacked = mixtral(fused_experts=True)
     with pytest.raises(ValueError, match=r"experts.gate_up_proj' of shape \(2, 8, 48\).*2-D.*return False for it"):
-        route_parameters(stacked, select=lambda fqn, *_: fqn.endswith("gate_up_proj"))
+        route_to_blocks(stacked, select=lambda fqn, *_: fqn.endswith("gate_up_proj"))
     recurrent = node(h=stack(lambda: node(rnn=nn.LSTM(D, D))))
     with pytest.raises(ValueError, match=r"'h\.0\.rnn.weight_ih_l0' of a LSTM, which keeps references"):
-        route_parameters(recurrent, select=lambda fqn, _, p: p.ndim == 2)
+        route_to_blocks(recurrent, select=lambda fqn, _, p: p.ndim == 2)
 
 
 def test_select_sees_canonical_name_module_and_parameter_once_each() -> None:
@@ -547,18 +549,34 @@ def test_blocks_by_list_and_by_predicate_override_the_default() -> None:
     assert muon(one, blocks=[one.fc]) == {"fc.weight": "fc"}
 
 
+NONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "one layer": (lambda: nn.Linear(D, V), r"no layer is hidden \('weight' is an output layer\); choose"),
+    "one layer and an embedding": (
+        lambda: node(embed=nn.Embedding(V, D), head=linear(D, V)), r"\('head.weight' is an output layer\)",
+    ),
+    "a trainable head": (
+        lambda: node(h=stack(lambda: node(a=linear().requires_grad_(False))), head=linear()),
+        r"\('head.weight' is an output layer\)",
+    ),
+    "no layer at all": (nn.Identity, "no trainable layer has a 2-D weight; train this model with torch.optim.AdamW"),
+    "everything frozen": (
+        lambda: node(h=stack(lambda: node(a=linear().requires_grad_(False)))), "no trainable layer has a 2-D weight",
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.pitfall("P02", "P53")
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda: nn.Linear(D, D),
-        lambda: nn.Sequential(linear(), nn.ReLU(), linear()),
-        lambda: node(fc=linear(), head=linear()),
-        lambda: node(h=stack(lambda: node(conv=nn.Conv2d(3, 3, 3)))),
-        lambda: node(h=stack(lambda: node(a=linear().requires_grad_(False)))),
-        lambda: nn.Identity(),
-    ],
-)
-def test_zero_matrices_raise(model: Callable[[], nn.Module]) -> None:
-    with pytest.raises(ValueError, match=r"no matrix was selected for Muon: .*name the blocks with blocks=\[…\]"):
-        route_parameters(model())
+@pytest.mark.parametrize("route", [route_parameters, route_to_blocks])
+@pytest.mark.parametrize("name", NONE)
+def test_a_model_without_hidden_matrices_is_refused_with_a_remedy_that_works(
+    name: str, route: Callable[..., list[Route]]
+) -> None:
+    make, why = NONE[name]
+    with pytest.raises(ValueError, match=f"no matrix was selected for Muon: .*{why}") as caught:
+        route(make())
+    remedy = re.search(r"select=(lambda fqn, module, param: fqn == '[\w.]+'), or train", str(caught.value))
+    if remedy is None:
+        assert "torch.optim.AdamW" in str(caught.value)
+    else:
+        taken = [r for r in route(make(), select=eval(remedy[1])) if r.muon]
+        assert len(taken) == 1 and (taken[0].block is not None) == (route is route_to_blocks)

@@ -165,7 +165,7 @@ def test_a_matrix_without_elements_disturbs_nobody(shape: tuple[int, ...]) -> No
 
 
 def test_a_lazy_module_is_refused_by_name_until_it_has_shapes() -> None:
-    model = nn.Sequential(nn.Sequential(nn.LazyLinear(6), nn.ReLU()), nn.Sequential(nn.Linear(6, 6)))
+    model = nn.Sequential(*(nn.Sequential(nn.LazyLinear(6), nn.ReLU()) for _ in range(2)), nn.Linear(6, 6))
     for params in (model, list(model.parameters())):
         with pytest.raises(ValueError, match="lazy module has no shape yet; run one forward"):
             dmuon.Muon(params)

@@ -1,0 +1,97 @@
+"""The input and output layers of a model in which no layer repeats, told by what its layers take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.nn as nn
+
+INPUT_LAYER, OUTPUT_LAYER = "input layer", "output layer"
+_SHARES = (1, 2, 3, 4)  # as many parts of what a layer gives may be split off, or joined, before the next one takes it
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One use of a weight.
+
+    Attributes:
+        key: the same for layers that share a weight.
+        takes, gives: features, or channels.
+        spatial: a convolution, of whose output a linear layer takes all positions at once.
+    """
+
+    key: int
+    takes: int
+    gives: int
+    spatial: bool
+
+    @staticmethod
+    def of(module: nn.Module, weight: nn.Parameter) -> Layer:
+        """The layer that ``module`` is with this weight of two dimensions or more."""
+        first, second = weight.shape[0], weight.shape[1]
+        bias = getattr(module, "bias", None)
+        transposed = first != second and getattr(bias, "shape", ()) == (second,)  # (in, out), as Conv1D of GPT-2
+        takes, gives = (first, second) if transposed else (second, first)
+        return Layer(
+            id(weight),
+            _size(module, ("in_features", "in_channels"), takes),
+            _size(module, ("out_features", "out_channels"), gives),
+            weight.ndim > 2,
+        )
+
+
+def _size(module: nn.Module, names: Iterable[str], otherwise: int) -> int:
+    sizes = (getattr(module, name, None) for name in names)
+    return next((size for size in sizes if isinstance(size, int)), otherwise)
+
+
+def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: Collection[int]) -> dict[int, str]:
+    """Which layers take what goes into a model, and which give what comes out of it.
+
+    The input layer is the first whose features no other layer gives, the output layer the last whose features no other
+    one takes; where widths tell nothing, the first and the last. Layers beside them are of their kind: those that take
+    as many features as the input layer, if nothing gives so many, and those that take as many as the output layer and
+    give as many, or fewer than they take and a number that is met nowhere else.
+
+    Args:
+        layers: in the order of the model.
+        embedded: widths of embeddings. A model that has some need not have an input layer.
+        heads: keys of layers that are known to be output layers; if there are any, no other one is.
+
+    Returns:
+        ``"input layer"`` or ``"output layer"``, by key.
+    """
+    if not layers:
+        return {}
+    ends = dict.fromkeys(heads, OUTPUT_LAYER)
+    if not heads:
+        unused = [a for a in layers if not any(_fits(a, b) for b in layers if b is not a)]
+        last = (unused or layers)[-1]
+        ends |= {layer.key: OUTPUT_LAYER for layer in layers if layer is last or _is_beside(layer, last, layers)}
+    given = {layer.gives for layer in layers} | set(embedded)
+    fresh = [b for b in layers if b.takes not in embedded and not any(_fits(a, b) for a in layers if a is not b)]
+    first = next(iter(fresh or ([] if embedded else layers)), None)
+    if first is not None:
+        ends = {
+            layer.key: INPUT_LAYER
+            for layer in layers
+            if layer is first or (layer.takes == first.takes and layer.takes not in given)
+        } | ends
+    return ends
+
+
+def _fits(a: Layer, b: Layer) -> bool:
+    """Whether ``b`` could take what ``a`` gives: as it is, in parts, joined with others, or at all positions."""
+    if any(a.gives == share * b.takes or b.takes == share * a.gives for share in _SHARES):
+        return True
+    return a.spatial and not b.spatial and b.takes % a.gives == 0
+
+
+def _is_beside(layer: Layer, last: Layer, layers: Sequence[Layer]) -> bool:
+    if layer.takes != last.takes:
+        return False
+    if layer.gives == last.gives:
+        return layer.gives != layer.takes
+    others = {size for other in layers if other is not layer for size in (other.takes, other.gives)}
+    return layer.gives < layer.takes and layer.gives not in others

@@ -1,0 +1,157 @@
+"""Which matrices of models without stacks are hidden, and which blocks such models have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.small_models import CASES, Model, build, chain, tied_layers
+from harness.trees import Called, D, H, linear, llama, node, stack
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from dmuon.model.routing import route_parameters, route_to_blocks
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_muon_takes_the_hidden_matrices_of_models_without_stacks(name: str) -> None:
+    case = CASES[name]
+    found = {r.fqn: r.reason for r in route_parameters(case.make()) if r.muon}
+    assert list(found) == [f"{n}.weight" for n in case.hidden], {r.fqn: r.reason for r in route_parameters(case.make())}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_blocks_of_models_without_stacks_are_their_layers(name: str) -> None:
+    case = CASES[name]
+    found = {r.fqn: r.block for r in route_to_blocks(case.make()) if r.muon}
+    assert list(found) == [f"{n}.weight" for n in case.hidden]
+    assert tuple(found.values()) == (case.blocks or case.hidden)
+
+
+def test_a_weight_that_layers_share_needs_a_module_that_is_called() -> None:
+    model = tied_layers()
+    parts = nn.ModuleDict(dict(model.named_children()))
+    with pytest.raises(ValueError, match=r"'fc2' is used by layers that nothing but the model .* has no forward; give"):
+        route_to_blocks(parts)
+    assert [r.fqn for r in route_parameters(parts) if r.muon] == ["fc2.weight"], "without blocks nothing is asked for"
+    inner = Model(chain("body"), body=model)
+    assert {r.block for r in route_to_blocks(inner) if r.muon} == {"body"}, "the smallest module that contains both"
+
+
+def test_blocks_may_be_the_whole_model_which_hides_nothing() -> None:
+    for case in CASES.values():
+        model = case.make()
+        found = {r.fqn: r.block for r in route_to_blocks(model, blocks=[model]) if r.muon}
+        assert found == {f"{name}.weight": "(model)" for name in case.hidden}
+
+
+def test_select_needs_no_blocks() -> None:
+    model = llama()
+    chosen = {"lm_head.weight", "model.layers.0.mlp.up_proj.weight"}
+    assert {r.fqn for r in route_parameters(model, select=lambda fqn, *_: fqn in chosen) if r.muon} == chosen
+    named = [*model.model.layers, model.lm_head]
+    found = {r.fqn: r.block for r in route_to_blocks(model, lambda fqn, *_: fqn in chosen, named) if r.muon}
+    assert found == {"lm_head.weight": "lm_head", "model.layers.0.mlp.up_proj.weight": "model.layers.0"}
+
+
+@pytest.mark.parametrize(
+    ("holder", "block"),
+    [
+        (lambda: nn.ParameterList([nn.Parameter(torch.ones(3, 3))]), "part"),
+        (lambda: nn.TransformerDecoderLayer(D, 2, H), "part.holder"),  # evaluation reads its children's weights
+        (lambda: nn.MultiheadAttention(D, 2, kdim=3, vdim=4), "part.holder"),
+        (lambda: checkpoint_wrapper(linear()), "part.holder"),  # recomputation happens inside of it
+        (linear, "part.holder"),
+    ],
+)
+def test_a_block_is_what_is_called_when_its_weights_are_used(holder: Callable[[], nn.Module], block: str) -> None:
+    model = node(part=node(holder=holder()), head=linear())
+
+    def inside(fqn: str, module: nn.Module, param: nn.Parameter) -> bool:
+        return "holder" in fqn and param.ndim == 2
+
+    found = [r for r in route_to_blocks(model, select=inside) if r.muon]
+    assert found and {r.block for r in found} == {block}
+    assert {r.block_module for r in found} == {model.get_submodule(block)}
+
+
+# -- what is a stack ----------------------------------------------------------------------------------------------
+
+
+class Residual(Called):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+
+
+def stages(*depths: int) -> nn.Module:
+    """As ResNets: stages of layers of one class, a stem and a head."""
+    parts = {f"layer{i}": nn.Sequential(*(Residual() for _ in range(depth))) for i, depth in enumerate(depths)}
+    return node(stem=linear(3), **parts, head=linear(D, 2))
+
+
+def names(*found: str) -> list[str]:
+    return [f"{name}.{part}.weight" for name in found for part in "ab"]
+
+
+MIXED: dict[str, tuple[Callable[[], nn.Module], list[str], list[str]]] = {
+    # by name: a model, what Muon takes, and the blocks
+    "stages of different depth": (
+        lambda: stages(1, 2, 1), names("layer0.0", "layer1.0", "layer1.1", "layer2.0"),
+        ["layer0.0", "layer1.0", "layer1.1", "layer2.0"],
+    ),
+    "stages of one layer": (lambda: stages(1, 1), names("layer0.0", "layer1.0"), ["layer0.0", "layer1.0"]),
+    "layers of the same class elsewhere": (
+        lambda: node(stem=linear(3), first=Residual(), down=nn.Sequential(nn.ReLU(), Residual()), head=linear(D, 2)),
+        names("first", "down.1"), ["first.a", "first.b", "down.1.a", "down.1.b"],
+    ),
+    "the same, where they repeat": (
+        lambda: node(
+            stem=linear(3), first=Residual(), down=nn.Sequential(Residual(), Residual()), head=linear(D, 2)
+        ),
+        names("first", "down.0", "down.1"), ["first.a", "first.b", "down.0.a", "down.0.b", "down.1.a", "down.1.b"],
+    ),
+    "one Sequential of plain layers in another": (
+        lambda: nn.Sequential(nn.Flatten(), nn.Sequential(linear(3), nn.ReLU(), linear(), nn.ReLU(), linear(D, 2))),
+        ["1.2.weight"], ["1.2"],
+    ),
+    "a stack without matrices": (
+        lambda: node(norms=stack(lambda: node(norm=nn.LayerNorm(D))), a=linear(3), b=linear(), c=linear(D, 2)),
+        ["b.weight"], ["b"],
+    ),
+    "a frozen stack and a head of several layers": (
+        lambda: node(
+            h=stack(lambda: node(a=linear().requires_grad_(False))),
+            fc1=linear(D, 6), fc2=linear(6, 4), out=linear(4, 2),
+        ),
+        ["fc1.weight", "fc2.weight"], ["fc1", "fc2"],
+    ),
+    "a stack beside layers that are attributes": (
+        lambda: node(encoder=stack(Residual, 1), fc1=linear(), fc2=linear(), out=linear(D, 2)),
+        names("encoder.0"), ["encoder.0"],
+    ),
+    "a list of bare layers": (
+        lambda: node(layers=nn.ModuleList([linear(3), linear(), linear(), linear(D, 2)])),
+        ["layers.1.weight", "layers.2.weight"], ["layers.1", "layers.2"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_repeats_is_a_stack_and_what_has_no_stack_has_layers(name: str) -> None:
+    make, taken, blocks = MIXED[name]
+    found = [r for r in route_to_blocks(make()) if r.muon]
+    assert [r.fqn for r in found] == taken
+    assert list(dict.fromkeys(r.block for r in found)) == blocks
+    assert [r.fqn for r in route_parameters(make()) if r.muon] == taken
+
+
+def test_reasons_say_what_is_an_input_or_an_output_layer() -> None:
+    found = {r.fqn: r.reason for r in route_parameters(build("actor and critic")) if r.param.ndim == 2}
+    ends = {
+        f"{part}.{i}.weight": f"{end} layer" for part in ("actor", "critic") for i, end in ((0, "input"), (4, "output"))
+    }
+    assert found == ends | {f"{part}.2.weight": "matrix of a hidden layer" for part in ("actor", "critic")}
+    found = {r.fqn: r.reason for r in route_parameters(build("input and output layer only")) if r.param.ndim == 2}
+    assert found == {"fc1.weight": "input layer of a model without hidden layers", "fc2.weight": "output layer"}

@@ -1,0 +1,107 @@
+"""Models in which no layer repeats, trained in both residencies: equal to a single process with torch's optimizers."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.assertions import about, assert_equal_weights
+from harness.on_ranks import on_ranks
+from harness.oracle import Reference
+from harness.small_models import CASES, batch, build, computed_by_hand, loss_of
+from harness.toy import OPTIONS
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from dmuon.check.topologies import full_state
+
+STEPS = 3
+RECURRENT = "behind a recurrent layer"  # which keeps references to its weights, so that FSDP2 does not take it
+QUICK = ["layers that are attributes", "tied layers"]
+OTHERS = [name for name in CASES if name not in QUICK]
+NAMES = pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"])
+
+
+def train(model: nn.Module, optimizer: dmuon.Muon | Reference, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, batch(step).chunk(world)[rank]).backward()
+        optimizer.step()
+    return full_state(model)
+
+
+@cache
+def expected(name: str) -> dict[str, Tensor]:
+    model = build(name)
+    matrices = {f"{n}.weight" for n in CASES[name].hidden}
+    return train(model, Reference(model, matrix=matrices.__contains__))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_process_equals_torch_on_models_without_stacks(name: str) -> None:
+    model = build(name)
+    assert_equal_weights(train(model, dmuon.Muon(model, **OPTIONS)), expected(name))
+
+
+@NAMES
+@on_ranks(2)
+def test_dedicated_models_without_stacks_equal_a_single_process(rank: int, world: int, names: list[str]) -> None:
+    for name, (dim, rest_sharded) in product(names, (("shard", False), ("shard", True), ("replicate", False))):
+        if rest_sharded and name == RECURRENT:
+            continue
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(dim,))
+        model = build(name)
+        plan = dmuon.dedicate_params(model, mesh, costs="flops")
+        if rest_sharded:
+            dmuon.fully_shard(model, mesh=mesh)
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        with about((name, dim, rest_sharded)):
+            assert len(plan.matrices) == len(CASES[name].hidden)
+            assert_equal_weights(train(model, optimizer, rank, world), expected(name))
+
+
+@NAMES
+@on_ranks(2)
+def test_sharded_models_without_stacks_equal_a_single_process(rank: int, world: int, names: list[str]) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for name in names:
+        if name == RECURRENT:
+            continue
+        model = build(name)
+        fully_shard(model, mesh=mesh)
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        with about(name):
+            assert_equal_weights(train(model, optimizer, rank, world), expected(name))
+            assert len(optimizer.exchanged()) == len(CASES[name].hidden)
+
+
+@NAMES
+@on_ranks(2)
+def test_models_without_stacks_under_ddp_equal_a_single_process(rank: int, world: int, names: list[str]) -> None:
+    for name in names:
+        model = nn.parallel.DistributedDataParallel(build(name))
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        train(model, optimizer, rank, world)
+        with about(name):
+            assert_equal_weights(full_state(model.module), expected(name))
+            assert len(optimizer.exchanged()) == len(CASES[name].hidden)
+
+
+@on_ranks(2)
+def test_a_weight_that_another_forward_uses_is_refused_until_its_block_is_named(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    model = computed_by_hand()
+    dmuon.dedicate_params(model, mesh, costs="flops")
+    with pytest.raises(RuntimeError, match=r"not available on 'fc2\.weight'.*name that module in .*blocks=\[…\]"):
+        model(batch(0).chunk(world)[rank])
+    torch.manual_seed(0)
+    reference, model = computed_by_hand(), computed_by_hand()
+    model.load_state_dict(reference.state_dict())
+    dmuon.dedicate_params(model, mesh, costs="flops", blocks=[model])
+    found = train(model, dmuon.Muon(model, **OPTIONS), rank, world)
+    assert_equal_weights(found, train(reference, Reference(reference, matrix=lambda n: n == "fc2.weight")))

@@ -1,0 +1,423 @@
+"""What lies side by side in the fused tensors of known models: by class, and by the path at which it holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn as nn
+
+from dmuon.model.matrix_spec import MatrixSpec
+
+# What a class holds at one path, from its attributes and the outputs of the tensor. Raises Unknown if they say nothing.
+Layout = Callable[[nn.Module, int], MatrixSpec]
+
+
+class Unknown(Exception):
+    """The attributes of a module do not say how its tensor is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The layout of one parameter of some classes.
+
+    Attributes:
+        path: the parameter, from the class: ``qkv.weight``.
+        classes: names of classes, where ``*`` stands for anything. Conventions with ``*`` hold in ``package``s alone.
+        layout: what it is made of.
+        package: where the classes must come from; anywhere if empty.
+    """
+
+    path: str
+    classes: tuple[str, ...]
+    layout: Layout
+    package: str = ""
+
+
+# -- layouts --------------------------------------------------------------------------------------------------------
+
+
+def size(owner: nn.Module, name: str) -> int:
+    """A size by the name of an attribute of ``owner`` or of its ``config``; ``a*b`` is a product, ``a|b`` either."""
+    product = 1
+    for factor in name.split("*"):
+        values = (_attribute(owner, option) for option in factor.split("|"))
+        found = next((value for value in values if value is not None), None)
+        if found is None or found < 1:
+            raise Unknown
+        product *= found
+    return product
+
+
+def _attribute(owner: nn.Module, name: str) -> int | None:
+    if name.isdigit():
+        return int(name)
+    for holder in (owner, getattr(owner, "config", None)):
+        value = getattr(holder, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def whole(owner: nn.Module, rows: int) -> MatrixSpec:
+    """One matrix, or a stack of them, whatever its name suggests."""
+    return MatrixSpec()
+
+
+def transposed_stack(owner: nn.Module, rows: int) -> MatrixSpec:
+    """Matrices ``(e, in, out)``."""
+    return MatrixSpec(transposed=True)
+
+
+def equal(count: int | str) -> Layout:
+    """``count`` parts of equal length, one behind the other."""
+
+    def layout(owner: nn.Module, rows: int) -> MatrixSpec:
+        parts = count if isinstance(count, int) else size(owner, count)
+        if rows % parts:
+            raise Unknown
+        return MatrixSpec((rows // parts,) * parts)
+
+    return layout
+
+
+def blocked(*lengths: str) -> Layout:
+    """Parts of these lengths, one behind the other."""
+
+    def layout(owner: nn.Module, rows: int) -> MatrixSpec:
+        return MatrixSpec(tuple(size(owner, length) for length in lengths))
+
+    return layout
+
+
+def per_head(*lengths: str, heads: str = "") -> Layout:
+    """Parts of these lengths in each head, head behind head."""
+
+    def layout(owner: nn.Module, rows: int) -> MatrixSpec:
+        parts = tuple(size(owner, length) for length in lengths)
+        return _repeated(parts, rows, size(owner, heads) if heads else None)
+
+    return layout
+
+
+def groups(count: str) -> Layout:
+    """Matrices of equal height, one below the other: experts, or the blocks of a block-diagonal matrix."""
+
+    def layout(owner: nn.Module, rows: int) -> MatrixSpec:
+        return MatrixSpec(num_heads=size(owner, count))
+
+    return layout
+
+
+def in_turn(owner: nn.Module, rows: int) -> MatrixSpec:
+    """Rows of two matrices by turns."""
+    return _repeated((1, 1), rows, None)
+
+
+def _repeated(parts: tuple[int, ...], rows: int, heads: int | None) -> MatrixSpec:
+    period = sum(parts)
+    if rows % period or (heads is not None and rows != heads * period):
+        raise Unknown
+    return MatrixSpec(parts, repeats=rows // period)
+
+
+def _queries_keys_values(owner: nn.Module, rows: int) -> MatrixSpec:
+    """GPT-2's: keys and values alone where queries come from another layer."""
+    return equal(2 if hasattr(owner, "q_attn") else 3)(owner, rows)
+
+
+def _falcon(owner: nn.Module, rows: int) -> MatrixSpec:
+    head, heads = size(owner, "head_dim"), size(owner, "num_heads|num_attention_heads")
+    if getattr(owner, "new_decoder_architecture", False):
+        shared = size(owner, "num_kv_heads")
+        return _repeated((heads // shared * head, head, head), rows, shared)
+    if getattr(owner, "multi_query", False):
+        return MatrixSpec((heads * head, head, head))
+    return _repeated((head, head, head), rows, heads)
+
+
+def _gpt_bigcode(owner: nn.Module, rows: int) -> MatrixSpec:
+    if hasattr(owner, "q_attn"):
+        raise Unknown  # its cross-attention splits by other sizes than it is built with
+    head = size(owner, "head_dim")
+    if getattr(owner, "multi_query", False):
+        return MatrixSpec((size(owner, "embed_dim"), head, head))
+    return _repeated((head, head, head), rows, size(owner, "num_heads"))
+
+
+def _codegen(owner: nn.Module, rows: int) -> MatrixSpec:
+    """Made for four devices: each has its heads' queries, values and keys."""
+    local = size(owner, "num_attention_heads*head_dim") // 4
+    return _repeated((local, local, local), rows, 4)
+
+
+def _linear_attention(owner: nn.Module, rows: int) -> MatrixSpec:
+    """Queries, keys, values and gates of each head of keys, which several heads of values share."""
+    key, heads = size(owner, "head_k_dim"), size(owner, "num_k_heads")
+    values = size(owner, "num_v_heads") // heads * size(owner, "head_v_dim")
+    return _repeated((key, key, values, values), rows, heads)
+
+
+def _linear_attention_gates(owner: nn.Module, rows: int) -> MatrixSpec:
+    heads = size(owner, "num_k_heads")
+    shared = size(owner, "num_v_heads") // heads
+    return _repeated((shared, shared), rows, heads)
+
+
+def _grouped_queries(owner: nn.Module, rows: int) -> MatrixSpec:
+    """Of each head of keys: the queries that share it, itself, and its values."""
+    head = size(owner, "head_dim")
+    return _repeated((size(owner, "heads_per_kv") * head, head, head), rows, None)
+
+
+def _latent(owner: nn.Module, rows: int) -> MatrixSpec:
+    """Of keys and values together, and of the rotated part of keys, which some layers do without."""
+    latent = size(owner, "kv_lora_rank")
+    return MatrixSpec() if rows == latent else MatrixSpec((latent, size(owner, "qk_rope_head_dim")))
+
+
+def _compressed(owner: nn.Module, rows: int) -> MatrixSpec:
+    """Of two windows that overlap, or of one."""
+    head = size(owner, "head_dim")
+    return MatrixSpec() if rows == head else MatrixSpec((head, head))
+
+
+def _focal(owner: nn.Module, rows: int) -> MatrixSpec:
+    """Queries, context, and a gate for each focal level and the global one."""
+    levels = size(owner, "focal_level") + 1
+    width = (rows - levels) // 2
+    if width < 1:
+        raise Unknown
+    return MatrixSpec((width, width, levels))
+
+
+def _timm_qkv(owner: nn.Module, rows: int) -> MatrixSpec:
+    if getattr(owner, "head_first", False):
+        return per_head("dim_head", "dim_head", "dim_head")(owner, rows)
+    if hasattr(owner, "val_dim") and hasattr(owner, "key_dim"):
+        return per_head("key_dim", "key_dim", "val_dim", heads="num_heads")(owner, rows)
+    if hasattr(owner, "dim_out_qk"):
+        return blocked("dim_out_qk", "dim_out_qk", "dim_out_v")(owner, rows)
+    return equal(2 if getattr(owner, "use_global", False) else 3)(owner, rows)
+
+
+def _timm_kv(owner: nn.Module, rows: int) -> MatrixSpec:
+    if hasattr(owner, "val_dim") and hasattr(owner, "key_dim"):
+        return per_head("key_dim", "val_dim", heads="num_heads")(owner, rows)
+    if hasattr(owner, "dim_out_qk"):
+        return blocked("dim_out_qk", "dim_out_v")(owner, rows)
+    return equal(2)(owner, rows)
+
+
+def _timm_parallel(owner: nn.Module, rows: int) -> MatrixSpec:
+    split = getattr(owner, "in_split", None)
+    if not isinstance(split, list) or not all(isinstance(n, int) for n in split):
+        raise Unknown
+    return MatrixSpec(tuple(split))
+
+
+# -- experts --------------------------------------------------------------------------------------------------------
+
+_INTERLEAVED = frozenset({"GptOssExperts"})
+
+
+def _experts_whole(owner: nn.Module, rows: int) -> MatrixSpec:
+    return MatrixSpec(transposed=_experts_transposed(owner))
+
+
+def _experts_gate_up(owner: nn.Module, rows: int) -> MatrixSpec:
+    transposed = _experts_transposed(owner)
+    stack: Any = owner.gate_up_proj
+    length: int = stack.shape[2 if transposed else 1]
+    concatenated = getattr(owner, "is_concatenated", None)
+    if not isinstance(concatenated, bool):
+        concatenated = _INTERLEAVED.isdisjoint(base.__name__ for base in type(owner).__mro__)
+    parts = (length // 2, length // 2) if concatenated else (1, 1)
+    return MatrixSpec(parts, repeats=1 if concatenated else length // 2, transposed=transposed)
+
+
+def _experts_transposed(owner: nn.Module) -> bool:
+    """Whether experts are stored ``(e, in, out)``: what the class says, which must agree with the shapes."""
+    down, up, factor = getattr(owner, "down_proj", None), getattr(owner, "gate_up_proj", None), 2
+    if up is None:
+        up, factor = getattr(owner, "up_proj", None), 1
+    if down is None or up is None or down.ndim != 3 or up.ndim != 3:
+        raise Unknown
+    fits = (
+        up.shape[1] == factor * down.shape[2] and up.shape[2] == down.shape[1],
+        up.shape[2] == factor * down.shape[1] and up.shape[1] == down.shape[2],
+    )
+    stated = getattr(owner, "is_transposed", fits[1] and not fits[0])
+    if not isinstance(stated, bool) or not fits[stated]:
+        raise Unknown
+    return stated
+
+
+# -- the table ------------------------------------------------------------------------------------------------------
+
+_HF, _TIMM, _TITAN = "transformers.", "timm.", "torchtitan."
+
+_HEAD = ("head_dim", "head_dim", "head_dim")  # queries, keys and values of a head
+_STATE = ("time_step_rank", "ssm_state_size", "ssm_state_size")
+_SSM = ("n_groups*ssm_state_size", "n_groups*ssm_state_size", "num_heads")
+
+
+def _rule(path: str, classes: str, layout: Layout, package: str = "") -> Rule:
+    return Rule(path, tuple(classes.split()), layout, package)
+
+
+RULES: tuple[Rule, ...] = (
+    # torch, and copies of nanoGPT
+    _rule("in_proj_weight", "MultiheadAttention", blocked("embed_dim", "embed_dim", "embed_dim"), "torch."),
+    _rule("c_attn.weight", "CausalSelfAttention", blocked("n_embd", "n_embd", "n_embd")),
+    # queries, keys and values, one behind the other
+    _rule("c_attn.weight", "GPT2Attention DecisionTransformerGPT2Attention ImageGPTAttention", _queries_keys_values),
+    _rule("c_attn.weight", "Attention", equal(3), "transformers.models.openai."),
+    _rule("att_proj.weight", "BarkSelfAttention", equal(3)),
+    _rule("Wqkv.weight", "ModernBertAttention MptAttention", equal(3)),
+    _rule(
+        "Wqkv.weight", "DbrxAttention",
+        blocked("hidden_size", "num_key_value_heads*head_dim", "num_key_value_heads*head_dim"),
+    ),
+    _rule(
+        "qkv_proj.weight", "Phi3Attention Phi4MultimodalAttention",
+        blocked(
+            "num_attention_heads|num_heads*head_dim", "num_key_value_heads*head_dim", "num_key_value_heads*head_dim"
+        ),
+    ),
+    _rule("qkv.weight", "Exaone4_5_VisionAttention", blocked("q_dim", "kv_dim", "kv_dim")),
+    _rule("qkv.weight", "*Attention", equal(3), _HF),
+    _rule("qkv_linear.weight", "LayoutLMv2SelfAttention", equal(3)),
+    _rule("qkv.weight", "ShiftedWindowAttention ShiftedWindowAttentionV2 ShiftedWindowAttention3d", equal(3)),
+    _rule("to_qkv.weight", "RelativePositionalMultiHeadAttention", equal(3)),
+    _rule("qkv_opreact.weight", "xLSTM*", blocked("qk_dim", "qk_dim", "v_dim", "v_dim"), _HF),
+    _rule("ifgate_preact.weight", "xLSTM*", equal(2), _HF),
+    _rule(
+        "index_qk_proj.weight", "*Indexer",
+        blocked("index_n_heads*index_head_dim", "index_kv_heads*index_head_dim"), _HF,
+    ),
+    _rule("dense.weight", "*GlobalPointer", equal(2), _HF),
+    # the same in each head
+    _rule("query_key_value.weight", "GPTNeoXAttention GPTNeoXJapaneseAttention", per_head(*("head_size",) * 3)),
+    _rule("query_key_value.weight", "BloomAttention PersimmonAttention", per_head(*_HEAD, heads="num_heads")),
+    _rule("query_key_value.weight", "FalconAttention", _falcon),
+    _rule("c_attn.weight", "GPTBigCodeAttention", _gpt_bigcode),
+    _rule("qkv_proj.weight", "CodeGenAttention", _codegen),
+    _rule("qkv_proj.weight", "MiniMaxLightningAttention", per_head(*_HEAD, heads="num_attention_heads")),
+    _rule(
+        "in_proj.weight", "DisentangledSelfAttention",
+        per_head(*("attention_head_size",) * 3, heads="num_attention_heads"),
+    ),
+    _rule("proj.weight", "EsmFoldSelfAttention", per_head(*("head_width",) * 3, heads="num_heads")),
+    _rule("linear_kv.weight", "EsmFoldInvariantPointAttention", per_head("hidden_dim", "hidden_dim")),
+    _rule(
+        "linear_kv_points.weight", "EsmFoldInvariantPointAttention",
+        per_head("num_qk_points", "num_v_points", heads="3*num_heads"),  # of each coordinate
+    ),
+    _rule(
+        "queries_keys_values.linear.weight", "LevitAttention",
+        per_head("key_dim", "key_dim", "attention_ratio*key_dim"),
+    ),
+    _rule("keys_values.linear.weight", "LevitAttentionSubsample", per_head("key_dim", "attention_ratio*key_dim")),
+    _rule("wqkv.weight", "FusedQKVLinear", _grouped_queries),
+    # queries beside their gates
+    _rule(
+        "q_proj.weight", "Qwen3NextAttention Qwen3_5*Attention Qwen4ExpTextAttention",
+        per_head("head_dim", "head_dim", heads="num_attention_heads"),
+    ),
+    _rule("q_gate_proj.weight", "AXK2Attention", per_head("qk_head_dim", "v_head_dim", heads="num_heads")),
+    # keys and values
+    _rule("kv_a_proj_with_mqa.weight", "*", _latent),
+    _rule("kv_b_proj.weight", "*", per_head("qk_nope_head_dim", "v_head_dim", heads="num_heads|num_attention_heads")),
+    _rule("wkv_a.weight", "*", _latent),
+    _rule("wkv_b.weight", "*", per_head("qk_nope_head_dim", "v_head_dim", heads="num_heads|n_heads|n_local_heads")),
+    _rule("kv_proj.weight", "JetMoeAttention", equal(2)),
+    _rule("to_kv.weight", "GraniteSpeech*Attention EvollaSequenceCompressorAttention", equal(2), _HF),
+    _rule("kv_proj.weight", "DeepseekV4*Indexer DeepseekV4*Compressor", _compressed, _HF),
+    _rule("gate_proj.weight", "DeepseekV4*Indexer DeepseekV4*Compressor", _compressed, _HF),
+    _rule("kv_proj.weight", "DeepseekV4Attention", whole),
+    # gates beside what they gate
+    _rule("gate_up_proj.weight", "*", equal(2), _HF),
+    _rule("Wi.weight", "ModernBert*MLP", equal(2), _HF),
+    _rule("fc1.weight", "Moonshine*DecoderMLP MoshiGatingMLP KyutaiSpeechToTextGatingMLP", equal(2), _HF),
+    _rule("input_linear.weight", "GraniteMoe*MLP GraniteMoe*MoE JetMoeMoE", equal(2), _HF),
+    _rule("weights_in.weight", "*SwiGLUFFN", equal(2), _HF),
+    _rule("proj_up_gate_z.weight", "xLSTM*", equal(2), _HF),
+    _rule("linear_1.weight", "AyaVisionMultiModalProjector Cohere2VisionMultiModalProjector", equal(2)),
+    _rule("proj.weight", "ClvpGatedLinearUnit EsmFoldSequenceToPair", equal(2)),
+    _rule("gate.weight", "DFineGate Deimv2Gate", equal(2)),
+    _rule("input_proj.weight", "EsmFold2OuterProductMean", equal(2)),
+    _rule("proj_bundle.weight", "EsmFold2TriangleMultiplicativeUpdate", equal(4)),
+    _rule("projection_in.weight", "FocalNetModulation", _focal),
+    # gated convolutions of speech models
+    _rule("pointwise_conv1.weight", "*ConvolutionModule", equal(2), _HF),
+    _rule("up_conv.weight", "GraniteSpeech*ConvModule", equal(2), _HF),
+    _rule("pointwise_lin1.weight", "GraniteSpeech5*ConvolutionModule", equal(2), _HF),
+    _rule("ext_pw_conv_1d.weight", "Phi4MultimodalAudioGluPointWiseConv", equal(2)),
+    _rule("linear_start.weight", "*LightConv1d", equal(2), _HF),
+    _rule("linear_start.linear.weight", "*LightConv1d", equal(2), _HF),
+    _rule("conv.weight", "Wav2Vec2*AdapterLayer WavLMAdapterLayer Data2VecAudioAdapterLayer", equal(2), _HF),
+    _rule("residual_conv.weight", "SeamlessM4T*AdapterLayer Wav2Vec2Bert*AdapterLayer", equal(2), _HF),
+    _rule("self_attn_conv.weight", "SeamlessM4T*AdapterLayer Wav2Vec2Bert*AdapterLayer", equal(2), _HF),
+    # shifts, scales and gates of adaptive norms
+    _rule("adaln_linear.weight", "EsmFold2AtomLayer", equal(6)),
+    _rule("adaln_proj.weight", "*", equal("num_chunks"), _HF),
+    _rule("linear.weight", "Qwen2_5_OmniAdaLayerNormZero", equal(6)),
+    _rule("linear.weight", "Qwen2_5_OmniAdaLayerNormZero_Final", equal(2)),
+    _rule("linear.weight", "VibeVoiceDiffusionHeadAdaLayerNorm", equal("num_chunks")),
+    _rule("linear_1.weight", "VibeVoiceDiffusionHeadFinalLayer", equal("num_chunks")),
+    _rule("lin.weight", "Modulation", equal("multiplier"), _TITAN),
+    _rule("linear1.weight", "SingleStreamBlock", blocked(*("hidden_size",) * 3, "mlp_hidden_dim"), _TITAN),
+    _rule("qkv.weight", "SelfAttention", equal(3), _TITAN),
+    # state spaces, short convolutions and linear attention
+    _rule("in_proj.weight", "MambaMixer FalconMambaMixer JambaMambaMixer", equal(2)),
+    _rule("in_proj.weight", "Mamba", equal(2), "mamba_ssm."),
+    _rule("in_proj.weight", "ZambaMambaMixer", in_turn),
+    _rule("x_proj.weight", "MambaMixer FalconMambaMixer JambaMambaMixer", blocked(*_STATE)),
+    _rule("x_proj.weight", "Mamba", blocked("dt_rank", "d_state", "d_state"), "mamba_ssm."),
+    _rule("x_proj_weight", "ZambaMambaMixer", blocked(*_STATE)),
+    _rule("dt_proj_weight", "ZambaMambaMixer", whole),
+    _rule(
+        "in_proj.weight",
+        "Mamba2Mixer Zamba2MambaMixer BambaMixer FalconH1Mixer NemotronHMamba2Mixer GraniteMoeHybridMambaLayer",
+        blocked("intermediate_size", "intermediate_size", *_SSM),
+    ),
+    _rule("in_proj.weight", "Lfm*ShortConv", equal(3), _HF),
+    _rule("in_proj_qkvz.weight", "Qwen3Next*", _linear_attention, _HF),
+    _rule("in_proj_ba.weight", "Qwen3Next*", _linear_attention_gates, _HF),
+    _rule("in_proj_qkv.weight", "Qwen*GatedDeltaNet", blocked("key_dim", "key_dim", "value_dim"), _HF),
+    _rule("in_proj_z.weight", "Qwen*GatedDeltaNet", whole, _HF),
+    _rule("in_proj_a.weight", "Qwen*GatedDeltaNet", whole, _HF),
+    _rule("in_proj_b.weight", "Qwen*GatedDeltaNet", whole, _HF),
+    _rule("in_proj.weight", "BarkMLP *VectorQuantize", whole, _HF),
+    _rule("proj_up_gate.weight", "xLSTM*", whole, _HF),
+    _rule("patch_embedding_projection.weight", "BltLocal*", whole, _HF),
+    # experts, and other stacks
+    _rule("gate_up_proj", "*Experts", _experts_gate_up, _HF),
+    _rule("down_proj", "*Experts", _experts_whole, _HF),
+    _rule("up_proj", "*Experts", _experts_whole, _HF),
+    _rule("gate_proj", "*Experts", _experts_whole, _HF),
+    _rule("w1", "DbrxExpertGLU", groups("moe_num_experts")),
+    _rule("v1", "DbrxExpertGLU", groups("moe_num_experts")),
+    _rule("w2", "DbrxExpertGLU", groups("moe_num_experts")),  # (in, out) of each expert, one below the other
+    _rule("weight", "*ParallelExperts", whole, _HF),
+    _rule("weight", "*FlexibleLinear", whole, _HF),
+    _rule("weight", "DeepseekV4GroupedLinear", groups("n_groups")),
+    _rule("weight", "GroupedLinearLayer", transposed_stack, _HF),
+    _rule("input_gate_weight", "RecurrentGemmaRglru", transposed_stack),
+    _rule("recurrent_gate_weight", "RecurrentGemmaRglru", transposed_stack),
+    _rule("mlp1_weight", "GptOssGroupedExperts", in_turn),
+    _rule("mlp1_weight_EGD", "GptOssGroupedExperts", in_turn),
+    _rule("mlp2_weight", "GptOssGroupedExperts", whole),
+    _rule("mlp2_weight_EDF", "GptOssGroupedExperts", whole),
+    *(_rule(name, "GroupedExperts", whole) for name in ("w1", "w2", "w3", "w1_EFD", "w2_EDF", "w3_EFD")),
+    # timm
+    _rule("qkv.conv.weight", "LiteMLA", per_head("dim", "dim", "dim"), _TIMM),
+    _rule("qkv.c.weight", "SHSA", blocked("qk_dim", "qk_dim", "pdim"), _TIMM),
+    *(_rule(f"qkv{layer}.weight", "*", _timm_qkv, _TIMM) for layer in ("", ".linear", ".conv", ".c")),
+    *(_rule(f"kv{layer}.weight", "*", _timm_kv, _TIMM) for layer in ("", ".linear", ".conv", ".c")),
+    _rule("in_proj.weight", "ParallelScalingBlock DiffParallelScalingBlock", _timm_parallel, _TIMM),
+    _rule("qkv_proj.weight", "LinearSelfAttention", blocked("1", "embed_dim", "embed_dim"), _TIMM),
+    _rule("fc1.weight", "GluMlp", equal(2), _TIMM),
+)  # fmt: skip

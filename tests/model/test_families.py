@@ -1,0 +1,240 @@
+"""What is known of fused tensors, by the classes of real models, made by hand: their sizes and their faults."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.trees import D, H, linear, node
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from dmuon.model.families import known_spec, stored_form
+from dmuon.model.fused_hints import fused_look
+from dmuon.model.matrix_spec import MatrixSpec
+from dmuon.model.module_tree import ModuleTree, sites_of
+
+HF = "transformers.models.any.modeling_any"
+
+
+class Conv1D(nn.Module):
+    """GPT-2's: a linear layer whose weight is stored (in, out)."""
+
+    def __init__(self, out: int, inp: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(inp, out))
+
+
+def of(kind: str, package: str = "", /, **attributes: Any) -> nn.Module:
+    """A module of a class of this name and package, with these children, parameters and attributes."""
+    module = type(kind, (nn.Module,), {"__module__": package or "mine"})()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def bare(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape))
+
+
+def spec_in(owner: nn.Module, path: str) -> MatrixSpec | None:
+    holder, _, name = path.rpartition(".")
+    module = owner.get_submodule(holder)
+    return known_spec(ModuleTree.of(owner), module, name, getattr(module, name))
+
+
+THIRDS = MatrixSpec((D, D, D))
+HEADS = {"num_heads": 2, "num_attention_heads": 2, "head_dim": 4}
+SSM = {"intermediate_size": 16, "n_groups": 2, "ssm_state_size": 3, "num_heads": 4}
+LATENT = {"kv_lora_rank": 6, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 3, "num_heads": 2}
+EXPERTS = {"gate_up_proj": bare(3, 2 * H, D), "down_proj": bare(3, D, H)}
+TRANSPOSED = {"gate_up_proj": bare(3, D, 2 * H), "down_proj": bare(3, H, D)}
+
+KNOWN: dict[str, tuple[nn.Module, str, MatrixSpec]] = {
+    "GPT-2": (of("GPT2Attention", c_attn=Conv1D(3 * D, D)), "c_attn.weight", MatrixSpec((D, D, D), transposed=True)),
+    "GPT-2, cross": (
+        of("GPT2Attention", c_attn=Conv1D(2 * D, D), q_attn=Conv1D(D, D)), "c_attn.weight",
+        MatrixSpec((D, D), transposed=True),
+    ),
+    "nanoGPT": (of("CausalSelfAttention", c_attn=linear(D, 3 * D), n_embd=D), "c_attn.weight", THIRDS),
+    "torch": (nn.MultiheadAttention(D, 2), "in_proj_weight", THIRDS),
+    "ViT of Qwen": (of("Qwen2_5_VLVisionAttention", HF, qkv=linear(D, 3 * D)), "qkv.weight", THIRDS),
+    "timm": (of("Attention", "timm.layers.attention", qkv=linear(D, 3 * D)), "qkv.weight", THIRDS),
+    "timm, by heads": (
+        of("AttentionCl", "timm.models.maxxvit", qkv=linear(D, 3 * D), head_first=True, dim_head=4), "qkv.weight",
+        MatrixSpec((4, 4, 4), repeats=2),
+    ),
+    "GPT-NeoX": (
+        of("GPTNeoXAttention", query_key_value=linear(D, 3 * D), head_size=4), "query_key_value.weight",
+        MatrixSpec((4, 4, 4), repeats=2),
+    ),
+    "BLOOM": (
+        of("BloomAttention", query_key_value=linear(D, 3 * D), **HEADS), "query_key_value.weight",
+        MatrixSpec((4, 4, 4), repeats=2),
+    ),
+    "Falcon": (
+        of("FalconAttention", query_key_value=linear(D, D + 8), multi_query=True, **HEADS), "query_key_value.weight",
+        MatrixSpec((D, 4, 4)),
+    ),
+    "Falcon, new": (
+        of(
+            "FalconAttention", query_key_value=linear(D, 6 * 8), new_decoder_architecture=True, num_kv_heads=2,
+            num_heads=8, head_dim=4,
+        ),
+        "query_key_value.weight", MatrixSpec((16, 4, 4), repeats=2),
+    ),
+    "CodeGen": (
+        of("CodeGenAttention", qkv_proj=linear(32, 96), num_attention_heads=8, head_dim=4), "qkv_proj.weight",
+        MatrixSpec((8, 8, 8), repeats=4),
+    ),
+    "Phi-3": (
+        of("Phi3Attention", qkv_proj=linear(D, 16), num_key_value_heads=1, config=SimpleNamespace(
+            num_attention_heads=2), head_dim=4),
+        "qkv_proj.weight", MatrixSpec((8, 4, 4)),
+    ),
+    "Phi-3, gated": (of("Phi3MLP", HF, gate_up_proj=linear(D, 2 * H)), "gate_up_proj.weight", MatrixSpec((H, H))),
+    "latent": (
+        of("DeepseekV3Attention", kv_a_proj_with_mqa=linear(D, 8), **LATENT), "kv_a_proj_with_mqa.weight",
+        MatrixSpec((6, 2)),
+    ),
+    "latent keys and values": (
+        of("DeepseekV3Attention", kv_b_proj=linear(6, 14), **LATENT), "kv_b_proj.weight", MatrixSpec((4, 3), repeats=2),
+    ),
+    "gated queries": (
+        of("Qwen3NextAttention", q_proj=linear(D, 16), head_dim=4, config=SimpleNamespace(num_attention_heads=2)),
+        "q_proj.weight", MatrixSpec((4, 4), repeats=2),
+    ),
+    "linear attention": (
+        of(
+            "Qwen3NextGatedDeltaNet", HF, in_proj_qkvz=linear(D, 2 * (4 + 4 + 6 + 6)), head_k_dim=4, head_v_dim=3,
+            num_k_heads=2, num_v_heads=4,
+        ),
+        "in_proj_qkvz.weight", MatrixSpec((4, 4, 6, 6), repeats=2),
+    ),
+    "Mamba": (of("MambaMixer", in_proj=linear(D, 32)), "in_proj.weight", MatrixSpec((16, 16))),
+    "Mamba-2": (
+        of("Mamba2Mixer", in_proj=linear(D, 48), **SSM), "in_proj.weight", MatrixSpec((16, 16, 6, 6, 4)),
+    ),
+    "Zamba": (of("ZambaMambaMixer", in_proj=linear(D, 32)), "in_proj.weight", MatrixSpec((1, 1), repeats=16)),
+    "experts": (of("MixtralExperts", HF, **EXPERTS), "gate_up_proj", MatrixSpec((H, H))),
+    "experts, down": (of("MixtralExperts", HF, **EXPERTS), "down_proj", MatrixSpec()),
+    "gpt-oss": (
+        of("GptOssExperts", HF, **TRANSPOSED), "gate_up_proj", MatrixSpec((1, 1), repeats=H, transposed=True),
+    ),
+    "gpt-oss, down": (of("GptOssExperts", HF, **TRANSPOSED), "down_proj", MatrixSpec(transposed=True)),
+    "Llama 4": (of("Llama4TextExperts", HF, **TRANSPOSED), "gate_up_proj", MatrixSpec((H, H), transposed=True)),
+    "as the class says": (
+        of("NewExperts", HF, is_transposed=True, is_concatenated=False, **TRANSPOSED), "gate_up_proj",
+        MatrixSpec((1, 1), repeats=H, transposed=True),
+    ),
+    "DBRX": (of("DbrxExpertGLU", w1=bare(3 * H, D), moe_num_experts=3), "w1", MatrixSpec(num_heads=3)),
+    "torchtitan": (of("GroupedExperts", w1_EFD=bare(3, H, D)), "w1_EFD", MatrixSpec()),
+    "torchtitan, fused": (
+        of("FusedQKVLinear", wqkv=linear(D, 32), heads_per_kv=2, head_dim=4), "wqkv.weight",
+        MatrixSpec((8, 4, 4), repeats=2),
+    ),
+    "a layer in a layer": (
+        of("LevitAttention", queries_keys_values=of("MLPLayerWithBN", linear=linear(D, 32)), key_dim=4,
+           attention_ratio=2),
+        "queries_keys_values.linear.weight", MatrixSpec((4, 4, 8), repeats=2),
+    ),
+    "a kernel": (
+        of("ParakeetEncoderConvolutionModule", HF, pointwise_conv1=nn.Conv1d(D, 2 * D, 1)), "pointwise_conv1.weight",
+        MatrixSpec((D, D), flattened=True),
+    ),
+    "before GLU": (
+        nn.Sequential(linear(D, 2 * H), nn.Dropout(), nn.GLU(), linear(H, D)), "0.weight", MatrixSpec((H, H)),
+    ),
+    "before GLU, a kernel": (
+        nn.Sequential(nn.Conv1d(D, 2 * D, 1), nn.GLU(dim=1)), "0.weight", MatrixSpec((D, D), flattened=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.pitfall("P77", "P78")
+@pytest.mark.parametrize("name", KNOWN)
+def test_families_are_known_by_class_and_sizes(name: str) -> None:
+    owner, path, expected = KNOWN[name]
+    assert spec_in(owner, path) == expected
+
+
+def test_wrappers_and_classes_made_from_known_ones_change_nothing() -> None:
+    attention = of("BloomAttention", query_key_value=checkpoint_wrapper(linear(D, 3 * D)), **HEADS)
+    path = "query_key_value._checkpoint_wrapped_module.weight"
+    assert spec_in(attention, path) == MatrixSpec((4, 4, 4), repeats=2)
+    adapted = of("BloomAttention", query_key_value=node(base_layer=linear(D, 3 * D)), **HEADS)
+    assert spec_in(adapted, "query_key_value.base_layer.weight") == MatrixSpec((4, 4, 4), repeats=2)
+    sharded = type("FSDPBloomAttention", (type(attention),), {})()
+    sharded.query_key_value, sharded.num_heads, sharded.head_dim = linear(D, 3 * D), 2, 4
+    assert spec_in(sharded, "query_key_value.weight") == MatrixSpec((4, 4, 4), repeats=2)
+
+
+@pytest.mark.parametrize(
+    ("owner", "path"),
+    [
+        (of("BloomAttention", query_key_value=linear(D, 3 * D), num_heads=4, head_dim=4), "query_key_value.weight"),
+        (of("BloomAttention", query_key_value=linear(D, 3 * D)), "query_key_value.weight"),
+        (of("CausalSelfAttention", c_attn=linear(D, 3 * D), n_embd=D + 1), "c_attn.weight"),
+        (of("DeepseekV3Attention", kv_a_proj_with_mqa=linear(D, 9), **LATENT), "kv_a_proj_with_mqa.weight"),
+        (of("Mamba2Mixer", in_proj=linear(D, 49), **SSM), "in_proj.weight"),
+        (of("MixtralExperts", HF, is_transposed=True, **EXPERTS), "gate_up_proj"),
+        (of("MixtralExperts", HF, gate_up_proj=bare(3, 2 * H, D)), "gate_up_proj"),
+        (of("Attention", qkv=linear(D, 3 * D)), "qkv.weight"),  # of nobody's package
+        (of("MyMLP", gate_up_proj=linear(D, 2 * H)), "gate_up_proj.weight"),
+        (of("MyExperts", **EXPERTS), "gate_up_proj"),
+    ],
+)
+def test_what_does_not_agree_is_not_known_but_looks_fused(owner: nn.Module, path: str) -> None:
+    assert spec_in(owner, path) is None
+    holder, _, name = path.rpartition(".")
+    module = owner.get_submodule(holder)
+    assert fused_look(ModuleTree.of(owner), module, name, getattr(module, name)) is not None
+
+
+@pytest.mark.parametrize(
+    ("owner", "path", "parts"),
+    [
+        (of("Attention", qkv=linear(D, 3 * D)), "qkv.weight", (D, D, D)),
+        (of("Attention", qkv=linear(D, D + 4)), "qkv.weight", (D, 2, 2)),
+        (of("Attention", c_attn=Conv1D(3 * D, D)), "c_attn.weight", (D, D, D)),
+        (of("MLP", gate_up_proj=linear(D, 2 * H)), "gate_up_proj.weight", (H, H)),
+        (of("MLP", w12=linear(D, 2 * H), w3=linear(H, D)), "w12.weight", (H, H)),
+        (of("Mixer", in_proj=linear(D, 41)), "in_proj.weight", ()),
+        (of("Experts", w1=bare(3, 2 * H, D), w2=bare(3, D, H)), "w1", (H, H)),
+        (of("Experts", w1=bare(3, D, 2 * H), w2=bare(3, H, D)), "w1", (H, H)),
+    ],
+)
+def test_parts_are_guessed_for_the_message_where_shapes_allow(
+    owner: nn.Module, path: str, parts: tuple[int, ...]
+) -> None:
+    holder, _, name = path.rpartition(".")
+    module = owner.get_submodule(holder)
+    look = fused_look(ModuleTree.of(owner), module, name, getattr(module, name))
+    assert look is not None and look.parts == parts
+
+
+def test_layers_store_matrices_in_four_forms() -> None:
+    def form(module: nn.Module, name: str = "weight") -> MatrixSpec | None:
+        return stored_form(module, name, getattr(module, name))
+
+    assert form(linear()) == MatrixSpec()
+    assert form(Conv1D(D, D)) == MatrixSpec(transposed=True)
+    assert form(nn.Conv2d(4, 8, 3)) == MatrixSpec(flattened=True)
+    assert form(nn.Conv2d(4, 8, 3, groups=2)) == MatrixSpec(flattened=True, num_heads=2), "groups share no input"
+    assert form(nn.Conv1d(4, 8, 3, groups=4)) is None, "depthwise"
+    assert form(nn.ConvTranspose2d(4, 8, 3)) is None
+    assert form(of("Experts", w1=bare(3, H, D)), "w1") == MatrixSpec()
+
+
+@pytest.mark.pitfall("P78")
+def test_parameters_alone_lead_to_their_modules() -> None:
+    block = of("Block", attn=of("BloomAttention", query_key_value=linear(D, 3 * D), **HEADS), mlp=linear())
+    elsewhere = nn.ModuleList([block.attn.query_key_value])  # as a framework's own list of layers
+    loose = bare(2, 2)
+    tree, sites = sites_of([*block.parameters(), loose])
+    weight = block.attn.query_key_value.weight
+    assert sites[id(weight)] == ((block.attn.query_key_value, "weight"),) and id(loose) not in sites
+    assert known_spec(tree, *sites[id(weight)][0], weight) == MatrixSpec((4, 4, 4), repeats=2)
+    assert elsewhere[0] is block.attn.query_key_value

@@ -55,8 +55,8 @@ class OrderCheck:
     def _fsdp_gathers(self) -> bool:
         """Whether FSDP2 is about to. Its hooks may have come first at the block that runs, but not at the others."""
         if self._sharded is None:  # it is applied before the first forward
-            modules = [block.module for block in self._blocks]
-            below = [[m for m in module.modules() if isinstance(m, FSDPModule)] for module in modules if module]
+            modules = [block.module for block in self._blocks if block.module is not None]
+            below = [[m for m in module.modules() if isinstance(m, FSDPModule)] for module in modules]
             self._sharded = [weakref.ref(of_block[0]) for of_block in below if of_block]
         alive = [module() for module in self._sharded]
         return any(is_sharded_by_fsdp(module) for module in alive if module is not None)

@@ -93,7 +93,7 @@ def stacked_blocks(model: nn.Module, holders: Set[int]) -> list[NamedModule]:
         kinds = {_kind(e.module) for e in repeated}
         found = [e for e in stacks(False) if _kind(e.module) in kinds]
     else:
-        found = [e for e in stacks(False) if e.in_list or not isinstance(_unwrapped(e.module), nn.Sequential)]
+        found = [e for e in stacks(False) if e.in_list or not isinstance(unwrapped(e.module), nn.Sequential)]
     return [] if _others_alike(model, found, holders) else [(e.name, e.module) for e in found]
 
 
@@ -116,19 +116,21 @@ def own_blocks(model: nn.Module, uses: Iterable[Sequence[nn.Module]]) -> list[Na
 
 
 def _is_callable(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    """Whether it has a ``forward``, of its class or, as compiled modules do, of its own."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside of what compiling and activation checkpointing wrap around it."""
     for prefix in _WRAPPERS:
         inner = module._modules.get(prefix)
         if inner is not None:
-            return _unwrapped(inner)
+            return unwrapped(inner)
     return module
 
 
 def _is_composite(module: nn.Module) -> bool:
-    return any(True for _ in _unwrapped(module).children())
+    return any(True for _ in unwrapped(module).children())
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -175,7 +177,7 @@ def _stack_elements(module: nn.Module, prefix: str, within: _Container) -> Itera
 
 def _element_blocks(element: nn.Module, name: str, within: _Container) -> Iterator[_Element]:
     """The element itself, or, if it only groups others, what it groups."""
-    inner = _unwrapped(element)
+    inner = unwrapped(element)
     if not _is_callable(inner):  # nobody calls it, so it cannot be a block; each of its layers is called
         for name_in, child in inner.named_children():
             yield from _element_blocks(child, f"{name}.{name_in}", within)
@@ -196,7 +198,7 @@ def _between_stem_and_head(elements: list[NamedModule], repeated: bool) -> list[
 
 def _kind(module: nn.Module) -> tuple[type, frozenset[object]]:
     """What makes two elements of a stack alike: their class, and for a plain container what it contains."""
-    module = _unwrapped(module)
+    module = unwrapped(module)
     inside = module.children() if _is_list(module) else ()
     return type(module), frozenset(_kind(child) for child in inside)
 

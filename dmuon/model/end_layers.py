@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.nn as nn
 
 INPUT_LAYER, OUTPUT_LAYER = "input layer", "output layer"
-_SHARES = (1, 2, 3, 4)  # as many parts of what a layer gives may be split off, or joined, before the next one takes it
+_SHARES = (2, 3, 4)  # so many parts of what a layer gives may be taken apart, or joined, before the next one takes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,10 @@ def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: C
         return {}
     ends = dict.fromkeys(heads, OUTPUT_LAYER)
     if not heads:
-        unused = [a for a in layers if not any(_fits(a, b) for b in layers if b is not a)]
-        last = (unused or layers)[-1]
+        last = (_unused(layers) or layers)[-1]
         ends |= {layer.key: OUTPUT_LAYER for layer in layers if layer is last or _is_beside(layer, last, layers)}
     given = {layer.gives for layer in layers} | set(embedded)
-    fresh = [b for b in layers if b.takes not in embedded and not any(_fits(a, b) for a in layers if a is not b)]
+    fresh = _fresh(layers, embedded)
     first = next(iter(fresh or ([] if embedded else layers)), None)
     if first is not None:
         ends = {
@@ -81,11 +81,53 @@ def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: C
     return ends
 
 
-def _fits(a: Layer, b: Layer) -> bool:
-    """Whether ``b`` could take what ``a`` gives: as it is, in parts, joined with others, or at all positions."""
-    if any(a.gives == share * b.takes or b.takes == share * a.gives for share in _SHARES):
-        return True
-    return a.spatial and not b.spatial and b.takes % a.gives == 0
+def find_input_convolution(layers: Sequence[Layer], embedded: Collection[int]) -> dict[int, str]:
+    """The same for the first layer alone, if it is a convolution; for stacks, of which it may be a part."""
+    return {layer.key: INPUT_LAYER for layer in _fresh(layers, embedded)[:1] if layer.spatial}
+
+
+# One layer feeds another if it gives what that one takes. A later layer may also take parts of it, several joined, or a
+# convolution's channels at all positions.
+
+
+def _fresh(layers: Sequence[Layer], embedded: Collection[int]) -> list[Layer]:
+    """Layers whose features no other layer gives."""
+    given = Counter(layer.gives for layer in layers)
+    before: set[int] = set()
+    channels: set[int] = set()
+    fresh = []
+    for layer in layers:
+        n = layer.takes
+        fed = given[n] > (layer.gives == n) or not before.isdisjoint(_related(n))
+        fed = fed or any(n % width == 0 for width in embedded if width > 1)  # several side by side
+        if not (fed or (not layer.spatial and any(n % width == 0 for width in channels))):
+            fresh.append(layer)
+        before.add(layer.gives)
+        if layer.spatial:
+            channels.add(layer.gives)
+    return fresh
+
+
+def _unused(layers: Sequence[Layer]) -> list[Layer]:
+    """Layers whose features no other layer takes."""
+    taken = Counter(layer.takes for layer in layers)
+    after: set[int] = set()
+    joined: set[int] = set()
+    unused = []
+    for layer in reversed(layers):
+        n = layer.gives
+        used = taken[n] > (layer.takes == n) or not after.isdisjoint(_related(n))
+        if not (used or (layer.spatial and any(width % n == 0 for width in joined))):
+            unused.append(layer)
+        after.add(layer.takes)
+        if not layer.spatial:
+            joined.add(layer.takes)
+    return unused[::-1]
+
+
+def _related(width: int) -> set[int]:
+    """Widths of which ``width`` is some parts, or that are parts of it."""
+    return {width * share for share in _SHARES} | {width // share for share in _SHARES if width % share == 0}
 
 
 def _is_beside(layer: Layer, last: Layer, layers: Sequence[Layer]) -> bool:

@@ -21,7 +21,7 @@ from dmuon.model.blocks import (
     own_blocks,
     stacked_blocks,
 )
-from dmuon.model.end_layers import INPUT_LAYER, OUTPUT_LAYER, Layer, find_end_layers
+from dmuon.model.end_layers import INPUT_LAYER, OUTPUT_LAYER, Layer, find_end_layers, find_input_convolution
 
 UNINITIALIZED = "of a lazy module has no shape yet; run one forward before this, which gives it one"
 
@@ -29,6 +29,7 @@ Select = Callable[[str, nn.Module, nn.Parameter], bool]
 _Blocks = Sequence[nn.Module] | BlockPredicate | None
 _Sites = tuple[tuple[nn.Module, str], ...]
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_INSIDE = "matrix inside a block"
 _INPUT_EMBEDDING = "input embedding"
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # their weights have as many dimensions as what they normalize
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -68,7 +69,8 @@ def route_parameters(model: nn.Module, select: Select | None = None) -> list[Rou
 
     By default Muon takes every trainable matrix that is the ``weight`` of a hidden layer. Where layers repeat, those
     are the layers inside blocks: the elements of the outermost ``ModuleList``s, ``Sequential``s and ``ModuleDict``s
-    with keys 0, 1, … that have children of their own; a ``Sequential``'s stem and head, which do not repeat, are none.
+    with keys 0, 1, … that have children of their own; a ``Sequential``'s stem and head, which do not repeat, are none,
+    and a convolution that takes the model's input is not hidden in any.
     Where nothing repeats, they are all but the input and output layers (:func:`find_end_layers`); if these are all
     that there is, Muon takes the input layers. Embeddings, tied or declared output heads, norms, recurrent weights,
     other bare parameters (tables, stacked biases, state matrices) and 1-D parameters stay on AdamW.
@@ -135,7 +137,14 @@ def _route(model: nn.Module, select: Select | None, blocks: _Blocks) -> tuple[li
     stacks = stacked_blocks(model, {id(module) for sites in fit for module, _ in sites}) or None
     found = stacks if blocks is None else given_blocks(model, blocks)
     whole = found is not None and [block for _, block in found] == [model]  # which leaves nothing outside
-    hidden = _hidden(model, params, embeddings, stacks if whole else found)
+    layers, embedded, heads = _layers(model, params, embeddings)
+    if blocks is not None and not whole:
+        within, left = _INSIDE, _outside(params, found or [])
+    elif stacks is not None:
+        within, left = _INSIDE, find_input_convolution(layers, embedded) | _outside(params, stacks)
+    else:
+        within, left = "matrix of a hidden layer", find_end_layers(layers, embedded, heads)
+    hidden = _hidden(params, embeddings, within, left)
     parents = {id(child): module for module in model.modules() for child in module.children()}
     routes = []
     for fqn, param, sites in params:
@@ -206,13 +215,14 @@ def _parameters_with_sites(model: nn.Module) -> Iterator[_Named]:
 
 
 def _hidden(
-    model: nn.Module, params: Sequence[_Named], embeddings: Mapping[int, str], blocks: Sequence[NamedModule] | None
+    params: Sequence[_Named], embeddings: Mapping[int, str], within: str, left: Mapping[int, str]
 ) -> dict[int, tuple[bool, str]]:
-    """The default rule: whether Muon takes a parameter and why, by id."""
-    if blocks is None:
-        within, left = "matrix of a hidden layer", find_end_layers(*_layers(model, params, embeddings))
-    else:
-        within, left = "matrix inside a block", _outside(params, blocks)
+    """The default rule: whether Muon takes a parameter and why, by id.
+
+    Args:
+        within: why a matrix is hidden.
+        left: why others are not, by id.
+    """
     decided: dict[int, tuple[bool, str]] = {}
     inputs: list[int] = []
     for _, param, sites in params:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from dmuon.dedicated.dedication import dedication_of, dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.model.blocks import canonical_fqn
+from dmuon.model.blocks import canonical_fqn, unwrapped
 from dmuon.model.routing import UNINITIALIZED, Select, route_parameters
 from dmuon.optimizer.options import check_names, check_options
 from dmuon.platform.torch_private import flattened_by_fsdp1, replicate_group, unwrapped_for_ddp
@@ -40,7 +40,7 @@ def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[st
     if dedications(model):
         if select is not None:
             raise ValueError("select: dedicate_params has routed this model already; pass select to dedicate_params")
-        if dedication_of(model) is None:
+        if dedication_of(model) is None and dedication_of(unwrapped(model)) is None:
             raise ValueError(
                 "dedicate_params was called on a part of this model only; call it on the whole model, or pass groups"
             )

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.check.topologies import full_state
+from dmuon.model.blocks import canonical_fqn
 
 STEPS = 3
 RECURRENT = "behind a recurrent layer"  # which keeps references to its weights, so that FSDP2 does not take it
@@ -105,3 +106,40 @@ def test_a_weight_that_another_forward_uses_is_refused_until_its_block_is_named(
     dmuon.dedicate_params(model, mesh, costs="flops", blocks=[model])
     found = train(model, dmuon.Muon(model, **OPTIONS), rank, world)
     assert_equal_weights(found, train(reference, Reference(reference, matrix=lambda n: n == "fc2.weight")))
+
+
+def compile_whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+def compile_layers(model: nn.Module) -> nn.Module:
+    for name, child in list(model.named_children()):
+        setattr(model, name, torch.compile(child, backend="eager"))
+    return model
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_compiled_models_and_layers_are_dedicated_as_others(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for name, wrap in product(QUICK, (compile_whole, compile_layers)):
+        model = wrap(build(name))
+        dmuon.dedicate_params(model, mesh, costs="flops")
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        train(model, optimizer, rank, world)
+        with torch.no_grad():
+            model(batch(0))
+        found = {canonical_fqn(key): tensor for key, tensor in full_state(model).items()}
+        with about((name, wrap.__name__)):
+            assert_equal_weights(found, expected(name))
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_an_optimizer_may_be_given_the_compiled_form_of_a_dedicated_model(rank: int, world: int) -> None:
+    name = QUICK[0]
+    model = build(name)
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    compiled = compile_whole(model)
+    train(compiled, dmuon.Muon(compiled, **OPTIONS), rank, world)
+    assert_equal_weights(full_state(model), expected(name))

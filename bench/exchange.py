@@ -241,7 +241,7 @@ class Replay:
         # What fp32 Newton-Schulz makes of fp32 momentum has its dtype.
         self._parts = [
             {
-                i: torch.zeros_like(batch.momentum)
+                i: torch.zeros_like(batch.momentum(0, len(batch.params)))
                 for i, batch in enumerate(round_.batches)
                 if round_.domain.position in batch.parcel.pieces
             }
@@ -250,7 +250,7 @@ class Replay:
 
     def __call__(self) -> None:
         for round_, parts in zip(self._rounds, self._parts, strict=True):
-            like = torch.empty(0, dtype=round_.batches[0].momentum.dtype)
+            like = torch.empty(0, dtype=round_.batches[0].dtype)
             whole = Redistribution([p.to_owner for p in round_.parcels], parts, round_.domain, like, "replay").wait()
             Redistribution([p.from_owner for p in round_.parcels], whole, round_.domain, like, "replay").wait()
 

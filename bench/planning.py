@@ -184,7 +184,7 @@ class Program:
         dmuon.dedicate_params(model, mesh, plan=plan)
         runtime = dedications(model)[0].runtime
         for entry in runtime.matrices():
-            entry.set_grad(runtime.comm, torch.randn_like(entry.master))
+            entry.set_grad(torch.randn_like(entry.master))
         return cls(name, runtime, dmuon.Muon(model, lr=1e-4))
 
     def step(self) -> tuple[float, float]:

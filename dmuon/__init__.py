@@ -12,6 +12,7 @@ from dmuon.exchanged.generators import (
     create_dtensor_config,
     create_processgroup_config,
 )
+from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.optimizer.clip import clip_grad_norm_, clip_grad_value_
 from dmuon.optimizer.groups import param_groups
 from dmuon.optimizer.muon import Muon
@@ -25,6 +26,7 @@ __all__ = [
     "CollectiveError",
     "CommOptions",
     "DistributedConfig",
+    "MatrixSpec",
     "Muon",
     "OwnerPlan",
     "StepStats",

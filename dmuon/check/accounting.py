@@ -144,13 +144,13 @@ def placement(dedication: Dedication) -> list[Reading]:
     runtime, plan = dedication.runtime, dedication.plan
     comm = runtime.comm
     wrong = 0
-    mine = 0
     for entry in runtime.matrices():
-        at = comm.topology.coordinates[plan.owners[entry.fqn]]
-        owner = comm.topology.rank_at(at.r, at.s, comm.at.t)
-        here = owner == comm.ranks[comm.position]
-        mine += here
-        wrong += entry.master.shape != (entry.local_shape if here else (0, entry.local_shape[1]))
+        here = 0
+        for part in entry.parts:
+            at = comm.topology.coordinates[plan.owners[f"{entry.fqn}[{part.number}]" if entry.is_split else entry.fqn]]
+            owner = comm.topology.rank_at(at.r, at.s, comm.at.t)
+            here += part.numel if owner == comm.ranks[comm.position] else 0
+        wrong += entry.master.numel() != here
     left = sum(buffer.buffer_nbytes for buffer in runtime.buffers if not buffer.keep)
     text = f"{wrong} of {len(plan.owners)} matrices held otherwise than by one owner, {left} bytes left in buffers"
     balance = f"planned load: slowest rank over mean {plan.balance:.2f}"
@@ -187,9 +187,9 @@ def found_nbytes(dedication: Dedication, optimizer: dmuon.Muon) -> dict[str, int
     return {"masters": storages(masters), "momentum": storages(momentum), "copies": copies}
 
 
-def _updates(entry: OwnedMatrix, dedication: Dedication) -> bool:
-    comm = dedication.runtime.comm
-    return entry.owner == comm.position and (entry.tensor is None or entry.tensor.owner == comm.at.t)
+def _updates(entry: OwnedMatrix, dedication: Dedication) -> int:
+    at = dedication.runtime.comm.at
+    return sum(part.parcel is None or part.parcel.owner == at.t for part in entry.mine)
 
 
 def storages(tensors: Iterable[Tensor]) -> int:

@@ -157,14 +157,23 @@ def redistribute(route: Route, tensor: Tensor | None, domain: Domain, like: Tens
         What this rank wanted, perhaps a view of ``tensor``; None if it wants nothing.
     """
     held = {} if tensor is None else {0: tensor[None]}
-    wanted = Redistribution([route], held, domain, like.new_empty(0), what).wait()
+    wanted = redistribute_all([route], held, domain, like, what)
     return wanted[0][0] if wanted else None
+
+
+def redistribute_all(
+    routes: Sequence[Route], tensors: Mapping[int, Tensor], domain: Domain, like: Tensor, what: str
+) -> dict[int, Tensor]:
+    """A :class:`Redistribution` from its start to its end. Collective over the domain."""
+    return Redistribution(routes, tensors, domain, like.new_empty(0), what).wait()
 
 
 def _assembled(route: Route, wanted: Piece, parts: Sequence[tuple[Piece, Tensor]], like: Tensor) -> Tensor:
     """``(count, …)`` of what is wanted, from parts of it."""
     if len(parts) == 1 and parts[0][0] == wanted:
         return parts[0][1]
+    if not parts:
+        return like.new_empty((route.count, *wanted.shape))
     dim = route.layout.split_dim
     if dim is not None:  # one kernel instead of one a piece
         return torch.cat([part for _, part in parts], dim + 1)

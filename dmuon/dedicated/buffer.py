@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from enum import Enum
 from functools import cache
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from torch.profiler import record_function
 
 from dmuon.comm.context import Comm, gather
 from dmuon.comm.monitor import Pending, run_all
-from dmuon.dedicated.matrix import Weight, own
+from dmuon.dedicated.matrix import OwnedMatrix, Weight, own
+from dmuon.dedicated.part import Part
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import make_layout
 from dmuon.platform.streams import Origin
@@ -91,10 +93,8 @@ class OwnedBuffer:
         self._fill: Pending | None = None
         self._outgoing: Tensor | None = None  # what is being published, until that has ended
         self._origin = self._outgoing_origin = Origin(comm.device)  # of the buffer's memory, and of that
-        numels = [local_tensor(weight.param).numel() for weight in weights]
-        coordinates = [comm.coordinate(weight.owner) for weight in weights]
         self.layout = make_layout(
-            [(at.r, at.s, numel) for at, numel in zip(coordinates, numels, strict=True)],
+            [(part.at.r, part.at.s, part.numel) for weight in weights for part in weight.parts],
             comm.topology.replicas,
             comm.topology.shards,
             wanted=comm.options.transport,
@@ -113,14 +113,27 @@ class OwnedBuffer:
             for r, (a, b) in enumerate([] if self.keep else column_spans)
             if r != comm.at.r and b > a
         }
-        slots = [self._buffer[a:b] for a, b in self.layout.slots]
-        self.matrices = [
-            own(weight, slot.view(local_tensor(weight.param).shape), comm)
-            for weight, slot in zip(weights, slots, strict=True)
-        ]
-        spans = zip(self.matrices, self.layout.slots, strict=True)
-        self._masters = [(matrix, span) for matrix, span in spans if matrix.owner == comm.position]  # and where they go
+        split = sum(local_tensor(weight.param).numel() for weight in weights if weight.is_split)
+        self._assembled = torch.empty(split, dtype=comm_dtype, device=comm.device)  # tensors made of several slots
+        self.matrices: list[OwnedMatrix] = []
+        self.spans: list[tuple[OwnedMatrix, Part, tuple[int, int]]] = []  # of each part, where it lies
+        self._wholes: list[tuple[Tensor, list[tuple[Part, tuple[int, int]]]]] = []  # and what these are made of
+        slots, begin = iter(self.layout.slots), 0
+        for weight in weights:
+            shape, spans = local_tensor(weight.param).shape, list(islice(slots, len(weight.parts)))
+            placed = list(zip(weight.parts, spans, strict=True))
+            if weight.is_split:
+                whole = self._assembled[begin : begin + shape.numel()].view(shape)
+                begin += shape.numel()
+                self._wholes.append((whole, placed))
+            else:
+                whole = self._buffer[slice(*spans[0])].view(shape)
+            matrix = own(weight, whole, comm)
+            self.matrices.append(matrix)
+            self.spans += [(matrix, part, span) for part, span in placed]
+        self._places = {id(part): span for _, part, span in self.spans}
         self._buffer.untyped_storage().resize_(0)
+        self._assembled.untyped_storage().resize_(0)
         first, last = weights[0].block, weights[-1].block
         self.name = first if first == last else f"{first} to {last}"
         _buffers.add(self)
@@ -129,7 +142,12 @@ class OwnedBuffer:
     @property
     def buffer_nbytes(self) -> int:
         """Bytes that the buffer holds now."""
-        return self._buffer.untyped_storage().nbytes()
+        return self._buffer.untyped_storage().nbytes() + self._assembled.untyped_storage().nbytes()
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes that the buffer holds when it is filled."""
+        return self._nbytes + self._assembled.nbytes
 
     @property
     def standin_nbytes(self) -> int:
@@ -200,6 +218,7 @@ class OwnedBuffer:
     def _allocate(self) -> None:
         self._origin = Origin(self.comm.device)
         self._buffer.untyped_storage().resize_(self._nbytes)
+        self._assembled.untyped_storage().resize_(self._assembled.nbytes)
 
     def _write_own_segment(self) -> None:
         """Write what the row gets from this rank: its masters, and its stand-ins for those of other replicas."""
@@ -210,9 +229,13 @@ class OwnedBuffer:
 
     def _write_masters(self, flat: Tensor, start: int) -> None:
         """Cast the masters of this rank into ``flat``, whose first element is element ``start`` of the layout."""
-        if self._masters:
-            slots = [flat[a - start : b - start].view(e.local_shape) for e, (a, b) in self._masters]
-            torch._foreach_copy_(slots, [e.master for e, _ in self._masters])
+        pairs = []
+        for matrix in self.matrices:
+            for part, piece in matrix.pieces(matrix.master):
+                a, b = self._places[id(part)]
+                pairs.append((flat[a - start : b - start].view(part.local_shape), piece))
+        if pairs:
+            torch._foreach_copy_([slot for slot, _ in pairs], [piece for _, piece in pairs])
 
     def finish_fill(self) -> None:
         """Wait for the fill: what is queued from now on may use the weights."""
@@ -220,7 +243,18 @@ class OwnedBuffer:
             raise RuntimeError(f"block {self.name!r} is {self.state.name}, expected FILLING: {self.state.value}")
         with record_function(f"dmuon::wait_fill {self.name}"):
             self._settle()
+            with torch.no_grad():
+                self._assemble()
         self.state = BufferState.READY
+
+    def _assemble(self) -> None:
+        """Put what was filled where modules find it, of tensors that are made of several matrices."""
+        for whole, placed in self._wholes:
+            parts = [part.take(whole) for part, _ in placed]
+            slots = [self._buffer[a:b].view(part.local_shape) for part, (a, b) in placed]
+            torch._foreach_copy_(parts, slots)
+            for (part, _), value in zip(placed, parts, strict=True):
+                part.put(whole, value)
 
     # -- users -----------------------------------------------------------------------------------------------------
 
@@ -251,6 +285,7 @@ class OwnedBuffer:
         finally:  # what failed has ended, too
             self._origin.await_users()
             self._buffer.untyped_storage().resize_(0)
+            self._assembled.untyped_storage().resize_(0)
             self.state, self.generation = BufferState.FREED, -1
             if self.keep:
                 self.published = -1

@@ -29,6 +29,7 @@ from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.part import matrices_in, parts_of
 from dmuon.dedicated.refusals import (
     check_mesh,
     check_model,
@@ -39,8 +40,9 @@ from dmuon.dedicated.refusals import (
 )
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
-from dmuon.layout.topology import GlobalRank, Position, Topology, position_in
+from dmuon.layout.topology import GlobalRank, Topology
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
+from dmuon.model.matrix_spec import MatrixSpec, remember_spec
 from dmuon.model.routing import Route, Select, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
@@ -80,8 +82,9 @@ def dedicate_params(
             2-D one is ``(replicate, shard)``. One of copies only is DDP: every rank keeps full weights, in the
             communication dtype. Tensor parallelism is read off the parameters: DTensors over one dimension of another
             mesh, split by rows or columns, or copied.
-        select: ``select(fqn, module, param) -> bool`` decides which matrices Muon takes. Default: every trainable
-            hidden matrix, as ``dmuon.Muon(model)`` does.
+        select: ``select(fqn, module, param)`` decides which matrices Muon takes: ``True``, ``False``, or the
+            ``MatrixSpec`` that says of which matrices a stored tensor is made, each of which has an owner. Default:
+            every trainable hidden matrix, as ``dmuon.Muon(model)`` does.
         blocks: the units of communication, as modules or as ``blocks(fqn, module) -> bool``; what lies inside is
             hidden. Default: the elements of the outermost ``ModuleList``s and ``Sequential``s, or the single layers of
             a model in which nothing repeats. ``[model]`` makes it one block.
@@ -129,6 +132,9 @@ def dedicate_params(
         }
         check_model(model)
         routes = route_to_blocks(model, select, blocks)
+        for route in routes:
+            if route.muon:
+                remember_spec(route.param, route.spec)
         check_parameters(model, routes, topology.ranks)
         tensor_mesh = tensor_mesh_of(routes)
         ranks = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
@@ -193,9 +199,10 @@ class _Inspected:
     def matrices(self) -> list[Matrix]:
         """The matrices that need owners, as the solver takes them."""
         return [
-            Matrix(r.fqn, r.param.shape[0], r.param.shape[1], r.block, r.param.numel() * self.dtype_of(r).itemsize)
+            Matrix(f"{r.fqn}{number}", m, n, r.block, m * n * self.dtype_of(r).itemsize)
             for r in self.routes
             if r.block is not None
+            for number, (m, n) in matrices_in(r.param)
         ]
 
 
@@ -296,7 +303,8 @@ def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, obje
     """By name, what must be the same on all ranks; parameters come in the order of their collectives."""
     items = [(f"option {name}", str(value)) for name, value in options.items()]
     for r in routes:
-        route = f"Muon in block {r.block}" if r.muon else "AdamW"
+        by = "" if r.spec == MatrixSpec() else f" by {r.spec}"
+        route = f"Muon in block {r.block}{by}" if r.muon else "AdamW"
         frozen = "" if r.param.requires_grad else ", frozen"
         items.append((f"parameter {r.fqn!r}", f"{tuple(r.param.shape)}, {r.param.dtype}, {route}{frozen}"))
     for name, buffer in model.named_buffers():
@@ -326,7 +334,7 @@ def _pack(inspected: _Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torc
         of_block: dict[torch.dtype, list[Weight]] = {}
         for route in inspected.routes:
             if route.block == name:
-                weight = _weight(route, plan.owners[route.fqn], comm)
+                weight = _weight(route, plan, comm)
                 of_block.setdefault(inspected.dtype_of(route), []).append(weight)
         for dtype in sorted(growing.keys() - of_block.keys(), key=str):
             packed.append((dtype, growing.pop(dtype)))
@@ -341,16 +349,11 @@ def _nbytes(weights: Sequence[Weight], dtype: torch.dtype) -> int:
     return sum(local_tensor(w.param).numel() for w in weights) * dtype.itemsize
 
 
-def _weight(route: Route, planned: Position, comm: Comm) -> Weight:
-    """The matrix of ``route``, owned by the data-parallel rank that keeps this tensor-parallel rank's part of it.
-
-    Args:
-        planned: the owner's position among all ranks of the topology.
-    """
+def _weight(route: Route, plan: OwnerPlan, comm: Comm) -> Weight:
+    """The tensor of ``route``, owned by the data-parallel ranks that keep this tensor-parallel rank's part of it."""
     assert route.block is not None
-    at = comm.topology.coordinates[planned]
-    owner = position_in(comm.ranks, comm.topology.rank_at(at.r, at.s, comm.at.t))
+    planned = [plan.owners[f"{route.fqn}{number}"] for number, _ in matrices_in(route.param)]
     sharding = None
     if isinstance(route.param, DTensor):
-        sharding = TensorSharding(route.param.device_mesh, route.param.placements[0], Position(at.t))
-    return Weight(route.fqn, route.param, route.sites, owner, route.block, sharding)
+        sharding = TensorSharding(route.param.device_mesh, route.param.placements[0])
+    return Weight(route.fqn, route.param, route.sites, parts_of(route.param, planned, comm), route.block, sharding)

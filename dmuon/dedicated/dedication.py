@@ -139,9 +139,8 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
         for runtime in runtimes:
             runtime.before_write()
         with torch.no_grad():
-            for comm, matrix, param in edited:
-                if matrix.owner == comm.position:
-                    matrix.master.copy_(local_tensor(param))
+            for _, matrix, param in edited:
+                matrix.master.copy_(matrix.own_part(local_tensor(param)))
         for runtime in runtimes:
             runtime.weights_changed()
 
@@ -161,13 +160,15 @@ def _edited(matrix: OwnedMatrix) -> nn.Parameter:
 
 def _whole(comm: Comm, matrix: OwnedMatrix) -> nn.Parameter:
     with torch.no_grad():
-        if matrix.owner == comm.position:
-            whole = matrix.master.clone()
-        else:
-            whole = torch.empty(matrix.local_shape, dtype=matrix.master.dtype, device=comm.device)
-        if comm.world > 1:
-            with comm.monitor.watch(f"broadcast of {matrix.fqn!r} for summon_full_params"):
-                dist.broadcast(whole, src=comm.ranks[matrix.owner], group=comm.group)
+        whole = torch.empty(matrix.local_shape, dtype=matrix.master.dtype, device=comm.device)
+        pieces = {id(part): piece for part, piece in matrix.pieces(matrix.master)}
+        for part in matrix.parts:
+            piece = pieces.get(id(part))
+            value = whole.new_empty(part.local_shape) if piece is None else piece.contiguous()
+            if comm.world > 1:
+                with comm.monitor.watch(f"broadcast of {matrix.fqn!r} for summon_full_params"):
+                    dist.broadcast(value, src=comm.ranks[part.owner], group=comm.group)
+            part.write(whole, value)
         if matrix.tensor is not None:
             whole = matrix.tensor.wrap(whole, matrix.shape)
     return whole_parameter(whole, matrix.rest)

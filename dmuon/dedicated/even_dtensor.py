@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,35 +12,43 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.agreement import agree
 from dmuon.comm.context import Comm
-from dmuon.comm.domain import redistribute
-from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor, tensor_placements
+from dmuon.comm.domain import redistribute_all
+from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor, joined, tensor_placements
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.layout.matrices import Region, layout_of_region, whole_region
 from dmuon.layout.parcels import Parcel, Route
 from dmuon.layout.shards import Piece, layout_of
 from dmuon.layout.topology import positions
+from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.torch_private import even_shape, local_tensor
 
 
 def owned_to_even(local: Tensor, matrix: OwnedMatrix, comm: Comm) -> DTensor:
-    """Copy what an owner holds of ``matrix`` into an ordinary even DTensor. Collective over the data-parallel ranks.
+    """Copy what owners hold of ``matrix`` into an ordinary even DTensor. Collective over the data-parallel ranks.
 
     The DTensor is cut by rows over these, or by columns where tensor parallelism has cut the rows.
 
     Args:
         local: shaped as the master.
     """
-    parcel = _even_parcel(matrix, comm)
+    even = _Even.of(matrix, comm)
+    routes = [parcel.from_owner for parcel in even.parcels]
+    held = {matrix.parts.index(part): piece[None] for part, piece in matrix.pieces(local)}
     what = f"scatter of {matrix.fqn!r} for a state dict"
-    part = redistribute(parcel.from_owner, local, comm.domain, local, what)
-    even = local.new_empty(parcel.layout.pieces[comm.position].shape) if part is None else part.clone()
-    return as_dtensor(even, _even_mesh(matrix, comm), _even_placements(matrix), matrix.shape)
+    arrived = redistribute_all(routes, held, comm.domain, local, what)
+    shard = local.new_empty(even.shape)
+    for i, piece in arrived.items():
+        taken = even.regions[i].take(shard)
+        taken.copy_(piece)
+        even.regions[i].put(shard, list(taken.unbind(0)))
+    return as_dtensor(shard, _even_mesh(matrix, comm), _even_placements(matrix), matrix.shape)
 
 
 def even_to_owned(value: Tensor, matrix: OwnedMatrix, comm: Comm, dtype: torch.dtype) -> Tensor:
     """Cut from ``value``, a DTensor or a plain whole tensor, what the master of ``matrix`` holds on this rank.
 
-    Collective if ``value`` is a DTensor; its kind must be the same on all ranks. An ``OwnedTensor`` may have another
-    owner than ``matrix``.
+    Collective if ``value`` is a DTensor; its kind must be the same on all ranks. An ``OwnedTensor`` may have other
+    owners than ``matrix``.
     """
     what = f"gather of {matrix.fqn!r} from a state dict"
     mesh, placements = _even_mesh(matrix, comm), _even_placements(matrix)
@@ -48,14 +58,23 @@ def even_to_owned(value: Tensor, matrix: OwnedMatrix, comm: Comm, dtype: torch.d
         with comm.monitor.watch(what):
             value = value.full_tensor()
     if not isinstance(value, DTensor):
-        part = _tensor_part(value, matrix, comm)
-        return (part if matrix.owner == comm.position else part[:0]).to(device=comm.device, dtype=dtype, copy=True)
-    route = _even_parcel(matrix, comm).to_owner
-    if isinstance(value, OwnedTensor):
-        route = Route(1, route.layout, {value.owner: Piece.whole(route.layout.shape)}, route.receivers)
+        part = matrix.own_part(_tensor_part(value, matrix, comm))
+        return part.to(device=comm.device, dtype=dtype, copy=True)
+    even = _Even.of(matrix, comm)
+    routes = [parcel.to_owner for parcel in even.parcels]
     local = local_tensor(value).to(device=comm.device, dtype=dtype)
-    whole = redistribute(route, local, comm.domain, local, what)
-    return local.new_empty(matrix.master.shape) if whole is None else whole
+    if isinstance(value, OwnedTensor):
+        for i, (owner, route) in enumerate(zip(value.owners, routes, strict=True)):
+            routes[i] = Route(1, route.layout, {owner: Piece.whole(route.layout.shape)}, route.receivers)
+        others = [part for part, owner in zip(matrix.parts, value.owners, strict=True) if owner == comm.position]
+        held = {matrix.parts.index(part): piece[None] for part, piece in matrix.pieces(local, others)}
+    else:
+        held = {i: region.take(local) for i, region in enumerate(even.regions)}
+    arrived = redistribute_all(routes, held, comm.domain, local, what)
+    mine = [arrived[i][0] for i, part in enumerate(matrix.parts) if part.owner == comm.position]
+    if matrix.is_split:
+        return joined(mine, local)
+    return mine[0] if mine else local.new_empty(matrix.master.shape)
 
 
 def write_even(
@@ -79,10 +98,30 @@ def write_even(
         matrix.master.copy_(even_to_owned(even, matrix, comm, matrix.master.dtype))
 
 
-def _even_parcel(matrix: OwnedMatrix, comm: Comm) -> Parcel:
-    """What the data-parallel ranks hold of what the owner has, if it is cut evenly."""
-    layout = layout_of(matrix.local_shape, [comm.world], [Shard(_even_dim(matrix))])
-    return Parcel(1, layout, positions(comm.world), matrix.owner)
+@dataclass(frozen=True, slots=True)
+class _Even:
+    """What the data-parallel ranks hold of what the owners have, if it is cut evenly.
+
+    Attributes:
+        shape: of this rank's shard.
+        parcels: of each part, which all ranks hold, though perhaps nothing of it.
+        regions: of each part, where it lies in this rank's shard.
+    """
+
+    shape: tuple[int, ...]
+    parcels: list[Parcel]
+    regions: list[Region]
+
+    @classmethod
+    def of(cls, matrix: OwnedMatrix, comm: Comm) -> _Even:
+        layout = layout_of(matrix.local_shape, [comm.world], [Shard(_even_dim(matrix))])
+        holders = positions(comm.world)
+        parcels, regions, flattened = [], [], spec_of(matrix.rest).flattened
+        for part in matrix.parts:
+            of_part, places = layout_of_region(layout, part.region or whole_region(matrix.local_shape), flattened)
+            parcels.append(Parcel(1, of_part, holders, part.owner))
+            regions.append(places[comm.position])
+        return cls(layout.pieces[comm.position].shape, parcels, regions)
 
 
 def _even_dim(matrix: OwnedMatrix) -> int:

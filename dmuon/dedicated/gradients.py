@@ -21,6 +21,7 @@ from dmuon.comm.context import Comm, Line, Works, reduce, scratch
 from dmuon.comm.monitor import Pending, run_all
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
+from dmuon.dedicated.part import Part
 from dmuon.dedicated.replicated import GradAverager
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import Transport
@@ -70,20 +71,23 @@ class GradReduction:
         """Move the gradients of this rank into ``parts``, one per shard; tells which matrices had one."""
         used: set[int] = set()
         pairs: list[tuple[Tensor, Tensor]] = []
-        for matrix, (start, end) in zip(self.buffer.matrices, self.buffer.layout.slots, strict=True):
-            first = self.buffer.layout.segments[matrix.at.s][0]
-            slot = parts[matrix.at.s][start - first : end - first].view(matrix.local_shape)
-            grad = matrix.full_grad()
-            if grad is not None or matrix.partial is not None:
+        grads = {id(matrix): matrix.full_grad() for matrix in self.buffer.matrices}
+        for matrix, part, (start, end) in self.buffer.spans:
+            first = self.buffer.layout.segments[part.at.s][0]
+            slot = parts[part.at.s][start - first : end - first].view(part.local_shape)
+            grad = grads[id(matrix)]
+            if grad is not None or matrix.has_partial:
                 used.add(id(matrix))
             if grad is None:
                 slot.zero_()
             else:
-                pairs.append((slot, grad))
+                pairs.append((slot, part.take(grad)))
+        for matrix in self.buffer.matrices:
             matrix.full.grad = None
             matrix.unreduced = False
-            if matrix.at.s != self._comm.at.s:
-                matrix.partial = None  # another rank of the row has it
+            for part in matrix.parts:
+                if part.at.s != self._comm.at.s:
+                    part.partial = None  # another rank of the row has it
         if pairs:
             torch._foreach_copy_([slot for slot, _ in pairs], [grad for _, grad in pairs])
         return used
@@ -114,21 +118,20 @@ class GradReduction:
         with torch.no_grad(), self._comm.reduce_stream.beside():
             self._wait()
             first = layout.segments[at.s][0]
-            for matrix, (start, end) in self._in_segment():
-                if matrix.partial is not None:
-                    self._result[start - first : end - first].view(matrix.local_shape).add_(matrix.partial)
-                    self._in_flight.append(matrix.partial)
-                    matrix.partial = None
+            for part, (start, end) in self._in_segment():
+                if part.partial is not None:
+                    self._result[start - first : end - first].view(part.local_shape).add_(part.partial)
+                    self._in_flight.append(part.partial)
+                    part.partial = None
             segment = self._result[: layout.parts[at.s][-1][1] - first]  # without its padding
             parts = [segment[start - first : end - first] for start, end in layout.parts[at.s]]
             self._in_flight.append(segment)
             self._result = self._start(line, "along the column", layout.column, segment, parts)
             self._stage_one_ended = self._comm.reduce_stream.mark()
 
-    def _in_segment(self) -> list[tuple[OwnedMatrix, tuple[int, int]]]:
+    def _in_segment(self) -> list[tuple[Part, tuple[int, int]]]:
         """The matrices that this rank's column owns, and where they lie in the buffer."""
-        spans = zip(self.buffer.matrices, self.buffer.layout.slots, strict=True)
-        return [(matrix, span) for matrix, span in spans if matrix.at.s == self._comm.at.s]
+        return [(part, span) for _, part, span in self.buffer.spans if part.at.s == self._comm.at.s]
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, None
@@ -169,29 +172,34 @@ class GradReduction:
             self._result = self._result.clone()  # a view of what others own would keep that alive with the gradients
         undecided = []
         first = self.buffer.layout.parts[self._comm.at.s][self._comm.at.r][0]
-        for matrix, (start, end) in zip(self.buffer.matrices, self.buffer.layout.slots, strict=True):
-            master = matrix.master
-            if matrix.owner == self._comm.position:
-                local = self._result[start - first : end - first].view(master.shape).to(master.dtype)
+        slots: dict[int, list[Tensor]] = {id(matrix): [] for matrix in self.buffer.matrices}
+        for matrix, part, (start, end) in self.buffer.spans:
+            if part.owner == self._comm.position:
+                slots[id(matrix)].append(self._result[start - first : end - first])
+        for matrix in self.buffer.matrices:
+            master, arrived = matrix.master, slots[id(matrix)]
+            if len(arrived) > 1:
+                local = torch.cat(arrived).to(master.dtype)
+            elif arrived:
+                local = arrived[0].view(master.shape).to(master.dtype)
             else:
                 local = master.new_empty(master.shape)
             if id(matrix) in self.used and not matrix.has_hooks:
-                matrix.set_grad(self._comm, local)
+                matrix.set_grad(local)
             elif matrix.full.requires_grad:
                 undecided.append((matrix, local))
         return undecided
 
     def _keep_partial(self) -> list[tuple[OwnedMatrix, Tensor]]:
         first = self.buffer.layout.segments[self._comm.at.s][0]
-        spans = {id(matrix): span for matrix, span in self._in_segment()}
-        for matrix in self.buffer.matrices:
-            start, end = spans.get(id(matrix), (first, first))
-            average = self._result[start - first : end - first]
+        for matrix, part, (start, end) in self.buffer.spans:
+            is_here = part.at.s == self._comm.at.s
+            average = self._result[start - first : end - first] if is_here else self._result[:0]
             # What only others on the row have used must not be lost. Looking at the values can stall an accelerator.
-            if id(matrix) not in self.used and (id(matrix) not in spans or not bool(average.any())):
+            if id(matrix) not in self.used and not (is_here and bool(average.any())):
                 continue
-            slot = average.view(matrix.local_shape if id(matrix) in spans else (0, matrix.local_shape[1]))
-            matrix.partial = slot if matrix.partial is None else matrix.partial.add_(slot)
+            slot = average.view(part.local_shape if is_here else (0, part.local_shape[1]))
+            part.partial = slot if part.partial is None else part.partial.add_(slot)
         return []
 
 
@@ -234,7 +242,7 @@ class Gradients:
         self._undecided += reduction.finish()
         if self.listeners and reduction.whole:
             used = [m for m in reduction.buffer.matrices if id(m) in reduction.used and not m.has_hooks]
-            owned = [matrix.rest for matrix in used if matrix.owner == self._comm.position]
+            owned = [matrix.rest for matrix in used if matrix.mine]
             self.listeners = [listener for listener in self.listeners if listener() is not None]
             for listener in self.listeners:
                 landed = listener()
@@ -279,7 +287,7 @@ class Gradients:
         used = {key for key, flag in zip(keys, flags[: len(keys)], strict=True) if flag}
         for matrix, local in undecided:
             if id(matrix) in used:
-                matrix.set_grad(self._comm, local)
+                matrix.set_grad(local)
             else:
                 matrix.drop_unreduced()
         for param, average in averages:

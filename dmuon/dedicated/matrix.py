@@ -1,4 +1,4 @@
-"""One owned matrix at run time: its resting form, the form that modules compute with, and its gradient.
+"""One owned tensor at run time: its resting form, the form that modules compute with, and its gradient.
 
 [Note: five forms of a weight]
 A weight has up to five tensors. Only the master is ever updated; the others are wrappers, copies or views of copies.
@@ -33,27 +33,25 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.context import Comm
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
-from dmuon.layout.parcels import Parcel
-from dmuon.layout.shards import layout_of
-from dmuon.layout.topology import Coordinate, Position, positions
-from dmuon.platform.torch_private import accumulation_hooks, local_tensor, move_hooks
+from dmuon.dedicated.part import Part
+from dmuon.layout.topology import Position
+from dmuon.model.matrix_spec import remember_spec, spec_of
+from dmuon.platform.torch_private import accumulation_hooks, contiguous_strides, local_tensor, move_hooks
 
 Sites = tuple[tuple[nn.Module, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSharding:
-    """How tensor parallelism splits a matrix.
+    """How tensor parallelism splits a tensor.
 
     Attributes:
         mesh: 1-D.
-        placement: ``Shard(0)``, ``Shard(1)`` or ``Replicate()``.
-        owner: position in ``mesh`` of the rank that orthogonalizes the matrix.
+        placement: ``Shard(…)`` or ``Replicate()``.
     """
 
     mesh: DeviceMesh
     placement: Placement
-    owner: Position
 
     def wrap(self, part: Tensor, shape: torch.Size) -> DTensor:
         """Make the DTensor of global ``shape`` whose local part is ``part``, sharing its storage."""
@@ -62,12 +60,12 @@ class TensorSharding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
-    """A matrix that is to be owned.
+    """A tensor that is to be owned.
 
     Attributes:
         param: has the initial values.
         sites: every ``(module, attribute)`` that holds it.
-        owner: position of its owner among the data-parallel ranks.
+        parts: its matrices, and their owners.
         block: name of the block that it lies in.
         tensor: how tensor parallelism splits it; None without.
     """
@@ -75,37 +73,46 @@ class Weight:
     fqn: str
     param: nn.Parameter
     sites: Sites
-    owner: Position
+    parts: tuple[Part, ...]
     block: str
     tensor: TensorSharding | None = None
+
+    @property
+    def owners(self) -> tuple[Position, ...]:
+        """Of each part, its position among the data-parallel ranks."""
+        return tuple(part.owner for part in self.parts)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it is made of several matrices, or of one that is stored otherwise."""
+        return self.parts[0].region is not None
 
 
 @dataclass(slots=True, eq=False)
 class OwnedMatrix:
-    """One owned matrix.
+    """One owned matrix, or a tensor that is made of several.
+
+    Masters of the latter are flat: on each rank the parts that it owns, one after the other.
 
     Attributes:
-        shape: of the whole matrix.
-        owner: position of the data-parallel rank that keeps the master.
-        at: its coordinate.
+        shape: of the whole tensor.
+        parts: its matrices, in order.
+        mine: those of which this rank has the masters.
         rest: the resting form, a parameter like ``full``.
         full: what modules compute with.
         tensor: how tensor parallelism splits it; masters and buffers then hold this rank's part.
         unreduced: the gradient in ``full`` has not been reduced yet (backward without synchronization).
-        partial: the sum of what reductions along the row alone have brought to this rank, ``local_shape``; no rows on
-            the other ranks of the row, if they took part.
-        empty_grad: the gradient on ranks that do not own the matrix; one serves all steps.
+        empty_grad: the gradient on ranks that own no part; one serves all steps.
     """
 
     fqn: str
     shape: torch.Size
-    owner: Position
-    at: Coordinate
+    parts: tuple[Part, ...]
+    mine: tuple[Part, ...]
     rest: OwnedTensor
     full: nn.Parameter
     tensor: TensorSharding | None = None
     unreduced: bool = False
-    partial: Tensor | None = None
     empty_grad: OwnedTensor | None = None
     _sites: Sequence[tuple[weakref.ref[nn.Module], str]] = ()
 
@@ -119,22 +126,46 @@ class OwnedMatrix:
 
     @property
     def master(self) -> Tensor:
-        """fp32; on the data-parallel rank ``owner`` ``(m, n)``, or its tensor-parallel part; elsewhere no rows."""
+        """fp32; on its owner ``(m, n)``, or its tensor-parallel part, elsewhere no rows; flat if there are parts."""
         return local_tensor(self.rest)
 
     @property
     def local_shape(self) -> torch.Size:
-        """``(m, n)`` of what one data-parallel rank computes with."""
+        """Of what one data-parallel rank computes with."""
         return local_tensor(self.full).shape
 
     @property
-    def parcel(self) -> Parcel | None:
-        """Where tensor parallelism has the matrix; None without."""
-        if self.tensor is None:
-            return None
-        size = self.tensor.mesh.size()
-        layout = layout_of(self.shape, [size], [self.tensor.placement])
-        return Parcel(1, layout, positions(size), self.tensor.owner)
+    def is_split(self) -> bool:
+        """Whether it is made of several matrices, or of one that is stored otherwise."""
+        return self.parts[0].region is not None
+
+    @property
+    def owners(self) -> tuple[Position, ...]:
+        """Of each part, its position among the data-parallel ranks."""
+        return tuple(part.owner for part in self.parts)
+
+    @property
+    def owner(self) -> Position:
+        """Of the first part."""
+        return self.parts[0].owner
+
+    def pieces(self, local: Tensor, parts: Sequence[Part] | None = None) -> list[tuple[Part, Tensor]]:
+        """The parts in ``local``, as views ``local_shape``.
+
+        Args:
+            parts: which those are; None: ``local`` is shaped as the master.
+        """
+        parts = self.mine if parts is None else parts
+        if not self.is_split:
+            return [(part, local) for part in parts]
+        flat = local.split([part.numel for part in parts]) if parts else ()
+        return [(part, piece.view(part.local_shape)) for part, piece in zip(parts, flat, strict=True)]
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """What this rank owns of ``whole``, ``local_shape``, shaped as the master; perhaps a view."""
+        if not self.is_split:
+            return whole if self.mine else whole[:0]
+        return joined([part.take(whole) for part in self.mine], whole)
 
     def place(self, param: Tensor) -> None:
         """Register ``param``, a parameter, wherever the modules hold this matrix."""
@@ -158,13 +189,19 @@ class OwnedMatrix:
     def drop_unreduced(self) -> None:
         """Forget gradients that were not reduced yet."""
         self.full.grad = None
-        self.partial = None
+        for part in self.parts:
+            part.partial = None
         self.unreduced = False
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether a gradient waits behind a reduction along the row."""
+        return any(part.partial is not None for part in self.parts)
 
     @property
     def waits(self) -> bool:
         """Whether a gradient waits for a backward that synchronizes."""
-        return self.unreduced or self.partial is not None
+        return self.unreduced or self.has_partial
 
     @property
     def waiting_grad(self) -> Tensor | None:
@@ -175,7 +212,10 @@ class OwnedMatrix:
         """
         if self.unreduced and self.full.grad is not None:
             return self.full.grad
-        return None if self.partial is None else self.as_grad(self.partial)
+        kept = [part.partial for part in self.parts if part.partial is not None]
+        if not kept:
+            return None
+        return self.as_grad(joined(kept, kept[0]) if self.is_split else kept[0])
 
     @property
     def has_hooks(self) -> bool:
@@ -185,15 +225,17 @@ class OwnedMatrix:
     def like_rest(self, local: Tensor, name: str) -> OwnedTensor:
         """Wrap ``local``, shaped as the master, in the layout of the resting form."""
         rest = self.rest
-        return owned_tensor(local, rest.device_mesh, self.shape, fqn=name, owner=self.owner, placements=rest.placements)
+        return owned_tensor(
+            local, rest.device_mesh, self.shape, fqn=name, owners=self.owners, placements=rest.placements
+        )
 
     def as_grad(self, local: Tensor) -> OwnedTensor:
         """Wrap ``local``, shaped as the master, as a gradient of the resting form."""
         return self.like_rest(local, f"{self.fqn}.grad")
 
-    def set_grad(self, comm: Comm, local: Tensor) -> None:
+    def set_grad(self, local: Tensor) -> None:
         """Add ``local``, shaped as the master, to the gradient of the resting form, and run the user's hooks."""
-        if self.owner == comm.position:
+        if self.mine:
             grad = self.as_grad(local)
         else:
             if self.empty_grad is None:
@@ -221,30 +263,37 @@ class OwnedMatrix:
         return result
 
 
-def own(weight: Weight, slot: Tensor, comm: Comm) -> OwnedMatrix:
+def own(weight: Weight, whole: Tensor, comm: Comm) -> OwnedMatrix:
     """Make the forms of ``weight`` and give its resting form to the modules. Collective over the data-parallel ranks.
 
     Args:
-        slot: its part of a flat buffer, shaped as what one data-parallel rank computes with.
+        whole: memory of what one data-parallel rank computes with, in that shape.
     """
     param, sharding = weight.param, weight.tensor
-    master = _initial_master(local_tensor(param), weight.owner, comm)
+    mine = tuple(part for part in weight.parts if part.owner == comm.position)
+    master = _initial_master(local_tensor(param), weight, mine, comm)
     mesh = comm.mesh if sharding is None else comm.tensor_mesh
     placements = [*[Shard(0)] * comm.mesh.ndim, *tensor_placements(sharding)]
-    wrapper = owned_tensor(master, mesh, param.shape, fqn=weight.fqn, owner=weight.owner, placements=placements)
+    wrapper = owned_tensor(master, mesh, param.shape, fqn=weight.fqn, owners=weight.owners, placements=placements)
     rest = nn.Parameter(wrapper, requires_grad=param.requires_grad)
     assert isinstance(rest, OwnedTensor)
     # `.data` gives the view a version counter of its own: filling the buffer must not look to autograd like an edit of
     # the weights that it saved.
-    whole: Tensor = slot.data
+    value: Tensor = whole.data
     if sharding is not None:
-        whole = sharding.wrap(whole, param.shape)
-    at, full = comm.coordinate(weight.owner), whole_parameter(whole, rest)
+        value = sharding.wrap(value, param.shape)
+    full = whole_parameter(value, rest)
     sites = [(weakref.ref(module), name) for module, name in weight.sites]
-    matrix = OwnedMatrix(weight.fqn, param.shape, weight.owner, at, rest, full, sharding, _sites=sites)
+    matrix = OwnedMatrix(weight.fqn, param.shape, weight.parts, mine, rest, full, sharding, _sites=sites)
     matrix.place(rest)
     move_hooks(param, rest)
+    remember_spec(rest, spec_of(param))
     return matrix
+
+
+def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """``parts`` one after the other in one flat tensor."""
+    return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
 
 
 def tensor_placements(sharding: TensorSharding | None) -> list[Placement]:
@@ -253,8 +302,8 @@ def tensor_placements(sharding: TensorSharding | None) -> list[Placement]:
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """Make the DTensor of global ``shape`` ``(m, n)`` whose local part is ``local``, sharing its storage."""
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
+    """Make the contiguous DTensor of global ``shape`` whose local part is ``local``, sharing its storage."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=contiguous_strides(shape))
 
 
 def whole_parameter(value: Tensor, rest: OwnedTensor) -> nn.Parameter:
@@ -270,14 +319,16 @@ def resting(param: nn.Parameter) -> nn.Parameter:
     return rest
 
 
-def _initial_master(local: Tensor, owner: Position, comm: Comm) -> Tensor:
-    """The first rank's initial value of ``local``, fp32 or wider, whole on ``owner`` and empty elsewhere."""
+def _initial_master(local: Tensor, weight: Weight, mine: Sequence[Part], comm: Comm) -> Tensor:
+    """Of the first rank's initial value of ``local``, fp32 or wider, what this rank owns."""
     dtype = torch.promote_types(local.dtype, torch.float32)
     with torch.no_grad():
         value = local.detach().to(comm.device, copy=True).contiguous()
         if comm.world > 1:
             with comm.monitor.watch("broadcast of initial weights"):
                 dist.broadcast(value, src=comm.ranks[0], group=comm.group)
-        if owner == comm.position:
+        if weight.is_split:
+            return joined([part.take(value) for part in mine], value).to(dtype)
+        if mine:
             return value.to(dtype)
         return torch.empty((0, local.shape[1]), dtype=dtype, device=comm.device)

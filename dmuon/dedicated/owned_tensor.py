@@ -85,16 +85,31 @@ class Keeper(Protocol):
 
 
 class OwnedTensor(DTensor):
-    """A DTensor of global shape ``(m, n)`` whose local tensor is ``(m, n)`` on ``owner`` and ``(0, n)`` elsewhere.
+    """A DTensor whose local tensor is all of it on its owner, and empty elsewhere.
+
+    Of global shape ``(m, n)`` it is ``(m, n)`` on the owner and ``(0, n)`` elsewhere. If it is made of several
+    matrices, each has an owner, and a local tensor is flat: all that this rank owns, in order.
 
     Attributes:
         fqn: canonical name of the parameter.
-        owner: position of the rank that holds it, among the data-parallel ones.
+        owners: for each matrix, the position of the rank that holds it, among the data-parallel ones.
     """
 
     fqn: str
-    owner: Position
+    owners: tuple[Position, ...]
     _keeper: weakref.ref[Keeper] | None  # which holds the parameter itself
+
+    @property
+    def owner(self) -> Position:
+        """Of its only matrix, or the first one."""
+        return self.owners[0]
+
+    @property
+    def _where(self) -> str:
+        ranks = sorted(set(self.owners))
+        if len(ranks) == 1:
+            return f"whole on rank {ranks[0]}"
+        return f"in parts on ranks {', '.join(map(str, ranks))}"
 
     @property
     def keeper(self) -> Keeper | None:
@@ -122,7 +137,7 @@ class OwnedTensor(DTensor):
         if name not in _LOCAL:
             raise RuntimeError(
                 f"{func} is not available on {owned[0].fqn!r}: outside the forward and backward of its block, dmuon "
-                f"keeps it whole on rank {owned[0].owner} and empty on the others; {_REMEDIES.get(name, _REMEDY)}. If "
+                f"keeps it {owned[0]._where} and empty on the others; {_REMEDIES.get(name, _REMEDY)}. If "
                 "a module's forward computes with it there, name that module in dedicate_params(…, blocks=[…])"
             )
         if name.startswith("_foreach"):
@@ -178,22 +193,20 @@ class OwnedTensor(DTensor):
         raise self._wrong_data("redistribute()")
 
     def _wrong_data(self, call: str) -> RuntimeError:
-        return RuntimeError(
-            f"{call} of {self.fqn!r} would return wrong data: it is whole on rank {self.owner}; {_REMEDY}"
-        )
+        return RuntimeError(f"{call} of {self.fqn!r} would return wrong data: it is {self._where}; {_REMEDY}")
 
     def _unavailable(self, what: str) -> RuntimeError:
-        return RuntimeError(f"{what} is not available on {self.fqn!r}, which is whole on rank {self.owner}; {_REMEDY}")
+        return RuntimeError(f"{what} is not available on {self.fqn!r}, which is {self._where}; {_REMEDY}")
 
     def _laid_otherwise(self, func: Any, other: Tensor) -> RuntimeError:
         return RuntimeError(
-            f"{func} mixes {self.fqn!r}, which dmuon keeps whole on rank {self.owner}, with a tensor of shape "
+            f"{func} mixes {self.fqn!r}, which dmuon keeps {self._where}, with a tensor of shape "
             f"{tuple(other.shape)} that is laid out otherwise; {_REMEDY}"
         )
 
     def to_local(self, **_: Any) -> Tensor:
         # Checkpointing would take what it reads from this for an even shard. It may write one.
-        refusal = f"to_local() of {self.fqn!r} is not an even shard: it is whole on rank {self.owner}; {_REMEDY}"
+        refusal = f"to_local() of {self.fqn!r} is not an even shard: it is {self._where}; {_REMEDY}"
         if self.keeper is None:
             raise RuntimeError(refusal)
         return EvenShard(self, self.keeper, refusal)
@@ -229,7 +242,7 @@ class OwnedTensor(DTensor):
         raise RuntimeError(f"parameter {self.fqn!r} is owned by dmuon and cannot be pickled: save model.state_dict()")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"OwnedTensor({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype}, owner={self.owner})"
+        return f"OwnedTensor({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype}, owners={self.owners})"
 
 
 class EvenShard(Tensor):
@@ -276,25 +289,25 @@ def owned_tensor(
     shape: torch.Size,
     *,
     fqn: str,
-    owner: Position,
+    owners: tuple[Position, ...],
     placements: Sequence[Placement] | None = None,
     keeper: Keeper | None = None,
 ) -> OwnedTensor:
-    """Wrap ``local`` (``shape`` on the owner, ``(0, n)`` elsewhere) and share its storage.
+    """Wrap ``local``, what this rank owns, and share its storage.
 
     Args:
         placements: one for each dimension of ``mesh``; ``None`` is ``Shard(0)`` on all of them.
     """
     spec = owned_spec(mesh, placements or (Shard(0),) * mesh.ndim, shape, local.dtype)
     tensor: OwnedTensor = OwnedTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    tensor.fqn, tensor.owner, tensor.keeper = fqn, owner, keeper
+    tensor.fqn, tensor.owners, tensor.keeper = fqn, owners, keeper
     return tensor
 
 
 def _like(source: OwnedTensor, local: Tensor, keeper: Keeper | None = None) -> OwnedTensor:
     mesh, placements = source.device_mesh, source.placements
     return owned_tensor(
-        local, mesh, source.shape, fqn=source.fqn, owner=source.owner, placements=placements, keeper=keeper
+        local, mesh, source.shape, fqn=source.fqn, owners=source.owners, placements=placements, keeper=keeper
     )
 
 
@@ -327,7 +340,7 @@ def _check_same_owner(func: Any, flat: list[Any], owned: list[OwnedTensor]) -> N
     for leaf in flat:
         if isinstance(leaf, Tensor) and not isinstance(leaf, OwnedTensor) and leaf.ndim:
             raise owned[0]._laid_otherwise(func, leaf)
-    if len({(t.shape, t.owner) for t in owned}) > 1:
+    if len({(t.shape, t.owners) for t in owned}) > 1:
         names = ", ".join(repr(t.fqn) for t in owned)
         raise RuntimeError(f"{func} mixes {names}, which have different owners or shapes; {_REMEDY}")
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
+from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.part import Part
 from dmuon.dedicated.runtime import Runtime, runtime_of
+from dmuon.layout.matrices import Region
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Shared, SharedBatch, Task
 from dmuon.step.residency import MOMENTUM, Options, Residency
@@ -49,14 +55,23 @@ class Dedicated(Residency):
         """What this rank orthogonalizes of the model, or has tensor-parallel parts of, in forward order."""
         comm, tasks = self._runtime.comm, []
         for position, matrix in enumerate(self._runtime.matrices()):
-            if matrix.owner != comm.position:
-                continue
-            m, n = matrix.shape
-            sides = min(m, n), max(m, n)
-            parcel = matrix.parcel
-            shared = None if parcel is None or comm.tensor is None else Shared(comm.tensor, parcel)
-            size, variants = self._runtime.chunks[sides], self._runtime.variants.get(sides, {})
-            tasks.append(Task(matrix.rest, position, (m, n), size, variants, slice(0, 1), shared=shared))
+            offset = 0  # in the master, if that is flat
+            for parts in _alike(matrix):
+                m, n = parts[0].shape
+                sides = min(m, n), max(m, n)
+                parcel = parts[0].parcel
+                shared = None
+                if parcel is not None and comm.tensor is not None:
+                    shared = Shared(comm.tensor, replace(parcel, count=len(parts)))
+                region = None
+                if matrix.is_split:
+                    stack = (len(parts), *parts[0].local_shape)
+                    region = Region(stack, (0, len(parts)), 1, ((0, stack[1]),) if stack[1] else (), offset)
+                    offset += prod(stack)
+                size, variants = self._runtime.chunks[sides], self._runtime.variants.get(sides, {})
+                numbers = tuple(part.number for part in parts)
+                transposed = parts[0].transposed
+                tasks.append(Task(matrix.rest, position, (m, n), size, variants, region, transposed, numbers, shared))
         return tasks
 
     def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
@@ -125,7 +140,7 @@ class Dedicated(Residency):
 
     def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
         matrix = self._runtime.matrix_of(param)
-        if isinstance(momentum, OwnedTensor) and momentum.owner == matrix.owner:
+        if isinstance(momentum, OwnedTensor) and momentum.owners == matrix.owners:
             return local_tensor(momentum)
         if momentum.shape != param.shape:
             return momentum
@@ -133,3 +148,9 @@ class Dedicated(Residency):
 
     def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
         return [(self._runtime.comm.control, {id(param) for param in self.params})]
+
+
+def _alike(matrix: OwnedMatrix) -> list[list[Part]]:
+    """The parts that this rank owns, in order; neighbours that lie alike together."""
+    neighbours = groupby(matrix.mine, lambda part: (part.shape, part.local_shape, part.parcel))
+    return [list(parts) for _, parts in neighbours]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from dmuon.comm.agreement import agree
 from dmuon.comm.domain import Domain
 from dmuon.exchanged.layouts import LayoutOptions, Layouts, Ranks
+from dmuon.layout.matrices import Region, Share, numbered, stack_shape
 from dmuon.layout.parameters import ParameterLayout
 from dmuon.layout.parcels import Parcel
-from dmuon.layout.shards import Cell, cells
 from dmuon.layout.topology import GlobalRank, Position, position_in, positions
+from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.planning.agreed_plan import make_plan
 from dmuon.planning.cost_lookup import link_ns_per_byte
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
+from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import Matrix
 from dmuon.step.batches import Shared, Task, unplanned_batch_size
 
@@ -52,22 +55,22 @@ def _matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[frozen
     """What the ranks share, and what each of them may own; None: all of it."""
     matrices: list[Matrix] = []
     pools: list[set[str]] = [{""} for _ in ranks]
-    for label, placed in zip(layouts.labels, layouts.placed, strict=True):
+    for param, label, placed in zip(layouts.params, layouts.labels, layouts.placed, strict=True):
         if placed is None or placed.ranks != ranks:
             continue
-        shape = placed.layout.shape
-        if len(shape) == 2:
-            matrices.append(Matrix(label, *shape, "", shape[0] * shape[1] * _WIRE_BYTES))
+        if is_one_matrix(param):
+            m, n = placed.layout.shape
+            matrices.append(Matrix(label, m, n, "", m * n * _WIRE_BYTES))
             continue
-        for cell in cells(placed.layout):
-            if len(cell.holders) == 1:
+        for share, numbers in numbered(placed.layout, spec_of(param)):
+            if len(share.holders) == 1:
                 continue
-            pool = f"ranks {cell.holders}"
-            for holder in cell.holders:
+            pool = "" if len(share.holders) == len(ranks) else f"ranks {share.holders}"
+            for holder in share.holders:
                 pools[holder].add(pool)
-            m, n = cell.layout.shape
-            for number in range(cell.start, cell.stop):
-                matrices.append(Matrix(_of_stack(label, number), m, n, "", m * n * _WIRE_BYTES, pool))
+            m, n = share.layout.shape
+            for number in numbers:
+                matrices.append(Matrix(_of_several(label, number), m, n, "", m * n * _WIRE_BYTES, pool))
     alike = all(pool == {""} for pool in pools)
     return matrices, None if alike else [frozenset(pool) for pool in pools]
 
@@ -91,8 +94,8 @@ def _planned(
     )
 
 
-def _of_stack(label: str, number: int) -> str:
-    """How plans call matrix ``number`` of a stack."""
+def _of_several(label: str, number: int) -> str:
+    """How plans call matrix ``number`` of a parameter."""
     return f"{label}[{number}]"
 
 
@@ -100,30 +103,31 @@ def _of_stack(label: str, number: int) -> str:
 
 
 def planned_owners(layouts: Layouts, rank: GlobalRank) -> dict[int, GlobalRank]:
-    """Index to the owner; of a stack of matrices, to that of its first matrix.
+    """Index to the owner; of a parameter that is several matrices, to that of the first of them.
 
     Args:
         rank: this one, which owns what it has alone.
     """
     owners: dict[int, GlobalRank] = {}
-    for index, (label, placed) in enumerate(zip(layouts.labels, layouts.placed, strict=True)):
+    columns = zip(layouts.params, layouts.labels, layouts.placed, strict=True)
+    for index, (param, label, placed) in enumerate(columns):
         if placed is None:
             owners[index] = rank
-        elif len(placed.layout.shape) == 3:
-            owners[index] = _stack_owners(layouts, label, placed)[0]
-        else:
+        elif is_one_matrix(param):
             owners[index] = placed.ranks[layouts.plans[placed.ranks].owners[label]]
+        else:
+            owners[index] = _owners_of_several(layouts, param, label, placed)[0]
     return owners
 
 
-def _stack_owners(layouts: Layouts, label: str, placed: ParameterLayout) -> list[GlobalRank]:
-    """The planned owner of each matrix of a stack; its first holder where nothing is planned."""
+def _owners_of_several(layouts: Layouts, param: Tensor, label: str, placed: ParameterLayout) -> dict[int, GlobalRank]:
+    """By number, the planned owner of each matrix; its first holder where nothing is planned."""
     planned = layouts.plans[placed.ranks].owners if placed.ranks in layouts.plans else {}
-    return [
-        placed.ranks[planned.get(_of_stack(label, number), cell.holders[0])]
-        for cell in cells(placed.layout)
-        for number in range(cell.start, cell.stop)
-    ]
+    return {
+        number: placed.ranks[planned.get(_of_several(label, number), share.holders[0])]
+        for share, numbers in numbered(placed.layout, spec_of(param))
+        for number in numbers
+    }
 
 
 # -- tasks ----------------------------------------------------------------------------------------------------------
@@ -141,21 +145,22 @@ def tasks(layouts: Layouts, owners: Sequence[GlobalRank], rank: GlobalRank) -> l
         ValueError: an owner that does not hold its parameter.
     """
     result: list[Task] = []
-    columns = zip(layouts.names, layouts.labels, layouts.placed, owners, strict=True)
-    for index, (name, label, placed, owner) in enumerate(columns):
+    for index, (name, placed, owner) in enumerate(zip(layouts.names, layouts.placed, owners, strict=True)):
         if placed is None:
             continue
-        if len(placed.layout.shape) == 3:
-            planned = _stack_owners(layouts, label, placed) if placed.ranks in layouts.plans else []
-            as_planned = planned if planned[:1] == [owner] else [owner] * placed.layout.shape[0]
-            result += _stack_tasks(layouts, index, placed, as_planned, rank)
-        else:
+        param, label = layouts.params[index], layouts.labels[index]
+        if is_one_matrix(param):
             shared = Shared(layouts.domains[placed.ranks], whole_parcel(placed, owner, name))
-            result.append(_task(layouts, index, shared, slice(0, 1)))
+            result.append(_task(layouts, index, shared, None, (0,)))
+            continue
+        planned = _owners_of_several(layouts, param, label, placed)
+        if placed.ranks not in layouts.plans or planned[0] != owner:
+            planned = dict.fromkeys(planned, owner)
+        result += _tasks_of_several(layouts, index, placed, planned, rank)
     return result
 
 
-def _task(layouts: Layouts, index: int, shared: Shared, span: slice, first: int = 0) -> Task:
+def _task(layouts: Layouts, index: int, shared: Shared, region: Region | None, numbers: tuple[int, ...]) -> Task:
     """Batched as planned, within the bytes that the options allow."""
     param, parcel = layouts.params[index], shared.parcel
     m, n = parcel.layout.shape
@@ -167,7 +172,8 @@ def _task(layouts: Layouts, index: int, shared: Shared, span: slice, first: int 
     nbytes = numel * torch.promote_types(param.dtype, torch.float32).itemsize
     size = min(planned or unplanned_batch_size((m, n)), layouts.recipe.options.chunk_bytes // nbytes)
     variants = {} if plan is None else plan.variants.get(sides, {})
-    return Task(param, index, (m, n), max(1, size), variants, span, first, shared)
+    transposed = spec_of(param).transposed
+    return Task(param, index, (m, n), max(1, size), variants, region, transposed, numbers, shared)
 
 
 def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parcel:
@@ -184,33 +190,43 @@ def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parce
     return Parcel(1, placed.layout, positions(len(placed.ranks)), position_in(placed.ranks, owner))
 
 
-def _stack_tasks(
-    layouts: Layouts, index: int, placed: ParameterLayout, owners: Sequence[GlobalRank], rank: GlobalRank
+def _tasks_of_several(
+    layouts: Layouts, index: int, placed: ParameterLayout, owners: Mapping[int, GlobalRank], rank: GlobalRank
 ) -> list[Task]:
-    """Matrices of a stack, in ranges that one rank orthogonalizes."""
+    """Matrices of one parameter, in ranges that one rank orthogonalizes.
+
+    Args:
+        owners: by number.
+    """
     result = []
-    offset = 0  # in the local stack
+    param = layouts.params[index]
+    spec = spec_of(param)
+    stack = stack_shape(local_tensor(param).shape, spec)
     domain, position = layouts.domains[placed.ranks], position_in(placed.ranks, rank)
-    for cell in cells(placed.layout):
-        local = position in cell.holders
-        if local or len(cell.holders) > 1:  # nobody else needs to know of what one rank has alone
-            for start, stop, owner in _ranges(placed.ranks, cell, owners):
-                parcel = Parcel(stop - start, cell.layout, cell.holders, owner)
-                begin = offset + start - cell.start
-                span = slice(begin, begin + parcel.count) if local else slice(0, 0)
-                result.append(_task(layouts, index, Shared(domain, parcel), span, start))
-        offset += cell.stop - cell.start if local else 0
+    offset = 0  # in the local stack
+    before: Share | None = None
+    for share, numbers in numbered(placed.layout, spec_of(param)):
+        if before is not None and before.start != share.start and position in before.holders:
+            offset += before.stop - before.start
+        before = share
+        local = position in share.holders
+        if local or len(share.holders) > 1:  # nobody else needs to know of what one rank has alone
+            for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
+                parcel = Parcel(stop - start, share.layout, share.holders, owner)
+                span = (offset + start, offset + stop) if local else (0, 0)
+                region = Region(stack, span, spec.dim, share.runs.get(position, ()))
+                result.append(_task(layouts, index, Shared(domain, parcel), region, tuple(numbers[start:stop])))
     return result
 
 
-def _ranges(ranks: Ranks, cell: Cell, owners: Sequence[GlobalRank]) -> list[tuple[int, int, Position]]:
+def _ranges(ranks: Ranks, holders: Sequence[Position], owners: Sequence[GlobalRank]) -> list[tuple[int, int, Position]]:
     """``(start, stop, position of the owner)``: as many matrices each as in ``owners``, but neighbours."""
-    counts = dict.fromkeys(cell.holders, 0)
-    for owner in owners[cell.start : cell.stop]:
-        position = position_in(ranks, owner) if owner in ranks else cell.holders[0]
-        counts[position if position in counts else cell.holders[0]] += 1
+    counts = dict.fromkeys(holders, 0)
+    for owner in owners:
+        position = position_in(ranks, owner) if owner in ranks else holders[0]
+        counts[position if position in counts else holders[0]] += 1
     result = []
-    start = cell.start
+    start = 0
     for position, count in counts.items():
         if count:
             result.append((start, start + count, position))

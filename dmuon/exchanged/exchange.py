@@ -22,7 +22,9 @@ from dmuon.exchanged.generators import AssignByLayout, GatherByLayout, Redistrib
 from dmuon.exchanged.layouts import LayoutRecipe, Layouts, lay_out
 from dmuon.exchanged.user_functions import UserFunctions
 from dmuon.exchanged.user_round import UserRound, by_owner
+from dmuon.layout.matrices import Region, stack_shape
 from dmuon.layout.topology import GlobalRank
+from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
 from dmuon.step.residency import Options, Residency, lies
@@ -336,10 +338,10 @@ class UserExchange(Exchange):
         """Each parameter on its own: only the functions know how large the whole is."""
         tasks = []
         for number, param in self._exchanged.items():
-            local = local_tensor(param)
-            count = len(local) if local.ndim == 3 else 1
-            shape = local.shape[-2], local.shape[-1]
-            tasks.append(Task(param, number, shape, max(1, count), {}, slice(0, count)))
+            stack = stack_shape(local_tensor(param).shape, spec_of(param))
+            whole = Region(stack, (0, stack[0]), 1, ((0, stack[1]),) if stack[1] else ())
+            numbers = tuple(range(max(1, stack[0])))
+            tasks.append(Task(param, number, (stack[1], stack[2]), len(numbers), {}, whole, numbers=numbers))
         return tasks
 
     def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:

@@ -14,6 +14,7 @@ from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.process_groups import this_rank
 from dmuon.layout.parameters import ParameterLayout, place, place_dtensor, place_replicated
 from dmuon.layout.topology import GlobalRank, RankGrid, ShardDims
+from dmuon.model.matrix_spec import spec_of
 from dmuon.planning.agreed_plan import Costs, check_options
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.options import check_integer
@@ -237,4 +238,5 @@ def _label(name: str, number: int, ranks: Ranks) -> str:
 def _described(label: str, param: Tensor, placed: ParameterLayout) -> tuple[str, str]:
     """What all ranks that share a parameter must say of it."""
     layout = placed.layout
-    return f"parameter {label!r}", f"{layout.shape}, {param.dtype}, in pieces {[p.shape for p in layout.pieces]}"
+    pieces = [p.shape for p in layout.pieces]
+    return f"parameter {label!r}", f"{layout.shape}, {param.dtype}, {spec_of(param)}, in pieces {pieces}"

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -14,7 +15,9 @@ from dmuon.comm.agreement import agree
 from dmuon.comm.domain import Domain
 from dmuon.exchanged.user_functions import Result, UserFunctions, check_gathered, check_part
 from dmuon.kernels import update_scale
+from dmuon.layout.matrices import local_regions
 from dmuon.layout.topology import GlobalRank
+from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
@@ -60,7 +63,7 @@ class UserRound:
                 continue
             with timer.phase("momentum"):
                 update = folded(group, batch, [True])
-                update = like_param(param, update if batch.is_stack else update[0])
+                update = like_param(param, update.view(local_tensor(param).shape))
             with timer.phase("exchange"), self._named("gather_fn", number):
                 self._gathered[number] = self.functions.gather(number, update, self.owners[number])
 
@@ -76,7 +79,7 @@ class UserRound:
             updates[number] = None
             if whole is not None:
                 updates[number], one = _orthogonalized(group, batch, whole, timer)
-                done.append(one)
+                done += one
         with timer.phase("exchange"):  # not before this rank has computed: the functions may wait for other owners
             for number in list(updates):
                 update = updates.pop(number)
@@ -130,8 +133,9 @@ class UserRound:
         for batch in self.batches:
             if batch.position in parts:
                 part = parts.pop(batch.position)
-                update = part if batch.is_stack else part[None]
-                apply(group, batch, batch.params, update.to(batch.momentum.dtype), timer, scale=1.0)
+                assert batch.region is not None
+                update = batch.region.take(part.to(batch.dtype))
+                apply(group, batch, batch.params, update, timer, scale=1.0)
 
     def _named(self, function: str, number: int) -> AbstractContextManager[None]:
         """Communication that fails inside says where, as dmuon's own does."""
@@ -150,14 +154,26 @@ class UserRound:
             raise fault
 
 
-def _orthogonalized(group: Mapping[str, Any], batch: Batch, whole: Tensor, timer: PhaseTimer) -> tuple[Tensor, Done]:
-    """The update, scaled by the shape of the whole matrix, which other ranks do not know."""
-    stack = whole if whole.ndim == 3 else whole[None]
-    m, n = stack.shape[1:]
-    ready = orthogonalize_whole(group, replace(batch, shape=(m, n)), stack.to(batch.momentum.dtype), timer)
-    update = ready.update.to(batch.momentum.dtype) * update_scale(group["adjust_lr_fn"], (m, n))
-    labels = [(batch.params[0], i if batch.is_stack else None) for i in range(len(stack))]
-    return update if whole.ndim == 3 else update[0], replace(ready.done, matrices=labels)
+def _orthogonalized(
+    group: Mapping[str, Any], batch: Batch, whole: Tensor, timer: PhaseTimer
+) -> tuple[Tensor, list[Done]]:
+    """The update, scaled by the shapes of the whole matrices, which other ranks do not know."""
+    param = batch.params[0]
+    spec = spec_of(param)
+    whole = whole.to(batch.dtype)
+    update, done = torch.empty_like(whole, memory_format=torch.contiguous_format), []
+    regions = local_regions(whole.shape, spec)
+    several = len(regions) * regions[0].stack[0] > 1 or whole.ndim > 2
+    for part, region in enumerate(regions):
+        of_part = replace(batch, shape=region.shape, transposed=spec.transposed)
+        ready = orthogonalize_whole(group, of_part, region.take(whole), timer)
+        scaled = ready.update.to(batch.dtype) * update_scale(group["adjust_lr_fn"], of_part.scaled_shape)
+        target = region.take(update)
+        target.copy_(scaled)
+        region.put(update, list(target.unbind(0)))
+        numbers = range(part, len(regions) * region.count, len(regions))
+        done.append(replace(ready.done, matrices=[(param, i if several else None) for i in numbers]))
+    return update, done
 
 
 def by_owner(batches: Sequence[Batch], owners: Sequence[GlobalRank], together: bool) -> list[list[Batch]]:

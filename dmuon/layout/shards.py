@@ -196,7 +196,7 @@ def _part(runs: Runs, start: int, stop: int) -> Iterator[Run]:
         start, stop = start - (last - first), stop - (last - first)
 
 
-def _joined(runs: Iterable[Run]) -> Runs:
+def joined(runs: Iterable[Run]) -> Runs:
     """``runs`` with each that continues the one before it made part of it."""
     joined: list[Run] = []
     for start, stop in runs:
@@ -215,7 +215,7 @@ def _chunks(start: int, stop: int, count: int) -> list[Run]:
 def _shares(runs: Runs, factor: int, count: int) -> list[Runs]:
     """What each of ``count`` ranks gets of ``runs``: its chunk of each of the ``factor`` chunks that come first."""
     dealt = [_chunks(start, stop, count) for start, stop in _chunks(0, _length(runs), factor)]
-    return [_joined(run for chunks in dealt for run in _part(runs, *chunks[i])) for i in range(count)]
+    return [joined(run for chunks in dealt for run in _part(runs, *chunks[i])) for i in range(count)]
 
 
 # -- layouts --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
 Run = tuple[int, int]  # half-open [start, stop)
 
 
@@ -132,8 +135,31 @@ def _runs_of(start: int, stop: int, size: int, begin: int, period: int) -> tuple
     return tuple(runs)
 
 
+def is_one_matrix(param: Tensor) -> bool:
+    """Whether ``param`` is one matrix just as it is stored."""
+    return param.ndim == 2 and spec_of(param).is_whole
+
+
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"MatrixSpec.{name} must be integers, got {value!r}")
     if value < 1:
         raise ValueError(f"MatrixSpec.{name} must be positive, got {value}")
+
+
+_WHOLE = MatrixSpec()
+_remembered = WeakTensorKeyDictionary()  # what a tensor is made of belongs to it, whoever optimizes it
+
+
+def remember_spec(param: Tensor, spec: MatrixSpec) -> None:
+    """Let every optimizer split ``param`` as ``spec`` says."""
+    if spec == _WHOLE:
+        _remembered.pop(param, None)
+    else:
+        _remembered[param] = spec
+
+
+def spec_of(param: Tensor) -> MatrixSpec:
+    """What was remembered of ``param``; otherwise that it is one matrix, or a stack of them."""
+    spec: MatrixSpec = _remembered.get(param, _WHOLE)
+    return spec

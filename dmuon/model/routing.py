@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch.nn as nn
 from torch.jit import ScriptModule
@@ -22,10 +22,11 @@ from dmuon.model.blocks import (
     stacked_blocks,
 )
 from dmuon.model.end_layers import INPUT_LAYER, OUTPUT_LAYER, Layer, find_end_layers, find_input_convolution
+from dmuon.model.matrix_spec import MatrixSpec
 
 UNINITIALIZED = "of a lazy module has no shape yet; run one forward before this, which gives it one"
 
-Select = Callable[[str, nn.Module, nn.Parameter], bool]
+Select = Callable[[str, nn.Module, nn.Parameter], "bool | MatrixSpec"]
 _Blocks = Sequence[nn.Module] | BlockPredicate | None
 _Sites = tuple[tuple[nn.Module, str], ...]
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -53,6 +54,7 @@ class Route:
         reason: one phrase for people.
         block: canonical name of its block; ``None`` where Muon does not take it, and where blocks do not matter.
         block_module: the block itself, or ``None``.
+        spec: which matrices the parameter is made of.
     """
 
     fqn: str
@@ -62,6 +64,7 @@ class Route:
     reason: str
     block: str | None = None
     block_module: nn.Module | None = None
+    spec: MatrixSpec = field(default_factory=MatrixSpec)
 
 
 def route_parameters(model: nn.Module, select: Select | None = None) -> list[Route]:
@@ -76,12 +79,13 @@ def route_parameters(model: nn.Module, select: Select | None = None) -> list[Rou
     other bare parameters (tables, stacked biases, state matrices) and 1-D parameters stay on AdamW.
 
     Args:
-        select: ``select(fqn, module, param) -> bool`` decides instead of the default rule.
+        select: ``select(fqn, module, param)`` decides instead of the default rule: ``True``, ``False``, or the
+            :class:`MatrixSpec` by which Muon takes the parameter.
 
     Raises:
-        TypeError: ``select`` returned something that is not a bool.
-        ValueError: no matrix was selected, a selected parameter is not a matrix, or has a fused layout that the shape
-            alone does not settle; an embedding has sparse gradients.
+        TypeError: ``select`` returned something else.
+        ValueError: no matrix was selected, a selected parameter is no matrix or stack or does not fit its spec, or a
+            parameter has a fused layout that the shape alone does not settle; an embedding has sparse gradients.
     """
     routes, _ = _route(model, select, None)
     _require_some(routes, select, None)
@@ -148,19 +152,22 @@ def _route(model: nn.Module, select: Select | None, blocks: _Blocks) -> tuple[li
     parents = {id(child): module for module in model.modules() for child in module.children()}
     routes = []
     for fqn, param, sites in params:
-        muon, reason = hidden[id(param)]
+        (muon, reason), spec = hidden[id(param)], MatrixSpec()
         if select is not None:
-            muon = select(fqn, sites[0][0], param)
-            if not isinstance(muon, bool):
-                raise TypeError(f"select({fqn!r}, …) returned {muon!r}; return True or False")
+            chosen = select(fqn, sites[0][0], param)
+            if not isinstance(chosen, (bool, MatrixSpec)):
+                raise TypeError(f"select({fqn!r}, …) returned {chosen!r}; return True or False, or a dmuon.MatrixSpec")
+            if isinstance(chosen, MatrixSpec):
+                spec = chosen
+            muon = chosen is not False
             if muon:
-                _require_selectable(fqn, param, sites)
+                _require_selectable(fqn, param, sites, spec)
             reason = "chosen by select" if muon else "excluded by select"
         if muon:
             _refuse_reparametrized(fqn, sites)
             if select is None:
                 _refuse_fused(fqn, sites[0], param, parents)
-        routes.append(Route(fqn, param, sites, muon, reason))
+        routes.append(Route(fqn, param, sites, muon, reason, spec=spec))
     return routes, found
 
 
@@ -312,12 +319,16 @@ def _reparametrized(module: nn.Module, name: str) -> str | None:
     return None
 
 
-def _require_selectable(fqn: str, param: nn.Parameter, sites: _Sites) -> None:
-    if param.ndim != 2 or not param.is_floating_point() or param.numel() == 0:
+def _require_selectable(fqn: str, param: nn.Parameter, sites: _Sites, spec: MatrixSpec) -> None:
+    if param.ndim < 2 or not param.is_floating_point() or param.numel() == 0:
         raise ValueError(
             f"select chose {fqn!r} of shape {tuple(param.shape)} and {param.dtype}; Muon takes 2-D floating-point "
-            "matrices that are not empty: return False for it"
+            "matrices that are not empty, and tensors made of such: return False for it"
         )
+    try:
+        spec.matrix_shape(param.shape)
+    except ValueError as fault:
+        raise ValueError(f"select chose {fqn!r}: {fault}") from None
     for module, _ in sites:
         if isinstance(module, nn.RNNBase):  # it computes with a list of its own, not with its registered parameters
             raise ValueError(

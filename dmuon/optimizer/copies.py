@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.exchanged.config import OWN_ENTRIES, DistributedConfig
+from dmuon.model.matrix_spec import remember_spec, spec_of
 from dmuon.step.residency import MOMENTUM
 
 _REMEDY = "save optimizer.state_dict(), and load it into an optimizer that was built as this one was"
@@ -56,6 +57,7 @@ def copyable_origin(origin: Origin, groups: Sequence[Mapping[str, Any]]) -> dict
         "adamw": origin.adamw,
         "names": [(param, origin.names[id(param)]) for param in params if id(param) in origin.names],
         "copies": [(param, _Here(origin.copies[id(param)])) for param in params if id(param) in origin.copies],
+        "specs": [(param, spec_of(param)) for group in groups if group["use_muon"] for param in group["params"]],
         "config": _Here(origin.config),
         "overlap": origin.overlap,
     }
@@ -63,6 +65,8 @@ def copyable_origin(origin: Origin, groups: Sequence[Mapping[str, Any]]) -> dict
 
 def origin_of_copy(copied: Mapping[str, Any]) -> Origin:
     """What :func:`copyable_origin` made, after it was copied or unpickled."""
+    for param, spec in copied["specs"]:
+        remember_spec(param, spec)
     return Origin(
         muon=copied["muon"],
         adamw=copied["adamw"],

@@ -10,11 +10,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from dmuon.dedicated.dedication import dedication_of, dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.model.blocks import canonical_fqn, unwrapped
+from dmuon.model.matrix_spec import remember_spec, spec_of
 from dmuon.model.routing import UNINITIALIZED, Select, route_parameters
 from dmuon.optimizer.options import check_names, check_options
 from dmuon.platform.torch_private import flattened_by_fsdp1, replicate_group, unwrapped_for_ddp
@@ -48,7 +50,11 @@ def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[st
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(f"module {name or 'model'!r} {_FLATTENED}")
-    return _groups([(r.param, r.muon) for r in route_parameters(inside_ddp(model), select)])
+    routes = route_parameters(inside_ddp(model), select)
+    for route in routes:
+        if route.muon:
+            remember_spec(route.param, route.spec)
+    return _groups([(r.param, r.muon) for r in routes])
 
 
 def _groups(routed: Sequence[tuple[Tensor, bool]], names: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -240,15 +246,19 @@ def _ordered(params: Set[Any]) -> list[Tensor]:
     return sorted(params, key=lambda p: (p.keeper.name, p.fqn))  # several dedicated models may share names
 
 
-def check_group(group: Mapping[str, Any]) -> None:
-    """Raise ValueError or TypeError for an option or a parameter that the group's route cannot take."""
+def check_group(group: Mapping[str, Any], *, shards: bool) -> None:
+    """Raise ValueError or TypeError for an option or a parameter that the group's route cannot take.
+
+    Args:
+        shards: plain tensors may be shards, whose shapes say nothing of the whole ones.
+    """
     check_names(group)
     check_options(group)
     for param in group["params"]:
-        _check_param(param, group["use_muon"])
+        _check_param(param, group["use_muon"], shards)
 
 
-def _check_param(param: Tensor, use_muon: bool) -> None:
+def _check_param(param: Tensor, use_muon: bool, shards: bool) -> None:
     name = param.fqn if isinstance(param, OwnedTensor) else f"of shape {tuple(param.shape)}"
     if use_muon and flattened_by_fsdp1(param):
         raise ValueError(f"parameter {name} {_FLATTENED}")
@@ -268,8 +278,15 @@ def _check_param(param: Tensor, use_muon: bool) -> None:
         if isinstance(param, OwnedTensor):
             raise ValueError(f"parameter {name!r} is owned by dmuon and cannot be in a group with use_muon=False")
         return
-    if param.ndim not in (2, 3):
+    spec = spec_of(param)
+    if param.ndim not in (2, 3) and not (spec.flattened and param.ndim > 3):
         raise ValueError(
             f"parameter {name} has {param.ndim} dimensions; Muon takes matrices, and stacks of them (e, m, n): put it "
-            "in a group with use_muon=False"
+            "in a group with use_muon=False, or let select return dmuon.MatrixSpec(flattened=True) for a kernel "
+            "(out, in, …)"
         )
+    if isinstance(param, DTensor) or not shards:
+        try:
+            spec.matrix_shape(param.shape)
+        except ValueError as fault:
+            raise ValueError(f"parameter {name}: {fault}") from None

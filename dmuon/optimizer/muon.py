@@ -19,6 +19,7 @@ from dmuon.dedicated.residency import dedicated_residencies
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
 from dmuon.kernels import is_capturing
+from dmuon.model.matrix_spec import MatrixSpec, remember_spec, spec_of
 from dmuon.model.routing import Select
 from dmuon.optimizer.copies import Origin, copied_gradients, copyable_origin, copyable_state, origin_of_copy
 from dmuon.optimizer.groups import (
@@ -150,6 +151,7 @@ class Muon(torch.optim.Optimizer):
     def _start_empty(self) -> None:
         """Nothing is laid out yet."""
         self._names: dict[int, str] = {}  # by id of the parameter
+        self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
         self._residencies: list[Residency] = []
         self._exchange: Exchange | None = None
@@ -229,7 +231,7 @@ class Muon(torch.optim.Optimizer):
             for group in routed_groups(param_group):
                 for name, value in (self._origin.muon if group["use_muon"] else self._origin.adamw).items():
                     group.setdefault(name, value)
-                check_group(group)
+                check_group(group, shards=self._origin.config is not None)
                 super().add_param_group(as_group(group))
             if self._built:
                 self._lay_out()
@@ -269,6 +271,7 @@ class Muon(torch.optim.Optimizer):
             for param in [] if group["use_muon"] else group["params"]:
                 if param.requires_grad and not self.state.get(param):
                     self.state[param].update(new_adamw_state(param))
+        self._specs = {id(p): spec_of(p) for p in muon}
         self._residencies, self._rounds = residencies, rounds
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups])
@@ -276,13 +279,17 @@ class Muon(torch.optim.Optimizer):
         self._laid_out = self._param_ids()
 
     def _carry_names(self) -> None:
-        """A parameter that was put in the place of another one has its name."""
+        """A parameter that was put in the place of another one has its name, and is made of the same matrices."""
         names = self._origin.names
         for group, before in zip(self.param_groups, self._laid_out or [], strict=False):
             if len(before) == len(group["params"]):
                 for param, old in zip(group["params"], before, strict=True):
-                    if id(param) != old and id(param) not in names and old in names:
+                    if id(param) == old:
+                        continue
+                    if id(param) not in names and old in names:
                         names[id(param)] = names.pop(old)
+                    if old in self._specs:
+                        remember_spec(param, self._specs[old])
 
     def _find_residencies(self, muon: list[Tensor]) -> list[Residency]:
         """Where the parameters in ``muon`` live. Collective, as building the optimizer is.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from math import prod
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -43,9 +44,14 @@ def require_supported_torch() -> None:
 
 
 def owned_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """Spec of a contiguous ``(m, n)`` tensor on ``mesh``, evenly sharded or not."""
-    meta = TensorMeta(shape=shape, stride=(shape[1], 1), dtype=dtype)
+    """Spec of a contiguous tensor on ``mesh``, evenly sharded or not."""
+    meta = TensorMeta(shape=shape, stride=contiguous_strides(shape), dtype=dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """In elements."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def even_shape(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:

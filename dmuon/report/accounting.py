@@ -86,7 +86,7 @@ class ExchangeBudget:
 def expected_memory(runtime: Runtime) -> Memory:
     """Bytes that dmuon holds on this rank for the matrices of ``runtime``."""
     comm = runtime.comm
-    sizes = [buffer.layout.size * _itemsize(buffer) for buffer in runtime.buffers]
+    sizes = [buffer.whole_nbytes for buffer in runtime.buffers]
     kept = sum(size for buffer, size in zip(runtime.buffers, sizes, strict=True) if buffer.keep)
     ahead = [] if fills_wait(comm) else sizes[: comm.options.prefetch]
     standins = outgoing = 0
@@ -96,9 +96,7 @@ def expected_memory(runtime: Runtime) -> Memory:
             sizes_here = [(end - start) * _itemsize(buffer) for start, end in parts]
             outgoing += sizes_here[comm.at.r]
             standins += sum(sizes_here) - sizes_here[comm.at.r]
-    masters = sum(
-        e.local_shape.numel() * e.master.element_size() for e in runtime.matrices() if e.owner == comm.position
-    )
+    masters = sum(part.numel * e.master.element_size() for e in runtime.matrices() for part in e.mine)
     return Memory(masters, standins, outgoing, kept, 0 if kept else sum(ahead), max(sizes, default=0))
 
 
@@ -140,8 +138,8 @@ def _count_exchanges(runtime: Runtime, ns_dtype: torch.dtype | None, calls: Coun
     for round_ in residency.rounds([batches]):
         if not isinstance(round_, ExchangedRound):
             continue
-        momentum = round_.batches[0].momentum
-        back = carrier_dtype(runtime.comm.device, storage_dtype(momentum.dtype, runtime.comm.device, ns_dtype))
+        dtype = storage_dtype(round_.batches[0].dtype, runtime.comm.device, ns_dtype)
+        back = carrier_dtype(runtime.comm.device, dtype)
         one = _RoundBytes.of(round_, back.itemsize)
         calls["exchange"] += one.calls
         nbytes["exchange"] += one.received + one.returned
@@ -160,8 +158,8 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
             continue
         if not isinstance(round_, ExchangedRound):
             raise TypeError("gather_fn and redistribute_fn of the distributed_config are a user's own: count them")
-        momentum = round_.batches[0].momentum
-        back = wire_dtype(optimizer.param_groups[round_.index], momentum.dtype, momentum.device)
+        batch = round_.batches[0]
+        back = wire_dtype(optimizer.param_groups[round_.index], batch.dtype, batch.device)
         found.append(_RoundBytes.of(round_, back.itemsize))
         domains.append(id(round_.domain))
     return ExchangeBudget(
@@ -226,7 +224,7 @@ class _RoundBytes:
     @classmethod
     def of(cls, round_: ExchangedRound, back: int) -> _RoundBytes:
         """``back``: bytes of an element of an update."""
-        position, itemsize = round_.domain.position, round_.batches[0].momentum.element_size()
+        position, itemsize = round_.domain.position, round_.batches[0].dtype.itemsize
         nbytes: Counter[str] = Counter()
         for parcel in round_.parcels:
             gather, scatter = parcel.to_owner, parcel.from_owner

@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 from dmuon.dedicated.dedication import Dedication, dedications
+from dmuon.dedicated.part import parameter_of
 from dmuon.dedicated.runtime import Runtime
 from dmuon.model.routing import Route, route_parameters
 from dmuon.optimizer.groups import inside_ddp
@@ -54,8 +55,10 @@ def _exchanged(optimizer: Muon) -> list[str]:
 def _owned(dedication: Dedication) -> list[str]:
     """Matrices that lie whole on their owner, and what Muon leaves."""
     matrices, owners = dedication.plan.matrices, dedication.plan.owners
+    reasons = dedication.reasons
     rows = [
-        (m.name, f"{m.rows}x{m.cols}", m.block, str(owners[m.name]), dedication.reasons[m.name][1]) for m in matrices
+        (m.name, f"{m.rows}x{m.cols}", m.block, str(owners[m.name]), reasons[parameter_of(m.name, reasons)][1])
+        for m in matrices
     ]
     rest = [(name, why) for name, (muon, why) in dedication.reasons.items() if not muon]
     muon = f"{len(matrices)} matrices, {sum(m.rows * m.cols for m in matrices):,}"

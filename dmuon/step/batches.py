@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.domain import Domain
+from dmuon.layout.matrices import Region
 from dmuon.layout.parcels import Parcel
 from dmuon.platform.torch_private import local_tensor
 
@@ -25,17 +26,17 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """One matrix to orthogonalize, or neighbouring matrices of a stack, as this rank sees them.
+    """Matrices of one parameter that lie alike and have one owner, as this rank sees them.
 
     Attributes:
-        param: the matrix ``(m, n)``, or the stack ``(e, m, n)``.
+        param: one matrix, or a tensor that is made of several.
         position: tasks of one residency are batched, and updated unless it says otherwise, in ascending order.
-        shape: ``(m, n)`` of each whole matrix.
+        shape: ``(m, n)`` of each whole matrix, as it is stored.
         batch_size: how many matrices are orthogonalized at once, at most.
         variants: how Newton-Schulz runs, by batch size, as planned; empty leaves it to a rule.
-        span: which matrices of the local stack these are; empty if this rank has no part of them. A matrix counts as a
-            stack of one.
-        first: number of the first matrix in the whole stack.
+        region: where in the local tensor the matrices lie, if that is more than one matrix.
+        transposed: matrices are stored ``(in, out)``.
+        numbers: of the matrices in the parameter; of any length if that is one matrix.
         shared: with which ranks; None if this rank has the matrices alone.
     """
 
@@ -44,14 +45,15 @@ class Task:
     shape: tuple[int, int]
     batch_size: int
     variants: Mapping[int, str]
-    span: slice
-    first: int = 0
+    region: Region | None = None
+    transposed: bool = False
+    numbers: tuple[int, ...] = (0,)
     shared: Shared | None = None
 
     @property
     def count(self) -> int:
         """Matrices, on whichever ranks they lie."""
-        return self.span.stop - self.span.start if self.shared is None else self.shared.parcel.count
+        return len(self.numbers)
 
 
 def unplanned_batch_size(shape: tuple[int, int]) -> int:
@@ -61,35 +63,93 @@ def unplanned_batch_size(shape: tuple[int, int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Matrices of one shape. Each parameter is a matrix, or there is one parameter, a stack of them.
+    """Matrices of one shape, which lie alike.
 
     Attributes:
-        momentum: ``(k, …)``, this rank's parts, so that a batch needs no copies; no rows if it has none.
+        momenta: this rank's momentum of each parameter, shaped as the local tensor.
         position: that of the first task.
-        shape: ``(m, n)`` of each whole matrix.
+        shape: ``(m, n)`` of each whole matrix, as it is stored.
         variants: how Newton-Schulz runs, by batch size, as planned.
-        span: which matrices of a local stack these are.
-        first: number of the first of these in the whole stack.
-        count: matrices, on whichever ranks they lie.
+        region: where in each local tensor the matrices lie, if that is more than one matrix.
+        transposed: matrices are stored ``(in, out)``.
+        numbers: of the matrices in each parameter that is more than one; several only if it is the only one.
+        stacked: the momentum of parameters that are one matrix each, ``(k, …)``; ``momenta`` are its parts.
     """
 
     params: list[Tensor]
-    momentum: Tensor
+    momenta: list[Tensor]
     position: int
     shape: tuple[int, int]
     variants: Mapping[int, str]
-    span: slice
-    first: int
-    count: int
+    region: Region | None
+    transposed: bool
+    numbers: tuple[int, ...]
+    stacked: Tensor | None
 
     @property
-    def is_stack(self) -> bool:
-        return self.params[0].ndim == 3
+    def count(self) -> int:
+        """Matrices, on whichever ranks they lie."""
+        return len(self.params) * len(self.numbers)
+
+    @property
+    def scaled_shape(self) -> tuple[int, int]:
+        """``(out, in)`` of each whole matrix, by which learning rates are scaled."""
+        m, n = self.shape
+        return (n, m) if self.transposed else (m, n)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the momentum."""
+        return self.momenta[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.momenta[0].device
 
     def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's parts of the matrices, 2-D each, in tensors that lie as some of the parameters do."""
+        """This rank's parts of the matrices, 2-D each, in tensors that lie as some of the parameters do.
+
+        Views where that is possible; :meth:`put` writes changes back where it is not.
+        """
         local = [local_tensor(tensor) for tensor in tensors]
-        return list(local[0][self.span].unbind(0)) if self.is_stack else local
+        if self.region is None:
+            return local
+        return [matrix for tensor in local for matrix in self.region.take(tensor).unbind(0)]
+
+    def put(self, tensors: Sequence[Tensor], matrices: Sequence[Tensor]) -> None:
+        """Write ``matrices``, which :meth:`matrices` gave and which were changed, back to where they came from."""
+        if self.region is None:
+            return
+        count = self.region.count
+        for i, tensor in enumerate(tensors):
+            if count:
+                self.region.put(local_tensor(tensor), matrices[i * count : (i + 1) * count])
+
+    def momentum(self, start: int, end: int) -> Tensor:
+        """Of parameters ``start`` to ``end``, ``(k, …)`` of this rank's parts.
+
+        A view where that is possible; :meth:`put_momentum` writes changes back where it is not.
+        """
+        if self.stacked is not None:
+            return self.stacked[start:end]
+        assert self.region is not None
+        taken = [self.region.take(momentum) for momentum in self.momenta[start:end]]
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+    def put_momentum(self, start: int, end: int, momentum: Tensor) -> None:
+        """Write ``momentum``, which :meth:`momentum` gave and which was changed, back to where it came from."""
+        if self.region is not None:
+            matrices = list(momentum.unbind(0))
+            if end - start > 1:
+                self._put_all(start, end, matrices)
+            else:
+                self.put(self.momenta[start:end], matrices)
+
+    def _put_all(self, start: int, end: int, matrices: Sequence[Tensor]) -> None:
+        """A concatenation is a copy, whatever its parts were."""
+        targets = self.matrices(self.momenta[start:end])
+        torch._foreach_copy_(targets, list(matrices))
+        self.put(self.momenta[start:end], targets)
 
     def runs(self, present: Sequence[bool]) -> list[tuple[int, int]]:
         """Longest ranges ``(start, end)`` of parameters that are all ``present``; one range if nothing is missing."""
@@ -103,13 +163,13 @@ class Batch:
 
     def rows(self, start: int, end: int) -> slice:
         """The matrices of parameters ``start`` to ``end``."""
-        return slice(None) if self.is_stack else slice(start, end)
+        return slice(start * len(self.numbers), end * len(self.numbers))
 
     def labels(self, start: int, end: int) -> list[tuple[Tensor, int | None]]:
-        """Parameter of each of these matrices, and its number in the stack if that is one."""
-        if self.is_stack:
-            return [(self.params[0], self.first + i) for i in range(self.count)]
-        return [(param, None) for param in self.params[start:end]]
+        """Parameter of each of these matrices, and its number in that if it is more than one matrix."""
+        if self.region is None:
+            return [(param, None) for param in self.params[start:end]]
+        return [(param, number) for param in self.params[start:end] for number in self.numbers]
 
 
 @dataclass(slots=True, eq=False)
@@ -133,47 +193,57 @@ def make_batches(tasks: Iterable[Task], device: torch.device | None = None) -> t
 
     Returns:
         The batches by position, and by ``id`` of the parameter this rank's momentum of it, shaped as the local tensor.
-        These are views of the batches' momentum, or the momentum of a stack is a view of them.
+        Of parameters that are one matrix each these are views of one tensor for each batch.
     """
     batches: list[Batch] = []
     momentum: dict[int, Tensor] = {}
     alike: dict[object, list[Task]] = {}
     for task in sorted(tasks, key=lambda task: task.position):
         param, local = task.param, local_tensor(task.param)
-        if param.ndim == 3:
-            if id(param) not in momentum:
-                momentum[id(param)] = _zeros(local.shape, local, device)
+        if task.region is not None and id(param) not in momentum:
+            momentum[id(param)] = _zeros(local.shape, local, device)
+        if task.region is not None and task.count > 1:
             batches += _of_stack(task, momentum[id(param)])
         else:
-            kind = (param.shape, local.shape, local.dtype, local.device, task.batch_size, task.shared)
-            alike.setdefault(kind, []).append(task)
+            kind = (param.shape, local.shape, local.dtype, local.device, task.batch_size, task.shared, task.region)
+            alike.setdefault((kind, task.numbers), []).append(task)
     for members in alike.values():
-        size, local = members[0].batch_size, local_tensor(members[0].param)
-        for start in range(0, len(members), size):
-            params = [task.param for task in members[start : start + size]]
-            rows = _zeros((len(params), *local.shape), local, device)
-            momentum.update(zip(map(id, params), rows, strict=True))
-            batches.append(_batch(members[start], params, rows, slice(0, 1), 0, len(params)))
+        first, local = members[0], local_tensor(members[0].param)
+        for start in range(0, len(members), first.batch_size):
+            some = members[start : start + first.batch_size]
+            params = [task.param for task in some]
+            if first.region is None:
+                rows = _zeros((len(some), *local.shape), local, device)
+                momentum.update(zip(map(id, params), rows, strict=True))
+                batches.append(_batch(some[0], params, list(rows), None, first.numbers, rows))
+            else:
+                momenta = [momentum[id(param)] for param in params]
+                batches.append(_batch(some[0], params, momenta, first.region, first.numbers, None))
     return sorted(batches, key=lambda batch: batch.position), momentum
 
 
 def _of_stack(task: Task, momentum: Tensor) -> Iterator[Batch]:
-    """``momentum`` is that of all of the local stack. A stack without matrices on this rank is one empty batch."""
-    for start in range(0, max(1, task.count), task.batch_size):
-        count = min(task.batch_size, task.count - start)
-        begin = min(task.span.start + start, task.span.stop)
-        span = slice(begin, min(begin + count, task.span.stop))
-        yield _batch(task, [task.param], momentum[span], span, task.first + start, count)
+    """``momentum`` is of all of the local tensor. Matrices of which this rank has nothing are batches all the same."""
+    assert task.region is not None
+    for start in range(0, task.count, task.batch_size):
+        end = min(start + task.batch_size, task.count)
+        yield _batch(task, [task.param], [momentum], task.region.part(start, end), task.numbers[start:end], None)
 
 
-def _batch(task: Task, params: list[Tensor], momentum: Tensor, span: slice, first: int, count: int) -> Batch:
+def _batch(
+    task: Task,
+    params: list[Tensor],
+    momenta: list[Tensor],
+    region: Region | None,
+    numbers: tuple[int, ...],
+    stacked: Tensor | None,
+) -> Batch:
     """Of tasks like ``task``, the first one."""
+    fields = (params, momenta, task.position, task.shape, task.variants, region, task.transposed, numbers, stacked)
     if task.shared is None:
-        return Batch(params, momentum, task.position, task.shape, task.variants, span, first, count)
-    parcel = replace(task.shared.parcel, count=count)
-    return SharedBatch(
-        params, momentum, task.position, task.shape, task.variants, span, first, count, task.shared.domain, parcel
-    )
+        return Batch(*fields)
+    parcel = replace(task.shared.parcel, count=len(params) * len(numbers))
+    return SharedBatch(*fields, task.shared.domain, parcel)
 
 
 def _zeros(shape: Sequence[int], like: Tensor, device: torch.device | None) -> Tensor:

@@ -33,8 +33,9 @@ class _Early:
     momentum: list[int]
     options: dict[str, Any]
 
-    def holds(self, group: Mapping[str, Any], batch: Batch, momentum: list[int]) -> bool:
-        if self.momentum != momentum or self.options != _options(group):
+    def holds(self, group: Mapping[str, Any], batch: Batch) -> bool:
+        """Whether gradients and options are what they were."""
+        if self.options != _options(group):
             return False
         for param, (grad, version) in zip(batch.params, self.grads, strict=True):
             if param.grad is None or grad() is not param.grad or _version(param.grad) != version:
@@ -65,9 +66,11 @@ class EarlyUpdates:
         self._group_at = group_at
         self._shown = shown
         self._index = {id(round_.batches[0]): round_.index for round_ in rounds}
-        self._batch_of = {id(p): round_.batches[0] for round_ in rounds for p in round_.batches[0].params}
+        self._batches_of: dict[int, list[Batch]] = {}  # by id of the parameter
         for round_ in rounds:
             round_.early = self.take
+            for param in round_.batches[0].params:
+                self._batches_of.setdefault(id(param), []).append(round_.batches[0])
         self._landed: dict[int, set[int]] = {}
         self._ready: dict[int, _Early] = {}
         self._side = Stream(device)
@@ -78,14 +81,12 @@ class EarlyUpdates:
     def landed(self, params: Sequence[Tensor]) -> None:
         """Gradients of ``params`` have just been reduced."""
         for param in params:
-            batch = self._batch_of.get(id(param))
-            if batch is None:
-                continue
-            landed = self._landed.setdefault(id(batch), set())
-            landed.add(id(param))
-            if len(landed) == len(batch.params):
-                del self._landed[id(batch)]
-                self._start(batch)
+            for batch in self._batches_of.get(id(param), ()):
+                landed = self._landed.setdefault(id(batch), set())
+                landed.add(id(param))
+                if len(landed) == len(batch.params):
+                    del self._landed[id(batch)]
+                    self._start(batch)
 
     @torch.no_grad()
     def _start(self, batch: Batch) -> None:
@@ -96,29 +97,35 @@ class EarlyUpdates:
         group = self._group_at(self._index[id(batch)])
         momentum = self._momentum_versions(batch)
         beside = self._side.beside([local_tensor(g) for g in present])
-        with beside, torch.autocast(batch.momentum.device.type, enabled=False):
-            ready = orthogonalize(group, batch, (0, len(batch.params)), batch.momentum.clone(), self._timer)
+        with beside, torch.autocast(batch.device.type, enabled=False):
+            copy = batch.momentum(0, len(batch.params)).clone(memory_format=torch.contiguous_format)
+            ready = orthogonalize(group, batch, (0, len(batch.params)), copy, self._timer)
         seen = [(weakref.ref(g), _version(g)) for g in present]
         self._ready[id(batch)] = _Early(ready, seen, momentum, _options(group))
 
     def take(self, group: Mapping[str, Any], batch: Batch) -> Orthogonalized | None:
         """The update of ``batch`` if its inputs are unchanged; then the gradients go into its momentum."""
         early = self._ready.pop(id(batch), None)
-        if early is None or not early.holds(group, batch, self._momentum_versions(batch)):
+        if early is None or not early.holds(group, batch):
             return None
-        grads = [
-            g.to(batch.momentum.dtype) for g in batch.matrices([p.grad for p in batch.params if p.grad is not None])
-        ]
-        torch._foreach_lerp_(list(batch.momentum.unbind(0)), grads, 1 - group["momentum"])
+        grads = [g.to(batch.dtype) for g in batch.matrices([p.grad for p in batch.params if p.grad is not None])]
+        momentum = batch.momentum(0, len(batch.params))
+        torch._foreach_lerp_(list(momentum.unbind(0)), grads, 1 - group["momentum"])
+        batch.put_momentum(0, len(batch.params), momentum)
         self.taken += 1
         return early.ready
 
     def _momentum_versions(self, batch: Batch) -> list[int]:
-        return [batch.momentum._version, *(self._shown[id(p)]._version for p in batch.params)]
+        return [*(m._version for m in batch.momenta), *(self._shown[id(p)]._version for p in batch.params)]
 
     def join(self) -> None:
         """A step begins: what it queues on the device from now on runs after the early updates."""
         self.taken = 0
+        # Now, as batches of one parameter write to one momentum.
+        current = {id(batch): batch for of_param in self._batches_of.values() for batch in of_param}
+        for key, early in list(self._ready.items()):
+            if early.momentum != self._momentum_versions(current[key]):
+                del self._ready[key]
         self._timer, self._last = self._last, self._timer
         self._timer.reset()
         self._side.join()

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
+from dmuon.layout.matrices import local_regions
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.topology import position_in
+from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Task, unplanned_batch_size
 from dmuon.step.rounds import AloneRound, Round
@@ -136,11 +138,18 @@ class Alone(Residency):
     def tasks(self) -> list[Task]:
         tasks = []
         for position, param in enumerate(self.params):
-            local = local_tensor(param)
-            count = len(local) if local.ndim == 3 else 1
-            shape = local.shape[-2], local.shape[-1]
-            if local.numel():
-                tasks.append(Task(param, position, shape, unplanned_batch_size(shape), {}, slice(0, count)))
+            local, spec = local_tensor(param), spec_of(param)
+            if not local.numel():
+                continue
+            regions = local_regions(local.shape, spec)
+            for part, region in enumerate(regions):
+                m, n = region.shape
+                numbers = tuple(range(part, len(regions) * region.count, len(regions)))
+                whole = local.ndim == 2 and len(regions) == 1
+                size = unplanned_batch_size((m, n))
+                tasks.append(
+                    Task(param, position, (m, n), size, {}, None if whole else region, spec.transposed, numbers)
+                )
         return tasks
 
     def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:

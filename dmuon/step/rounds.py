@@ -74,7 +74,9 @@ class AloneRound:
         else:
             self._ready = []
             for start, end in batch.runs([p.grad is not None for p in batch.params]):
-                ready = orthogonalize(group, batch, (start, end), batch.momentum[batch.rows(start, end)], timer)
+                momentum = batch.momentum(start, end)
+                ready = orthogonalize(group, batch, (start, end), momentum, timer)
+                batch.put_momentum(start, end, momentum)
                 self._ready.append((start, end, ready))
         return [ready.done for _, _, ready in self._ready]
 
@@ -157,8 +159,7 @@ class ExchangedRound:
         return f"{self._what} as (count, shape, owner) {parcels}"
 
     def _like(self) -> Tensor:
-        momentum = self.batches[0].momentum
-        return torch.empty(0, dtype=momentum.dtype, device=momentum.device)
+        return torch.empty(0, dtype=self.batches[0].dtype, device=self.batches[0].device)
 
 
 def _of_present(done: Done, batch: Batch, present: Sequence[bool]) -> list[Done]:
@@ -196,7 +197,7 @@ def exchanged_rounds(
         if len(batch.parcel.holders) == 1:  # unknown to the other ranks, so it cannot be in a round with theirs
             rounds.append(ExchangedRound(index, [batch], f"matrices of one rank in group {index}"))
         else:
-            key = (id(batch.domain), batch.momentum.dtype)
+            key = (id(batch.domain), batch.dtype)
             lanes.setdefault(key, {}).setdefault(batch.parcel.owner, []).append(batch)
     for by_owner in lanes.values():
         packs = [_packed(sorted(by_owner[owner], key=order), small_numel, nbytes) for owner in sorted(by_owner)]
@@ -211,7 +212,7 @@ def exchanged_rounds(
 
 def in_model_order(batch: Batch) -> tuple[int, int]:
     """The order in which updated weights are wanted next."""
-    return batch.position, batch.first
+    return batch.position, batch.numbers[0]
 
 
 def longest_first(batch: Batch) -> tuple[int, int]:
@@ -224,7 +225,7 @@ def _packed(batches: Sequence[SharedBatch], small_numel: int, nbytes: int) -> li
     packs: list[list[SharedBatch]] = []
     room = 0
     for batch in batches:
-        size = batch.parcel.numel * batch.momentum.element_size()
+        size = batch.parcel.numel * batch.dtype.itemsize
         if batch.shape[0] * batch.shape[1] <= small_numel and size <= room:
             packs[-1].append(batch)
             room -= size

@@ -54,7 +54,7 @@ class Orthogonalized:
 def orthogonalize(
     group: Mapping[str, Any], batch: Batch, run_of: tuple[int, int], momentum: Tensor, timer: PhaseTimer
 ) -> Orthogonalized:
-    """Fold gradients into ``momentum``, and orthogonalize it, for matrices that this rank has whole.
+    """Fold gradients into ``momentum``, in place, and orthogonalize it, for matrices that this rank has whole.
 
     Args:
         run_of: range of the batch's parameters.
@@ -92,19 +92,16 @@ def folded(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> T
     Args:
         present: per parameter, whether any rank has a gradient; the result is zero for those that none has.
     """
-    if not len(batch.momentum):
-        return torch.zeros_like(batch.momentum)
     parts = []
     for start, end in batch.runs(present):
-        rows = batch.rows(start, end)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in batch.params[start:end]]
-        update = momentum_update(
-            batch.matrices(grads), batch.momentum[rows], beta=group["momentum"], nesterov=group["nesterov"]
-        )
-        parts.append((rows, update))
-    if len(parts) == 1 and len(parts[0][1]) == len(batch.momentum):
+        momentum = batch.momentum(start, end)
+        update = momentum_update(batch.matrices(grads), momentum, beta=group["momentum"], nesterov=group["nesterov"])
+        batch.put_momentum(start, end, momentum)
+        parts.append((batch.rows(start, end), update))
+    if len(parts) == 1 and all(present):
         return parts[0][1]
-    out = torch.zeros_like(batch.momentum)
+    out = torch.zeros_like(batch.momentum(0, len(batch.params)), memory_format=torch.contiguous_format)
     for rows, update in parts:
         out[rows] = update
     return out
@@ -125,13 +122,16 @@ def apply(
         scale: factor on the learning rate; None: as the shape of the whole matrices says.
     """
     with timer.phase("apply"):
+        weights = [p.detach() for p in params]
+        matrices = batch.matrices(weights)
         apply_update_(
-            batch.matrices([p.detach() for p in params]),
+            matrices,
             update,
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            scale=update_scale(group["adjust_lr_fn"], batch.shape) if scale is None else scale,
+            scale=update_scale(group["adjust_lr_fn"], batch.scaled_shape) if scale is None else scale,
         )
+        batch.put(weights, matrices)
 
 
 def wire_dtype(group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 import dmuon
+from dmuon.model.matrix_spec import MatrixSpec, remember_spec
 from harness.assertions import assert_close
 from harness.dtensors import give, noise, spread, whole
 from harness.oracle import Twin
@@ -48,6 +50,64 @@ class Cut:
         return self.shape[0] if len(self.shape) == 3 else 1
 
 
+@dataclass(frozen=True)
+class Split:
+    """A tensor that is several matrices.
+
+    Attributes:
+        cut: takes the tensor apart by hand, into matrices ``(out, in)`` in any order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    spec: MatrixSpec
+    cut: Callable[[Tensor], list[Tensor]]
+
+
+SPLITS = [
+    Split("queries, keys, values", (6, 5), MatrixSpec((2, 2, 2)), lambda w: [w[:2], w[2:4], w[4:]]),
+    Split("grouped queries", (10, 4), MatrixSpec((6, 2, 2)), lambda w: [w[:6], w[6:8], w[8:]]),
+    Split(
+        "by head",
+        (12, 5),
+        MatrixSpec((2, 2, 2), repeats=2),
+        lambda w: [torch.cat([w[i : i + 2], w[i + 6 : i + 8]]) for i in (0, 2, 4)],
+    ),
+    Split("by turns", (8, 3), MatrixSpec((1, 1), repeats=4), lambda w: [w[::2], w[1::2]]),
+    Split(
+        "each head alone",
+        (8, 5),
+        MatrixSpec((4, 2, 2), num_heads=(2, 1, 1)),
+        lambda w: [w[:2], w[2:4], w[4:6], w[6:]],
+    ),
+    Split(
+        "each head of what comes by head",
+        (12, 5),
+        MatrixSpec((2, 1), repeats=4, num_heads=(2, 1)),
+        lambda w: [w[[0, 1, 3, 4]], w[[6, 7, 9, 10]], w[2::3]],
+    ),
+    Split("transposed", (4, 6), MatrixSpec(transposed=True), lambda w: [w.T]),
+    Split("transposed, fused", (5, 6), MatrixSpec((2, 4), transposed=True), lambda w: [w[:, :2].T, w[:, 2:].T]),
+    Split(
+        "transposed, by turns",
+        (3, 6),
+        MatrixSpec((1, 1), repeats=3, transposed=True),
+        lambda w: [w[:, ::2].T, w[:, 1::2].T],
+    ),
+    Split("experts, fused", (3, 6, 4), MatrixSpec((2, 4)), lambda w: [*w[:, :2], *w[:, 2:]]),
+    Split(
+        "experts, transposed, by turns",
+        (3, 4, 6),
+        MatrixSpec((1, 1), repeats=3, transposed=True),
+        lambda w: [*w[:, :, ::2].mT, *w[:, :, 1::2].mT],
+    ),
+    Split("kernel", (5, 3, 2, 2), MatrixSpec(flattened=True), lambda w: [w.flatten(1)]),
+    Split(
+        "kernel, fused", (6, 3, 2), MatrixSpec((2, 4), flattened=True), lambda w: [w[:2].flatten(1), w[2:].flatten(1)]
+    ),
+]
+
+
 class Weights:
     """Weights that a program lays out itself, given random gradients, beside ``torch.optim.Muon`` on the whole ones."""
 
@@ -59,19 +119,32 @@ class Weights:
         self._steps = 0
 
     def add(
-        self, seed: int, shape: Sequence[int], part: Callable[[Tensor], Tensor] = torch.clone, scale: float = 1.0
+        self,
+        seed: int,
+        shape: Sequence[int],
+        part: Callable[[Tensor], Tensor] = torch.clone,
+        scale: float = 1.0,
+        split: Split | None = None,
     ) -> nn.Parameter:
         """One more, which begins as ``scale`` times noise; ``part`` gives what this rank has of the whole."""
         whole_value = scale * noise(seed, *shape)
-        self.twin.add(whole_value)
+        self.twin.add(whole_value, None if split is None else split.cut)
         self._laid.append((seed, tuple(shape), part))
         self.params.append(nn.Parameter(part(whole_value)))
+        if split is not None:
+            remember_spec(self.params[-1], split.spec)
         return self.params[-1]
 
     def shard(
-        self, seed: int, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], scale: float = 1.0
+        self,
+        seed: int,
+        shape: Sequence[int],
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        scale: float = 1.0,
+        split: Split | None = None,
     ) -> nn.Parameter:
-        return self.add(seed, shape, partial(spread, mesh=mesh, placements=placements), scale)
+        return self.add(seed, shape, partial(spread, mesh=mesh, placements=placements), scale, split)
 
     def cut(self, cuts: Sequence[Cut], sizes: Mapping[str, int] = NONE, at: Mapping[str, int] = NONE) -> Weights:
         """``at``: this rank's place along each of the roles in ``sizes``."""

@@ -119,28 +119,50 @@ class Twin:
             "lr": lr, "weight_decay": decay, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw", "eps": 1e-30,
         }  # fmt: skip
         self.params: list[list[nn.Parameter]] = []
+        self._cuts: list[Callable[[Tensor], list[Tensor]]] = []
+        self._shapes: list[torch.Size] = []
         self._optimizers: list[torch.optim.Muon] = []
         for value in values:
             self.add(value)
 
-    def add(self, value: Tensor) -> None:
-        params = [nn.Parameter(matrix.clone()) for matrix in (value if value.ndim == 3 else value[None])]
+    def add(self, value: Tensor, cut: Callable[[Tensor], list[Tensor]] | None = None) -> None:
+        """``cut`` takes a tensor apart into its matrices ``(out, in)``; by default it is one, or a stack."""
+        cut = cut or _of_stack
+        params = [nn.Parameter(matrix.clone().contiguous()) for matrix in cut(value)]
         self.params.append(params)
+        self._cuts.append(cut)
+        self._shapes.append(value.shape)
         self._optimizers.append(torch.optim.Muon(params, **self.options))
 
-    def step(self, grads: Sequence[Tensor | None]) -> None:
-        """One gradient for each value, in order; None leaves it as it is."""
-        for params, optimizer, grad in zip(self.params, self._optimizers, grads, strict=True):
+    def step(self, grads: Sequence[Tensor | None]) -> int:
+        """One gradient for each value, in order; None leaves it as it is. How many matrices were orthogonalized."""
+        count = 0
+        for params, cut, optimizer, grad in zip(self.params, self._cuts, self._optimizers, grads, strict=True):
             if grad is None:
                 continue
-            for param, of_matrix in zip(params, grad if grad.ndim == 3 else grad[None], strict=True):
-                param.grad = of_matrix.clone()
+            for param, of_matrix in zip(params, cut(grad), strict=True):
+                param.grad = of_matrix.clone().contiguous()
             with fp32_newton_schulz():
                 optimizer.step()
+            count += len(params)
+        return count
 
     def weights(self) -> list[Tensor]:
-        return [torch.stack([p.detach() for p in params]).clone() for params in self.params]
+        return [self._joined(i, [p.detach() for p in params]) for i, params in enumerate(self.params)]
 
     def momentum(self, index: int) -> Tensor:
         state = self._optimizers[index].state
-        return torch.stack([state[p]["momentum_buffer"] for p in self.params[index]])
+        return self._joined(index, [state[p]["momentum_buffer"] for p in self.params[index]])
+
+    def _joined(self, index: int, matrices: Sequence[Tensor]) -> Tensor:
+        """The matrices where they were before they were cut."""
+        shape = self._shapes[index]
+        places = self._cuts[index](torch.arange(shape.numel()).view(shape))
+        whole = matrices[0].new_full((shape.numel(),), float("nan"))
+        for place, matrix in zip(places, matrices, strict=True):
+            whole[place.flatten()] = matrix.flatten()
+        return whole.view(shape)
+
+
+def _of_stack(value: Tensor) -> list[Tensor]:
+    return list(value if value.ndim == 3 else value[None])

@@ -509,9 +509,11 @@ def test_bad_select_and_blocks_name_the_remedy(options: dict[str, Any], error: t
 
 @pytest.mark.pitfall("P06", "P60")
 def test_select_cannot_choose_what_muon_cannot_update() -> None:
-    stacked = mixtral(fused_experts=True)
-    with pytest.raises(ValueError, match=r"experts.gate_up_proj' of shape \(2, 8, 48\).*2-D.*return False for it"):
-        route_to_blocks(stacked, select=lambda fqn, *_: fqn.endswith("gate_up_proj"))
+    kernels = node(h=stack(lambda: node(conv=nn.Conv2d(D, D, 3))))
+    with pytest.raises(ValueError, match=r"h\.0\.conv\.bias' of shape \(8,\).*2-D.*return False for it"):
+        route_to_blocks(kernels, select=lambda fqn, *_: fqn.endswith("bias"))
+    with pytest.raises(ValueError, match=r"h\.0\.conv\.weight': .*needs MatrixSpec\(flattened=True\)"):
+        route_to_blocks(kernels, select=lambda fqn, *_: fqn.endswith("weight"))
     recurrent = node(h=stack(lambda: node(rnn=nn.LSTM(D, D))))
     with pytest.raises(ValueError, match=r"'h\.0\.rnn.weight_ih_l0' of a LSTM, which keeps references"):
         route_to_blocks(recurrent, select=lambda fqn, _, p: p.ndim == 2)

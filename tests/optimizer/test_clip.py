@@ -36,6 +36,7 @@ import dmuon
 from dmuon.check.model import Network, is_matrix, loss_of
 from dmuon.check.topologies import full_state
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
+from dmuon.layout.topology import Position
 
 STEPS = 4
 MAX_NORM = 0.5  # below the norm of every step, so that each one is clipped
@@ -128,7 +129,7 @@ def on_owners_by_hand(shape: tuple[int, ...], last: Placement, rank: int, world:
         owner = number % owners
         held = grad if owner == rank * owners // world else grad[:0]
         placements = [Shard(0)] * (mesh.ndim - 1) + [last]
-        return owned_tensor(held.clone(), mesh, grad.shape, fqn=name, owner=owner, placements=placements)
+        return owned_tensor(held.clone(), mesh, grad.shape, fqn=name, owners=(Position(owner),), placements=placements)
 
     return by_hand(lay_out)
 

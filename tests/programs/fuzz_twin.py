@@ -342,7 +342,7 @@ def _gradient(param: nn.Parameter) -> Tensor | None:
         runtime = runtime_of(param)
         assert runtime is not None
         entry = runtime.matrix_of(param)
-        if entry.owner != runtime.comm.position:
+        if not entry.mine:
             return None
         return _local(grad) if entry.tensor is None else entry.tensor.wrap(_local(grad), entry.shape).full_tensor()
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
@@ -391,7 +391,7 @@ def check_rest(run: Run, filled: int | None = None) -> None:
         for entry in runtime.matrices():
             held = {id(module._parameters[name]) for module, name in entry.sites}
             assert held == {id(entry.rest)}, f"{entry.fqn}: a module does not hold its resting form"
-            left = entry.full.grad is not None or entry.partial is not None or entry.unreduced
+            left = entry.full.grad is not None or entry.has_partial or entry.unreduced
             assert not left, f"{entry.fqn} has an unreduced gradient"
         allowed = run.mode.comm.prefetch if filled is None else filled
         holding = [b.name for b in runtime.buffers if b.buffer_nbytes and not b.keep]

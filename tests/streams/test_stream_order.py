@@ -273,7 +273,7 @@ HARMLESS = {
     "self.wait in Pending.wait_on_host": IN_TURN,
     "self._monitor.synchronize in Pending.wait_on_host": IN_TURN,
     "module.current_stream(self._device).synchronize in Monitor.synchronize": IN_TURN,
-    "Redistribution(…).wait in redistribute": RESULT,
+    "Redistribution(…).wait in redistribute_all": RESULT,
     "self._gathering.wait in ExchangedRound.compute": RESULT,
     "self._scattering.wait in ExchangedRound.finish": RESULT,
     "result.wait in UserFunctions.gather": RESULT,

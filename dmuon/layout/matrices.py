@@ -1,0 +1,234 @@
+"""Where the matrices of a tensor lie that is more than one matrix: stacks, fused projections, kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dmuon.layout.shards import Piece, Run, Runs, ShardLayout, cells, joined
+from dmuon.layout.topology import Position
+from dmuon.model.matrix_spec import MatrixSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Some matrices of a local tensor, which lie alike: for each, the same rows or columns of a matrix of a stack.
+
+    Attributes:
+        stack: ``(e, m, n)``, the local tensor as a stack.
+        span: which matrices of the stack.
+        dim: of the stack, 1 or 2: along which ``runs`` go.
+        runs: local indices.
+        offset: in a flat local tensor, where the stack begins.
+    """
+
+    stack: tuple[int, int, int]
+    span: Run
+    dim: int
+    runs: Runs
+    offset: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.span[1] - self.span[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of what is here of each matrix."""
+        length = sum(run[1] - run[0] for run in self.runs)
+        return (length, self.stack[2]) if self.dim == 1 else (self.stack[1], length)
+
+    def part(self, begin: int, end: int) -> Region:
+        """Matrices ``begin`` to ``end`` of these."""
+        first, last = self.span
+        return replace(self, span=(min(first + begin, last), min(first + end, last)))
+
+    def take(self, local: Tensor) -> Tensor:
+        """``(count, …)`` from a local tensor: a view of it where that is possible."""
+        stack = self._stacked(local)[slice(*self.span)]
+        step = _step(self.runs)
+        if step is not None:
+            last = self.runs[-1][1]
+            return (
+                stack[:, self.runs[0][0] : last : step] if self.dim == 1 else stack[..., self.runs[0][0] : last : step]
+            )
+        parts = [stack.narrow(self.dim, start, stop - start) for start, stop in self.runs]
+        return torch.cat(parts, self.dim) if parts else stack.narrow(self.dim, 0, 0)
+
+    def put(self, local: Tensor, matrices: Sequence[Tensor]) -> None:
+        """Write ``matrices``, parts of what :meth:`take` gave, back to ``local``, if they are copies."""
+        stack = self._stacked(local)
+        is_view = stack.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        if is_view and (_step(self.runs) is not None or not self.runs):
+            return
+        for whole, matrix in zip(stack[slice(*self.span)].unbind(0), matrices, strict=True):
+            begin = 0
+            for start, stop in self.runs:
+                part = matrix.narrow(self.dim - 1, begin, stop - start)
+                whole.narrow(self.dim - 1, start, stop - start).copy_(part)
+                begin += stop - start
+        if not is_view:
+            local.copy_(stack.view(local.shape))
+
+    def _stacked(self, local: Tensor) -> Tensor:
+        if local.ndim == 1:
+            local = local[self.offset : self.offset + prod(self.stack)]
+        return local.reshape(self.stack)  # a view, unless it is stored in another order
+
+
+def _step(runs: Runs) -> int | None:
+    """The step of a slice that takes the same; None if there is none."""
+    if len(runs) == 1:
+        return 1
+    step = runs[1][0] - runs[0][0] if runs else 0
+    alike = all(run == (runs[0][0] + i * step, runs[0][0] + i * step + 1) for i, run in enumerate(runs))
+    return step if runs and alike else None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Matrices of a tensor that the same ranks hold in the same way.
+
+    Attributes:
+        part: number of the part of each matrix of the stack.
+        start, stop: which matrices of the stack.
+        holders: ascending positions in the layout of the tensor.
+        layout: of one part of one matrix; pieces by position in ``holders``.
+        runs: by holder, its local indices along the dimension that parts cut.
+    """
+
+    part: int
+    start: int
+    stop: int
+    holders: tuple[Position, ...]
+    layout: ShardLayout
+    runs: Mapping[Position, Runs]
+
+    @property
+    def numel(self) -> int:
+        """Elements of one matrix."""
+        return prod(self.layout.shape)
+
+
+def stack_shape(shape: Sequence[int], spec: MatrixSpec) -> tuple[int, int, int]:
+    """``(e, m, n)`` of a part of a tensor, of any length along the dimensions that are cut."""
+    return MatrixSpec(transposed=spec.transposed, flattened=spec.flattened).matrix_shape(shape)
+
+
+def whole_region(shape: Sequence[int]) -> Region:
+    """All of a matrix."""
+    m, n = shape
+    return Region((1, m, n), (0, 1), 1, ((0, m),) if m else ())
+
+
+def layout_of_region(layout: ShardLayout, region: Region, flattened: bool) -> tuple[ShardLayout, list[Region]]:
+    """Where one matrix of a tensor lies that is cut.
+
+    Args:
+        layout: of the tensor, in which ``region`` is one matrix.
+        flattened: the tensor is a kernel.
+
+    Returns:
+        The layout of that matrix; and by position where it lies in a local tensor, of no matrices if it does not.
+    """
+    stacked = _stacked(layout, MatrixSpec(flattened=flattened))
+    pieces, regions = [], []
+    for piece in stacked.pieces:
+        of_stack, local_index = _within(piece.runs[0], (region.span,))
+        axis = region.dim - 1
+        inner = Piece(piece.runs[1:]) if of_stack else Piece(((), ()))
+        cut, local = _within(inner.runs[axis], region.runs)
+        pieces.append(_replaced(inner, axis, cut))
+        at = local_index[0] if local_index else (0, 0)
+        regions.append(Region(_lengths(piece), at, region.dim, local))
+    shape = region.shape
+    return ShardLayout(shape, tuple(pieces), stacked.replicas), regions
+
+
+def _lengths(piece: Piece) -> tuple[int, int, int]:
+    e, m, n = piece.shape
+    return e, m, n
+
+
+def local_regions(shape: Sequence[int], spec: MatrixSpec) -> list[Region]:
+    """Of a tensor of ``shape`` that one rank has whole, the region of each part."""
+    stack = spec.matrix_shape(shape)
+    return [Region(stack, (0, stack[0]), spec.dim, runs) for runs in spec.runs(stack[spec.dim])]
+
+
+@lru_cache(maxsize=1024)
+def shares(layout: ShardLayout, spec: MatrixSpec) -> tuple[Share, ...]:
+    """All matrices of a tensor that lies as ``layout`` says, in the order of the stack, then of the parts.
+
+    Raises:
+        ValueError: the tensor has another shape than ``spec`` says, or is cut along a dimension of a kernel.
+    """
+    stacked = _stacked(layout, spec)
+    axis = spec.dim - 1
+    result = []
+    for cell in cells(stacked):
+        for part, runs in enumerate(spec.runs(stacked.shape[spec.dim])):
+            cut = [_within(piece.runs[axis], runs) for piece in cell.layout.pieces]
+            pieces = tuple(
+                _replaced(piece, axis, of_part) for piece, (of_part, _) in zip(cell.layout.pieces, cut, strict=True)
+            )
+            shape = list(cell.layout.shape)
+            shape[axis] = sum(stop - start for start, stop in runs)
+            of_matrix = ShardLayout(tuple(shape), pieces, cell.layout.replicas)
+            local = {holder: runs for holder, (_, runs) in zip(cell.holders, cut, strict=True)}
+            result.append(Share(part, cell.start, cell.stop, cell.holders, of_matrix, local))
+    return tuple(result)
+
+
+def numbered(layout: ShardLayout, spec: MatrixSpec) -> list[tuple[Share, range]]:
+    """:func:`shares`, and the numbers of the matrices of each among all matrices of the tensor."""
+    of_tensor = shares(layout, spec)
+    parts = 1 + max(share.part for share in of_tensor)
+    return [(one, range(one.start * parts + one.part, one.stop * parts + one.part, parts)) for one in of_tensor]
+
+
+def _stacked(layout: ShardLayout, spec: MatrixSpec) -> ShardLayout:
+    """The same layout of the tensor as a stack ``(e, m, n)``."""
+    shape = spec.matrix_shape(layout.shape)
+    if len(layout.shape) == 3 and not spec.flattened:
+        return layout
+    pieces = []
+    for piece in layout.pieces:
+        runs = piece.runs
+        if spec.flattened:
+            inner = prod(layout.shape[2:])
+            if Piece(runs[2:]) != Piece.whole(layout.shape[2:]) and piece.numel:
+                raise ValueError(
+                    f"a kernel of shape {layout.shape} is cut along one of the dimensions behind its second; shard it "
+                    "along another"
+                )
+            runs = (runs[0], tuple((start * inner, stop * inner) for start, stop in runs[1]))
+        pieces.append(Piece((((0, 1),), *runs)))
+    return ShardLayout(shape, tuple(pieces), layout.replicas)
+
+
+@lru_cache(maxsize=4096)
+def _within(held: Runs, wanted: Runs) -> tuple[Runs, Runs]:
+    """What of the indices ``wanted`` a rank has that holds ``held``: counted among them, and in its local tensor."""
+    among: list[Run] = []
+    local: list[Run] = []
+    offset = 0
+    for first, last in held:
+        before = 0
+        for start, stop in wanted:
+            left, right = max(first, start), min(last, stop)
+            if left < right:
+                among.append((before + left - start, before + right - start))
+                local.append((offset + left - first, offset + right - first))
+            before += stop - start
+        offset += last - first
+    return joined(among), joined(local)
+
+
+def _replaced(piece: Piece, axis: int, runs: Runs) -> Piece:
+    return Piece(tuple(runs if dim == axis else of_dim for dim, of_dim in enumerate(piece.runs)))

@@ -1,0 +1,167 @@
+"""Owned tensors that are several matrices: each has an owner, and everything else is as with one matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.fused import FusedModel, by_spec, fused_loss, fused_reference
+from harness.hand_laid import SPLITS
+from harness.on_ranks import on_ranks, over_ranks
+from harness.toy import OPTIONS
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import dmuon
+from dmuon.check.topologies import full_state
+from dmuon.dedicated.dedication import dedications
+
+STEPS = 3
+MATRICES = 2 * sum(len(split.cut(torch.empty(split.shape))) for split in SPLITS)
+
+
+def laid(mesh: DeviceMesh, **options: Any) -> tuple[FusedModel, dmuon.Muon]:
+    model = FusedModel()
+    overlap = options.pop("overlap_backward", False)
+    dmuon.dedicate_params(model, mesh, select=by_spec(), costs="flops", **options)
+    return model, dmuon.Muon(model, overlap_backward=overlap, **OPTIONS)
+
+
+def train(model: nn.Module, optimizer: dmuon.Muon, steps: Any, mesh: DeviceMesh) -> int:
+    rank = mesh.get_rank() if mesh.ndim > 1 else mesh.get_local_rank()
+    calls = 0
+    for step in steps:
+        optimizer.zero_grad()
+        fused_loss(model, step, rank, mesh.size()).backward()
+        optimizer.step()
+        calls += optimizer.last_step.ns_matrices
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("world", "extents", "names", "options"),
+    [
+        (1, (1,), None, {}),
+        (2, (2,), None, {}),
+        (2, (2,), None, {"reshard_after_forward": False, "overlap_backward": True}),
+        (3, (3,), None, {"overlap_backward": True}),
+        (2, (2,), ("replicate",), {}),
+        pytest.param(4, (2, 2), None, {}, marks=pytest.mark.slow),
+        (4, (2, 2), None, {"reshard_after_forward": False}),
+        pytest.param(4, (2, 2), None, {"comm": dmuon.CommOptions(transport="single")}, marks=pytest.mark.slow),
+    ],
+    ids=["1", "2", "2-kept", "3-overlap", "ddp", "hsdp", "hsdp-kept", "hsdp-single"],
+)
+@on_ranks()
+def test_each_part_equals_a_matrix_of_its_own(
+    rank: int, world: int, extents: tuple[int, ...], names: tuple[str, ...] | None, options: dict[str, Any]
+) -> None:
+    mesh = init_device_mesh("cpu", extents, mesh_dim_names=names)
+    model, optimizer = laid(mesh, **options)
+    calls = train(model, optimizer, range(STEPS), mesh)
+    assert_equal_weights(full_state(model), fused_reference(STEPS))
+    assert over_ranks(calls) == STEPS * MATRICES
+
+
+@on_ranks(3)
+def test_one_tensor_has_several_owners(rank: int, world: int) -> None:
+    model, _ = laid(init_device_mesh("cpu", (world,)))
+    matrices = {matrix.fqn: matrix for matrix in dedications(model)[0].runtime.matrices()}
+    experts = matrices["blocks.0.0.weight9"]
+    assert len(experts.parts) == 6 and len(set(experts.owners)) > 1
+    assert sum(part.numel for part in experts.mine) == experts.master.numel()
+    assert over_ranks(experts.master.numel()) == experts.shape.numel()
+
+
+def split_params(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Tensor parallelism by rows, by columns, or as copies."""
+    for block in model.get_submodule("blocks").children():
+        for i, (name, param) in enumerate(list(block[0].named_parameters())):
+            kinds = [Shard(0), Shard(1), Replicate(), *([Shard(2)] if param.ndim == 3 else [])]
+            spread = distribute_tensor(param.detach(), mesh, [kinds[i % len(kinds)]])
+            block[0].register_parameter(name, nn.Parameter(spread))
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_parts_of_what_tensor_parallelism_has_split(rank: int, world: int) -> None:
+    whole = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = FusedModel()
+    split_params(model, whole["tp"])
+    dmuon.dedicate_params(model, whole["dp"], select=by_spec(), costs="flops")
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    calls = train(model, optimizer, range(STEPS), whole["dp"])
+    weights = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.state_dict().items()}
+    expected = fused_reference(STEPS)
+    assert_equal_weights({name: weights[name] for name in expected}, expected)
+    assert over_ranks(calls) == STEPS * MATRICES
+
+
+@pytest.mark.parametrize("kind", ["sharded", "whole"])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@on_ranks()
+def test_a_run_goes_on_from_its_checkpoint(rank: int, world: int, kind: str) -> None:
+    """Momentum as the optimizer has it, or whole, from rank 0; into other owners."""
+    mesh = init_device_mesh("cpu", (world,))
+    model, optimizer = laid(mesh)
+    train(model, optimizer, range(2), mesh)
+    again, resumed = laid(mesh, solve=dmuon.solver.SolveOptions(method="greedy"))
+    again.load_state_dict(full_state(model))
+    if kind == "sharded":
+        resumed.load_state_dict(optimizer.state_dict())
+    else:
+        momentum = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(again, resumed, momentum, options=options)
+    train(again, resumed, range(2, STEPS), mesh)
+    assert_equal_weights(full_state(again), fused_reference(STEPS))
+
+
+@on_ranks(2)
+def test_whole_weights_can_be_read_and_edited(rank: int, world: int) -> None:
+    model, _ = laid(init_device_mesh("cpu", (world,)))
+    expected = FusedModel().state_dict()
+    with dmuon.summon_full_params(model):
+        for name, param in model.named_parameters():
+            assert torch.equal(param, expected[name])
+            with torch.no_grad():
+                param.mul_(2.0)
+    found = full_state(model)
+    for name, _ in model.named_parameters():
+        assert torch.equal(found[name], 2 * expected[name])
+
+
+@pytest.mark.parametrize("kind", ["no_sync", "row"])
+@on_ranks(4)
+def test_gradients_are_accumulated_part_by_part(rank: int, world: int, kind: str) -> None:
+    """Without communication, or along the row alone; two halves of a batch make the step of the whole."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    model, optimizer = laid(mesh)
+    switch = dmuon.set_requires_gradient_sync if kind == "no_sync" else dmuon.set_requires_all_reduce
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for half in range(2):
+            switch(model, half == 1)
+            (fused_loss(model, step, 2 * mesh.get_rank() + half, 2 * world) / 2).backward()
+        optimizer.step()
+    assert_equal_weights(full_state(model), fused_reference(STEPS))
+
+
+@on_ranks(2)
+def test_gradients_are_clipped_to_one_norm(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    model, _ = laid(mesh)
+    alone = FusedModel()
+    fused_loss(model, 0, rank, world).backward()
+    fused_loss(alone, 0).backward()
+    found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)

@@ -1,0 +1,138 @@
+"""Tensors that are several matrices: each part is updated as a matrix of its own, wherever its rows and columns lie."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.dtensors import functions_of_whole_tensors, no_whole_tensors, placements_of
+from harness.hand_laid import SPLITS, Split, Weights
+from harness.on_ranks import on_ranks, over_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import dmuon
+from dmuon import DistributedConfig, create_dtensor_config
+from dmuon.model.matrix_spec import MatrixSpec, remember_spec
+
+STEPS = 3
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
+def test_each_part_equals_a_matrix_of_its_own(split: Split) -> None:
+    weights = Weights()
+    weights.add(1, split.shape, split=split)
+    optimizer = weights.optimizer(None)
+    assert weights.train(optimizer, STEPS) == STEPS * len(weights.twin.params[0])
+    weights.check(optimizer)
+
+
+def test_parts_of_many_layers_are_orthogonalized_together() -> None:
+    """Of layers that lie alike, part by part."""
+    weights = Weights()
+    for i in range(4):
+        weights.add(i, SPLITS[0].shape, split=SPLITS[0])
+    optimizer = weights.optimizer(None)
+    weights.train(optimizer, STEPS)
+    assert (optimizer.last_step.ns_matrices, optimizer.last_step.ns_batches) == (12, 3)
+    weights.check(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {"prefetch_count": 3, "chunk_bytes": 500}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+        pytest.param(3, {"async_gpu_parallelism": False, "prefetch_count": 0}, marks=pytest.mark.slow),
+    ],
+    ids=["1", "2", "3-small-chunks", "4", "3-sequential"],
+)
+@on_ranks()
+def test_parts_on_any_placement_equal_matrices_of_their_own(rank: int, world: int, options: dict[str, Any]) -> None:
+    weights = Weights()
+    for i, split in enumerate(SPLITS):
+        dims = 2 if split.spec.flattened else len(split.shape)
+        for extents, placements in placements_of(world, dims):
+            weights.shard(i, split.shape, init_device_mesh("cpu", extents), placements, split=split)
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops", **options))
+    calls = 0
+    for _ in range(STEPS):
+        grads = weights.give()
+        with no_whole_tensors():
+            calls += weights.step(optimizer, grads)
+    weights.check(optimizer)
+    assert over_ranks(calls) == STEPS * sum(map(len, weights.twin.params))
+
+
+@on_ranks(2)
+def test_parts_of_what_a_user_gathers_equal_matrices_of_their_own(rank: int, world: int) -> None:
+    """By functions that know nothing of parts."""
+    weights = Weights()
+    for i, split in enumerate(SPLITS):
+        weights.shard(i, split.shape, init_device_mesh("cpu", (world,)), [Shard(0)], split=split)
+    gather, redistribute = functions_of_whole_tensors()
+
+    def assign(params: list[Any], _: dict[str, Any]) -> dict[int, int]:
+        return {i: i % world for i in range(len(params))}
+
+    optimizer = weights.optimizer(DistributedConfig(assign, gather, redistribute, {}))
+    calls = over_ranks(weights.train(optimizer, STEPS))
+    weights.check(optimizer)
+    assert calls == STEPS * sum(map(len, weights.twin.params))
+
+
+@on_ranks(2)
+def test_one_fused_tensor_has_several_owners(rank: int, world: int) -> None:
+    """Queries, keys and values of one layer are shared out as three layers would be."""
+    weights = Weights()
+    weights.shard(0, SPLITS[0].shape, init_device_mesh("cpu", (world,)), [Shard(0)], split=SPLITS[0])
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"))
+    calls = weights.train(optimizer, 1)
+    weights.check(optimizer)
+    assert {over_ranks(calls), calls} in ({3, 1}, {3, 2})
+
+
+def test_a_copied_optimizer_splits_as_the_first() -> None:
+    weights = Weights()
+    for i, split in enumerate(SPLITS):
+        weights.add(i, split.shape, split=split)
+    optimizer = weights.optimizer(None)
+    weights.train(optimizer, 1)
+    weights.params, optimizer = deepcopy((weights.params, optimizer))
+    weights.train(optimizer, 1)
+    weights.check(optimizer)
+
+
+def test_parameters_that_take_the_place_of_others_are_split_as_they_were() -> None:
+    weights = Weights()
+    for i, split in enumerate(SPLITS):
+        weights.add(i, split.shape, split=split)
+    optimizer = weights.optimizer(None)
+    weights.params = [nn.Parameter(param.detach()) for param in weights.params]
+    optimizer.param_groups[0]["params"] = list(weights.params)
+    weights.train(optimizer, STEPS)
+    weights.check(optimizer)
+
+
+def test_kernels_that_are_stored_channels_last_are_updated_in_place() -> None:
+    split = next(split for split in SPLITS if split.name == "kernel")
+    weights = Weights()
+    param = weights.add(1, split.shape, split=split)
+    param.data = param.data.to(memory_format=torch.channels_last)
+    optimizer = weights.optimizer(None)
+    weights.train(optimizer, STEPS)
+    weights.check(optimizer)
+    assert param.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (4, 4)])
+def test_a_spec_that_does_not_fit_is_refused(shape: tuple[int, int]) -> None:
+    param = nn.Parameter(torch.ones(shape))
+    remember_spec(param, MatrixSpec((2, 2, 3)))
+    with pytest.raises(ValueError, match=rf"describes 7 outputs, a tensor of shape \({shape[0]}, {shape[1]}\) has"):
+        dmuon.Muon([{"params": [param], "use_muon": True}])

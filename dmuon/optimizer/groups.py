@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -19,7 +18,7 @@ from dmuon.model.blocks import canonical_fqn, unwrapped
 from dmuon.model.matrix_spec import remember_spec, spec_of
 from dmuon.model.routing import UNINITIALIZED, Select, route_parameters
 from dmuon.optimizer.options import check_names, check_options
-from dmuon.platform.torch_private import flattened_by_fsdp1, replicate_group, unwrapped_for_ddp
+from dmuon.platform.torch_private import flattened_by_fsdp1, unwrapped_for_ddp
 
 _FLATTENED = (
     "was flattened by FullyShardedDataParallel (FSDP1), whose shards are no parts of a matrix; use torch's fully_shard "
@@ -210,14 +209,6 @@ def names_in(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> d
                 name = given[i]
             named[id(param)] = name or f"parameter {i} of group {g}"
     return named
-
-
-def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
-    """The group over which ``DistributedDataParallel`` or ``replicate`` copies a parameter, by ``id``."""
-    if not isinstance(params, nn.Module):
-        return {}
-    groups = [(module, replicate_group(module)) for module in params.modules()]
-    return {id(p): group for module, group in groups if group is not None for p in module.parameters()}
 
 
 def inside_ddp(model: nn.Module) -> nn.Module:

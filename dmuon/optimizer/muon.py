@@ -28,7 +28,6 @@ from dmuon.optimizer.groups import (
     groups_from,
     names_in,
     names_of,
-    replicated_by_ddp,
     routed_groups,
     warn_of_left_out,
 )
@@ -36,6 +35,7 @@ from dmuon.optimizer.loading import adopt_adamw_state
 from dmuon.optimizer.momentum import Momentum
 from dmuon.optimizer.options import Description, check_edited, describe
 from dmuon.optimizer.stats import StepStats, step_stats
+from dmuon.optimizer.wrapping import Wrapping, replicated_by_ddp
 from dmuon.platform import host
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
@@ -145,6 +145,7 @@ class Muon(torch.optim.Optimizer):
         )
         self._built = True
         self._find_device()
+        self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else self._origin.copies)
         self._lay_out()
         self._register_hooks()
 
@@ -152,6 +153,7 @@ class Muon(torch.optim.Optimizer):
         """Nothing is laid out yet."""
         self._names: dict[int, str] = {}  # by id of the parameter
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
+        self._wrapping = Wrapping(None, (), None)
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
         self._residencies: list[Residency] = []
         self._exchange: Exchange | None = None
@@ -363,6 +365,8 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._steps and self._wrapping.follow(self.param_groups, self._names, self.state):
+            self._lay_out()
         present = self._present()
         self._checked = check_edited(self.param_groups, self._checked)  # after the vote: nobody waits for who raises
         if not self._steps:

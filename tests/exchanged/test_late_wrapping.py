@@ -1,0 +1,142 @@
+"""DDP and FSDP2 in any order with the optimizer: matrices have one owner each, from the first step on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.on_ranks import on_ranks, over_ranks
+from harness.oracle import reference_weights
+from harness.toy import OPTIONS, build, train
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import dmuon
+from dmuon.check.model import Network, is_matrix
+from dmuon.check.topologies import full_state
+
+STEPS = 3
+Built = tuple[nn.Module, dmuon.Muon]
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if is_matrix(n)], "use_muon": True},
+        {"params": [p for n, p in named if not is_matrix(n) and p.ndim >= 2], "use_muon": False},
+        {"params": [p for n, p in named if p.ndim < 2], "use_muon": False, "weight_decay": 0.0},
+    ]
+
+
+def optimizer_then_ddp(model: Network) -> Built:
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    return DistributedDataParallel(model), optimizer
+
+
+def groups_then_ddp(model: Network) -> Built:
+    optimizer = dmuon.Muon(groups(model), **OPTIONS)
+    return DistributedDataParallel(model), optimizer
+
+
+def ddp_then_inner(model: Network) -> Built:
+    wrapped = DistributedDataParallel(model)
+    return wrapped, dmuon.Muon(model, **OPTIONS)
+
+
+def ddp_then_groups(model: Network) -> Built:
+    wrapped = DistributedDataParallel(model)
+    return wrapped, dmuon.Muon(groups(wrapped.module), **OPTIONS)
+
+
+def optimizer_then_replicate(model: Network) -> Built:
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    return replicate(model), optimizer
+
+
+def optimizer_then_fully_shard(model: Network) -> Built:
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    return shard(model), optimizer
+
+
+def groups_then_fully_shard(model: Network) -> Built:
+    optimizer = dmuon.Muon(groups(model), **OPTIONS)
+    return shard(model), optimizer
+
+
+def shard(model: Network) -> Network:
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+ORDERS: list[Callable[[Network], Built]] = [
+    optimizer_then_ddp,
+    groups_then_ddp,
+    ddp_then_inner,
+    ddp_then_groups,
+    optimizer_then_replicate,
+    optimizer_then_fully_shard,
+    groups_then_fully_shard,
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+@on_ranks(2)
+def test_each_matrix_has_one_owner_in_any_order(rank: int, world: int, order: Callable[[Network], Built]) -> None:
+    model = build()
+    program, optimizer = order(model)
+    calls = 0
+    for step in range(STEPS):
+        train(program, optimizer, [step], rank, world)
+        calls += optimizer.last_step.ns_matrices
+    assert_equal_weights(full_state(model), reference_weights(STEPS))
+    assert over_ranks(calls) == 9 * STEPS, "no rank repeats what another one does"
+    assert len(optimizer.exchanged()) == 9
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()} == {id(p) for p in optimizer.state}
+
+
+@on_ranks(2)
+def test_a_state_that_was_loaded_is_cut_with_the_parameters(rank: int, world: int) -> None:
+    """The optimizer gets whole moments and momentum, then the model is sharded."""
+    alone = build()
+    first = dmuon.Muon(alone, **OPTIONS)
+    train(alone, first, range(2))
+    model = build()
+    model.load_state_dict(alone.state_dict())
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    optimizer.load_state_dict(first.state_dict())
+    shard(model)
+    train(model, optimizer, [2], rank, world)
+    assert all(isinstance(v, DTensor) for s in optimizer.state.values() for k, v in s.items() if k != "step")
+    assert_equal_weights(full_state(model), reference_weights(STEPS))
+
+
+@on_ranks(2)
+def test_what_was_found_is_logged_once(rank: int, world: int) -> None:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("dmuon")
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        program, optimizer = optimizer_then_ddp(build())
+        train(program, optimizer, range(2), rank, world)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+    assert [text for text in records if "DistributedDataParallel" in text] == [
+        "Muon: since it was built, 9 of its matrices were wrapped in DistributedDataParallel and 0 parameters were "
+        "sharded; from now on each matrix that several ranks hold has one owner"
+    ]

@@ -138,7 +138,7 @@ class OwnedTensor(DTensor):
             raise RuntimeError(
                 f"{func} is not available on {owned[0].fqn!r}: outside the forward and backward of its block, dmuon "
                 f"keeps it {owned[0]._where} and empty on the others; {_REMEDIES.get(name, _REMEDY)}. If "
-                "a module's forward computes with it there, name that module in dedicate_params(…, blocks=[…])"
+                "a forward computes with it there, name its module, or the model, in dedicate_params(…, blocks=[…])"
             )
         if name.startswith("_foreach"):
             return _run_foreach(func, args, kwargs or {})

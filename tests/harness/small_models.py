@@ -118,6 +118,17 @@ def autoencoder() -> nn.Module:
     )  # fmt: skip
 
 
+def one_by_one() -> nn.Module:
+    """Nobody calls the Sequential itself."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        for layer in m.parts:
+            x = layer(x)
+        return x
+
+    return Model(forward, parts=layers(INPUTS, WIDTH, WIDTH, OUTPUTS))
+
+
 def variational_autoencoder() -> nn.Module:
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         h = torch.tanh(m.fc1(x))
@@ -252,6 +263,7 @@ CASES: dict[str, Case] = {
     "actor and critic": Case(separate_actor_and_critic, ("actor.2", "critic.2")),
     "two inputs that are joined": Case(twin_critics_of_state_and_action, ("action", "joint")),
     "autoencoder": Case(autoencoder, ("encoder.2", "decoder.0")),
+    "a Sequential whose layers are called one by one": Case(one_by_one, ("parts.2",)),
     "variational autoencoder": Case(variational_autoencoder, ("mean", "deviation", "fc3")),
     "U-Net": Case(linear_unet, ("down", "middle", "up1", "up2")),
     "tied layers": Case(tied_layers, ("fc2",), ("(model)",)),

@@ -377,6 +377,13 @@ def test_shared_weights_inside_one_block_are_one_matrix_and_between_blocks_an_er
     with pytest.raises(ValueError, match=r"'h\.0\.a\.weight' is shared by blocks h\.0, h\.1; untie it"):
         route_to_blocks(between)
     assert [r.fqn for r in route_parameters(between) if r.muon] == ["h.0.a.weight"], "no block is asked for"
+    found = route_to_blocks(between, blocks=[between])
+    assert [(r.fqn, r.block, r.reason) for r in found if r.muon] == [
+        ("h.0.a.weight", "(model)", "matrix inside a block")
+    ]
+    kept = node(h=stack(lambda: node(a=linear(), b=linear())))
+    kept.h[1].a.weight = kept.h[0].a.weight
+    assert set(muon(kept, select=lambda fqn, *_: fqn.endswith("b.weight"))) == {"h.0.b.weight", "h.1.b.weight"}
 
     outside = node(h=stack(lambda: node(a=linear(), b=linear())), out=linear())
     outside.out.weight = outside.h[1].b.weight

@@ -94,11 +94,36 @@ def test_models_without_stacks_under_ddp_equal_a_single_process(rank: int, world
 
 
 @on_ranks(2)
+def test_parts_of_a_container_that_nobody_calls_are_dedicated(rank: int, world: int) -> None:
+    def build_parts() -> nn.ModuleDict:
+        return nn.ModuleDict(dict(build("actor and critic").named_children()))
+
+    def step(model: nn.ModuleDict, optimizer: dmuon.Muon | Reference, x: Tensor) -> None:
+        optimizer.zero_grad()
+        sum(((part(x) - 1).square().mean() for part in model.values()), torch.zeros(())).backward()
+        optimizer.step()
+
+    model, reference = build_parts(), build_parts()
+    plan = dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    assert [m.block for m in plan.matrices] == ["actor.2", "critic.2"]
+    pairs = (
+        (model, dmuon.Muon(model, **OPTIONS)),
+        (reference, Reference(reference, matrix=lambda n: n.endswith(".2.weight"))),
+    )
+    for i in range(STEPS):
+        step(*pairs[0], batch(i).chunk(world)[rank])
+        step(*pairs[1], batch(i))
+    assert_equal_weights(full_state(model), full_state(reference))
+
+
+@on_ranks(2)
 def test_a_weight_that_another_forward_uses_is_refused_until_its_block_is_named(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     model = computed_by_hand()
     dmuon.dedicate_params(model, mesh, costs="flops")
-    with pytest.raises(RuntimeError, match=r"not available on 'fc2\.weight'.*name that module in .*blocks=\[…\]"):
+    with pytest.raises(
+        RuntimeError, match=r"not available on 'fc2\.weight'.*name its module, or the model, in .*blocks=\[…\]"
+    ):
         model(batch(0).chunk(world)[rank])
     torch.manual_seed(0)
     reference, model = computed_by_hand(), computed_by_hand()

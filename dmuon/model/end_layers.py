@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
+_CHANNELS = 8  # images have fewer. Wider layers may join what comes later, where a decoder is registered first
 INPUT_LAYER, OUTPUT_LAYER = "input layer", "output layer"
 _SHARES = (2, 3, 4)  # so many parts of what a layer gives may be taken apart, or joined, before the next one takes it
 
@@ -99,6 +100,7 @@ def _fresh(layers: Sequence[Layer], embedded: Collection[int]) -> list[Layer]:
     for layer in layers:
         n = layer.takes
         fed = given[n] > (layer.gives == n) or not before.isdisjoint(_related(n))
+        fed = fed or (n >= _CHANNELS and any(given[n // k] > (layer.gives == n // k) for k in _SHARES if n % k == 0))
         fed = fed or any(n % width == 0 for width in embedded if width > 1)  # several side by side
         if not (fed or (not layer.spatial and any(n % width == 0 for width in channels))):
             fresh.append(layer)

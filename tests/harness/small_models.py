@@ -140,7 +140,7 @@ def variational_autoencoder() -> nn.Module:
     )  # fmt: skip
 
 
-def linear_unet() -> nn.Module:
+def linear_unet(decoder_first: bool = False) -> nn.Module:
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         a = torch.tanh(m.enter(x))
         b = torch.tanh(m.down(a))
@@ -148,10 +148,9 @@ def linear_unet() -> nn.Module:
         d = torch.tanh(m.up1(torch.cat([b, c], -1)))
         return m.leave(torch.tanh(m.up2(torch.cat([a, d], -1))))
 
-    return Model(
-        forward, enter=linear(INPUTS), down=linear(WIDTH, 32), middle=linear(32, 32), up1=linear(64, WIDTH),
-        up2=linear(32, WIDTH), leave=linear(WIDTH, OUTPUTS),
-    )  # fmt: skip
+    up = {"up1": linear(64, WIDTH), "up2": linear(32, WIDTH)}
+    down = {"enter": linear(INPUTS), "down": linear(WIDTH, 32), "middle": linear(32, 32)}
+    return Model(forward, **(up | down if decoder_first else down | up), leave=linear(WIDTH, OUTPUTS))
 
 
 def tied_layers() -> nn.Module:
@@ -266,6 +265,9 @@ CASES: dict[str, Case] = {
     "a Sequential whose layers are called one by one": Case(one_by_one, ("parts.2",)),
     "variational autoencoder": Case(variational_autoencoder, ("mean", "deviation", "fc3")),
     "U-Net": Case(linear_unet, ("down", "middle", "up1", "up2")),
+    "U-Net whose decoder is registered first": Case(
+        lambda: linear_unet(decoder_first=True), ("up1", "up2", "down", "middle")
+    ),
     "tied layers": Case(tied_layers, ("fc2",), ("(model)",)),
     "one layer called twice": Case(one_layer_called_twice, ("fc2",)),
     "transformer whose blocks are attributes": Case(

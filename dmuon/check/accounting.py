@@ -96,7 +96,7 @@ def compare_traffic(found: dict[str, Amount], runtime: Runtime) -> Reading:
 
 def owned_once(optimizer: dmuon.Muon) -> Reading:
     """Every exchanged matrix was orthogonalized by its owner, and by nobody else."""
-    mine = sum(one.owner == dist.get_rank() for one in optimizer.exchanged())
+    mine = sum(one.count for one in optimizer.exchanged() if one.owner == dist.get_rank())
     found = optimizer.last_step.ns_matrices
     text = f"{found} matrices orthogonalized on this rank, which owns {mine} of {len(optimizer.exchanged())}"
     owners = " ".join(str(one.owner) for one in optimizer.exchanged())

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.context import Comm
-from dmuon.layout.matrices import Region, numbered, stack_shape
+from dmuon.layout.matrices import Region, matrices_by, numbered, stack_shape
 from dmuon.layout.parcels import Parcel
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Position, position_in, positions
@@ -74,11 +74,7 @@ def matrices_in(param: Tensor) -> list[tuple[str, tuple[int, int]]]:
     """The matrices of ``param``: what plans add to its name for each, and their shapes, as they are stored."""
     if is_one_matrix(param):
         return [("", (param.shape[0], param.shape[1]))]
-    found: dict[int, tuple[int, int]] = {}
-    for share, numbers in numbered(layout_of(param.shape, [1], [Replicate()]), spec_of(param)):
-        m, n = share.layout.shape
-        found |= dict.fromkeys(numbers, (m, n))
-    return [(f"[{number}]", found[number]) for number in sorted(found)]
+    return [(f"[{number}]", shape) for number, shape in enumerate(matrices_by(spec_of(param), param.shape))]
 
 
 def parameter_of(name: str, known: Container[str]) -> str:

@@ -147,13 +147,14 @@ def _require_same_owners(
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """One parameter, as people want to see it."""
+    """Matrices of one parameter that have one owner, as people want to see them; ``count`` of them."""
 
     name: str
     shape: str
     lies_as: str
     ranks: str
     owner: GlobalRank
+    count: int = 1
 
 
 @dataclass(eq=False, repr=False)
@@ -304,12 +305,20 @@ class LayoutExchange(Exchange):
         return rounds
 
     def table(self) -> list[Exchanged]:
-        columns = zip(self.params, self.names, self.layouts.placed, self.owners, strict=True)
-        return [
-            _row(param, name, placed.layout.shape, "plain tensors", placed.ranks, owner)
-            for param, name, placed, owner in columns
-            if placed is not None
-        ]
+        rows = []
+        for task in self._tasks:
+            index, shared = task.position, task.shared
+            assert shared is not None
+            ranks, name = shared.domain.ranks, self.names[index]
+            if task.region is not None:
+                first, last = task.numbers[0], task.numbers[-1]
+                name += f"[{first}]" if first == last else f"[{first}…{last}]"
+            owner = ranks[shared.parcel.owner]
+            rows.append(_row(task.param, name, task.shape, "plain tensors", ranks, owner, task.count))
+        return rows
+
+    def loads(self) -> list[Sequence[int]]:
+        return [plan.solution.loads_ns for plan in self.layouts.plans.values()]
 
     def report(self) -> list[str]:
         plans = self.layouts.plans.items()
@@ -361,8 +370,14 @@ class UserExchange(Exchange):
 
 
 def _row(
-    param: Tensor, name: str, shape: Sequence[int], plain: str, ranks: Sequence[GlobalRank], owner: GlobalRank
+    param: Tensor,
+    name: str,
+    shape: Sequence[int],
+    plain: str,
+    ranks: Sequence[GlobalRank],
+    owner: GlobalRank,
+    count: int = 1,
 ) -> Exchanged:
     """``plain`` says how a tensor lies that is no DTensor."""
     lies_as = ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else plain
-    return Exchanged(name, "x".join(map(str, shape)), lies_as, " ".join(map(str, ranks)), owner)
+    return Exchanged(name, "x".join(map(str, shape)), lies_as, " ".join(map(str, ranks)), owner, count)

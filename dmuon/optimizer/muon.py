@@ -447,7 +447,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def exchanged(self) -> list[Exchanged]:
-        """Every matrix that several ranks hold and this optimizer exchanges, in the order of the groups."""
+        """The matrices that several ranks hold and this optimizer exchanges, in the order of the groups."""
         return [] if self._exchange is None else self._exchange.table()
 
     def exchange_report(self) -> list[str]:

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.dedication import Dedication, dedications
+from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.part import parameter_of
 from dmuon.dedicated.runtime import Runtime
+from dmuon.layout.matrices import matrices_by
+from dmuon.model.blocks import canonical_fqn
+from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Route, route_parameters
 from dmuon.optimizer.groups import inside_ddp
 from dmuon.optimizer.muon import Muon
 from dmuon.report.accounting import expected_memory, expected_traffic
+from dmuon.step.rounds import AloneRound
 
 
 def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """Routes with reasons, owners per matrix, predicted loads, dtypes, and what the optimizer did last.
+    """Routes with reasons, owners per matrix, predicted loads, dtypes, warnings, and what the optimizer did last.
 
     Args:
         model: any; of one that did not go through ``dedicate_params`` the optimizer knows the owners.
-        optimizer: a ``dmuon.Muon``, to add what it exchanges, and counters of its last step on this rank.
+        optimizer: a ``dmuon.Muon``, whose groups are then the routes; adds what it exchanges, what costs more than it
+            should, and counters of its last step on this rank.
 
     Raises:
-        ValueError: Muon would take no matrix of the model.
+        ValueError: without an optimizer, Muon would take no matrix of the model, or refuse it.
         TypeError: ``optimizer`` is not a ``dmuon.Muon``.
     """
     if optimizer is not None and not isinstance(optimizer, Muon):
@@ -38,7 +47,8 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         lines += [*_owned(dedication), *_runtime(dedication.runtime), *_rest(model), ""]
         lines.append(dedication.plan.report())
     if optimizer is not None:
-        lines += _last_step(optimizer)
+        loads = [dedication.plan.solution.loads_ns for dedication in dedicated]
+        lines += [*_warnings(optimizer, loads), *_last_step(optimizer)]
     return "\n".join(lines)
 
 
@@ -114,21 +124,84 @@ def _last_step(optimizer: Muon) -> list[str]:
 
 def _routes(model: nn.Module, optimizer: Muon | None) -> list[str]:
     """Every parameter's route: as the optimizer has it, with the policy's reason."""
-    routes = route_parameters(inside_ddp(model))
-    taken = {r.fqn for r in routes if r.muon}
-    if optimizer is not None:
-        ids = {id(p) for group in optimizer.param_groups if group["use_muon"] for p in group["params"]}
-        taken = {r.fqn for r in routes if id(r.param) in ids}
+    inner = inside_ddp(model)
+    named = [(canonical_fqn(name), param) for name, param in inner.named_parameters()]
+    try:
+        routes = {r.fqn: r for r in route_parameters(inner)}
+    except ValueError:  # of what the optimizer got by select, groups or tensors, the policy may know nothing
+        if optimizer is None:
+            raise
+        routes = {}
+    if optimizer is None:
+        taken = {name for name, route in routes.items() if route.muon}
+        left = {name for name, _ in named} - taken
+    else:
+        groups = [({id(p) for p in group["params"]}, group["use_muon"]) for group in optimizer.param_groups]
+        taken = {name for name, param in named if any(id(param) in ids for ids, muon in groups if muon)}
+        left = {name for name, param in named if any(id(param) in ids for ids, muon in groups if not muon)}
 
-    def why(route: Route) -> str:
-        return route.reason if route.muon == (route.fqn in taken) else "put there by a group or by select"
+    def why(name: str) -> str:
+        if name not in taken | left:
+            return "in no group: this optimizer does not train it"
+        route = routes.get(name)
+        by_policy = route is not None and route.muon == (name in taken)
+        return route.reason if route is not None and by_policy else "put there by a group or by select"
 
-    def elements(muon: bool) -> int:
-        return sum(r.param.numel() for r in routes if (r.fqn in taken) == muon)
+    rows = [(name, "x".join(map(str, p.shape)), _made_of(p, routes.get(name)), why(name)) for name, p in named]
+    table = _table([("matrix", "shape", "made of", "why"), *(row for row in rows if row[0] in taken)])
+    sizes = {name: param.numel() for name, param in named}
+    muon = f"{len(taken)} parameters, {sum(sizes[name] for name in taken):,}"
+    rest = [(row[0], row[3]) for row in rows if row[0] not in taken]
+    return ["matrices of Muon", *table, *_on_adamw(rest, muon, sum(sizes[name] for name, _ in rest))]
 
-    lines = ["matrices of Muon", *_table([("matrix", "why"), *((r.fqn, why(r)) for r in routes if r.fqn in taken)])]
-    rest = [(r.fqn, why(r)) for r in routes if r.fqn not in taken]
-    return lines + _on_adamw(rest, f"{len(taken)} parameters, {elements(True):,}", elements(False))
+
+def _made_of(param: nn.Parameter, route: Route | None) -> str:
+    """The matrices of a tensor that is made of several, or of one that is stored otherwise."""
+    spec = spec_of(param)
+    if spec == MatrixSpec() and route is not None:
+        spec = route.spec
+    try:
+        shapes = Counter(f"{m}x{n}" for m, n in matrices_by(spec, param.shape))
+    except ValueError:
+        return ""
+    if len(param.shape) == 2 and sum(shapes.values()) == 1:
+        return "itself"
+    return " and ".join(f"{count} of {shape}" for shape, count in shapes.items())
+
+
+_SMALL = 1024  # elements
+_DOMINATES = 1.5  # times the mean load
+
+
+def _warnings(optimizer: Muon, dedicated: Sequence[Sequence[int]]) -> list[str]:
+    """What costs more than it should.
+
+    Args:
+        dedicated: predicted loads of the owners of each dedicated model.
+    """
+    lines = []
+    for loads in [*dedicated, *(loads for residency in optimizer._residencies for loads in residency.loads())]:
+        most = max(loads) * len(loads) / max(1, sum(loads))
+        if most > _DOMINATES:
+            lines.append(
+                f"owner {loads.index(max(loads))} of {len(loads)} has {most:.1f} times the mean load: there are too "
+                "few matrices, or one outweighs all others"
+            )
+    alone = [batch for round_ in optimizer._rounds if isinstance(round_, AloneRound) for batch in round_.batches]
+    plain = [p for batch in alone for p in batch.params if not isinstance(p, (DTensor, OwnedTensor))]
+    if plain and dist.is_initialized() and dist.get_world_size() > 1:
+        lines.append(
+            f"{len({id(p) for p in plain})} parameters are whole on this rank as far as anyone can tell; if other "
+            "ranks hold copies, all do the same work: pass distributed_config=create_processgroup_config(dp_pg=…)"
+        )
+    batches = [batch for round_ in optimizer._rounds for batch in round_.batches]
+    small = sum(batch.count for batch in batches if batch.shape[0] * batch.shape[1] < _SMALL)
+    if small:
+        lines.append(
+            f"{small} matrices of this rank have fewer than {_SMALL:,} elements, and cost more in launches than in "
+            "arithmetic: AdamW is cheaper there (select=…)"
+        )
+    return ["", "warnings", *(f"  {line}" for line in lines)] if lines else []
 
 
 def _mib(nbytes: int) -> str:

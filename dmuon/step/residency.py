@@ -63,6 +63,10 @@ class Residency(ABC):
         """The plans behind the owners, for people."""
         return []
 
+    def loads(self) -> list[Sequence[int]]:
+        """What each plan predicts for each of its ranks, in nanoseconds."""
+        return []
+
     def left_out(self, held: set[int]) -> list[str]:
         """Names of trainable parameters that live beside the matrices and that no optimizer seems to have.
 

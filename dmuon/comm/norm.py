@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,10 @@ from torch import Tensor
 from dmuon.comm.monitor import CollectiveError, first_line
 from dmuon.comm.process_groups import ranks_of, this_rank
 
+Order = float | Literal["max", "sum"]  # of a norm; or how terms that are no norm's are joined
+
 _LARGEST = torch.iinfo(torch.int64).max
+_SIGN = torch.iinfo(torch.int64).min
 
 
 def absent_term(order: float) -> float:
@@ -46,14 +50,19 @@ def join_terms(terms: Tensor, order: float) -> Tensor:
     return terms.ne(0).double().sum() if order == 0 else terms.sum()
 
 
-def norms_of(terms: Tensor, order: float) -> Tensor:
+def norms_of(terms: Tensor, order: Order) -> Tensor:
     """The norms that belong to terms of whole tensors."""
+    if isinstance(order, str):
+        return terms
     return terms.pow(1.0 / order) if order != 0 and math.isfinite(order) else terms
 
 
-def reduce_terms(terms: Tensor, order: float, group: dist.ProcessGroup) -> None:
+def reduce_terms(terms: Tensor, order: Order, group: dist.ProcessGroup) -> None:
     """Join the terms of parts that lie on different ranks, ``(n,)``, in place; NaN wins."""
-    if math.isfinite(order):
+    if order == "max":
+        _largest(terms, group)
+        return
+    if isinstance(order, str) or math.isfinite(order):
         all_reduce(terms, dist.ReduceOp.SUM, group, "norm")
         return
     # MAX and MIN of floats may drop NaN, as gloo's do. The bits of positive floats, as integers, have the same order,
@@ -63,6 +72,16 @@ def reduce_terms(terms: Tensor, order: float, group: dist.ProcessGroup) -> None:
     all_reduce(keys, dist.ReduceOp.MAX, group, "norm")
     bits = keys if order > 0 else torch.where(keys == _LARGEST, keys, -keys)
     terms.copy_(bits.view(torch.float64))
+
+
+def _largest(terms: Tensor, group: dist.ProcessGroup) -> None:
+    """The largest of floats of any sign, in place. As integers of equal order, since MAX may drop NaN."""
+    bits = terms.view(torch.int64)
+    ordered = torch.where(bits < 0, bits.bitwise_not() | _SIGN, bits)
+    keys = torch.where(terms.isnan(), _LARGEST, ordered)
+    all_reduce(keys, dist.ReduceOp.MAX, group, "largest element")
+    bits = torch.where(keys < 0, (keys ^ _SIGN).bitwise_not(), keys)
+    terms.copy_(torch.where(keys == _LARGEST, math.nan, bits.view(torch.float64)))
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, what: str) -> None:

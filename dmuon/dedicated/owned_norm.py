@@ -19,26 +19,29 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dmuon.comm.norm import all_reduce, local_terms, norms_of, reduce_terms
+from dmuon.comm.norm import Order, all_reduce, local_terms, norms_of, reduce_terms
 from dmuon.dedicated.mixed_lists import named, require_summed
 from dmuon.platform.torch_private import local_tensor, without_torch_function
 
 
 @dataclass(slots=True, eq=False)
 class _Norm:
-    """A norm of which this rank knows its own part.
+    """A norm, or another number, of which this rank knows its own part.
 
     Attributes:
         term: what that adds, ``(1,)``, fp64.
+        order: of the norm, or how terms are joined.
         groups: over which terms are joined.
         value: the norm, ``()``, once they are.
+        factor: on what the joined terms are.
     """
 
     term: Tensor
-    order: float
+    order: Order
     groups: tuple[dist.ProcessGroup, ...]
     dtype: torch.dtype
     value: Tensor | None = None
+    factor: float = 1.0
 
 
 class PendingNorm(Tensor):
@@ -107,7 +110,7 @@ class PendingNorm(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         value = self.joint.value
-        return f"PendingNorm(order={self.joint.order:g}, {'not joined yet' if value is None else float(value)})"
+        return f"PendingNorm(order={self.joint.order}, {'not joined yet' if value is None else float(value)})"
 
 
 def _joined(norms: Sequence[_Norm]) -> list[Tensor]:
@@ -121,7 +124,8 @@ def _joined(norms: Sequence[_Norm]) -> list[Tensor]:
         for group in groups:
             reduce_terms(terms, order, group)
         for norm, value in zip(waiting, norms_of(terms, order).unbind(), strict=True):
-            norm.value = value.to(norm.dtype, copy=True)  # views of one tensor may not be results of several functions
+            value = value * norm.factor  # also as views of one tensor may not be results of several functions
+            norm.value = value.to(norm.dtype)
     return [norm.value for norm in norms if norm.value is not None]
 
 
@@ -217,6 +221,35 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
             norm = _Norm(term, order, split_over(tensors[i]), (dtype or tensors[i].dtype).to_real())
             norms[i] = PendingNorm(norm) if norm.groups else _joined([norm])[0]
     return norms
+
+
+NUMBERS = ("all", "amax", "amin", "any", "max", "mean", "min", "sum")  # that answer_number() finds
+
+
+def answer_number(name: str, args: Sequence[Any], kwargs: dict[str, Any], refuse: Callable[[str], Exception]) -> Tensor:
+    """What a reduction of all of an owned tensor to one number returns; pending, as norms are.
+
+    Args:
+        name: one of ``NUMBERS``.
+        refuse: makes the exception of what is not available.
+    """
+    tensor = args[0]
+    dtype = kwargs.get("dtype")
+    if [*filter(None, args[1:])] or any(value for option, value in kwargs.items() if option != "dtype"):
+        raise refuse(f"{name}() over some dimensions")
+    local = local_tensor(tensor).double()
+    if name in ("sum", "mean"):
+        order: Order = "sum"
+        term, factor = local.sum(), 1.0 / tensor.numel() if name == "mean" else 1.0
+    else:
+        order, factor = "max", -1.0 if name in ("all", "amin", "min") else 1.0
+        term = (local * factor).amax() if local.numel() else local.new_full((), -math.inf)
+    if name in ("all", "any"):
+        dtype = torch.bool
+    elif dtype is None and order == "sum" and not tensor.dtype.is_floating_point:
+        dtype = torch.int64
+    norm = _Norm(term.view(1), order, split_over(tensor), dtype or tensor.dtype, factor=factor)
+    return PendingNorm(norm) if norm.groups else _joined([norm])[0]
 
 
 def check_and_unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

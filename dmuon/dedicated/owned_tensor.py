@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dmuon.dedicated.mixed_lists import number_of, run_on_parts
-from dmuon.dedicated.owned_norm import answer_norm, check_and_unscale
+from dmuon.dedicated.owned_norm import NUMBERS, answer_norm, answer_number, check_and_unscale
 from dmuon.layout.topology import Position
 from dmuon.platform.torch_private import even_shape, local_tensor, owned_spec
 from dmuon.step.residency import like_param
@@ -32,7 +32,7 @@ from dmuon.step.residency import like_param
 _ELEMENTWISE = (
     "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_max", "clamp_min", "div", "exp", "lerp", "log", "masked_fill",
     "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "rsqrt", "sgn", "sign", "sqrt", "sub", "zero", "copy",
-    "fill",
+    "fill", "eq", "ne", "gt", "ge", "lt", "le", "isnan", "isinf", "logical_and", "logical_not", "logical_or",
 )  # fmt: skip
 _CREATION = ("clone", "detach", "full_like", "ones_like", "zeros_like")
 _NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
@@ -132,6 +132,8 @@ class OwnedTensor(DTensor):
         owned = [t for t in flat if isinstance(t, OwnedTensor)]
         if name in _NORMS:
             return answer_norm(args, kwargs or {}, owned[0]._unavailable)
+        if name in NUMBERS:
+            return answer_number(name, args, kwargs or {}, owned[0]._unavailable)
         if name == _UNSCALE:
             return check_and_unscale(func, *args)
         if name not in _LOCAL:

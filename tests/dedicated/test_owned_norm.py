@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -70,6 +71,48 @@ def test_norms_that_a_program_logs_are_those_of_one_process(rank: int, world: in
     torch.save({"norm": laid.network.blocks[0].up.weight.grad.norm()}, kept)
     kept.seek(0)
     assert type(torch.load(kept)["norm"]) is Tensor
+
+
+NUMBERS: dict[str, Callable[[Tensor], Any]] = {
+    "max": lambda t: t.max().item(),
+    "min": lambda t: t.min().item(),
+    "amax": lambda t: t.amax().item(),
+    "amin": lambda t: torch.amin(t).item(),
+    "largest magnitude": lambda t: t.abs().max().item(),
+    "sum": lambda t: float(t.sum()),
+    "mean": lambda t: t.mean().tolist(),
+    "count": lambda t: int((t > 0).sum()),
+    "share": lambda t: float((t > 0).sum() / t.numel()),
+    "NaN": lambda t: bool(t.isnan().any()),
+    "infinite": lambda t: bool(torch.isinf(t).any()),
+    "finite": lambda t: bool(torch.isfinite(t).all()),
+}
+
+
+@pytest.mark.pitfall("P36")
+@pytest.mark.parametrize(("layout", "world"), [("1d", 2), ("tp", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spoilt", [None, math.nan, math.inf, -math.inf])
+@on_ranks()
+def test_numbers_of_owned_tensors_are_those_of_the_whole(
+    rank: int, world: int, layout: str, spoilt: float | None
+) -> None:
+    """On every rank; also if an element that only one of them has is not finite."""
+    laid, single = laid_out(layout)
+    for index, (owned, whole) in enumerate(owned_pairs(laid, single)):
+        assert isinstance(owned.grad, OwnedTensor) and whole.grad is not None
+        if spoilt is not None and index % 2:
+            whole.grad[0, 0] = spoilt
+            local = owned.grad._local_tensor
+            if local.numel() and (layout != "tp" or owned.placements[-1].is_replicate() or rank == 0):
+                local[0, 0] = spoilt
+        for mine, other in ((owned.grad, whole.grad), (owned.detach(), whole.detach())):
+            for name, read in NUMBERS.items():
+                expected = read(other)
+                assert read(mine) == pytest.approx(expected, rel=TOLERANCE, abs=1e-5, nan_ok=True), name
+    with pytest.raises(RuntimeError, match=r"max\(\) over some dimensions is not available on"):
+        owned.grad.amax(dim=1)
+    with pytest.raises(RuntimeError, match="is not available on"):
+        owned.grad.max(dim=1)
 
 
 @pytest.mark.pitfall("P36", "P54")

@@ -83,18 +83,18 @@ def stacked_blocks(model: nn.Module, holders: Set[int]) -> list[NamedModule]:
     """
 
     def stacks(repeated: bool) -> list[_Element]:
-        found = _stack_elements(model, "", _Container(in_list=False, repeated=repeated))
-        return [e for e in found if any(id(sub) in holders for sub in e.module.modules())]
+        found = _stack_elements(model, "", _Container(in_list=False, repeated=repeated, holders=holders))
+        return [e for e in found if _holds(e.module, holders)]
 
     repeated = stacks(True)
-    if any(element.in_list for element in repeated):
-        return [(e.name, e.module) for e in repeated]
     if repeated:
         kinds = {_kind(e.module) for e in repeated}
         found = [e for e in stacks(False) if _kind(e.module) in kinds]
     else:
-        found = [e for e in stacks(False) if e.in_list or not isinstance(unwrapped(e.module), nn.Sequential)]
-    return [] if _others_alike(model, found, holders) else [(e.name, e.module) for e in found]
+        found = [e for e in stacks(False) if not isinstance(unwrapped(e.module), nn.Sequential)]
+    if not any(element.in_list for element in found) and _others_alike(model, found, holders):
+        return []
+    return [(e.name, e.module) for e in found]
 
 
 def own_blocks(model: nn.Module, uses: Iterable[Sequence[nn.Module]]) -> list[NamedModule]:
@@ -146,10 +146,12 @@ class _Container:
     Attributes:
         in_list: in a list, which says itself that it is a stack; or only in ``Sequential``s.
         repeated: a ``Sequential`` in which nothing repeats is no stack.
+        holders: ids of the modules that hold matrices.
     """
 
     in_list: bool
     repeated: bool
+    holders: Set[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +183,22 @@ def _element_blocks(element: nn.Module, name: str, within: _Container) -> Iterat
     if not _is_callable(inner):  # nobody calls it, so it cannot be a block; each of its layers is called
         for name_in, child in inner.named_children():
             yield from _element_blocks(child, f"{name}.{name_in}", within)
-    elif isinstance(inner, nn.Sequential) and any(_is_composite(child) for child in inner.children()):
-        yield from _stack_elements(inner, f"{name}.", replace(within, repeated=False))
+    elif isinstance(inner, nn.Sequential) and _groups(inner, within.holders):
+        for name_in, child in inner.named_children():
+            if _is_composite(child):
+                yield from _element_blocks(child, f"{name}.{name_in}", within)
     else:
         yield _Element(canonical_fqn(name), element, within.in_list)
+
+
+def _groups(module: nn.Sequential, holders: Set[int]) -> bool:
+    """Whether all matrices of ``module`` lie in children that have children."""
+    holding = [child for child in module.children() if _holds(child, holders)]
+    return bool(holding) and all(map(_is_composite, holding))
+
+
+def _holds(module: nn.Module, holders: Set[int]) -> bool:
+    return any(id(sub) in holders for sub in module.modules())
 
 
 def _between_stem_and_head(elements: list[NamedModule], repeated: bool) -> list[NamedModule]:
@@ -210,7 +224,7 @@ def _others_alike(model: nn.Module, found: Sequence[_Element], holders: Set[int]
     return any(
         id(module) not in inside
         and _kind(module) in kinds
-        and any(id(sub) in holders for sub in module.modules())
+        and _holds(module, holders)
         and not any(id(sub) in inside for sub in module.modules())  # what contains them is no other one
         for module in model.modules()
     )

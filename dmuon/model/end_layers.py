@@ -51,10 +51,10 @@ def _size(module: nn.Module, names: Iterable[str], otherwise: int) -> int:
 def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: Collection[int]) -> dict[int, str]:
     """Which layers take what goes into a model, and which give what comes out of it.
 
-    The input layer is the first whose features no other layer gives, the output layer the last whose features no other
-    one takes; where widths tell nothing, the first and the last. Layers beside them are of their kind: those that take
-    as many features as the input layer, if nothing gives so many, and those that take as many as the output layer and
-    give as many, or fewer than they take and a number that is met nowhere else.
+    The output layer is the last one, unless others take what it gives, and it feeds one that feeds none. The input
+    layer is the first whose features no other layer gives; where widths tell nothing, the first one. Layers beside
+    them are of their kind: those that take as many features as the input layer, if nothing gives so many, and those
+    that take as many as the output layer and give as many, or fewer than they take and a number met nowhere else.
 
     Args:
         layers: in the order of the model.
@@ -67,13 +67,14 @@ def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: C
     if not layers:
         return {}
     ends = dict.fromkeys(heads, OUTPUT_LAYER)
+    last = _last(layers)
     if not heads:
-        last = (_unused(layers) or layers)[-1]
         ends |= {layer.key: OUTPUT_LAYER for layer in layers if layer is last or _is_beside(layer, last, layers)}
-    given = {layer.gives for layer in layers} | set(embedded)
-    fresh = _fresh(layers, embedded)
+    within = [layer for layer in layers if layer.key not in ends]
+    fresh = _fresh(layers, within, embedded)
     first = next(iter(fresh or ([] if embedded else layers)), None)
     if first is not None:
+        given = {layer.gives for layer in within} | set(embedded)
         ends = {
             layer.key: INPUT_LAYER
             for layer in layers
@@ -84,23 +85,36 @@ def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: C
 
 def find_input_convolution(layers: Sequence[Layer], embedded: Collection[int]) -> dict[int, str]:
     """The same for the first layer alone, if it is a convolution; for stacks, of which it may be a part."""
-    return {layer.key: INPUT_LAYER for layer in _fresh(layers, embedded)[:1] if layer.spatial}
+    spatial = any(layer.spatial for layer in layers)
+    last = _last(layers) if spatial else None
+    within = [layer for layer in layers if spatial and layer is not last]
+    return {layer.key: INPUT_LAYER for layer in _fresh(within, within, embedded)[:1] if layer.spatial}
+
+
+def _last(layers: Sequence[Layer]) -> Layer:
+    unused = _unused(layers)
+    end = layers[-1]
+    fitting = [] if end in unused else [layer for layer in unused if layer.takes == end.gives]
+    return (fitting or [end])[-1]
 
 
 # One layer feeds another if it gives what that one takes. A later layer may also take parts of it, several joined, or a
 # convolution's channels at all positions.
 
 
-def _fresh(layers: Sequence[Layer], embedded: Collection[int]) -> list[Layer]:
-    """Layers whose features no other layer gives."""
-    given = Counter(layer.gives for layer in layers)
+def _fresh(layers: Sequence[Layer], givers: Collection[Layer], embedded: Collection[int]) -> list[Layer]:
+    """Layers whose features no other one of ``givers`` gives."""
+    given = Counter(layer.gives for layer in givers)
+    keys = {layer.key for layer in givers}
     before: set[int] = set()
     channels: set[int] = set()
     fresh = []
     for layer in layers:
-        n = layer.takes
-        fed = given[n] > (layer.gives == n) or not before.isdisjoint(_related(n))
-        fed = fed or (n >= _CHANNELS and any(given[n // k] > (layer.gives == n // k) for k in _SHARES if n % k == 0))
+        n, own = layer.takes, layer.key in keys
+        fed = given[n] > (own and layer.gives == n) or not before.isdisjoint(_related(n))
+        fed = fed or (
+            n >= _CHANNELS and any(given[n // k] > (own and layer.gives == n // k) for k in _SHARES if n % k == 0)
+        )
         fed = fed or any(n % width == 0 for width in embedded if width > 1)  # several side by side
         if not (fed or (not layer.spatial and any(n % width == 0 for width in channels))):
             fresh.append(layer)

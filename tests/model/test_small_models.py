@@ -131,6 +131,25 @@ MIXED: dict[str, tuple[Callable[[], nn.Module], list[str], list[str]]] = {
         lambda: node(encoder=stack(Residual, 1), fc1=linear(), fc2=linear(), out=linear(D, 2)),
         names("encoder.0"), ["encoder.0"],
     ),
+    "elements of single layers and groups": (
+        lambda: nn.Sequential(*(nn.Sequential(linear(), Residual()) for _ in range(2)), linear(D, 2)),
+        [f"{i}.{name}.weight" for i in range(2) for name in ("0", "1.a", "1.b")], ["0", "1"],
+    ),
+    "stages that begin otherwise": (
+        lambda: nn.Sequential(*(nn.Sequential(node(down=linear()), Residual(), Residual()) for _ in range(2))),
+        [f"{i}.{name}.weight" for i in range(2) for name in ("0.down", "1.a", "1.b", "2.a", "2.b")],
+        [f"{i}.{j}" for i in range(2) for j in range(3)],
+    ),
+    "a layer of the same class as a list's": (
+        lambda: node(first=nn.Sequential(Residual()), others=stack(Residual), head=nn.Sequential(linear(D, 2))),
+        names("first.0", "others.0", "others.1"), ["first.0", "others.0", "others.1"],
+    ),
+    "as many outputs as inputs, and joined layers": (
+        lambda: node(
+            enter=linear(3, D), middle=linear(), joint=linear(3 + 2 * D, D), last=linear(D, D), leave=linear(D, 3)
+        ),
+        [f"{n}.weight" for n in ("middle", "joint", "last")], ["middle", "joint", "last"],
+    ),
     "a list of bare layers": (
         lambda: node(layers=nn.ModuleList([linear(3), linear(), linear(), linear(D, 2)])),
         ["layers.1.weight", "layers.2.weight"], ["layers.1", "layers.2"],

@@ -42,6 +42,7 @@ from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.topology import GlobalRank, Topology
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
+from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import MatrixSpec, remember_spec
 from dmuon.model.routing import Route, Select, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
@@ -60,6 +61,7 @@ def dedicate_params(
     mesh: DeviceMesh,
     *,
     select: Select | None = None,
+    exclude: Exclude | None = None,
     blocks: Sequence[nn.Module] | BlockPredicate | None = None,
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -83,8 +85,10 @@ def dedicate_params(
             communication dtype. Tensor parallelism is read off the parameters: DTensors over one dimension of another
             mesh, split by rows or columns, or copied.
         select: ``select(fqn, module, param)`` decides which matrices Muon takes: ``True``, ``False``, or the
-            ``MatrixSpec`` that says of which matrices a stored tensor is made, each of which has an owner. Default:
-            every trainable hidden matrix, as ``dmuon.Muon(model)`` does.
+            ``MatrixSpec`` that says of which matrices a stored tensor is made, each of which has an owner; ``...``
+            leaves it to the default: every trainable hidden matrix, as ``dmuon.Muon(model)`` does.
+        exclude: ``exclude(fqn, module, param) -> bool``, or patterns of names of parameters and modules, in which ``*``
+            stands for anything: what stays on AdamW, whatever ``select`` says.
         blocks: the units of communication, as modules or as ``blocks(fqn, module) -> bool``; what lies inside is
             hidden. Default: the elements of the outermost ``ModuleList``s and ``Sequential``s, or the single layers of
             a model in which nothing repeats. ``[model]`` makes it one block.
@@ -131,7 +135,7 @@ def dedicate_params(
             "comm": options,
         }
         check_model(model)
-        routes = route_to_blocks(model, select, blocks)
+        routes = route_to_blocks(model, select, blocks, exclude)
         for route in routes:
             if route.muon:
                 remember_spec(route.param, route.spec)

@@ -81,3 +81,25 @@ def _fused_stack(module: nn.Module, name: str, param: Tensor) -> MatrixSpec | No
     if any(hint in name.lower() for hint in _HINTS):
         return MatrixSpec()
     return None
+
+
+def refusal(tree: ModuleTree, module: nn.Module, name: str, param: Tensor, fqn: str) -> str | None:
+    """Why a tensor of unknown make is not orthogonalized as it is, and what to write; ``None`` if it may be.
+
+    Args:
+        fqn: the name of the parameter from its model, or what is known of that.
+    """
+    look = fused_look(tree, module, name, param)
+    if look is None:
+        return None
+    form = "transposed=True" if look.transposed else "flattened=True" if look.flattened else ""
+    parts = f"parts={look.parts}" if look.parts else "parts=(…)"
+    layers = fqn.split(".")
+    tail = ".".join(layers[1 + max((i for i, layer in enumerate(layers) if layer.isdigit()), default=-1) :])
+    return (
+        f"of shape {tuple(param.shape)} looks like {len(look.parts) or 'several'} projections fused into one tensor, "
+        "and its class is not known; orthogonalizing it whole is not what Muon does to its parts. Say which these are: "
+        f"select=lambda fqn, module, param: dmuon.MatrixSpec({', '.join(filter(None, (parts, form)))}) if "
+        f"fqn.endswith({tail!r}) else ... (repeats=heads if each head has such parts; dmuon.MatrixSpec({form}) if it "
+        "is one matrix)"
+    )

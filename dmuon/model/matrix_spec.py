@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 Run = tuple[int, int]  # half-open [start, stop)
 
@@ -148,18 +148,29 @@ def _check_positive(name: str, value: object) -> None:
 
 
 _WHOLE = MatrixSpec()
-_remembered = WeakTensorKeyDictionary()  # what a tensor is made of belongs to it, whoever optimizes it
+_REMEMBERED = "_dmuon_matrices"
 
 
 def remember_spec(param: Tensor, spec: MatrixSpec) -> None:
-    """Let every optimizer split ``param`` as ``spec`` says."""
-    if spec == _WHOLE:
-        _remembered.pop(param, None)
-    else:
-        _remembered[param] = spec
+    """Let every optimizer split ``param`` as ``spec`` says, which belongs to it, whoever optimizes it.
+
+    The tensor itself has it. Of a tensor that is weakly referenced torch could not swap the contents, which it does to
+    move a module of DTensors. It has plain numbers, which a file may hold that is loaded without dmuon.
+    """
+    setattr(param, _REMEMBERED, (spec.parts, spec.repeats, spec.transposed, spec.flattened, spec.num_heads))
+
+
+def is_remembered(param: Tensor) -> bool:
+    """Whether somebody has decided of what ``param`` is made, be it one matrix."""
+    return hasattr(param, _REMEMBERED)
 
 
 def spec_of(param: Tensor) -> MatrixSpec:
     """What was remembered of ``param``; otherwise that it is one matrix, or a stack of them."""
-    spec: MatrixSpec = _remembered.get(param, _WHOLE)
-    return spec
+    fields = getattr(param, _REMEMBERED, None)
+    return _WHOLE if fields is None else _spec(fields)
+
+
+@lru_cache(maxsize=4096)
+def _spec(fields: tuple[tuple[int, ...], int, bool, bool, int | tuple[int, ...]]) -> MatrixSpec:
+    return MatrixSpec(*fields)

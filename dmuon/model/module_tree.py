@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterable, Iterator
 
 import torch.nn as nn
+from torch import Tensor
 
 Holder = tuple[nn.Module, str]  # a module, and the name under which it holds another one or a parameter
 
@@ -50,7 +51,7 @@ class ModuleTree:
                 yield holder, attribute
 
 
-def sites_of(parameters: Iterable[nn.Parameter]) -> tuple[ModuleTree, dict[int, tuple[Holder, ...]]]:
+def sites_of(parameters: Iterable[Tensor]) -> tuple[ModuleTree, dict[int, tuple[Holder, ...]]]:
     """The modules of parameters that came without a model, found among all modules that live.
 
     A parameter remembers no module, but a module holds its parameters, and the collector of garbage knows every module.

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import EllipsisType
 
 import torch.nn as nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import ParametrizationList
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from dmuon.model.blocks import (
     BlockPredicate,
@@ -22,24 +20,21 @@ from dmuon.model.blocks import (
     stacked_blocks,
 )
 from dmuon.model.end_layers import INPUT_LAYER, OUTPUT_LAYER, Layer, find_end_layers, find_input_convolution
+from dmuon.model.exclusion import Exclude, exclusion
+from dmuon.model.fused_hints import refusal
+from dmuon.model.makeup import RECURRENT, Makeup, makeup_of, matrices_of, reparametrized, why_no_tensor
 from dmuon.model.matrix_spec import MatrixSpec
+from dmuon.model.module_tree import ModuleTree
 
 UNINITIALIZED = "of a lazy module has no shape yet; run one forward before this, which gives it one"
 
-Select = Callable[[str, nn.Module, nn.Parameter], "bool | MatrixSpec"]
+Select = Callable[[str, nn.Module, nn.Parameter], "bool | MatrixSpec | EllipsisType"]
 _Blocks = Sequence[nn.Module] | BlockPredicate | None
 _Sites = tuple[tuple[nn.Module, str], ...]
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_INSIDE = "matrix inside a block"
+_INSIDE = "inside a block"
 _INPUT_EMBEDDING = "input embedding"
-_NORMS = (nn.LayerNorm, nn.RMSNorm)  # their weights have as many dimensions as what they normalize
-_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-_ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-# A hint alone decides nothing; together with a shape that is not square it makes a layout ambiguous.
-_FUSED_HINTS = (
-    "qkv", "c_attn", "query_key_value", "key_value", "to_kv", "kv_proj", "in_proj", "gate_up", "up_gate",
-)  # fmt: skip
-_FUSED_PARTS = (2, 3, 4)  # gate and up, or keys and values; queries, keys and values; those and a gate
+_VECTOR = Makeup(MatrixSpec(), known=False, is_layer=False, unfit=None)  # refused by its dimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +62,31 @@ class Route:
     spec: MatrixSpec = field(default_factory=MatrixSpec)
 
 
-def route_parameters(model: nn.Module, select: Select | None = None) -> list[Route]:
+def route_parameters(model: nn.Module, select: Select | None = None, exclude: Exclude | None = None) -> list[Route]:
     """Route every parameter of ``model`` to Muon or AdamW, in the order of ``named_parameters``.
 
-    By default Muon takes every trainable matrix that is the ``weight`` of a hidden layer. Where layers repeat, those
-    are the layers inside blocks: the elements of the outermost ``ModuleList``s, ``Sequential``s and ``ModuleDict``s
-    with keys 0, 1, … that have children of their own; a ``Sequential``'s stem and head, which do not repeat, are none,
-    and a convolution that takes the model's input is not hidden in any.
-    Where nothing repeats, they are all but the input and output layers (:func:`find_end_layers`); if these are all
-    that there is, Muon takes the input layers. Embeddings, tied or declared output heads, norms, recurrent weights,
-    other bare parameters (tables, stacked biases, state matrices) and 1-D parameters stay on AdamW.
+    By default Muon takes every trainable matrix that is the ``weight`` of a hidden layer: also those of a fused tensor
+    whose class is known (:func:`known_spec`), those of a stack of experts, and the kernels of convolutions. Where
+    layers repeat, hidden layers are those inside blocks: the elements of the outermost ``ModuleList``s,
+    ``Sequential``s and ``ModuleDict``s with keys 0, 1, … that have children of their own; a ``Sequential``'s stem and
+    head, which do not repeat, are none, and a convolution that takes the model's input is not hidden in any. Where
+    nothing repeats, they are all but the input and output layers (:func:`find_end_layers`); if these are all that there
+    is, Muon takes the input layers. Embeddings, tied or declared output heads, norms, recurrent weights, depthwise
+    kernels, other bare parameters (tables, stacked biases, state matrices) and 1-D parameters stay on AdamW.
 
     Args:
-        select: ``select(fqn, module, param)`` decides instead of the default rule: ``True``, ``False``, or the
-            :class:`MatrixSpec` by which Muon takes the parameter.
+        select: ``select(fqn, module, param)`` decides instead of the default rule: ``True``, ``False``, the
+            :class:`MatrixSpec` by which Muon takes the parameter, or ``...``, which leaves it to the default rule.
+        exclude: ``exclude(fqn, module, param) -> bool``, or patterns of names (:func:`exclusion`): what stays on AdamW,
+            whatever ``select`` or the default rule say.
 
     Raises:
-        TypeError: ``select`` returned something else.
-        ValueError: no matrix was selected, a selected parameter is no matrix or stack or does not fit its spec, or a
-            parameter has a fused layout that the shape alone does not settle; an embedding has sparse gradients.
+        TypeError: ``select`` or ``exclude`` returned something else.
+        ValueError: no matrix was selected, a selected parameter is no matrix or stack or does not fit its spec, a
+            parameter looks fused and its class is not known, a pattern names nothing; an embedding has sparse
+            gradients.
     """
-    routes, _ = _route(model, select, None)
+    routes, _ = _route(model, select, None, exclude)
     _require_some(routes, select, None)
     return routes
 
@@ -96,6 +95,7 @@ def route_to_blocks(
     model: nn.Module,
     select: Select | None = None,
     blocks: Sequence[nn.Module] | BlockPredicate | None = None,
+    exclude: Exclude | None = None,
 ) -> list[Route]:
     """As :func:`route_parameters`, and every matrix of Muon has a block, which is called when its weight is used.
 
@@ -107,7 +107,7 @@ def route_to_blocks(
         TypeError, ValueError: as :func:`route_parameters`, and for a selected parameter that lies in no block or in
             two, and blocks that overlap or are never called.
     """
-    routes, found = _route(model, select, blocks)
+    routes, found = _route(model, select, blocks, exclude)
     _require_some(routes, select, blocks)
     if found is None:
         found = own_blocks(model, [[module for module, _ in r.sites] for r in routes if r.muon])
@@ -124,7 +124,9 @@ def route_to_blocks(
 _Named = tuple[str, nn.Parameter, _Sites]  # canonical name, parameter, everything that holds it
 
 
-def _route(model: nn.Module, select: Select | None, blocks: _Blocks) -> tuple[list[Route], list[NamedModule] | None]:
+def _route(
+    model: nn.Module, select: Select | None, blocks: _Blocks, exclude: Exclude | None
+) -> tuple[list[Route], list[NamedModule] | None]:
     """Routes without blocks, and the blocks that are given or repeat; None if there are none."""
     if isinstance(model, ScriptModule):
         raise ValueError(
@@ -136,38 +138,46 @@ def _route(model: nn.Module, select: Select | None, blocks: _Blocks) -> tuple[li
         if is_lazy(param):
             raise ValueError(f"parameter {fqn!r} {UNINITIALIZED}")
         _refuse_sparse(fqn, param, sites)
+    is_excluded = exclusion(exclude, [fqn for fqn, _, _ in params])
     embeddings = _embedding_ids(model)
-    fit = [s for _, p, s in params if _why_never(p, s, embeddings) is None and _why_unfit(p, s) is None]
+    tree = ModuleTree.of(model)
+    makeups = {id(p): makeup_of(tree, p, sites) for _, p, sites in params if p.ndim > 1}
+    fit = [s for _, p, s in params if _why_never(p, s, embeddings) is None and makeups[id(p)].unfit is None]
     stacks = stacked_blocks(model, {id(module) for sites in fit for module, _ in sites}) or None
     found = stacks if blocks is None else given_blocks(model, blocks)
     whole = found is not None and [block for _, block in found] == [model]  # which leaves nothing outside
-    layers, embedded, heads = _layers(model, params, embeddings)
+    layers, embedded, heads = _layers(model, params, makeups, embeddings)
     if blocks is not None and not whole:
         within, left = _INSIDE, _outside(params, found or [])
     elif stacks is not None:
         within, left = _INSIDE, find_input_convolution(layers, embedded) | _outside(params, stacks)
     else:
-        within, left = "matrix of a hidden layer", find_end_layers(layers, embedded, heads)
-    hidden = _hidden(params, embeddings, within, left)
-    parents = {id(child): module for module in model.modules() for child in module.children()}
+        within, left = "of a hidden layer", find_end_layers(layers, embedded, heads)
+    hidden = _hidden(params, makeups, embeddings, within, left)
     routes = []
     for fqn, param, sites in params:
-        (muon, reason), spec = hidden[id(param)], MatrixSpec()
-        if select is not None:
+        makeup = makeups.get(id(param), _VECTOR)
+        (muon, reason), spec, guessed = hidden[id(param)], makeup.spec, not makeup.known
+        if is_excluded(fqn, sites[0][0], param):
+            muon, reason = False, "excluded by exclude"
+        elif select is not None:
             chosen = select(fqn, sites[0][0], param)
-            if not isinstance(chosen, (bool, MatrixSpec)):
-                raise TypeError(f"select({fqn!r}, …) returned {chosen!r}; return True or False, or a dmuon.MatrixSpec")
-            if isinstance(chosen, MatrixSpec):
-                spec = chosen
-            muon = chosen is not False
-            if muon:
-                _require_selectable(fqn, param, sites, spec)
-            reason = "chosen by select" if muon else "excluded by select"
+            if not isinstance(chosen, (bool, MatrixSpec, EllipsisType)):
+                raise TypeError(
+                    f"select({fqn!r}, …) returned {chosen!r}; return True or False, a dmuon.MatrixSpec, or ... for "
+                    "the default rule"
+                )
+            if not isinstance(chosen, EllipsisType):
+                spec = chosen if isinstance(chosen, MatrixSpec) else spec
+                muon, guessed = chosen is not False, False
+                reason = "chosen by select" if muon else "excluded by select"
+                if muon:
+                    _require_selectable(fqn, param, sites, spec)
         if muon:
             _refuse_reparametrized(fqn, sites)
-            if select is None:
-                _refuse_fused(fqn, sites[0], param, parents)
-        routes.append(Route(fqn, param, sites, muon, reason, spec=spec))
+            if guessed:
+                _refuse_fused(tree, fqn, param, sites)
+        routes.append(Route(fqn, param, sites, muon, reason, spec=spec if muon else MatrixSpec()))
     return routes, found
 
 
@@ -180,7 +190,7 @@ def _require_some(routes: Sequence[Route], select: Select | None, blocks: _Block
     elif blocks is not None:
         why, remedy = "no trainable layer with a 2-D weight lies inside the given blocks", "name others, or none"
     else:
-        left = [r for r in routes if r.reason in (INPUT_LAYER, OUTPUT_LAYER) and _why_unfit(r.param, r.sites) is None]
+        left = [r for r in routes if r.reason in (INPUT_LAYER, OUTPUT_LAYER) and why_no_tensor(r.param) is None]
         why, remedy = "no trainable layer has a 2-D weight", "train this model with torch.optim.AdamW"
         if left:
             names = ", ".join(f"{route.fqn!r} is an {route.reason}" for route in left[:3])
@@ -222,25 +232,35 @@ def _parameters_with_sites(model: nn.Module) -> Iterator[_Named]:
 
 
 def _hidden(
-    params: Sequence[_Named], embeddings: Mapping[int, str], within: str, left: Mapping[int, str]
+    params: Sequence[_Named],
+    makeups: Mapping[int, Makeup],
+    embeddings: Mapping[int, str],
+    within: str,
+    left: Mapping[int, str],
 ) -> dict[int, tuple[bool, str]]:
     """The default rule: whether Muon takes a parameter and why, by id.
 
     Args:
-        within: why a matrix is hidden.
+        within: where a matrix is hidden.
         left: why others are not, by id.
     """
     decided: dict[int, tuple[bool, str]] = {}
     inputs: list[int] = []
     for _, param, sites in params:
-        never, unfit = _why_never(param, sites, embeddings), _why_unfit(param, sites)
+        makeup = makeups.get(id(param), _VECTOR)
+        never, unfit = _why_never(param, sites, embeddings), makeup.unfit
         reason = never or left.get(id(param)) or unfit
-        decided[id(param)] = (reason is None, reason or within)
+        decided[id(param)] = (reason is None, reason or f"{_counted(param, makeup.spec)} {within}")
         if reason == INPUT_LAYER and unfit is None:
             inputs.append(id(param))
     if not any(muon for muon, _ in decided.values()):
         decided |= dict.fromkeys(inputs, (True, f"{INPUT_LAYER} of a model without hidden layers"))
     return decided
+
+
+def _counted(param: nn.Parameter, spec: MatrixSpec) -> str:
+    count = len(matrices_of(param.shape, spec))
+    return "matrix" if count == 1 else f"{count} matrices"
 
 
 def _outside(params: Sequence[_Named], blocks: Sequence[NamedModule]) -> dict[int, str]:
@@ -249,7 +269,7 @@ def _outside(params: Sequence[_Named], blocks: Sequence[NamedModule]) -> dict[in
 
 
 def _layers(
-    model: nn.Module, params: Sequence[_Named], embeddings: Mapping[int, str]
+    model: nn.Module, params: Sequence[_Named], makeups: Mapping[int, Makeup], embeddings: Mapping[int, str]
 ) -> tuple[list[Layer], set[int], set[int]]:
     """What :func:`find_end_layers` asks for: layers in the order of the model, widths of embeddings, known heads."""
     order = {id(module): i for i, module in enumerate(model.modules())}
@@ -257,12 +277,12 @@ def _layers(
     embedded: set[int] = set()
     heads: set[int] = set()
     for _, param, sites in params:
-        for module, name in sites:
-            if isinstance(module, _RECURRENT):
+        for module, _ in sites:
+            if isinstance(module, RECURRENT):
                 embedded |= {module.hidden_size, 2 * module.hidden_size}
             if isinstance(module, _EMBEDDINGS):
                 embedded.add(param.shape[1])
-            elif param.ndim >= 2 and _why_no_layer(module, name) is None:
+            elif param.ndim > 1 and makeups[id(param)].is_layer:
                 layer = Layer.of(module, param)
                 if embeddings.get(id(param)) == _INPUT_EMBEDDING:
                     embedded.add(layer.gives)
@@ -279,43 +299,6 @@ def _why_never(param: nn.Parameter, sites: _Sites, embeddings: Mapping[int, str]
         return f"{param.ndim}-D"
     if id(param) in embeddings:
         return f"{'tied to ' if len(sites) > 1 else ''}{embeddings[id(param)]}"
-    return None
-
-
-def _why_unfit(param: nn.Parameter, sites: _Sites) -> str | None:
-    """Why a tensor of two dimensions or more is not a matrix that Muon takes."""
-    if param.ndim != 2:
-        return f"{param.ndim}-D, not one matrix"
-    if not param.is_floating_point():
-        return f"{param.dtype}, not floating point"
-    if not param.requires_grad:
-        return "frozen"
-    if param.numel() == 0:
-        return "empty"
-    return next((why for why in (_why_no_layer(module, name) for module, name in sites) if why is not None), None)
-
-
-def _why_no_layer(module: nn.Module, name: str) -> str | None:
-    """Why the parameter ``name`` of ``module`` is not the matrix of a linear layer; None if it is."""
-    kind = type(module).__name__
-    if isinstance(module, _NORMS):
-        return f"weight of {kind}"
-    if isinstance(module, _RECURRENT):
-        return f"recurrent weight of {kind}"
-    if name == "weight" or (isinstance(module, nn.MultiheadAttention) and name in _ATTENTION_WEIGHTS):
-        return None
-    if _reparametrized(module, name) is not None:
-        return None  # is refused
-    return f"bare parameter of {kind}, not the weight of a layer"
-
-
-def _reparametrized(module: nn.Module, name: str) -> str | None:
-    """What computes the layer's weight from this parameter, if anything does."""
-    if isinstance(module, ParametrizationList):
-        return ", ".join(type(m).__name__ for m in module)
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, (WeightNorm, SpectralNorm)) and name.startswith(f"{hook.name}_"):
-            return type(hook).__name__
     return None
 
 
@@ -361,7 +344,7 @@ def _refuse_sparse(fqn: str, param: nn.Parameter, sites: _Sites) -> None:
 
 def _refuse_reparametrized(fqn: str, sites: _Sites) -> None:
     for module, name in sites:
-        source = _reparametrized(module, name)
+        source = reparametrized(module, name)
         if source is not None:
             raise ValueError(
                 f"parameter {fqn!r} is parametrized by {source}: what Muon makes orthogonal would not be the layer's "
@@ -369,31 +352,8 @@ def _refuse_reparametrized(fqn: str, sites: _Sites) -> None:
             )
 
 
-def _refuse_fused(fqn: str, site: tuple[nn.Module, str], param: nn.Parameter, parents: dict[int, nn.Module]) -> None:
-    module, name = site
-    rows, cols = param.shape
-    holder = fqn.lower().split(".")[-2] if "." in fqn else ""
-    hinted = rows != cols and any(hint in holder for hint in _FUSED_HINTS)
-    attention = isinstance(module, nn.MultiheadAttention) and name == "in_proj_weight"
-    if hinted or attention or _is_split_after(module, parents):
-        raise ValueError(
-            f"parameter {fqn!r} of shape {(rows, cols)} looks like several projections fused into one tensor; "
-            "orthogonalizing it whole is not what Muon does to its parts. Split the layer, or say which matrices Muon "
-            "takes with select=lambda fqn, module, param: …"
-        )
-
-
-def _is_split_after(layer: nn.Module, parents: dict[int, nn.Module]) -> bool:
-    """Whether a later sibling takes one of 2, 3 or 4 equal parts of the layer's output, and none takes all of it."""
-    parent = parents.get(id(layer))
-    if not isinstance(layer, nn.Linear) or parent is None:
-        return False
-    linears = [m for m in parent.modules() if isinstance(m, nn.Linear)]
-    if any(m.in_features == layer.out_features for m in linears if m is not layer):
-        return False
-    later = linears[linears.index(layer) + 1 :]
-    return any(
-        m.out_features == layer.in_features and layer.out_features == parts * m.in_features
-        for m in later
-        for parts in _FUSED_PARTS
-    )
+def _refuse_fused(tree: ModuleTree, fqn: str, param: nn.Parameter, sites: _Sites) -> None:
+    for module, name in sites:
+        fault = refusal(tree, module, name, param, fqn)
+        if fault is not None:
+            raise ValueError(f"parameter {fqn!r} {fault}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,8 @@ import torch
 import torch.nn as nn
 
 from dmuon.model.blocks import MatrixShape
-from dmuon.model.routing import route_to_blocks
+from dmuon.model.makeup import matrices_of
+from dmuon.model.routing import Route, route_to_blocks
 
 # What would fetch code or weights, or ask for packages and dtypes that shapes do not depend on.
 _LEFT_OUT = frozenset({
@@ -35,7 +35,7 @@ def transformers_or_none() -> ModuleType | None:
 def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping[str, Any]) -> list[MatrixShape]:
     """List what :func:`dmuon.model.routing.route_to_blocks` gives to Muon in the model that ``config`` describes.
 
-    The model is built on the meta device. Warns of stacked experts (3-D parameters), which stay on AdamW.
+    The model is built on the meta device.
 
     Args:
         path: the file that ``config`` is from, for messages.
@@ -59,17 +59,20 @@ def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping
         routes = route_to_blocks(model)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; or time the shapes themselves with dmuon-profile --shapes") from error
-    stacked = [route for route in routes if route.param.ndim == 3]
-    if stacked:
-        warnings.warn(
-            f"{path}: {len(stacked)} parameters are stacks of matrices, such as {stacked[0].fqn!r} of shape "
-            f"{tuple(stacked[0].param.shape)}; they stay on AdamW and are not listed"
-        )
     return [
-        MatrixShape(route.fqn, route.param.shape[0], route.param.shape[1], route.block)
+        MatrixShape(name, rows, cols, route.block)
         for route in routes
         if route.block is not None
+        for name, rows, cols in _named(route)
     ]
+
+
+def _named(route: Route) -> list[tuple[str, int, int]]:
+    """The matrices of a parameter, as plans call them."""
+    shapes = matrices_of(route.param.shape, route.spec)
+    if route.param.ndim == 2 and route.spec.is_whole:
+        return [(route.fqn, *shapes[0])]
+    return [(f"{route.fqn}[{number}]", m, n) for number, (m, n) in enumerate(shapes)]
 
 
 def _build(transformers: ModuleType, kind: str, fields: dict[str, Any]) -> nn.Module:

@@ -15,9 +15,11 @@ from torch.nn.parameter import is_lazy
 from dmuon.dedicated.dedication import dedication_of, dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.model.blocks import canonical_fqn, unwrapped
-from dmuon.model.matrix_spec import remember_spec, spec_of
+from dmuon.model.exclusion import Exclude
+from dmuon.model.matrix_spec import is_remembered, remember_spec, spec_of
 from dmuon.model.routing import UNINITIALIZED, Select, route_parameters
 from dmuon.optimizer.options import check_names, check_options
+from dmuon.optimizer.recognition import recognize, remember_makeups
 from dmuon.platform.torch_private import flattened_by_fsdp1, unwrapped_for_ddp
 
 _FLATTENED = (
@@ -28,7 +30,9 @@ _FLATTENED = (
 _log = logging.getLogger("dmuon")
 
 
-def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module, select: Select | None = None, exclude: Exclude | None = None
+) -> list[dict[str, Any]]:
     """Groups with ``use_muon`` flags, by the same policy as ``dmuon.Muon(model)``.
 
     Returns:
@@ -36,11 +40,15 @@ def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[st
         ``weight_decay=0``.
 
     Raises:
-        ValueError: no matrix was selected; ``select`` beside ``dedicate_params``, which has routed already.
+        ValueError: no matrix was selected; ``select`` or ``exclude`` beside ``dedicate_params``, which has routed
+            already.
     """
     if dedications(model):
-        if select is not None:
-            raise ValueError("select: dedicate_params has routed this model already; pass select to dedicate_params")
+        for name, option in (("select", select), ("exclude", exclude)):
+            if option is not None:
+                raise ValueError(
+                    f"{name}: dedicate_params has routed this model already; pass {name} to dedicate_params"
+                )
         if dedication_of(model) is None and dedication_of(unwrapped(model)) is None:
             raise ValueError(
                 "dedicate_params was called on a part of this model only; call it on the whole model, or pass groups"
@@ -49,7 +57,7 @@ def param_groups(model: nn.Module, select: Select | None = None) -> list[dict[st
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(f"module {name or 'model'!r} {_FLATTENED}")
-    routes = route_parameters(inside_ddp(model), select)
+    routes = route_parameters(inside_ddp(model), select, exclude)
     for route in routes:
         if route.muon:
             remember_spec(route.param, route.spec)
@@ -77,13 +85,16 @@ def _groups(routed: Sequence[tuple[Tensor, bool]], names: Sequence[str] | None =
 
 
 def groups_from(
-    params: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]], select: Select | None
+    params: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]],
+    select: Select | None,
+    exclude: Exclude | None,
 ) -> list[dict[str, Any]]:
     """What the user passed to ``Muon``, as groups that each have a ``use_muon`` flag."""
     if isinstance(params, nn.Module):
-        return param_groups(params, select)
-    if select is not None:
-        raise ValueError("select needs the model: call Muon(model, select=…), or set use_muon in each group")
+        return param_groups(params, select, exclude)
+    for name, option in (("select", select), ("exclude", exclude)):
+        if option is not None:
+            raise ValueError(f"{name} needs the model: call Muon(model, {name}=…), or set use_muon in each group")
     if isinstance(params, Tensor):
         raise TypeError("params must be a module, an iterable of tensors or an iterable of groups, got one tensor")
     if isinstance(params, Set):
@@ -118,8 +129,13 @@ def routed_groups(group: dict[str, Any]) -> list[dict[str, Any]]:
     if "use_muon" in group:
         if not isinstance(group["use_muon"], bool):
             raise ValueError("a parameter group lacks use_muon; set it to True (Muon) or False (AdamW)")
+        if group["use_muon"]:
+            remember_makeups(group["params"])
         return [group]
     routed = _by_dimension(group["params"], group.get("param_names"))
+    for part in routed:
+        if part["use_muon"]:
+            remember_makeups(part["params"])
     given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     return [{**part, **given} for part in routed] or [{**group, "use_muon": False}]
 
@@ -145,17 +161,25 @@ def _named_apart(params: Any) -> tuple[list[Tensor], list[str] | None]:
 
 
 def _by_dimension(tensors: Sequence[Tensor], names: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Groups of tensors: matrices to Muon, fewer dimensions to AdamW."""
+    """Groups of tensors: matrices, stacks and kernels to Muon, the rest to AdamW."""
+    makeups = recognize([p for p in tensors if p.ndim > 2])
+    routed = []
     for param in tensors:
-        if param.ndim > 2:
+        makeup = makeups.get(id(param))
+        if param.ndim > 2 and makeup is None and not is_remembered(param):
             raise ValueError(
                 f"a parameter has shape {tuple(param.shape)}: dmuon cannot tell whether that is a stack of matrices; "
                 "pass groups, with use_muon=True for stacks (e, m, n) and use_muon=False for anything else"
             )
+        routed.append((param, param.ndim > 1 and (makeup is None or makeup.unfit is None)))
     vectors = sum(p.ndim < 2 for p in tensors)
     if vectors:
         _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", vectors)
-    return _groups([(p, p.ndim >= 2) for p in tensors], names)
+    for param, to_muon in routed:
+        if param.ndim > 1 and not to_muon:
+            why = makeups[id(param)].unfit
+            _log.warning("Muon: a tensor of shape %s goes to AdamW: %s", tuple(param.shape), why)
+    return _groups(routed, names)
 
 
 class AdamWGroup(dict[str, Any]):

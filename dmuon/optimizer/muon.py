@@ -19,7 +19,8 @@ from dmuon.dedicated.residency import dedicated_residencies
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
 from dmuon.kernels import is_capturing
-from dmuon.model.matrix_spec import MatrixSpec, remember_spec, spec_of
+from dmuon.model.exclusion import Exclude
+from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, spec_of
 from dmuon.model.routing import Select
 from dmuon.optimizer.copies import Origin, copied_gradients, copyable_origin, copyable_state, origin_of_copy
 from dmuon.optimizer.groups import (
@@ -76,7 +77,7 @@ class Muon(torch.optim.Optimizer):
         adamw_lr: ``None`` means ``lr``.
         adamw_betas, adamw_eps: of AdamW.
         adamw_weight_decay: ``None`` means ``weight_decay``; tensors of fewer than two dimensions are not decayed.
-        select: as in ``dedicate_params``; only with a module that was not dedicated.
+        select, exclude: as in ``dedicate_params``; only with a module that was not dedicated.
         overlap_backward: orthogonalize what dmuon owns as soon as its gradients have been reduced, while backward goes
             on, on a stream of its own. Whatever changes a gradient before ``step()`` (clipping, another backward) makes
             the step do it again. Matrices that are exchanged wait for ``step()``. Costs one update per matrix of
@@ -109,6 +110,7 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float | None = None,
         select: Select | None = None,
+        exclude: Exclude | None = None,
         overlap_backward: bool = False,
         distributed_config: DistributedConfig | None = None,
     ) -> None:
@@ -141,7 +143,7 @@ class Muon(torch.optim.Optimizer):
         self._built = False  # torch adds the first groups one by one
         # Schedulers look here for what they may cycle.
         super().__init__(
-            groups_from(params, select), {name: defaults[name] for name in ("lr", "weight_decay", "momentum")}
+            groups_from(params, select, exclude), {name: defaults[name] for name in ("lr", "weight_decay", "momentum")}
         )
         self._built = True
         self._find_device()
@@ -280,8 +282,16 @@ class Muon(torch.optim.Optimizer):
         self._early = self._listen() if self._origin.overlap else None
         self._laid_out = self._param_ids()
 
+    def _restore_specs(self) -> None:
+        """Torch moves a module of DTensors by swapping what they hold, and swaps away what was remembered of them."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if id(param) in self._specs and not is_remembered(param):
+                    remember_spec(param, self._specs[id(param)])
+
     def _carry_names(self) -> None:
         """A parameter that was put in the place of another one has its name, and is made of the same matrices."""
+        self._restore_specs()
         names = self._origin.names
         for group, before in zip(self.param_groups, self._laid_out or [], strict=False):
             if len(before) == len(group["params"]):
@@ -386,6 +396,7 @@ class Muon(torch.optim.Optimizer):
 
     def _present(self) -> set[int]:
         """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed."""
+        self._restore_specs()
         changed = self._param_ids() != self._laid_out
         present: list[set[int] | None] = []
         for residency in self._residencies:  # those that vote on it come last

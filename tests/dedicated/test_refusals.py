@@ -25,6 +25,7 @@ from harness.limits import PROGRAM_SECONDS
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.toy import OPTIONS, SIZE, WIDTH, batch, build
+from harness.trees import node, stack
 from torch import Tensor
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -280,8 +281,8 @@ EVERYWHERE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError, r"'blocks\.0\.mix\.parametrizations\.weight\.original' is parametrized by _Orthogonal",
     ),
     "fused": (
-        lambda: refused(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)),
-        ValueError, r"'layers\.0\.self_attn\.in_proj_weight' of shape \(24, 8\) looks like several.*select=",
+        lambda: refused(node(layers=stack(lambda: node(qkv=nn.Linear(8, 24))))),
+        ValueError, r"'layers\.0\.qkv\.weight' of shape \(24, 8\) looks like 3 .*select=",
     ),
     "DistributedDataParallel around it": (lambda: wrapped_afterwards("", True), RuntimeError, BY_DDP),
     "DistributedDataParallel around a block of it": (

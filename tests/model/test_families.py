@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 import torch.nn as nn
+from harness.families import HEADS, Conv1D, bare, experts, of
 from harness.trees import D, H, linear, node
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -19,26 +18,6 @@ from dmuon.model.module_tree import ModuleTree, sites_of
 HF = "transformers.models.any.modeling_any"
 
 
-class Conv1D(nn.Module):
-    """GPT-2's: a linear layer whose weight is stored (in, out)."""
-
-    def __init__(self, out: int, inp: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(inp, out))
-
-
-def of(kind: str, package: str = "", /, **attributes: Any) -> nn.Module:
-    """A module of a class of this name and package, with these children, parameters and attributes."""
-    module = type(kind, (nn.Module,), {"__module__": package or "mine"})()
-    for name, value in attributes.items():
-        setattr(module, name, value)
-    return module
-
-
-def bare(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape))
-
-
 def spec_in(owner: nn.Module, path: str) -> MatrixSpec | None:
     holder, _, name = path.rpartition(".")
     module = owner.get_submodule(holder)
@@ -46,10 +25,9 @@ def spec_in(owner: nn.Module, path: str) -> MatrixSpec | None:
 
 
 THIRDS = MatrixSpec((D, D, D))
-HEADS = {"num_heads": 2, "num_attention_heads": 2, "head_dim": 4}
 SSM = {"intermediate_size": 16, "n_groups": 2, "ssm_state_size": 3, "num_heads": 4}
 LATENT = {"kv_lora_rank": 6, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 3, "num_heads": 2}
-EXPERTS = {"gate_up_proj": bare(3, 2 * H, D), "down_proj": bare(3, D, H)}
+EXPERTS = experts()
 TRANSPOSED = {"gate_up_proj": bare(3, D, 2 * H), "down_proj": bare(3, H, D)}
 
 KNOWN: dict[str, tuple[nn.Module, str, MatrixSpec]] = {

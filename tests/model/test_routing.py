@@ -10,23 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from harness.families import Conv1D, bare
 from harness.trees import Called, D, H, V, linear, llama, node, stack
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dmuon.model.routing import Route, route_parameters, route_to_blocks
-
-
-class Conv1D(nn.Module):
-    """GPT-2's: a linear layer whose weight is stored (in, out)."""
-
-    def __init__(self, out: int, inp: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(inp, out))
-        self.bias = nn.Parameter(torch.zeros(out))
-
-
-def bare(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape))
 
 
 def routes(model: nn.Module, **options: Any) -> dict[str, Route]:
@@ -143,12 +131,21 @@ def vit() -> nn.Module:
     return node(conv_proj=nn.Conv2d(3, D, 4, 4), class_token=bare(1, 1, D), encoder=encoder, heads=heads)
 
 
+class MixtralExperts(nn.Module):
+    """Of transformers 5: one tensor for all experts, gates beside what they gate."""
+
+    __module__ = "transformers.models.mixtral.modeling_mixtral"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = bare(2, 2 * H, D), bare(2, D, H)
+        self.gate_up_proj_bias = bare(2, 2 * H)
+
+
 def mixtral(fused_experts: bool = False) -> nn.Module:
     def layer() -> nn.Module:
         if fused_experts:
-            experts: nn.Module = node(
-                gate_up_proj=bare(2, D, 2 * H), down_proj=bare(2, H, D), gate_up_proj_bias=bare(2, 2 * H)
-            )
+            experts: nn.Module = MixtralExperts()
         else:
             experts = stack(lambda: node(w1=linear(D, H), w2=linear(H, D), w3=linear(D, H)))
         attention = node(q_proj=linear(), k_proj=linear(), v_proj=linear(), o_proj=linear())
@@ -197,7 +194,14 @@ REAL_MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         ),
     ),
     "mixtral, stacked experts": (
-        lambda: mixtral(True), each("model.layers", 2, *ATTENTION, "block_sparse_moe.gate"),
+        lambda: mixtral(True),
+        {
+            **each("model.layers", 2, *ATTENTION, "block_sparse_moe.gate"),
+            **{
+                f"model.layers.{i}.block_sparse_moe.experts.{name}_proj": f"model.layers.{i}"
+                for i in range(2) for name in ("gate_up", "down")
+            },
+        },
     ),
 }  # fmt: skip
 
@@ -239,11 +243,11 @@ def test_reasons_say_why_a_parameter_is_not_on_muon(make: Callable[[], nn.Module
         (lambda: nn.RMSNorm((4, D)), "weight of RMSNorm"),
         (lambda: nn.LSTM(D, D), "recurrent weight of LSTM"),
         (lambda: nn.GRUCell(D, D), "recurrent weight of GRUCell"),
-        (lambda: nn.Conv1d(D, D, 3, groups=D), "3-D, not one matrix"),
-        (lambda: nn.Conv2d(D, D, 1), "4-D, not one matrix"),
-        (lambda: nn.Bilinear(D, D, 2), "3-D, not one matrix"),
+        (lambda: nn.Conv1d(D, D, 3, groups=D), "depthwise"),
+        (lambda: nn.ConvTranspose2d(D, D, 2), "kernel of ConvTranspose2d"),
+        (lambda: nn.Bilinear(D, D, 2), "3-D, not known to be a stack"),
         (lambda: bare(5, D), "bare parameter of Called"),  # positions, Mamba's A_log, stacked biases
-        (lambda: bare(2, D, D), "3-D, not one matrix"),
+        (lambda: bare(2, D, D), "3-D, not known to be a stack"),
         (lambda: nn.Linear(D, D).requires_grad_(False), "frozen"),
         (lambda: nn.Parameter(torch.zeros(D, D, dtype=torch.int64), requires_grad=False), "not floating point"),
         (lambda: nn.Parameter(torch.zeros(D, D, dtype=torch.complex64)), "not floating point"),
@@ -427,7 +431,6 @@ def test_declared_heads_that_are_something_else_are_ignored(answer: Callable[...
 @pytest.mark.parametrize(
     ("layer", "name"),
     [
-        (lambda: nn.TransformerEncoderLayer(D, 2, H), "self_attn.in_proj_weight"),
         (lambda: node(attn=node(c_attn=Conv1D(3 * D, D), c_proj=Conv1D(D, D))), "attn.c_attn.weight"),
         (lambda: node(attn=node(qkv=nn.Linear(D, 3 * D), proj=linear())), "attn.qkv.weight"),
         (lambda: node(attn=node(Wqkv=linear(D, D + 2), out_proj=linear())), "attn.Wqkv.weight"),  # multi-query
@@ -437,7 +440,7 @@ def test_declared_heads_that_are_something_else_are_ignored(answer: Callable[...
         (lambda: node(attn=node(one=linear(D, 3 * D), two=linear())), "attn.one.weight"),
         (lambda: node(attn=node(one=linear(D, 4 * D), two=linear())), "attn.one.weight"),  # gated
         (lambda: node(mlp=node(w12=linear(D, 2 * H), w3=linear(H, D))), "mlp.w12.weight"),
-        (lambda: node(mlp=nn.Sequential(linear(D, 2 * H), nn.GLU(), linear(H, D))), "mlp.0.weight"),
+        (lambda: node(mlp=nn.Sequential(linear(D, 2 * H), nn.SiLU(), linear(H, D))), "mlp.0.weight"),
     ],
 )  # fmt: skip
 def test_fused_layouts_are_refused_by_name(layer: Callable[[], nn.Module], name: str) -> None:
@@ -516,11 +519,11 @@ def test_bad_select_and_blocks_name_the_remedy(options: dict[str, Any], error: t
 
 @pytest.mark.pitfall("P06", "P60")
 def test_select_cannot_choose_what_muon_cannot_update() -> None:
-    kernels = node(h=stack(lambda: node(conv=nn.Conv2d(D, D, 3))))
-    with pytest.raises(ValueError, match=r"h\.0\.conv\.bias' of shape \(8,\).*2-D.*return False for it"):
-        route_to_blocks(kernels, select=lambda fqn, *_: fqn.endswith("bias"))
-    with pytest.raises(ValueError, match=r"h\.0\.conv\.weight': .*needs MatrixSpec\(flattened=True\)"):
-        route_to_blocks(kernels, select=lambda fqn, *_: fqn.endswith("weight"))
+    kernels = node(h=stack(lambda: node(up=nn.ConvTranspose2d(D, D, 2))))
+    with pytest.raises(ValueError, match=r"select chose 'h\.0\.up\.weight': .*MatrixSpec\(flattened=True\)"):
+        route_to_blocks(kernels, select=lambda _, __, p: p.ndim == 4)
+    with pytest.raises(ValueError, match=r"'h\.0\.up\.bias' of shape \(8,\).*return False for it"):
+        route_to_blocks(kernels, select=lambda _, __, p: p.ndim == 1)
     recurrent = node(h=stack(lambda: node(rnn=nn.LSTM(D, D))))
     with pytest.raises(ValueError, match=r"'h\.0\.rnn.weight_ih_l0' of a LSTM, which keeps references"):
         route_to_blocks(recurrent, select=lambda fqn, _, p: p.ndim == 2)

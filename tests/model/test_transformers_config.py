@@ -118,11 +118,12 @@ def test_downloads_are_forbidden_meanwhile(tmp_path: Path, fake: Fake, monkeypat
     assert seen == [True, True] and constants.HF_HUB_OFFLINE is False
 
 
-def test_stacked_experts_stay_on_adamw_and_are_counted_aloud(tmp_path: Path, fake: Fake) -> None:
-    with pytest.warns(
-        UserWarning, match=r"2 parameters are stacks .*'layers.0.experts' of shape \(4, 16, 16\); they stay"
-    ):
-        assert len(read_model(write(tmp_path, experts=4))) == 4
+def test_each_expert_of_a_stack_is_a_matrix(tmp_path: Path, fake: Fake) -> None:
+    matrices = read_model(write(tmp_path, experts=4))
+    assert len(matrices) == 4 + 2 * 4
+    assert [m for m in matrices if "experts" in m.name and m.block == "layers.0"] == [
+        MatrixShape(f"layers.0.experts[{i}]", 16, 16, "layers.0") for i in range(4)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_stacked_experts_stay_on_adamw_and_are_counted_aloud(tmp_path: Path, fak
         ({"width": "16"}, r"cannot build .* \(TypeError: Field 'width' expected int\); correct them, .* --shapes"),
         (
             {"fused": True},
-            r"'layers.1.qkv.weight' of shape \(48, 16\) looks like several .*time the shapes .* --shapes",
+            r"'layers.1.qkv.weight' of shape \(48, 16\) looks like 3 .*time the shapes .* --shapes",
         ),
     ],
 )
@@ -156,7 +157,7 @@ def test_transformers_agrees_with_our_own_reading(tmp_path: Path, kind: str) -> 
     assert read_with_transformers(transformers, path, config) == read_model(path)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("gemma2", 14), ("phi", 12), ("olmo2", 14), ("olmoe", 10)])
+@pytest.mark.parametrize(("kind", "count"), [("gemma2", 14), ("phi", 12), ("olmo2", 14), ("olmoe", 10 + 2 * 3 * 64)])
 def test_real_models_of_other_types(tmp_path: Path, kind: str, count: int) -> None:
     pytest.importorskip("transformers")
     with warnings.catch_warnings():

@@ -1,0 +1,188 @@
+"""Of which matrices the parameters consist that go to Muon, by default, by `select` and without `exclude`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.nn as nn
+from harness.families import HEADS, Conv1D, bare, experts, of
+from harness.trees import D, H, linear, llama, node, stack
+
+import dmuon
+from dmuon.dedicated.part import matrices_in
+from dmuon.model.makeup import matrices_of
+from dmuon.model.matrix_spec import MatrixSpec, remember_spec
+from dmuon.model.routing import Route, route_to_blocks
+
+
+def routes(layer: Callable[[], nn.Module], **options: Any) -> dict[str, Route]:
+    """Of the first of two blocks, by the names inside it."""
+    found = route_to_blocks(node(h=stack(layer)), **options)
+    return {r.fqn.removeprefix("h.0."): r for r in found if r.fqn.startswith("h.0.")}
+
+
+def attention() -> nn.Module:
+    return node(attn=of("BloomAttention", query_key_value=linear(D, 3 * D), **HEADS), mlp=linear())
+
+
+def unknown() -> nn.Module:
+    return node(attn=of("MyAttention", qkv=linear(D, 3 * D)), mlp=linear())
+
+
+@pytest.mark.pitfall("P77", "P78")
+@pytest.mark.parametrize(
+    ("layer", "name", "spec", "reason"),
+    [
+        (attention, "attn.query_key_value.weight", MatrixSpec((4, 4, 4), repeats=2), "3 matrices inside a block"),
+        (attention, "mlp.weight", MatrixSpec(), "matrix inside a block"),
+        (lambda: node(fc=Conv1D(H, D)), "fc.weight", MatrixSpec(transposed=True), "matrix inside a block"),
+        (
+            lambda: node(a=nn.Conv2d(3, 4, 3), c=nn.Conv2d(4, D, 3)), "c.weight",
+            MatrixSpec(flattened=True), "matrix inside a block",
+        ),
+        (
+            lambda: node(a=nn.Conv2d(3, 4, 3), c=nn.Conv2d(4, D, 3, groups=2)), "c.weight",
+            MatrixSpec(flattened=True, num_heads=2), "2 matrices inside a block",
+        ),
+        (lambda: node(moe=of("GroupedExperts", w1=bare(3, H, D))), "moe.w1", MatrixSpec(), "3 matrices inside a block"),
+        (lambda: node(moe=of("MyExperts", up=bare(3, H, D))), "moe.up", MatrixSpec(), "3 matrices inside a block"),
+        (lambda: node(moe=of("Mine", up=bare(3, H, D), num_experts=3)), "moe.up", MatrixSpec(), "3 matrices"),
+        (lambda: node(experts=of("Mine", up=bare(3, H, D))), "experts.up", MatrixSpec(), "3 matrices inside a block"),
+        (
+            lambda: node(moe=of("MixtralExperts", "transformers.models.x", **experts())), "moe.gate_up_proj",
+            MatrixSpec((H, H)), "6 matrices inside a block",
+        ),
+        (lambda: nn.TransformerEncoderLayer(D, 2, H), "self_attn.in_proj_weight", MatrixSpec((D, D, D)), "3 matrices"),
+        (
+            lambda: node(mlp=nn.Sequential(linear(D, 2 * H), nn.GLU(), linear(H, D))), "mlp.0.weight",
+            MatrixSpec((H, H)), "2 matrices",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_class_is_known_to_fuse_goes_to_muon_part_by_part(
+    layer: Callable[[], nn.Module], name: str, spec: MatrixSpec, reason: str
+) -> None:
+    route = routes(layer)[name]
+    assert route.muon and route.spec == spec and route.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "reason"),
+    [
+        (lambda: node(a=linear(), c=nn.Conv2d(D, D, 3, groups=D)), "c.weight", "depthwise"),
+        (lambda: node(a=linear(), c=nn.utils.parametrizations.weight_norm(nn.Conv1d(4, D, 3))),
+         "c.parametrizations.weight.original1", "parametrized by"),
+        (lambda: node(a=linear(), q=bare(D, 2, 4)), "q", "3-D, not known to be a stack of matrices"),
+        (lambda: node(a=linear(), moe=of("MyExperts", bias=bare(3, D, 2))), "moe.bias", "3-D, not known"),
+        (lambda: node(a=linear(), moe=of("MyExperts", up_bias=bare(3, D))), "moe.up_bias", "bare parameter"),
+    ],
+)  # fmt: skip
+def test_what_is_no_matrix_stays_on_adamw_and_says_why(layer: Callable[[], nn.Module], name: str, reason: str) -> None:
+    route = routes(layer)[name]
+    assert not route.muon and reason in route.reason
+
+
+@pytest.mark.pitfall("P78")
+@pytest.mark.parametrize(
+    ("layer", "name", "expected"),
+    [
+        (unknown, "attn.qkv.weight", MatrixSpec((D, D, D))),
+        (
+            lambda: node(attn=of("A", c_attn=Conv1D(3 * D, D))), "attn.c_attn.weight",
+            MatrixSpec((D, D, D), transposed=True),
+        ),
+        (lambda: node(moe=of("MyExperts", **experts())), "moe.gate_up_proj", MatrixSpec((H, H))),
+        (
+            lambda: node(a=nn.Conv1d(3, D, 1), glu=node(gate_up=nn.Conv1d(D, 2 * H, 1))), "glu.gate_up.weight",
+            MatrixSpec((H, H), flattened=True),
+        ),
+    ],
+)  # fmt: skip
+def test_the_remedy_of_a_refusal_works_as_it_is_written(
+    layer: Callable[[], nn.Module], name: str, expected: MatrixSpec
+) -> None:
+    with pytest.raises(ValueError, match=rf"'h\.0\.{name}' .*fused into one tensor") as refused:
+        routes(layer)
+    written = re.search(r"select=(lambda .* else \.\.\.) \(", str(refused.value))
+    assert written is not None
+    found = routes(layer, select=eval(written[1], {"dmuon": dmuon}))
+    assert found[name].spec == expected and found[name].muon and found[name].reason == "chosen by select"
+    if name == "attn.qkv.weight":
+        assert found["mlp.weight"].reason == "matrix inside a block", "... leaves the rest to the default rule"
+
+
+def test_select_overrides_what_is_known() -> None:
+    def chosen(answer: Any, layer: Callable[[], nn.Module] = attention) -> Route:
+        name = "attn.query_key_value.weight" if layer is attention else "attn.qkv.weight"
+        return routes(layer, select=lambda fqn, *_: answer if fqn.endswith(name) else ...)[name]
+
+    assert chosen(True).spec == MatrixSpec((4, 4, 4), repeats=2), "as it is known"
+    assert chosen(MatrixSpec()).spec == MatrixSpec(), "as one matrix"
+    assert chosen(MatrixSpec((12, 12))).spec == MatrixSpec((12, 12))
+    assert not chosen(False).muon and chosen(...).reason == "3 matrices inside a block"
+    assert chosen(True, unknown).spec == MatrixSpec(), "nothing is known: as one matrix"
+    with pytest.raises(ValueError, match=r"'h\.0\.attn\.query_key_value\.weight': .*describes 25 outputs"):
+        chosen(MatrixSpec((12, 13)))
+
+
+@pytest.mark.parametrize(
+    "exclude",
+    [
+        ["*.gate_proj.weight"],
+        ["*.mlp.gate_proj"],
+        lambda fqn, module, param: "gate_proj" in fqn,
+        ("model.layers.0.mlp.gate_proj.*", "model.layers.1.mlp.gate_pro?.weight"),
+    ],
+)
+def test_exclude_keeps_on_adamw_what_it_names_and_nothing_else(exclude: Any) -> None:
+    model = llama()
+    default, found = route_to_blocks(model), route_to_blocks(model, exclude=exclude)
+    kept = {r.fqn for r in default if "gate_proj" in r.fqn}
+    assert {r.fqn for r in default if r.muon} - {r.fqn for r in found if r.muon} == kept and len(kept) == 2
+    assert {r.reason for r in found if r.fqn in kept} == {"excluded by exclude"}
+    assert [r.reason for r in found if r.fqn not in kept] == [r.reason for r in default if r.fqn not in kept]
+    both = route_to_blocks(model, exclude=exclude, select=lambda fqn, *_: fqn.endswith("_proj.weight"))
+    assert {r.fqn for r in both if r.muon} == {r.fqn for r in found if r.muon}, "whatever select says"
+
+
+def test_exclude_settles_what_is_refused() -> None:
+    assert routes(unknown, exclude=["*.qkv.*"])["attn.qkv.weight"].reason == "excluded by exclude"
+
+
+@pytest.mark.parametrize(
+    ("exclude", "error", "match"),
+    [
+        ("*.gate_proj", TypeError, r"exclude must be a function .* or a list of patterns of names, got '\*.gate_proj'"),
+        ([1], TypeError, "exclude must be"),
+        (3, TypeError, "exclude must be"),
+        (["*.gate_prok"], ValueError, r"the pattern '\*.gate_prok' names no parameter and no module"),
+        (lambda *_: None, TypeError, r"exclude\('model.embed_tokens.weight', …\) returned None; return True"),
+        (["*"], ValueError, "no matrix was selected"),
+    ],
+)
+def test_a_bad_exclude_is_refused(exclude: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        route_to_blocks(llama(), exclude=exclude)
+    with pytest.raises(error, match=match):
+        dmuon.Muon(llama(), exclude=exclude)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((12, 5), MatrixSpec((2, 2, 2), repeats=2)),
+        ((5, 6), MatrixSpec((2, 4), transposed=True)),
+        ((3, 6, 4), MatrixSpec((2, 4))),
+        ((3, 4, 6), MatrixSpec((1, 1), repeats=3, transposed=True)),
+        ((6, 3, 2), MatrixSpec((2, 4), flattened=True)),
+        ((8, 5), MatrixSpec((4, 2, 2), num_heads=(2, 1, 1))),
+        ((3, 4, 6), MatrixSpec()),
+    ],
+)
+def test_plans_list_the_matrices_that_dedication_gives_owners(shape: tuple[int, ...], spec: MatrixSpec) -> None:
+    param = bare(*shape)
+    remember_spec(param, spec)
+    assert matrices_of(shape, spec) == [sides for _, sides in matrices_in(param)]

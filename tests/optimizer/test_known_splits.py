@@ -1,0 +1,188 @@
+"""Steps of models whose tensors are several matrices, however these were handed over, against weights cut by hand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.families import HEADS, Conv1D, bare, experts, of
+from harness.oracle import Twin
+from harness.trees import D, H, linear, node, stack
+from torch import Tensor
+
+import dmuon
+
+Cut = Callable[[Tensor], list[Tensor]]
+
+
+def layer() -> nn.Module:
+    """One of each kind; nothing runs."""
+    return node(
+        stem=nn.Conv2d(3, 4, 1),  # is on AdamW in the first block, where it takes the input
+        gpt2=of("GPT2Attention", c_attn=Conv1D(3 * D, D)),
+        bloom=of("BloomAttention", query_key_value=linear(D, 3 * D), **HEADS),
+        torch=nn.MultiheadAttention(D, 2, bias=False),
+        moe=of("MixtralExperts", "transformers.models.x", **experts()),
+        titan=of("GroupedExperts", w1=bare(3, H, D), w2=bare(3, D, H)),
+        kernel=nn.Conv2d(4, D, 3, bias=False),
+        groups=nn.Conv2d(D, D, 3, groups=2, bias=False),
+        depthwise=nn.Conv2d(D, D, 3, groups=D, bias=False),
+        plain=linear(D, H),
+    )
+
+
+def heads(w: Tensor) -> list[Tensor]:
+    """Queries of both heads, keys of both, values of both."""
+    return [torch.cat([w[i : i + 4], w[i + 12 : i + 16]]) for i in (0, 4, 8)]
+
+
+CUTS: dict[str, Cut] = {
+    "stem.weight": lambda w: [w.flatten(1)],
+    "gpt2.c_attn.weight": lambda w: list(w.T.chunk(3)),
+    "bloom.query_key_value.weight": heads,
+    "torch.in_proj_weight": lambda w: [w[:D], w[D : 2 * D], w[2 * D :]],
+    "torch.out_proj.weight": lambda w: [w],
+    "moe.gate_up_proj": lambda w: [*w[:, :H], *w[:, H:]],
+    "moe.down_proj": lambda w: list(w),
+    "titan.w1": lambda w: list(w),
+    "titan.w2": lambda w: list(w),
+    "kernel.weight": lambda w: [w.flatten(1)],
+    "groups.weight": lambda w: [w[: D // 2].flatten(1), w[D // 2 :].flatten(1)],
+    "plain.weight": lambda w: [w],
+}
+OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "ns_coefficients": "classic"}
+
+
+def matrices(model: nn.Module, *, first_stem: bool) -> list[tuple[str, nn.Parameter, Cut]]:
+    return [
+        (name, param, CUTS[name.split(".", 2)[2]])
+        for name, param in model.named_parameters()
+        if name.split(".", 2)[2] in CUTS and (first_stem or name != "h.0.stem.weight")
+    ]
+
+
+def of_model(model: nn.Module) -> Any:
+    return model
+
+
+def of_parameters(model: nn.Module) -> Any:
+    return list(model.parameters())
+
+
+def of_names(model: nn.Module) -> Any:
+    return list(model.named_parameters())
+
+
+def of_groups(model: nn.Module) -> Any:
+    chosen = {id(p) for _, p, _ in matrices(model, first_stem=False)}
+    return [
+        {"params": [p for p in model.parameters() if id(p) in chosen], "use_muon": True},
+        {"params": [p for p in model.parameters() if id(p) not in chosen], "use_muon": False},
+    ]
+
+
+@pytest.mark.pitfall("P77", "P78")
+@pytest.mark.parametrize("hand_over", [of_model, of_parameters, of_names, dmuon.param_groups, of_groups])
+def test_each_matrix_of_a_fused_tensor_is_updated_on_its_own(hand_over: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    model = node(h=stack(layer))
+    chosen = matrices(model, first_stem=hand_over in (of_parameters, of_names))
+    twin = Twin([], OPTIONS["lr"], OPTIONS["weight_decay"])
+    for _, param, cut in chosen:
+        twin.add(param.detach().clone(), cut)
+    optimizer = dmuon.Muon(hand_over(model), **OPTIONS)
+    taken = {id(p) for group in optimizer.param_groups if group["use_muon"] for p in group["params"]}
+    assert taken == {id(p) for _, p, _ in chosen}
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        count = twin.step([param.grad for _, param, _ in chosen])
+        optimizer.step()
+        assert optimizer.last_step.ns_matrices == count
+    for (name, param, _), expected in zip(chosen, twin.weights(), strict=True):
+        torch.testing.assert_close(param.detach(), expected, rtol=0, atol=3e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.pitfall("P78")
+@pytest.mark.parametrize("hand_over", [of_model, of_parameters, of_names, of_groups])
+def test_what_only_looks_fused_is_refused_however_it_comes(hand_over: Callable[[nn.Module], Any]) -> None:
+    CUTS["mine.qkv.weight"] = list
+    try:
+        model = node(h=stack(lambda: node(mine=of("Mine", qkv=linear(D, 3 * D)), plain=linear())))
+        with pytest.raises(
+            ValueError, match=r"mine\.qkv\.weight' of shape \(24, 8\) looks like 3 projections.*select="
+        ):
+            dmuon.Muon(hand_over(model), **OPTIONS)
+        groups = dmuon.param_groups(
+            model, select=lambda fqn, module, param: dmuon.MatrixSpec() if fqn.endswith("mine.qkv.weight") else ...
+        )
+        assert len(dmuon.Muon(groups, **OPTIONS).param_groups[0]["params"]) == 4, "what was decided is not asked again"
+    finally:
+        del CUTS["mine.qkv.weight"]
+
+
+def test_a_group_that_is_added_later_is_known_too() -> None:
+    model = node(h=stack(layer))
+    rest = linear()
+    optimizer = dmuon.Muon([rest.weight], **OPTIONS)
+    weight = model.h[0].bloom.query_key_value.weight
+    optimizer.add_param_group({"params": [weight]})
+    rest.weight.grad, weight.grad = torch.randn_like(rest.weight), torch.randn_like(weight)
+    optimizer.step()
+    assert optimizer.last_step.ns_matrices == 4
+
+
+def test_a_tensor_without_a_module_is_one_matrix_and_a_kernel_of_groups_stays_on_adamw_aloud(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    conv = nn.Conv2d(D, D, 3, groups=D, bias=False)
+    loose = nn.Parameter(torch.randn(3 * D, D))
+    with caplog.at_level(logging.WARNING, logger="dmuon"):
+        optimizer = dmuon.Muon([loose, conv.weight], **OPTIONS)
+    assert [len(g["params"]) for g in optimizer.param_groups if g["use_muon"]] == [1]
+    assert "(8, 1, 3, 3) goes to AdamW: kernel of a depthwise convolution" in caplog.text
+    with pytest.raises(ValueError, match=r"has shape \(2, 3, 4\): dmuon cannot tell"):
+        dmuon.Muon([bare(2, 3, 4)])
+
+
+@pytest.mark.parametrize("option", ["select", "exclude"])
+def test_select_and_exclude_need_the_model(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} needs the model: call Muon\\(model, {option}=…\\)"):
+        dmuon.Muon([bare(4, 4)], **{option: lambda *_: True})
+
+
+def test_exclude_goes_with_model_and_groups() -> None:
+    model = node(h=stack(layer))
+    for groups in (dmuon.Muon(model, exclude=["*.moe"]).param_groups, dmuon.param_groups(model, exclude=["*.moe"])):
+        taken = {id(p) for group in groups if group["use_muon"] for p in group["params"]}
+        assert id(model.h[0].moe.down_proj) not in taken and id(model.h[0].titan.w1) in taken
+
+
+def test_parts_outlive_what_torch_does_to_move_a_module() -> None:
+    """``Module.to`` swaps the contents of tensors of a class of their own, with all that was set on them."""
+    model = node(h=stack(layer))
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    weight = model.h[0].bloom.query_key_value.weight
+    optimizer.zero_grad()
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    assert optimizer.last_step.ns_matrices == 3
+
+
+def test_a_saved_parameter_is_loaded_without_dmuon(tmp_path: Path) -> None:
+    model = node(h=stack(layer))
+    dmuon.Muon(model, **OPTIONS)
+    torch.save(model.h[0].bloom.query_key_value.weight, tmp_path / "weight.pt")
+    assert torch.load(tmp_path / "weight.pt", weights_only=True).shape == (3 * D, D)

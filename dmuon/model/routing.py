@@ -33,6 +33,7 @@ _Blocks = Sequence[nn.Module] | BlockPredicate | None
 _Sites = tuple[tuple[nn.Module, str], ...]
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _INSIDE = "inside a block"
+_EXCLUDED = "excluded by exclude"
 _INPUT_EMBEDDING = "input embedding"
 _VECTOR = Makeup(MatrixSpec(), known=False, is_layer=False, unfit=None)  # refused by its dimensions
 
@@ -159,7 +160,7 @@ def _route(
         makeup = makeups.get(id(param), _VECTOR)
         (muon, reason), spec, guessed = hidden[id(param)], makeup.spec, not makeup.known
         if is_excluded(fqn, sites[0][0], param):
-            muon, reason = False, "excluded by exclude"
+            muon, reason = False, _EXCLUDED
         elif select is not None:
             chosen = select(fqn, sites[0][0], param)
             if not isinstance(chosen, (bool, MatrixSpec, EllipsisType)):
@@ -185,8 +186,12 @@ def _require_some(routes: Sequence[Route], select: Select | None, blocks: _Block
     if any(route.muon for route in routes):
         return
     adamw = "or train this model with torch.optim.AdamW"
-    if select is not None:
-        why, remedy = "select returned False for every parameter", f"let it return True for a 2-D weight, {adamw}"
+    kept = [r.fqn for r in routes if r.reason == _EXCLUDED and r.param.ndim > 1 and why_no_tensor(r.param) is None]
+    if kept:
+        names = ", ".join(map(repr, kept[:3]))
+        why, remedy = f"exclude keeps every matrix away ({names}{', …' if kept[3:] else ''})", f"exclude less, {adamw}"
+    elif select is not None:
+        why, remedy = "select returned True for no parameter", f"let it return True for a 2-D weight, {adamw}"
     elif blocks is not None:
         why, remedy = "no trainable layer with a 2-D weight lies inside the given blocks", "name others, or none"
     else:

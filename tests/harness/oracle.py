@@ -54,8 +54,10 @@ class Reference:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         muon = [p for n, p in named if matrix(n)]
         rest = [p for n, p in named if not matrix(n)]
+        # Of a kernel a matrix in the same memory.
+        self._kernels = [(p, nn.Parameter(p.detach().flatten(1))) for p in muon if p.ndim > 2]
         self.muon = torch.optim.Muon(
-            muon,
+            [*(p for p in muon if p.ndim == 2), *(matrix for _, matrix in self._kernels)],
             lr=lr,
             weight_decay=decay,
             momentum=0.95,
@@ -73,11 +75,15 @@ class Reference:
         )
 
     def step(self) -> None:
+        for kernel, matrix in self._kernels:
+            matrix.grad = None if kernel.grad is None else kernel.grad.flatten(1)
         with fp32_newton_schulz():
             self.muon.step()
         self.adamw.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        for kernel, _ in self._kernels:
+            kernel.grad = None
         self.muon.zero_grad(set_to_none)
         self.adamw.zero_grad(set_to_none)
 

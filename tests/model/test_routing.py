@@ -500,9 +500,10 @@ def everything(*_: Any) -> bool:
         ({"select": lambda *_: None}, TypeError, r"select\('model.embed_tokens.weight', …\) returned None"),
         ({"select": lambda *_: 1}, TypeError, "returned 1; return True or False"),
         ({"select": lambda *_: torch.tensor(True)}, TypeError, "return True or False"),
-        ({"select": lambda *_: False}, ValueError, "no matrix was selected.*select returned False for every parameter"),
+        ({"select": lambda *_: False}, ValueError, "no matrix was selected.*select returned True for no parameter"),
         ({"select": lambda fqn, *_: fqn == "lm_head.weight"}, ValueError, "'lm_head.weight', which lies.*blocks="),
         ({"select": lambda fqn, *_: "norm" in fqn}, ValueError, r"layernorm.weight' of shape \(8,\).*return False"),
+        ({"exclude": ["*"]}, ValueError, r"exclude keeps every matrix away .*; exclude less"),
         ({"blocks": "layers"}, ValueError, "blocks: str is not a submodule"),
         ({"blocks": [nn.Linear(2, 2)]}, ValueError, "blocks: Linear is not a submodule of the model; pass"),
         ({"blocks": 3}, TypeError, "blocks must be a list of modules or a function.*got int"),
@@ -563,6 +564,7 @@ def test_blocks_by_list_and_by_predicate_override_the_default() -> None:
 
 NONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "one layer": (lambda: nn.Linear(D, V), r"no layer is hidden \('weight' is an output layer\); choose"),
+    "one convolution": (lambda: nn.Conv2d(3, D, 3), r"no layer is hidden \('weight' is an output layer\); choose"),
     "one layer and an embedding": (
         lambda: node(embed=nn.Embedding(V, D), head=linear(D, V)), r"\('head.weight' is an output layer\)",
     ),

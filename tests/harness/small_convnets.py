@@ -1,0 +1,157 @@
+"""Small convolutional networks, and which of their kernels and matrices are hidden."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from harness.small_models import Case, Model
+
+PIXELS, CLASSES = 8, 5
+
+
+def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+
+
+class Unit(nn.Module):
+    """A residual unit, as ResNets have it; norms are over groups, so that ranks see what one process sees."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = conv(inputs, outputs, stride), nn.GroupNorm(2, outputs)
+        self.conv2, self.norm2 = conv(outputs, outputs), nn.GroupNorm(2, outputs)
+        self.down = nn.Conv2d(inputs, outputs, 1, stride) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(torch.tanh(self.norm1(self.conv1(x)))))
+        return torch.tanh(y + self.down(x))
+
+
+def resnet(*depths: int) -> nn.Module:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        for part in (m.stem, *(m.get_submodule(f"layer{i}") for i in range(len(depths)))):
+            x = part(x)
+        return m.fc(x.mean((-1, -2)))
+
+    stages = {}
+    for i, depth in enumerate(depths):
+        units = [
+            Unit(8 * max(1, i), 8 * (i + 1), 1 + (i > 0)),
+            *(Unit(8 * (i + 1), 8 * (i + 1)) for _ in range(depth - 1)),
+        ]
+        stages[f"layer{i}"] = nn.Sequential(*units)
+    return Model(forward, stem=conv(3, 8), **stages, fc=nn.Linear(8 * len(depths), CLASSES))
+
+
+def lenet() -> nn.Module:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        x = torch.tanh(m.conv2(torch.tanh(m.conv1(x))))
+        return m.fc3(torch.tanh(m.fc2(torch.tanh(m.fc1(x.flatten(1))))))
+
+    return Model(
+        forward, conv1=conv(3, 6, 2), conv2=conv(6, 8, 2), fc1=nn.Linear(32, 20), fc2=nn.Linear(20, 12),
+        fc3=nn.Linear(12, CLASSES),
+    )  # fmt: skip
+
+
+def flat() -> nn.Module:
+    return nn.Sequential(
+        conv(3, 8, 2), nn.Tanh(), conv(8, 12), nn.Tanh(), conv(12, 12, 2), nn.Tanh(), nn.Flatten(),
+        nn.Linear(48, CLASSES),
+    )  # fmt: skip
+
+
+class Twice(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.both = nn.Sequential(conv(inputs, outputs), nn.Tanh(), conv(outputs, outputs), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.both(x)
+        return y
+
+
+class Down(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.AvgPool2d(2), Twice(inputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.parts(x)
+        return y
+
+
+class Up(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.up, self.conv = nn.Upsample(scale_factor=2), Twice(inputs, outputs)
+
+    def forward(self, below: Tensor, beside: Tensor) -> Tensor:
+        y: Tensor = self.conv(torch.cat([beside, self.up(below)], 1))
+        return y
+
+
+def unet() -> nn.Module:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        a = m.enter(x)
+        b = m.down1(a)
+        c = m.down2(b)
+        return m.leave(m.up2(m.up1(c, b), a))
+
+    return Model(
+        forward, enter=Twice(3, 8), down1=Down(8, 12), down2=Down(12, 12), up1=Up(24, 8), up2=Up(16, 8),
+        leave=nn.Conv2d(8, 3, 1),
+    )  # fmt: skip
+
+
+def unet_of_lists() -> nn.Module:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        kept = []
+        for part in m.downs:
+            x = part(x)
+            kept.append(x)
+            x = nn.functional.avg_pool2d(x, 2)
+        x = m.middle(x)
+        for part in m.ups:
+            x = part(torch.cat([kept.pop(), nn.functional.interpolate(x, scale_factor=2)], 1))
+        return m.leave(x)
+
+    return Model(
+        forward, ups=nn.ModuleList([Twice(24, 8), Twice(16, 8)]), downs=nn.ModuleList([Twice(3, 8), Twice(8, 12)]),
+        middle=Twice(12, 12), leave=nn.Conv2d(8, 1, 1),
+    )  # fmt: skip
+
+
+def both(*names: str) -> tuple[str, ...]:
+    return tuple(f"{name}.{i}" for name in names for i in (0, 2))
+
+
+def units(*names: str, down: tuple[str, ...] = ()) -> tuple[str, ...]:
+    return tuple(f"{n}.{part}" for n in names for part in ("conv1", "conv2", *(["down"] if n in down else [])))
+
+
+CONVNETS: dict[str, Case] = {
+    "ResNet": Case(
+        lambda: resnet(2, 2), units("layer0.0", "layer0.1", "layer1.0", "layer1.1", down=("layer1.0",)),
+        ("layer0.0", "layer0.1", "layer1.0", "layer1.1"),
+    ),
+    "ResNet with stages of one unit": Case(
+        lambda: resnet(1, 2, 1), units("layer0.0", "layer1.0", "layer1.1", "layer2.0", down=("layer1.0", "layer2.0")),
+        ("layer0.0", "layer1.0", "layer1.1", "layer2.0"),
+    ),
+    "LeNet": Case(lenet, ("conv2", "fc1", "fc2")),
+    "a flat Sequential of convolutions": Case(flat, ("2", "4")),
+    "U-Net of attributes": Case(
+        unet, ("enter.both.2", *both("down1.parts.1.both", "down2.parts.1.both", "up1.conv.both", "up2.conv.both"))
+    ),
+    "U-Net of lists": Case(
+        unet_of_lists, (*both("ups.0.both", "ups.1.both"), "downs.0.both.2", *both("downs.1.both")),
+        ("ups.0", "ups.1", "downs.0", "downs.1"),
+    ),
+}  # fmt: skip
+
+
+def images(step: int) -> Tensor:
+    return torch.randn(8, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(step))

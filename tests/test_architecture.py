@@ -15,7 +15,7 @@ FLOORS = (  # a package imports from the floors below its own; packages of one f
     {"planning", "step"},
     {"dedicated", "exchanged"},
     {"optimizer"},
-    {"report"},
+    {"report", "integrations"},
     {"check", "simulation"},
     {"cli"},
 )

@@ -286,7 +286,7 @@ def _layers(
             if isinstance(module, RECURRENT):
                 embedded |= {module.hidden_size, 2 * module.hidden_size}
             if isinstance(module, _EMBEDDINGS):
-                embedded.add(param.shape[1])
+                embedded.add(param.shape[-1])  # of an embedding of one's own, which may have vectors too
             elif param.ndim > 1 and makeups[id(param)].is_layer:
                 layer = Layer.of(module, param)
                 if embeddings.get(id(param)) == _INPUT_EMBEDDING:

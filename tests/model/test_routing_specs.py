@@ -186,3 +186,14 @@ def test_plans_list_the_matrices_that_dedication_gives_owners(shape: tuple[int, 
     param = bare(*shape)
     remember_spec(param, spec)
     assert matrices_of(shape, spec) == [sides for _, sides in matrices_in(param)]
+
+
+def test_an_embedding_of_ones_own_may_have_vectors_too() -> None:
+    class Embedding(nn.Embedding):
+        def __init__(self) -> None:
+            super().__init__(5, D)
+            self.end = bare(D)
+
+    model = node(embed=Embedding(), up=linear(D, H), down=linear(H, D), head=linear(D, 3))
+    taken = {r.fqn for r in route_to_blocks(model) if r.muon}
+    assert taken == {"up.weight", "down.weight"}

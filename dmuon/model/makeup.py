@@ -18,6 +18,7 @@ from dmuon.model.module_tree import Holder, ModuleTree
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # their weights have as many dimensions as what they normalize
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+BARE = "bare parameter"
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _COUNTS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 _NO_WEIGHTS = ("bias", "scale", "norm")  # parts of names of what experts have beside their matrices
@@ -97,7 +98,7 @@ def _why_no_layer(tree: ModuleTree, module: nn.Module, name: str, param: Tensor,
         return None
     if param.ndim > 2:
         return f"{param.ndim}-D, not known to be a stack of matrices"
-    return f"bare parameter of {kind}, not the weight of a layer"
+    return f"{BARE} of {kind}, not the weight of a layer"
 
 
 def _is_of_experts(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) -> bool:

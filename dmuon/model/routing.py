@@ -22,7 +22,7 @@ from dmuon.model.blocks import (
 from dmuon.model.end_layers import INPUT_LAYER, OUTPUT_LAYER, Layer, find_end_layers, find_input_convolution
 from dmuon.model.exclusion import Exclude, exclusion
 from dmuon.model.fused_hints import refusal
-from dmuon.model.makeup import RECURRENT, Makeup, makeup_of, matrices_of, reparametrized, why_no_tensor
+from dmuon.model.makeup import BARE, RECURRENT, Makeup, makeup_of, matrices_of, reparametrized, why_no_tensor
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.module_tree import ModuleTree
 
@@ -195,13 +195,19 @@ def _require_some(routes: Sequence[Route], select: Select | None, blocks: _Block
     elif blocks is not None:
         why, remedy = "no trainable layer with a 2-D weight lies inside the given blocks", "name others, or none"
     else:
-        left = [r for r in routes if r.reason in (INPUT_LAYER, OUTPUT_LAYER) and why_no_tensor(r.param) is None]
+        left = [r for r in routes if _could_be_selected(r)]
         why, remedy = "no trainable layer has a 2-D weight", "train this model with torch.optim.AdamW"
         if left:
-            names = ", ".join(f"{route.fqn!r} is an {route.reason}" for route in left[:3])
+            names = ", ".join(f"{route.fqn!r}: {route.reason}" for route in left[:3])
             why = f"no layer is hidden ({names}{', …' if len(left) > 3 else ''})"
             remedy = f"choose matrices with select=lambda fqn, module, param: fqn == {left[0].fqn!r}, {adamw}"
     raise ValueError(f"no matrix was selected for Muon: {why}; {remedy}")
+
+
+def _could_be_selected(route: Route) -> bool:
+    if route.reason in (INPUT_LAYER, OUTPUT_LAYER):
+        return why_no_tensor(route.param) is None
+    return route.param.ndim == 2 and route.reason.startswith(BARE)
 
 
 def _embedding_ids(model: nn.Module) -> dict[int, str]:

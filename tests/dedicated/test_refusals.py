@@ -154,7 +154,7 @@ BY_FSDP = r"'blocks\.0\..*call dmuon\.fully_shard instead"
 EVERYWHERE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no matrices": (
         lambda: refused(nn.Sequential(nn.Linear(3, 3), nn.ReLU())),
-        ValueError, r"no matrix was selected.*'0\.weight' is an output layer.*select=",
+        ValueError, r"no matrix was selected.*'0\.weight': output layer.*select=",
     ),
     "mesh is a group": (
         lambda: refused(build(), dist.group.WORLD),

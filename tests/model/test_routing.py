@@ -563,14 +563,17 @@ def test_blocks_by_list_and_by_predicate_override_the_default() -> None:
 
 
 NONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "one layer": (lambda: nn.Linear(D, V), r"no layer is hidden \('weight' is an output layer\); choose"),
-    "one convolution": (lambda: nn.Conv2d(3, D, 3), r"no layer is hidden \('weight' is an output layer\); choose"),
+    "one layer": (lambda: nn.Linear(D, V), r"no layer is hidden \('weight': output layer\); choose"),
+    "one convolution": (lambda: nn.Conv2d(3, D, 3), r"no layer is hidden \('weight': output layer\); choose"),
+    "matrices that are no layer's": (
+        lambda: node(a=bare(D, D), b=bare(D, D)), r"\('a': bare parameter of Called, .*, 'b': bare",
+    ),
     "one layer and an embedding": (
-        lambda: node(embed=nn.Embedding(V, D), head=linear(D, V)), r"\('head.weight' is an output layer\)",
+        lambda: node(embed=nn.Embedding(V, D), head=linear(D, V)), r"\('head.weight': output layer\)",
     ),
     "a trainable head": (
         lambda: node(h=stack(lambda: node(a=linear().requires_grad_(False))), head=linear()),
-        r"\('head.weight' is an output layer\)",
+        r"\('head.weight': output layer\)",
     ),
     "no layer at all": (nn.Identity, "no trainable layer has a 2-D weight; train this model with torch.optim.AdamW"),
     "everything frozen": (

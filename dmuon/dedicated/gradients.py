@@ -314,7 +314,7 @@ class Gradients:
         Otherwise options of a last step, or before those that are loaded, would be compared by nobody.
         """
         if len(self._comm.topology.ranks) > 1:
-            self._vote((), "vote before a state dict")
+            self._vote((), "vote before a state dict (call it on every rank)")
         self._conclude()
 
     def compare(self, options: Options, groups: Sequence[int]) -> None:

@@ -85,6 +85,8 @@ def parameter_of(name: str, known: Container[str]) -> str:
 def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Part, ...]:
     """The matrices of ``param``, which may be a DTensor that tensor parallelism has split.
 
+    Those that lie alike in the matrices of a stack come one after the other, so that they can be updated at once.
+
     Args:
         planned: for each, the owner's position among all ranks of the topology.
     """
@@ -116,7 +118,8 @@ def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Pa
                 parcel = Parcel(1, share.layout, share.holders, t if t in share.holders else share.holders[0])
             local_shape = region.shape if region.count else (0, n)
             parts[number] = Part(number, owner, at, (m, n), region, local_shape, spec.transposed, parcel)
-    return tuple(parts[number] for number in sorted(parts))
+    kinds = 1 + max(share.part for share, _ in of_param)
+    return tuple(parts[number] for number in sorted(parts, key=lambda number: (number % kinds, number)))
 
 
 def _owner(planned: Position, comm: Comm) -> tuple[Position, Coordinate, Position]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -414,6 +414,7 @@ class Muon(torch.optim.Optimizer):
     def _update(self, present: set[int]) -> None:
         """Run all rounds. What a round completes is published at once."""
         coming = [p for r in self._rounds for batch in r.batches for p in batch.params if id(p) in present]
+        parts = Counter(id(p) for r in self._rounds for batch in r.batches for p in batch.params)  # to be updated yet
         with self._timer.phase("publish"):
             for residency in self._residencies:
                 residency.begin_update(coming)
@@ -423,9 +424,11 @@ class Muon(torch.optim.Optimizer):
             self._rounds, lambda i: options[i], present, self._prefetch, self._timer, self._update_others
         ):
             self._done += done
+            of_round = [p for batch in round_.batches for p in batch.params]
+            parts.subtract(map(id, of_round))
             with self._timer.phase("publish"):
                 for residency in self._residencies:
-                    residency.updated([p for batch in round_.batches for p in batch.params])
+                    residency.updated([p for p in of_round if not parts[id(p)]])
         with self._timer.phase("publish"):
             for residency in self._residencies:
                 residency.end_update()

@@ -261,7 +261,10 @@ def test_ranks_out_of_step_are_told_the_first_difference(layout: str, keep: bool
         if what != "state dict" and not aborted:
             assert DIFFERENCE.search(end.text), everything
     if what == "state dict":  # not a collective of the step: each rank says in which one it waited
-        assert "vote before a state dict (call it on every rank) failed" in everything and "block 'blocks.0' failed" in everything, everything
+        assert (
+            "vote before a state dict (call it on every rank) failed" in everything
+            and "block 'blocks.0' failed" in everything
+        ), everything
 
 
 # -- after a failure ----------------------------------------------------------------------------------------------

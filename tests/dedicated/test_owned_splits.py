@@ -71,6 +71,23 @@ def test_each_part_equals_a_matrix_of_its_own(
     assert over_ranks(calls) == STEPS * MATRICES
 
 
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"overlap_backward": True}])
+@on_ranks(2)
+def test_a_block_is_sent_ahead_when_all_parts_of_its_tensors_are_updated(
+    rank: int, world: int, options: dict[str, Any]
+) -> None:
+    """The parts of one tensor that a rank owns have several shapes, so that it updates them one after the other."""
+    splits = [split for split in SPLITS if split.name in ("grouped queries", "experts, fused")]
+    mesh = init_device_mesh("cpu", (world,))
+    model = FusedModel(splits)
+    overlap = options.pop("overlap_backward", False)
+    comm = dmuon.CommOptions(merge_bytes=0)
+    dmuon.dedicate_params(model, mesh, select=by_spec(splits), costs="flops", comm=comm, **options)
+    optimizer = dmuon.Muon(model, overlap_backward=overlap, **OPTIONS)
+    train(model, optimizer, range(STEPS), mesh)
+    assert_equal_weights(full_state(model), fused_reference(STEPS, splits))
+
+
 @on_ranks(3)
 def test_one_tensor_has_several_owners(rank: int, world: int) -> None:
     model, _ = laid(init_device_mesh("cpu", (world,)))

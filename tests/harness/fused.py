@@ -29,7 +29,7 @@ class FusedBlock(nn.Module):
         for i, split in enumerate(splits):
             weight = noise(100 * seed + i, *split.shape)
             self.register_parameter(f"weight{i}", nn.Parameter(weight))
-            features = noise(100 * seed + 50 + i, WIDTH, weight.numel()) / weight.numel()
+            features = noise(100 * seed + 50 + i, WIDTH, weight.numel()) / weight.numel() ** 0.5
             self.register_buffer(f"features{i}", features, persistent=False)
         self.count = len(splits)
 

@@ -151,7 +151,7 @@ def programs(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Files of the repository that a command runs, each with the options that it passes."""
     for i, word in enumerate(words):
         options = [w.split("=")[0] for w in words[i + 1 :] if w.startswith("--")]
-        if re.fullmatch(r"(bench|tests|docs)/\S+\.py", word):
+        if re.fullmatch(r"(bench|tests|docs|examples)/\S+\.py", word):
             yield word, options
         elif re.fullmatch(r"dmuon-\w+", word):
             yield f"dmuon/cli/{word.removeprefix('dmuon-')}.py", options
@@ -160,7 +160,7 @@ def programs(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_paths_exist() -> None:
-    path = re.compile(r"`((?:dmuon|solver|kernels|profiles|tests|bench|docs|\.ci)/[\w./*-]*)`")
+    path = re.compile(r"`((?:dmuon|solver|kernels|profiles|tests|bench|docs|examples|\.ci)/[\w./*-]*)`")
     wrong = [
         f"{page.relative_to(ROOT)}: {found}"
         for page in PAGES

@@ -21,7 +21,7 @@ class ModuleTree:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._holders: dict[int, list[Holder]] = {}
         for module in modules:
-            for name, child in module._modules.items():
+            for name, child in module.__dict__.get("_modules", {}).items():  # none before Module.__init__
                 if child is not None:
                     self._holders.setdefault(id(child), []).append((module, name))
 

@@ -216,3 +216,13 @@ def test_parameters_alone_lead_to_their_modules() -> None:
     assert sites[id(weight)] == ((block.attn.query_key_value, "weight"),) and id(loose) not in sites
     assert known_spec(tree, *sites[id(weight)][0], weight) == MatrixSpec((4, 4, 4), repeats=2)
     assert elsewhere[0] is block.attn.query_key_value
+
+
+def test_modules_that_are_not_built_yet_disturb_nobody() -> None:
+    class Halfway(nn.Module):
+        def __init__(self) -> None:
+            pass
+
+    halfway = Halfway()
+    weight = linear().weight
+    assert id(weight) not in sites_of([weight])[1] and isinstance(halfway, nn.Module)

@@ -49,14 +49,15 @@ _REMEDY = (
     "use `with dmuon.summon_full_params(model):` to read or edit whole weights, `model.state_dict()` or "
     "torch.distributed.checkpoint to save them"
 )
+_TRAINER_REMEDY = "in Hugging Face's Trainer: take dmuon.integrations.transformers.DedicatedTrainer"
 _WRAPPER_REMEDY = (
     f"{_REMEDY}; DistributedDataParallel is not needed around a dedicated model: dmuon averages all gradients over the "
-    "mesh"
+    f"mesh; {_TRAINER_REMEDY}"
 )
 _CONVERSIONS = ("_to_copy", "empty_like")  # what Module.to(…), .half(), .cuda() and .to_empty(…) call
 _CONVERSION_REMEDY = (
     "convert and move the model before dedicate_params, which takes it to the mesh's device; for another dtype in "
-    "forward and backward pass mp_policy=MixedPrecisionPolicy(param_dtype=…)"
+    f"forward and backward pass mp_policy=MixedPrecisionPolicy(param_dtype=…); {_TRAINER_REMEDY}"
 )
 _REMEDIES = {**dict.fromkeys(_CONVERSIONS, _CONVERSION_REMEDY), "view": _WRAPPER_REMEDY}  # DDP flattens parameters
 

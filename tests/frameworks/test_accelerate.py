@@ -84,7 +84,7 @@ class Run:
 
 @pytest.mark.pitfall("P74")
 @pytest.mark.parametrize("kind", ["ddp", "FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@on_ranks(2, timeout=120.0)
+@on_ranks(2, timeout=180.0)
 def test_training_equals_one_process_and_resumes_exactly(rank: int, world: int, kind: str) -> None:
     expected, norms = reference()
     with shared_folder() as folder:

@@ -29,7 +29,7 @@ from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.part import matrices_in, parts_of
+from dmuon.dedicated.part import parts_of
 from dmuon.dedicated.refusals import (
     check_mesh,
     check_model,
@@ -203,10 +203,10 @@ class _Inspected:
     def matrices(self) -> list[Matrix]:
         """The matrices that need owners, as the solver takes them."""
         return [
-            Matrix(f"{r.fqn}{number}", m, n, r.block, m * n * self.dtype_of(r).itemsize)
+            Matrix(name, m, n, r.block, m * n * self.dtype_of(r).itemsize)
             for r in self.routes
             if r.block is not None
-            for number, (m, n) in matrices_in(r.param)
+            for name, m, n in r.spec.named(r.fqn, r.param.shape)
         ]
 
 
@@ -356,7 +356,7 @@ def _nbytes(weights: Sequence[Weight], dtype: torch.dtype) -> int:
 def _weight(route: Route, plan: OwnerPlan, comm: Comm) -> Weight:
     """The tensor of ``route``, owned by the data-parallel ranks that keep this tensor-parallel rank's part of it."""
     assert route.block is not None
-    planned = [plan.owners[f"{route.fqn}{number}"] for number, _ in matrices_in(route.param)]
+    planned = [plan.owners[name] for name, _, _ in route.spec.named(route.fqn, route.param.shape)]
     sharding = None
     if isinstance(route.param, DTensor):
         sharding = TensorSharding(route.param.device_mesh, route.param.placements[0])

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.context import Comm
-from dmuon.layout.matrices import Region, matrices_by, numbered, stack_shape
+from dmuon.layout.matrices import Region, numbered, stack_shape
 from dmuon.layout.parcels import Parcel
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Position, position_in, positions
@@ -68,13 +68,6 @@ class Part:
         taken = self.take(tensor)
         taken.copy_(value)
         self.put(tensor, taken)
-
-
-def matrices_in(param: Tensor) -> list[tuple[str, tuple[int, int]]]:
-    """The matrices of ``param``: what plans add to its name for each, and their shapes, as they are stored."""
-    if is_one_matrix(param):
-        return [("", (param.shape[0], param.shape[1]))]
-    return [(f"[{number}]", shape) for number, shape in enumerate(matrices_by(spec_of(param), param.shape))]
 
 
 def parameter_of(name: str, known: Container[str]) -> str:

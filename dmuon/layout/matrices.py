@@ -120,13 +120,6 @@ def stack_shape(shape: Sequence[int], spec: MatrixSpec) -> tuple[int, int, int]:
     return MatrixSpec(transposed=spec.transposed, flattened=spec.flattened).matrix_shape(shape)
 
 
-def matrices_by(spec: MatrixSpec, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """The shapes of all matrices of a tensor of ``shape``, as they are stored."""
-    e, m, n = spec.matrix_shape(shape)
-    lengths = [sum(stop - start for start, stop in runs) for runs in spec.runs((e, m, n)[spec.dim])]
-    return [(m, length) if spec.transposed else (length, n) for _ in range(e) for length in lengths]
-
-
 def whole_region(shape: Sequence[int]) -> Region:
     """All of a matrix."""
     m, n = shape

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon.model.blocks import MatrixShape
+from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.transformers_config import read_with_transformers, transformers_or_none
 from dmuon.platform.files import UnreadableFile, read_json
 from dmuon.platform.options import is_integer
@@ -17,9 +18,10 @@ def read_model(path: str | Path) -> list[MatrixShape]:
     """List every matrix inside the blocks of a model: what Muon owns by default, so no embeddings and no output head.
 
     Reads Hugging Face ``config.json`` files of the model types llama, mistral, qwen2, qwen3, qwen3_moe, gpt2 and
-    deepseek_v3, and ``towers`` (a list of transformer stacks under ``"towers"``). Experts are one matrix per expert and
-    projection, and routers (``mlp.gate``, experts × hidden) are matrices of their block like any other. GPT-2's fused
-    ``attn.c_attn`` is listed as its three parts, ``c_attn.q``, ``c_attn.k`` and ``c_attn.v``, each hidden × hidden.
+    deepseek_v3, and ``towers`` (a list of transformer stacks under ``"towers"``), with the names and parts that
+    dedication gives to the matrices of these models as ``transformers`` 5 builds them. Experts are one matrix per
+    expert and projection, fused tensors are listed part by part, and routers (``mlp.gate``, experts × hidden)
+    are matrices of their block like any other.
     Other model types are built by ``transformers`` on the meta device, where it is installed.
 
     Args:
@@ -145,7 +147,8 @@ def _decoder(config: ModelConfig) -> Iterator[MatrixShape]:
 
 
 def _qwen3_moe(config: ModelConfig) -> Iterator[MatrixShape]:
-    hidden, experts = config.integer("hidden_size"), config.integer("num_experts")
+    hidden = config.integer("hidden_size")
+    experts = config.integer("num_local_experts" if "num_local_experts" in config.data else "num_experts")
     step, dense = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
     for layer in range(config.integer("num_hidden_layers")):
         block = f"model.layers.{layer}"
@@ -179,11 +182,13 @@ def _gpt2(config: ModelConfig) -> Iterator[MatrixShape]:
     inner = config.integer("n_inner", 4 * hidden)
     for layer in range(config.integer("n_layer")):
         block = f"transformer.h.{layer}"
-        for part in ("q", "k", "v"):
-            yield _matrix(block, f"attn.c_attn.{part}", hidden, hidden)
+        # As Conv1D stores them: (in, out).
+        yield from _several(
+            block, "attn.c_attn.weight", (hidden, 3 * hidden), MatrixSpec((hidden,) * 3, transposed=True)
+        )
         yield _matrix(block, "attn.c_proj", hidden, hidden)
-        yield _matrix(block, "mlp.c_fc", inner, hidden)
-        yield _matrix(block, "mlp.c_proj", hidden, inner)
+        yield _matrix(block, "mlp.c_fc", hidden, inner)
+        yield _matrix(block, "mlp.c_proj", inner, hidden)
 
 
 def _towers(config: ModelConfig) -> Iterator[MatrixShape]:
@@ -233,8 +238,9 @@ def _latent_attention(config: ModelConfig, block: str, hidden: int, heads: int) 
         rank = config.integer("q_lora_rank")
         yield _matrix(block, "self_attn.q_a_proj", rank, hidden)
         yield _matrix(block, "self_attn.q_b_proj", heads * (plain + rope), rank)
-    yield _matrix(block, "self_attn.kv_a_proj_with_mqa", latent + rope, hidden)
-    yield _matrix(block, "self_attn.kv_b_proj", heads * (plain + value), latent)
+    compressed, expanded = MatrixSpec((latent, rope)), MatrixSpec((plain, value), repeats=heads)
+    yield from _several(block, "self_attn.kv_a_proj_with_mqa.weight", (latent + rope, hidden), compressed)
+    yield from _several(block, "self_attn.kv_b_proj.weight", (heads * (plain + value), latent), expanded)
     yield _matrix(block, "self_attn.o_proj", hidden, heads * value)
 
 
@@ -246,8 +252,14 @@ def _gated_mlp(block: str, name: str, hidden: int, inner: int) -> Iterator[Matri
 
 def _experts(block: str, hidden: int, experts: int, inner: int) -> Iterator[MatrixShape]:
     yield _matrix(block, "mlp.gate", experts, hidden)
-    for expert in range(experts):
-        yield from _gated_mlp(block, f"mlp.experts.{expert}", hidden, inner)
+    yield from _several(block, "mlp.experts.gate_up_proj", (experts, 2 * inner, hidden), MatrixSpec((inner, inner)))
+    yield from _several(block, "mlp.experts.down_proj", (experts, hidden, inner), MatrixSpec())
+
+
+def _several(block: str, name: str, shape: tuple[int, ...], spec: MatrixSpec) -> Iterator[MatrixShape]:
+    """The matrices of a tensor that is made of several."""
+    for matrix, rows, cols in spec.named(f"{block}.{name}", shape):
+        yield MatrixShape(matrix, rows, cols, block)
 
 
 def _matrix(block: str, name: str, rows: int, cols: int) -> MatrixShape:

@@ -58,13 +58,6 @@ def makeup_of(tree: ModuleTree, param: Tensor, sites: Sequence[Holder]) -> Makeu
     return Makeup(spec or form or MatrixSpec(), spec is not None, is_layer, unfit)
 
 
-def matrices_of(shape: Sequence[int], spec: MatrixSpec) -> list[tuple[int, int]]:
-    """The shapes of the matrices of a tensor, as they are stored, in the order in which plans number them."""
-    e, m, n = spec.matrix_shape(shape)
-    lengths = [sum(stop - start for start, stop in runs) for runs in spec.runs(n if spec.transposed else m)]
-    return [(m, length) if spec.transposed else (length, n) for _ in range(e) for length in lengths]
-
-
 def why_no_tensor(param: Tensor) -> str | None:
     """Why Muon would not take a tensor of any shape."""
     if not param.is_floating_point():

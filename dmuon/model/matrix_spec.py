@@ -116,6 +116,19 @@ class MatrixSpec:
             begin += size
         return result
 
+    def matrices(self, shape: Sequence[int]) -> list[tuple[int, int]]:
+        """The shapes of the matrices of a tensor of ``shape``, as they are stored, in the order of their numbers."""
+        e, m, n = self.matrix_shape(shape)
+        lengths = [sum(stop - start for start, stop in runs) for runs in self.runs(n if self.transposed else m)]
+        return [(m, length) if self.transposed else (length, n) for _ in range(e) for length in lengths]
+
+    def named(self, name: str, shape: Sequence[int]) -> list[tuple[str, int, int]]:
+        """What plans call the matrices of a tensor, and their shapes; ``name`` itself if that is one matrix."""
+        shapes = self.matrices(shape)
+        if len(shape) == 2 and self.is_whole:
+            return [(name, *shapes[0])]
+        return [(f"{name}[{number}]", m, n) for number, (m, n) in enumerate(shapes)]
+
     def _heads(self) -> tuple[int, ...]:
         return self.num_heads if isinstance(self.num_heads, tuple) else (self.num_heads,) * max(1, len(self.parts))
 

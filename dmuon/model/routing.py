@@ -22,7 +22,7 @@ from dmuon.model.blocks import (
 from dmuon.model.end_layers import INPUT_LAYER, OUTPUT_LAYER, Layer, find_end_layers, find_input_convolution
 from dmuon.model.exclusion import Exclude, exclusion
 from dmuon.model.fused_hints import refusal
-from dmuon.model.makeup import BARE, RECURRENT, Makeup, makeup_of, matrices_of, reparametrized, why_no_tensor
+from dmuon.model.makeup import BARE, RECURRENT, Makeup, makeup_of, reparametrized, why_no_tensor
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.module_tree import ModuleTree
 
@@ -270,7 +270,7 @@ def _hidden(
 
 
 def _counted(param: nn.Parameter, spec: MatrixSpec) -> str:
-    count = len(matrices_of(param.shape, spec))
+    count = len(spec.matrices(param.shape))
     return "matrix" if count == 1 else f"{count} matrices"
 
 

@@ -13,8 +13,7 @@ import torch
 import torch.nn as nn
 
 from dmuon.model.blocks import MatrixShape
-from dmuon.model.makeup import matrices_of
-from dmuon.model.routing import Route, route_to_blocks
+from dmuon.model.routing import route_to_blocks
 
 # What would fetch code or weights, or ask for packages and dtypes that shapes do not depend on.
 _LEFT_OUT = frozenset({
@@ -63,16 +62,8 @@ def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping
         MatrixShape(name, rows, cols, route.block)
         for route in routes
         if route.block is not None
-        for name, rows, cols in _named(route)
+        for name, rows, cols in route.spec.named(route.fqn, route.param.shape)
     ]
-
-
-def _named(route: Route) -> list[tuple[str, int, int]]:
-    """The matrices of a parameter, as plans call them."""
-    shapes = matrices_of(route.param.shape, route.spec)
-    if route.param.ndim == 2 and route.spec.is_whole:
-        return [(route.fqn, *shapes[0])]
-    return [(f"{route.fqn}[{number}]", m, n) for number, (m, n) in enumerate(shapes)]
 
 
 def _build(transformers: ModuleType, kind: str, fields: dict[str, Any]) -> nn.Module:

@@ -15,7 +15,6 @@ from dmuon.dedicated.dedication import Dedication, dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.part import parameter_of
 from dmuon.dedicated.runtime import Runtime
-from dmuon.layout.matrices import matrices_by
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Route, route_parameters
@@ -161,7 +160,7 @@ def _made_of(param: nn.Parameter, route: Route | None) -> str:
     if spec == MatrixSpec() and route is not None:
         spec = route.spec
     try:
-        shapes = Counter(f"{m}x{n}" for m, n in matrices_by(spec, param.shape))
+        shapes = Counter(f"{m}x{n}" for m, n in spec.matrices(param.shape))
     except ValueError:
         return ""
     if len(param.shape) == 2 and sum(shapes.values()) == 1:

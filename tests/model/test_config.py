@@ -42,7 +42,7 @@ def test_gpt2_lists_fused_qkv_as_three_squares(tmp_path: Path) -> None:
     outside = (50257 + 1024) * 768 + 12 * 13 * 768 + 2 * 768
     assert elements(matrices) + outside == 124_439_808
     first = [(m.name, m.rows, m.cols) for m in matrices if m.block == "transformer.h.0"]
-    assert first[:3] == [(f"transformer.h.0.attn.c_attn.{part}.weight", 768, 768) for part in "qkv"]
+    assert first[:3] == [(f"transformer.h.0.attn.c_attn.weight[{part}]", 768, 768) for part in range(3)]
     assert Counter(shape for *_, a, b in first for shape in [(a, b)])[(768, 768)] == 4
 
 
@@ -53,7 +53,14 @@ def test_qwen_moe_counts_experts_and_routers_as_matrices(tmp_path: Path) -> None
     assert len(matrices) == 48 * (4 + 1 + 3 * 128)
     names = {m.name: (m.rows, m.cols) for m in matrices}
     assert names["model.layers.7.mlp.gate.weight"] == (128, 2048)
-    assert names["model.layers.7.mlp.experts.127.down_proj.weight"] == (2048, 768)
+    assert names["model.layers.7.mlp.experts.down_proj[127]"] == (2048, 768)
+    assert names["model.layers.7.mlp.experts.gate_up_proj[255]"] == (768, 2048)
+
+
+def test_the_number_of_experts_may_have_its_new_name(tmp_path: Path) -> None:
+    config = {**QWEN_MOE, "num_local_experts": QWEN_MOE["num_experts"]}
+    del config["num_experts"]
+    assert read(tmp_path, config) == read(tmp_path, QWEN_MOE)
 
 
 def test_qwen_moe_honours_dense_layers(tmp_path: Path) -> None:
@@ -66,8 +73,8 @@ def test_deepseek_has_671_billion_parameters_with_dense_first_layers(tmp_path: P
     matrices = read(tmp_path, DEEPSEEK)
     assert elements(matrices) + 2 * 129280 * 7168 == pytest.approx(671.0e9, rel=1e-3)
     per_block = Counter(m.block for m in matrices)
-    assert per_block["model.layers.2"] == 5 + 3
-    assert per_block["model.layers.3"] == 5 + 1 + 3 * 256 + 3
+    assert per_block["model.layers.2"] == 7 + 3  # keys and values have two latents, and two parts made of them
+    assert per_block["model.layers.3"] == 7 + 1 + 3 * 256 + 3
 
 
 def test_deepseek_without_a_query_rank_has_one_query_projection(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from harness.tiny_configs import TINY
 
 import dmuon
 from dmuon.model.blocks import blocks_by_module, stacked_blocks
+from dmuon.model.config import read_model
 from dmuon.model.families import known_spec, stored_form
 from dmuon.model.fused_hints import fused_look
 from dmuon.model.matrix_spec import MatrixSpec
@@ -154,3 +155,37 @@ def test_nothing_of_any_family_looks_fused_and_is_unknown(monkeypatch: pytest.Mo
                     left.append((kind, type(module).__name__, f"{prefix}.{name}", str(tuple(param.shape))))
     assert not left
     assert built > 150 and stacks > 100, "most families build without weights"
+
+
+BASE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+READ: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), BASE),
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "qwen3_moe": BASE | {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
+    "deepseek_v3": BASE
+    | {
+        "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.pitfall("P78")
+@pytest.mark.parametrize("kind", READ)
+def test_a_plan_from_a_configuration_has_just_the_matrices_that_dedication_owns(kind: str, tmp_path: Path) -> None:
+    """Of the model types that dmuon reads itself, from what this transformers saves."""
+    config = transformers.AutoConfig.for_model(kind, **READ[kind])
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    owned = {
+        (name, rows, cols, route.block)
+        for route in route_to_blocks(model)
+        if route.block is not None
+        for name, rows, cols in route.spec.named(route.fqn, route.param.shape)
+    }
+    assert {(m.name, m.rows, m.cols, m.block) for m in read_model(tmp_path)} == owned

@@ -117,7 +117,8 @@ class OwnedBuffer:
         self._assembled = torch.empty(split, dtype=comm_dtype, device=comm.device)  # tensors made of several slots
         self.matrices: list[OwnedMatrix] = []
         self.spans: list[tuple[OwnedMatrix, Part, tuple[int, int]]] = []  # of each part, where it lies
-        self._wholes: list[tuple[Tensor, list[tuple[Part, tuple[int, int]]]]] = []  # and what these are made of
+        self._assembly: list[tuple[Tensor, Tensor]] = []  # parts of tensors that are made of several, and their slots
+        self._scattered: list[tuple[Tensor, Part, Tensor]] = []  # tensors, parts that are no one slice, and their slots
         slots, begin = iter(self.layout.slots), 0
         for weight in weights:
             shape, spans = local_tensor(weight.param).shape, list(islice(slots, len(weight.parts)))
@@ -125,7 +126,12 @@ class OwnedBuffer:
             if weight.is_split:
                 whole = self._assembled[begin : begin + shape.numel()].view(shape)
                 begin += shape.numel()
-                self._wholes.append((whole, placed))
+                for part, (a, b) in placed:
+                    slot = self._buffer[a:b].view(part.local_shape)
+                    if part.is_slice:
+                        self._assembly.append((part.take(whole), slot))
+                    else:
+                        self._scattered.append((whole, part, slot))
             else:
                 whole = self._buffer[slice(*spans[0])].view(shape)
             matrix = own(weight, whole, comm)
@@ -249,12 +255,10 @@ class OwnedBuffer:
 
     def _assemble(self) -> None:
         """Put what was filled where modules find it, of tensors that are made of several matrices."""
-        for whole, placed in self._wholes:
-            parts = [part.take(whole) for part, _ in placed]
-            slots = [self._buffer[a:b].view(part.local_shape) for part, (a, b) in placed]
-            torch._foreach_copy_(parts, slots)
-            for (part, _), value in zip(placed, parts, strict=True):
-                part.put(whole, value)
+        if self._assembly:
+            torch._foreach_copy_([part for part, _ in self._assembly], [slot for _, slot in self._assembly])
+        for whole, part, slot in self._scattered:
+            part.write(whole, slot)
 
     # -- users -----------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,11 @@ class Part:
         """Elements of what one data-parallel rank computes with."""
         return prod(self.local_shape)
 
+    @property
+    def is_slice(self) -> bool:
+        """Whether :meth:`take` gives a view of a contiguous tensor."""
+        return self.region is None or self.region.is_slice
+
     def take(self, tensor: Tensor) -> Tensor:
         """This matrix, ``local_shape``, of a tensor that is shaped as what one data-parallel rank computes with."""
         if self.region is None:

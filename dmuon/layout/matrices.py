@@ -43,6 +43,11 @@ class Region:
         length = sum(run[1] - run[0] for run in self.runs)
         return (length, self.stack[2]) if self.dim == 1 else (self.stack[1], length)
 
+    @property
+    def is_slice(self) -> bool:
+        """Whether :meth:`take` gives a view of a contiguous tensor."""
+        return not self.runs or _step(self.runs) is not None
+
     def part(self, begin: int, end: int) -> Region:
         """Matrices ``begin`` to ``end`` of these."""
         first, last = self.span
@@ -64,7 +69,7 @@ class Region:
         """Write ``matrices``, parts of what :meth:`take` gave, back to ``local``, if they are copies."""
         stack = self._stacked(local)
         is_view = stack.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-        if is_view and (_step(self.runs) is not None or not self.runs):
+        if is_view and self.is_slice:
             return
         for whole, matrix in zip(stack[slice(*self.span)].unbind(0), matrices, strict=True):
             begin = 0

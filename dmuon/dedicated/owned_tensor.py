@@ -49,7 +49,10 @@ _REMEDY = (
     "use `with dmuon.summon_full_params(model):` to read or edit whole weights, `model.state_dict()` or "
     "torch.distributed.checkpoint to save them"
 )
-_TRAINER_REMEDY = "in Hugging Face's Trainer: take dmuon.integrations.transformers.DedicatedTrainer"
+_TRAINER_REMEDY = (
+    "in Hugging Face's Trainer: take dmuon.integrations.transformers.DedicatedTrainer; with accelerate: call "
+    "accelerator.prepare_model(model, evaluation_mode=True) before prepare"
+)
 _WRAPPER_REMEDY = (
     f"{_REMEDY}; DistributedDataParallel is not needed around a dedicated model: dmuon averages all gradients over the "
     f"mesh; {_TRAINER_REMEDY}"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from harness.assertions import assert_equal_weights, assert_same_tensors
 from harness.hugging_face import (
     MATRICES,
@@ -19,6 +20,8 @@ from harness.hugging_face import (
 )
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dmuon
@@ -52,7 +55,7 @@ class Run:
         import accelerate
 
         plugin = None
-        if kind != "ddp":
+        if kind.endswith("STATE_DICT"):
             take_cpu_for_accelerator()
             plugin = accelerate.FullyShardedDataParallelPlugin(
                 fsdp_version=2,
@@ -67,6 +70,9 @@ class Run:
         model = build(**options)
         world = self.accelerator.num_processes
         loader = torch.utils.data.DataLoader(samples(), batch_size=BATCH // MICRO // world)  # type: ignore[arg-type]
+        if kind == "dedicated":
+            dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, dmuon.Muon(model, **OPTIONS), loader)
         self.norms: list[float] = []
 
@@ -104,5 +110,28 @@ def test_training_equals_one_process_and_resumes_exactly(rank: int, world: int, 
         with launched(rank, world):
             resumed = Run(kind)
             resumed.accelerator.load_state(str(folder))
+            resumed.train(2, STEPS)
+            assert_same_tensors(weights_of(resumed.model), weights)
+
+
+@on_ranks(2, timeout=180.0)
+def test_dedicated_model_that_was_prepared_as_for_evaluation_trains_and_resumes(rank: int, world: int) -> None:
+    expected, norms = reference()
+    with shared_folder() as folder:
+        with launched(rank, world):
+            run = Run("dedicated")
+            run.train(0, 2)
+            model, optimizer = get_state_dict(run.model, run.optimizer)
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+            run.train(2, STEPS)
+            weights = weights_of(run.model)
+            assert_equal_weights(weights, expected)
+            assert run.norms == pytest.approx(norms, rel=1e-5)
+            assert over_ranks(run.optimizer.optimizer.last_step.ns_matrices) == MATRICES["llama"]
+        with launched(rank, world):
+            resumed = Run("dedicated")
+            model, optimizer = get_state_dict(resumed.model, resumed.optimizer)
+            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+            set_state_dict(resumed.model, resumed.optimizer, model_state_dict=model, optim_state_dict=optimizer)
             resumed.train(2, STEPS)
             assert_same_tensors(weights_of(resumed.model), weights)

@@ -41,7 +41,7 @@ def run_fragments(
         names = common | {"batches": [(torch.randn(8, 64), torch.randint(10, (8,))) for _ in range(2)]}
         exec(compile(model if SETS_UP.search(fragment) else model + setup, "example.py", "exec"), names)
         try:
-            exec(compile(fragment, name, "exec"), names)
+            exec(compile(fragment, name, "exec", dont_inherit=True), names)
             faults[name] = None
         except Exception:
             faults[name] = traceback.format_exc()

@@ -50,7 +50,7 @@ class Program:
     half: bool = False
     nccl: bool = False
     graphs: int = 0
-    model: Literal["toy", "single", "auxiliary"] = "toy"
+    model: Literal["toy", "single", "auxiliary", "experts"] = "toy"
     optimizers: int = 1
     bucket: int | None = None
     comm: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +80,25 @@ class Single(nn.Module):
         return x + self.mix(x)
 
 
+class Experts(nn.Module):
+    """A block of two fused matrices for each of three experts, by turns, and of one more for each."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.num_experts = 3
+        self.up = nn.Parameter(torch.randn(3, size.width, size.width) / 4)
+        self.down = nn.Parameter(torch.randn(3, size.width, size.width + 3) / 4)
+        self.mix = nn.Linear(size.width, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.cat([x, x[..., :3]], -1)
+        return (
+            x
+            + self.mix(x)
+            + sum(torch.tanh(x @ u) + torch.tanh(wide @ d.T) for u, d in zip(self.up, self.down, strict=True))
+        )
+
+
 class Auxiliary(Network):
     """With parameters that the first rank alone uses; their gradients are the first to come."""
 
@@ -96,6 +115,7 @@ MODELS: dict[str, Callable[[], Network]] = {
     "toy": build,
     "single": lambda: build(block=Single),
     "auxiliary": Auxiliary,
+    "experts": lambda: build(block=Experts),
 }
 
 
@@ -388,6 +408,10 @@ PROGRAMS: dict[str, Program] = {
     "single beside": Program("hsdp-two-lines", f"{T} {T} evaluate@side {T}", model="single"),
     "failed": Program("1d-two-lines", f"{T} {T} fail {T}", bucket=1000),
     "auxiliary": Program("1d-two-lines", f"{T} {T} {T} {T}", model="auxiliary", bucket=1000),
+    "experts": Program("1d-two-lines", f"{T} {T} {T}", model="experts", overlap=True),
+    "experts kept": Program("hsdp-two-lines", f"{T} accumulate-in-rows {T} summon {T}", model="experts", keep=True),
+    "experts freed": Program("hsdp-two-lines", f"{T} accumulate {T}", model="experts"),
+    "experts exchanged": Program("fsdp2-2", f"{T} {T}", model="experts"),
     "saved alone": Program(
         "1d-two-lines", f"backward save-alone step zero {T} {T} {T}", model="auxiliary", bucket=1000
     ),

@@ -114,11 +114,6 @@ class Share:
     layout: ShardLayout
     runs: Mapping[Position, Runs]
 
-    @property
-    def numel(self) -> int:
-        """Elements of one matrix."""
-        return prod(self.layout.shape)
-
 
 def stack_shape(shape: Sequence[int], spec: MatrixSpec) -> tuple[int, int, int]:
     """``(e, m, n)`` of a part of a tensor, of any length along the dimensions that are cut."""

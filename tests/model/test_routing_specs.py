@@ -10,11 +10,12 @@ import pytest
 import torch.nn as nn
 from harness.families import HEADS, Conv1D, bare, experts, of
 from harness.trees import D, H, linear, llama, node, stack
+from torch.distributed.tensor import Replicate
 
 import dmuon
-from dmuon.dedicated.part import matrices_in
-from dmuon.model.makeup import matrices_of
-from dmuon.model.matrix_spec import MatrixSpec, remember_spec
+from dmuon.layout.matrices import numbered
+from dmuon.layout.shards import layout_of
+from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.routing import Route, route_to_blocks
 
 
@@ -183,9 +184,11 @@ def test_a_bad_exclude_is_refused(exclude: Any, error: type[Exception], match: s
     ],
 )
 def test_plans_list_the_matrices_that_dedication_gives_owners(shape: tuple[int, ...], spec: MatrixSpec) -> None:
-    param = bare(*shape)
-    remember_spec(param, spec)
-    assert matrices_of(shape, spec) == [sides for _, sides in matrices_in(param)]
+    found = {}
+    for share, numbers in numbered(layout_of(shape, [1], [Replicate()]), spec):
+        found |= dict.fromkeys(numbers, share.layout.shape)
+    listed = {name: (rows, cols) for name, rows, cols in spec.named("w", shape)}
+    assert {f"w[{number}]": sides for number, sides in found.items()} == listed
 
 
 def test_an_embedding_of_ones_own_may_have_vectors_too() -> None:

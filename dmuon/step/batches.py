@@ -206,7 +206,7 @@ def make_batches(tasks: Iterable[Task], device: torch.device | None = None) -> t
             batches += _of_stack(task, momentum[id(param)])
         else:
             kind = (param.shape, local.shape, local.dtype, local.device, task.batch_size, task.shared, task.region)
-            alike.setdefault((kind, task.numbers), []).append(task)
+            alike.setdefault((kind, task.numbers, task.transposed), []).append(task)
     for members in alike.values():
         first, local = members[0], local_tensor(members[0].param)
         for start in range(0, len(members), first.batch_size):

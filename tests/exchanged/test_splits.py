@@ -130,6 +130,19 @@ def test_kernels_that_are_stored_channels_last_are_updated_in_place() -> None:
     assert param.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_matrices_of_one_shape_that_are_stored_otherwise_have_rates_of_their_own() -> None:
+    """``(in, out)`` beside ``(out, in)``: a rate that depends on which side is the output."""
+    plain, stored = nn.Parameter(torch.ones(4, 9)), nn.Parameter(torch.ones(4, 9))
+    remember_spec(stored, MatrixSpec(transposed=True))
+    optimizer = dmuon.Muon(
+        [{"params": [plain, stored], "use_muon": True}], lr=1.0, weight_decay=0.0, adjust_lr_fn="original"
+    )
+    gradient = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    plain.grad, stored.grad = gradient.clone(), gradient.clone()
+    optimizer.step()
+    assert torch.allclose(1 - stored.detach(), (9 / 4) ** 0.5 * (1 - plain.detach()), atol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(6, 5), (4, 4)])
 def test_a_spec_that_does_not_fit_is_refused(shape: tuple[int, int]) -> None:
     param = nn.Parameter(torch.ones(shape))

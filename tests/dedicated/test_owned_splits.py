@@ -49,7 +49,7 @@ def train(model: nn.Module, optimizer: dmuon.Muon, steps: Any, mesh: DeviceMesh)
 @pytest.mark.parametrize(
     ("world", "extents", "names", "options"),
     [
-        (1, (1,), None, {}),
+        pytest.param(1, (1,), None, {}, marks=pytest.mark.slow),
         (2, (2,), None, {}),
         (2, (2,), None, {"reshard_after_forward": False, "overlap_backward": True}),
         (3, (3,), None, {"overlap_backward": True}),
@@ -123,7 +123,7 @@ def test_parts_of_what_tensor_parallelism_has_split(rank: int, world: int) -> No
 
 
 @pytest.mark.parametrize("kind", ["sharded", "whole"])
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3))])
 @on_ranks()
 def test_a_run_goes_on_from_its_checkpoint(rank: int, world: int, kind: str) -> None:
     """Momentum as the optimizer has it, or whole, from rank 0; into other owners."""
@@ -156,7 +156,7 @@ def test_whole_weights_can_be_read_and_edited(rank: int, world: int) -> None:
         assert torch.equal(found[name], 2 * expected[name])
 
 
-@pytest.mark.parametrize("kind", ["no_sync", "row"])
+@pytest.mark.parametrize("kind", ["no_sync", pytest.param("row", marks=pytest.mark.slow)])
 @on_ranks(4)
 def test_gradients_are_accumulated_part_by_part(rank: int, world: int, kind: str) -> None:
     """Without communication, or along the row alone; two halves of a batch make the step of the whole."""

@@ -14,7 +14,6 @@ from harness.limits import PROGRAM_SECONDS
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LINES = 120
-QUICK = ("one_process",)  # the others are slow
 FRAMEWORKS = ("accelerate", "lightning", "peft", "transformers")
 
 
@@ -26,12 +25,9 @@ def command(example: Path) -> list[str]:
     return [*program, *said[2].split(), str(example)]
 
 
-def parameter(example: Path) -> object:
-    return pytest.param(example, id=example.stem, marks=[] if example.stem in QUICK else pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.pitfall("P78")
-@pytest.mark.parametrize("example", [parameter(example) for example in EXAMPLES])
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_it_trains(example: Path, tmp_path: Path) -> None:
     for package in FRAMEWORKS:
         used = re.search(rf"^(import|from) {package}\b", example.read_text(), re.MULTILINE) is not None

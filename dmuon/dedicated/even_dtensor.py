@@ -15,6 +15,7 @@ from dmuon.comm.context import Comm
 from dmuon.comm.domain import redistribute_all
 from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor, joined, tensor_placements
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.state_shard import StateShard
 from dmuon.layout.matrices import Region, layout_of_region, whole_region
 from dmuon.layout.parcels import Parcel, Route
 from dmuon.layout.shards import Piece, layout_of
@@ -41,7 +42,8 @@ def owned_to_even(local: Tensor, matrix: OwnedMatrix, comm: Comm) -> DTensor:
         taken = even.regions[i].take(shard)
         taken.copy_(piece)
         even.regions[i].put(shard, list(taken.unbind(0)))
-    return as_dtensor(shard, _even_mesh(matrix, comm), _even_placements(matrix), matrix.shape)
+    even_dtensor = as_dtensor(shard, _even_mesh(matrix, comm), _even_placements(matrix), matrix.shape)
+    return StateShard.of(even_dtensor, matrix.fqn)
 
 
 def even_to_owned(value: Tensor, matrix: OwnedMatrix, comm: Comm, dtype: torch.dtype) -> Tensor:

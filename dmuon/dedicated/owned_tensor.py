@@ -245,7 +245,11 @@ class OwnedTensor(DTensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(f"parameter {self.fqn!r} is owned by dmuon and cannot be pickled: save model.state_dict()")
+        raise RuntimeError(
+            f"parameter {self.fqn!r} is owned by dmuon and cannot be pickled: save model.state_dict() by "
+            "torch.distributed.checkpoint, or get_model_state_dict(model, options=StateDictOptions("
+            "full_state_dict=True)) by torch.save"
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OwnedTensor({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype}, owners={self.owners})"

@@ -18,6 +18,7 @@ from dmuon.dedicated.block import Phase
 from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.runtime import Runtime
+from dmuon.dedicated.state_shard import mark_shards
 from dmuon.model.blocks import canonical_fqn
 
 _Matrices = dict[str, OwnedMatrix]  # of one module, by attribute
@@ -34,6 +35,7 @@ def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
             by_module.setdefault(module, {})[name] = matrix
     loading = _Loading(runtime, by_module)
     model.register_state_dict_pre_hook(partial(_before_state_dict, runtime))
+    model.register_state_dict_post_hook(_after_whole_state_dict)
     model.register_load_state_dict_pre_hook(loading.begin)
     model.register_load_state_dict_post_hook(loading.end)
     for module, matrices in by_module.items():
@@ -67,6 +69,11 @@ def _after_state_dict(
     with torch.no_grad():
         for name, matrix in _resting(module, matrices).items():
             state_dict[prefix + name] = owned_to_even(matrix.master, matrix, runtime.comm)
+
+
+def _after_whole_state_dict(_model: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """What FSDP2 shards beside owned matrices is no more the whole than they are."""
+    mark_shards(state_dict, prefix)
 
 
 _ABSENT, _UNFIT = "absent", "unfit"

@@ -1,0 +1,87 @@
+"""What state dicts of a dedicated model hold: shards, which nobody may write to a file as if they were the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dmuon.platform.torch_private import local_tensor
+
+_COPIES = ("alias", "clone", "detach", "_to_copy")  # and what `.cpu()` and the like call
+_REMEDY = (
+    "on every rank call whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+    "cpu_offload=True)) of torch.distributed.checkpoint.state_dict (for an optimizer get_optimizer_state_dict), and "
+    "write that on rank 0: model.save_pretrained(folder, state_dict=whole) or torch.save(whole, file); "
+    "torch.distributed.checkpoint saves shards"
+)
+
+
+class StateShard(DTensor):
+    """An ordinary even DTensor, of which torch.distributed.checkpoint and all of torch know what to do.
+
+    Libraries that write one file, such as safetensors, ask a tensor for its memory, and ``torch.save`` pickles it. Both
+    would write this rank's rows under the name of the whole, or say nothing of what to do.
+
+    Attributes:
+        fqn: name of the parameter.
+    """
+
+    fqn: str
+
+    @classmethod
+    def of(cls, tensor: DTensor, fqn: str) -> StateShard:
+        """``tensor``, whose memory it shares."""
+        shard = cls(local_tensor(tensor), tensor._spec, requires_grad=False)
+        shard.fqn = fqn
+        return shard
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        flat, spec = tree_flatten((list(args), kwargs or {}))
+        twins: dict[int, StateShard] = {}
+        plain = []
+        fqn = ""
+        for leaf in flat:
+            if isinstance(leaf, StateShard):
+                twin = DTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
+                twins[id(twin)], fqn = leaf, leaf.fqn
+                leaf = twin
+            plain.append(leaf)
+        plain_args, plain_kwargs = tree_unflatten(plain, spec)
+        out = func(*plain_args, **plain_kwargs)
+        if not isinstance(out, DTensor):
+            return out
+        if id(out) in twins:
+            return twins[id(out)]
+        return cls.of(out, fqn) if func.overloadpacket.__name__ in _COPIES else out
+
+    def storage(self) -> Any:
+        # safetensors asks this, to find tensors that share memory, before it writes anything.
+        raise self._in_parts()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = twin = self.clone()
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._in_parts()
+
+    def _in_parts(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self.fqn!r} in a state dict of a dedicated model cannot be written to a file or pickled as it is, since "
+            f"each rank has some rows of it: {_REMEDY}"
+        )
+
+
+def mark_shards(state_dict: dict[str, Any], prefix: str) -> None:
+    """Make a :class:`StateShard` of every DTensor below ``prefix`` that is no parameter itself."""
+    for key, value in state_dict.items():
+        if key.startswith(prefix) and type(value) is DTensor and not isinstance(value, nn.Parameter):
+            state_dict[key] = StateShard.of(value, key[len(prefix) :])

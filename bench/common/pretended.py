@@ -1,0 +1,84 @@
+"""One rank of many, alone: torch's fake process group, in which collectives return at once, and what is said of others.
+
+What this rank gathers of the others it has said itself. Where that cannot be so it is made up: they stand on hosts of
+``PER_HOST`` ranks each. Results of collectives mean nothing, so nothing that is computed does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import log
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dmuon.platform.host import HostShare
+
+PER_HOST = 8
+COUNTED = (
+    "all_gather_into_tensor",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_object_list",
+    "reduce",
+    "reduce_scatter_tensor",
+    "reduce_scatter",
+    "scatter",
+)
+
+
+def pretend(world: int) -> Counter[str]:
+    """Be rank 0 of ``world`` from now on, in this process.
+
+    Returns:
+        How often each collective is started from now on.
+    """
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    gather = dist.all_gather_object
+
+    def gather_object(items: list[Any], item: object, group: dist.ProcessGroup | None = None) -> None:
+        gather(items, item, group=group)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        items[:] = [_said_by(rank, item) for rank, item in zip(ranks, items, strict=True)]
+
+    def all_to_all(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output.zero_()  # what lies in new memory may be slow to compute with
+        return dist.group.WORLD.barrier()
+
+    dist.all_gather_object = gather_object
+    dist.all_to_all_single = all_to_all
+    counts: Counter[str] = Counter()
+    for name in COUNTED:
+        setattr(dist, name, _counting(getattr(dist, name), name, counts))
+    return counts
+
+
+def _said_by(rank: int, item: Any) -> Any:
+    """What ``rank`` would say where rank 0 says ``item``: where it stands, and its own number."""
+    if isinstance(item, HostShare):
+        return HostShare(f"host {rank // PER_HOST}", item.threads, item.cpus)
+    if isinstance(item, tuple):
+        if len(item) == 2 and isinstance(item[0], HostShare) and item[1] == [0]:
+            return _said_by(rank, item[0]), [rank]  # a seat without tensor parallelism
+        return tuple(_said_by(rank, part) for part in item)
+    return item
+
+
+def _counting(function: Callable[..., Any], name: str, counts: Counter[str]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Of the power of the size by which values grow, between the smallest and the largest size."""
+
+    return log(max(values[-1], 1e-9) / max(values[0], 1e-9)) / log(sizes[-1] / sizes[0])

@@ -1,0 +1,254 @@
+"""How the costs of one rank grow with ranks and with matrices: the real code of rank 0 in a pretended process group.
+
+For each number of ranks and of matrices (16x16, so that arithmetic costs next to nothing; seven a block) a process
+builds, trains, saves and loads, in the chosen residency. Of each phase it prints processor seconds, collectives that
+were started, and MiB by which memory had grown at most; then the exponents of growth, between the least and the most
+ranks, and matrices. ``--counts yes`` prints calls of functions instead of seconds, which no other work disturbs.
+
+    python bench/scale.py --ranks 8,64,1024 --matrices 224,2044 --json bench/results/scale.json
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from common.options import parse
+from common.pretended import exponent, pretend
+from common.results import origin, write_json
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+
+DEDICATED, EXCHANGED = "dedicated", "exchanged"
+PER_BLOCK = 7
+SIDE = 16
+LATER = 3  # steps after the first, of which the median counts
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    ranks: str = "8,64,256,1024"
+    matrices: str = "224"
+    residency: str = "both"
+    counts: str = "no"
+    json: str | None = None
+
+    @property
+    def residencies(self) -> Sequence[str]:
+        return (DEDICATED, EXCHANGED) if self.residency == "both" else (self.residency,)
+
+
+class Block(nn.Module):
+    def __init__(self, matrices: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(matrices))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@dataclass(slots=True)
+class Phase:
+    """What one phase cost this rank.
+
+    Attributes:
+        work: processor seconds, or calls of functions.
+        collectives: that were started.
+        grown: MiB by which resident memory was larger at most than before.
+    """
+
+    work: float
+    collectives: int
+    grown: float
+
+
+class Meter:
+    """Measures phases of this process."""
+
+    def __init__(self, counts: Counter[str], calls: bool) -> None:
+        self.phases: dict[str, list[Phase]] = {}
+        self._counts, self._calls = counts, calls
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before, collectives = _resident(), self._counts.total()
+        called = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal called
+            called += event in ("call", "c_call")
+
+        with _peak() as peak:
+            start = time.process_time()
+            if self._calls:
+                sys.setprofile(count)
+            try:
+                yield
+            finally:
+                sys.setprofile(None)
+            work = called if self._calls else time.process_time() - start
+        grown = max(peak[0], _resident()) - before
+        self.phases.setdefault(name, []).append(Phase(work, self._counts.total() - collectives, grown))
+
+
+def _resident() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@contextmanager
+def _peak() -> Iterator[list[float]]:
+    """The most MiB that were resident meanwhile."""
+    peak, ended = [0.0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.02):
+            peak[0] = max(peak[0], _resident())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        thread.join()
+
+
+def measure(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Phase]:
+    """Of one life of a model on rank 0, by phase. Once in a process."""
+    torch.set_num_threads(1)
+    meter = Meter(pretend(ranks), calls)
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = nn.Sequential(*(Block(PER_BLOCK) for _ in range(matrices // PER_BLOCK)))
+    gc.collect()
+    if residency == DEDICATED:
+        with meter.phase("build"):
+            dmuon.dedicate_params(model, mesh, costs="flops")
+            optimizer = dmuon.Muon(model)
+    else:
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        gc.collect()
+        with meter.phase("build"):
+            optimizer = dmuon.Muon(model, distributed_config=dmuon.create_dtensor_config(costs="flops"))
+    x = torch.randn(2, SIDE)
+    for number in range(1 + LATER):
+        later = "" if number else "first "
+        with meter.phase(f"{later}forward"):
+            loss = model(x).sum()
+        with meter.phase(f"{later}backward"):
+            loss.backward()
+        with meter.phase(f"{later}step"):
+            optimizer.step()
+        with meter.phase(f"{later}zero_grad"):
+            optimizer.zero_grad()
+    saved = {}
+    for what, part in (("optimizer", optimizer), ("model", model)):
+        with meter.phase(f"save {what}"):
+            saved[what] = part.state_dict()
+        with meter.phase(f"load {what}"):
+            part.load_state_dict(saved[what])
+    return {name: sorted(times, key=lambda phase: phase.work)[len(times) // 2] for name, times in meter.phases.items()}
+
+
+def run(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Phase]:
+    """:func:`measure` in a process of its own."""
+    job = json.dumps([residency, ranks, matrices, calls])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__, "--job", job], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{residency}, {ranks} ranks, {matrices} matrices:\n{done.stderr[-2000:]}")
+    return {name: Phase(**phase) for name, phase in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def _work_as_job(job: str) -> int:
+    phases = measure(*json.loads(job))
+    print(json.dumps({name: {f: getattr(phase, f) for f in Phase.__slots__} for name, phase in phases.items()}))
+    sys.stdout.flush()
+    os._exit(0)  # nobody is there to say goodbye to
+
+
+Case = tuple[str, int, int]
+
+
+def growth(cases: dict[Case, dict[str, Phase]], phase: str, residency: str, along: int) -> str:
+    """Exponent of the work of ``phase`` along ranks (1) or matrices (2), where the other is largest."""
+    other = 3 - along
+    of = [case for case in cases if case[0] == residency]
+    line = sorted((c for c in of if c[other] == max(c[other] for c in of)), key=lambda case: case[along])
+    if len(line) < 2:
+        return ""
+    return f"{exponent([c[along] for c in line], [cases[c][phase].work for c in line]):.2f}"
+
+
+def table(cases: dict[Case, dict[str, Phase]], residency: str, unit: str) -> str:
+    of = {case: phases for case, phases in cases.items() if case[0] == residency}
+    head = [f"{ranks} x {matrices}" for _, ranks, matrices in of]
+    lines = [
+        f"{residency}: {unit} (collectives, MiB grown) of one rank by ranks x matrices",
+        "",
+        f"| phase | {' | '.join(head)} | ranks^ | matrices^ |",
+        f"|---|{'--:|' * (len(head) + 2)}",
+    ]
+    for phase in next(iter(of.values())):
+        found = [phases[phase] for phases in of.values()]
+        cells = [f"{_amount(one.work)} ({one.collectives}, {one.grown:.0f})" for one in found]
+        cells += [growth(cases, phase, residency, along) for along in (1, 2)]
+        lines.append(f"| {phase} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _amount(work: float) -> str:
+    return f"{work:,.0f}" if work >= 1000 else f"{work:.3g}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser, settings = parse(
+        Settings,
+        __doc__,
+        argv,
+        least={},
+        choices={"residency": (DEDICATED, EXCHANGED, "both"), "counts": ("yes", "no")},
+    )
+    try:
+        ranks, matrices = ([int(n) for n in text.split(",")] for text in (settings.ranks, settings.matrices))
+    except ValueError:
+        parser.error("--ranks and --matrices must be numbers, separated by commas")
+    if min(ranks) < 2 or min(matrices) < PER_BLOCK:
+        parser.error(f"--ranks must be at least 2, --matrices at least {PER_BLOCK}")
+    calls = settings.counts == "yes"
+    cases: dict[Case, dict[str, Phase]] = {}
+    for residency in settings.residencies:
+        for count in matrices:
+            for world in ranks:
+                cases[residency, world, count] = run(residency, world, count, calls)
+        print(table(cases, residency, "calls of functions" if calls else "processor seconds"), end="\n\n", flush=True)
+    if settings.json is not None:
+        rows = [
+            {"residency": case[0], "ranks": case[1], "matrices": case[2], "phase": name}
+            | {field: getattr(phase, field) for field in Phase.__slots__}
+            for case, phases in cases.items()
+            for name, phase in phases.items()
+        ]
+        write_json(settings.json, {"origin": origin(), "counts": calls, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_work_as_job(sys.argv[2]) if sys.argv[1:2] == ["--job"] else main())

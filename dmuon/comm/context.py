@@ -20,7 +20,7 @@ from dmuon.comm.lifetime import Groups
 from dmuon.comm.monitor import Monitor, Pending
 from dmuon.comm.process_groups import connect, make_group, this_rank
 from dmuon.layout.buffer import Transport, part_offsets
-from dmuon.layout.topology import Coordinate, GlobalRank, Position, Topology, position_in
+from dmuon.layout.topology import Coordinate, GlobalRank, Position, Ranks, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
 from dmuon.platform.torch_private import (
@@ -189,7 +189,7 @@ class Comm:
     flat_mesh: DeviceMesh
     flat_tensor_mesh: DeviceMesh
     topology: Topology
-    ranks: tuple[GlobalRank, ...]
+    ranks: Ranks
     position: Position
     at: Coordinate
     device: torch.device
@@ -258,7 +258,7 @@ def make_comm(
     )
     tensor: Domain | None = None
     if topology.tensor > 1:
-        members = tuple(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
+        members = Ranks(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
         across = groups.keep(make_group(device.type, topology.partition("t"), "tensor", options.timeout))
         tensor = Domain(members, Position(at.t), device, across, monitor, lane=None)
     flat = mesh

@@ -16,7 +16,7 @@ from dmuon.comm.monitor import Monitor, Pending
 from dmuon.comm.process_groups import connect, make_group, named, this_rank
 from dmuon.layout.parcels import Route, travels
 from dmuon.layout.shards import Piece
-from dmuon.layout.topology import GlobalRank, Position, position_in
+from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in
 from dmuon.platform.streams import Stream
 from dmuon.platform.torch_private import default_group_is_bound, default_store
 
@@ -32,7 +32,7 @@ class Domain:
         lane: of the monitor's journal; None where it is that of more ranks than these.
     """
 
-    ranks: tuple[GlobalRank, ...]
+    ranks: Ranks
     position: Position
     device: torch.device
     group: dist.ProcessGroup
@@ -62,7 +62,7 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
     Raises:
         ValueError: some of all ranks, and the default process group is bound to a device.
     """
-    members = tuple(sorted(ranks))
+    members = Ranks(sorted(ranks))
     if default_group_is_bound() and len(members) < dist.get_world_size():
         raise ValueError(
             f"ranks {list(members)} hold matrices together, and the default process group was bound to a device, which "

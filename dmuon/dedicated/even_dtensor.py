@@ -17,9 +17,8 @@ from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor, joined, tensor_place
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_shard import StateShard
 from dmuon.layout.matrices import Region, layout_of_region, whole_region
-from dmuon.layout.parcels import Parcel, Route
+from dmuon.layout.parcels import Parcel, Route, spread_over_all
 from dmuon.layout.shards import Piece, layout_of
-from dmuon.layout.topology import positions
 from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.torch_private import even_shape, local_tensor
 
@@ -117,11 +116,10 @@ class _Even:
     @classmethod
     def of(cls, matrix: OwnedMatrix, comm: Comm) -> _Even:
         layout = layout_of(matrix.local_shape, [comm.world], [Shard(_even_dim(matrix))])
-        holders = positions(comm.world)
         parcels, regions, flattened = [], [], spec_of(matrix.rest).flattened
         for part in matrix.parts:
             of_part, places = layout_of_region(layout, part.region or whole_region(matrix.local_shape), flattened)
-            parcels.append(Parcel(1, of_part, holders, part.owner))
+            parcels.append(Parcel(1, spread_over_all(of_part), part.owner))
             regions.append(places[comm.position])
         return cls(layout.pieces[comm.position].shape, parcels, regions)
 

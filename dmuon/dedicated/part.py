@@ -12,9 +12,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.context import Comm
 from dmuon.layout.matrices import Region, numbered, stack_shape
-from dmuon.layout.parcels import Parcel
+from dmuon.layout.parcels import Parcel, spread_over_all
 from dmuon.layout.shards import layout_of
-from dmuon.layout.topology import Coordinate, Position, position_in, positions
+from dmuon.layout.topology import Coordinate, Position, position_in
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.platform.torch_private import local_tensor
 
@@ -97,7 +97,7 @@ def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Pa
     layout = layout_of(param.shape, sizes, placements)
     if is_one_matrix(param):
         owner, at, t = _owner(planned[0], comm)
-        parcel = Parcel(1, layout, positions(sizes[0]), t) if isinstance(param, DTensor) else None
+        parcel = Parcel(1, spread_over_all(layout), t) if isinstance(param, DTensor) else None
         m, n = param.shape
         return (Part(0, owner, at, (m, n), None, (local.shape[0], local.shape[1]), spec.transposed, parcel),)
     stack = stack_shape(local.shape, spec)
@@ -113,7 +113,7 @@ def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Pa
             region = Region(stack, (begin, begin + (i in places)), spec.dim, share.runs.get(here, ()))
             parcel = None
             if isinstance(param, DTensor):  # whoever holds nothing of a matrix of a stack cannot own it
-                parcel = Parcel(1, share.layout, share.holders, t if t in share.holders else share.holders[0])
+                parcel = Parcel(1, share.spread, t if t in share.holders else share.holders[0])
             local_shape = region.shape if region.count else (0, n)
             parts[number] = Part(number, owner, at, (m, n), region, local_shape, spec.transposed, parcel)
     kinds = 1 + max(share.part for share, _ in of_param)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dmuon.comm.agreement import agree
 from dmuon.comm.domain import Domain
-from dmuon.exchanged.layouts import LayoutOptions, Layouts, Ranks
+from dmuon.exchanged.layouts import LayoutOptions, Layouts
 from dmuon.layout.matrices import Region, Share, numbered, stack_shape
 from dmuon.layout.parameters import ParameterLayout
-from dmuon.layout.parcels import Parcel
-from dmuon.layout.topology import GlobalRank, Position, position_in, positions
+from dmuon.layout.parcels import Parcel, spread_over_all
+from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.planning.agreed_plan import make_plan
 from dmuon.planning.cost_lookup import link_ns_per_byte
@@ -167,8 +167,7 @@ def _task(layouts: Layouts, index: int, shared: Shared, region: Region | None, n
     sides = min(m, n), max(m, n)
     plan = layouts.plans.get(shared.domain.ranks)
     planned = None if plan is None else plan.chunks.get(sides)
-    packed = sum(parcel.from_owner.numel_out(parcel.owner).values())  # as many copies as there are elsewhere
-    numel = max(m * n, packed // parcel.count)  # of one matrix, on the owner at once
+    numel = max(m * n, parcel.numel_sent_back // parcel.count)  # of one matrix, on the owner at once
     nbytes = numel * torch.promote_types(param.dtype, torch.float32).itemsize
     size = min(planned or unplanned_batch_size((m, n)), layouts.recipe.options.chunk_bytes // nbytes)
     variants = {} if plan is None else plan.variants.get(sides, {})
@@ -187,7 +186,7 @@ def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parce
             f"Invalid rank {owner} for parameter {name!r}: it lies on ranks {list(placed.ranks)}, one of which must "
             "own it"
         )
-    return Parcel(1, placed.layout, positions(len(placed.ranks)), position_in(placed.ranks, owner))
+    return Parcel(1, spread_over_all(placed.layout), position_in(placed.ranks, owner))
 
 
 def _tasks_of_several(
@@ -212,7 +211,7 @@ def _tasks_of_several(
         local = position in share.holders
         if local or len(share.holders) > 1:  # nobody else needs to know of what one rank has alone
             for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
-                parcel = Parcel(stop - start, share.layout, share.holders, owner)
+                parcel = Parcel(stop - start, share.spread, owner)
                 span = (offset + start, offset + stop) if local else (0, 0)
                 region = Region(stack, span, spec.dim, share.runs.get(position, ()))
                 result.append(_task(layouts, index, Shared(domain, parcel), region, tuple(numbers[start:stop])))

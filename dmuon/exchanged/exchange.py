@@ -23,7 +23,8 @@ from dmuon.exchanged.layouts import LayoutRecipe, Layouts, lay_out
 from dmuon.exchanged.user_functions import UserFunctions
 from dmuon.exchanged.user_round import UserRound, by_owner
 from dmuon.layout.matrices import Region, stack_shape
-from dmuon.layout.topology import GlobalRank
+from dmuon.layout.parameters import ranks_of_mesh
+from dmuon.layout.topology import GlobalRank, listed
 from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
@@ -211,7 +212,7 @@ class Exchange(Residency):
     def _ranks_of(self, param: Tensor) -> tuple[GlobalRank, ...]:
         """Those that share a parameter, as far as it tells; ascending."""
         if isinstance(param, DTensor):
-            return tuple(sorted(map(GlobalRank, param.device_mesh.mesh.flatten().tolist())))
+            return ranks_of_mesh(param.device_mesh)
         group = self.copies.get(id(param))
         return () if group is None else tuple(sorted(ranks_of(group)))
 
@@ -253,7 +254,7 @@ class Exchange(Residency):
         return None if changed else present
 
     def _check_vote(self, domain: Domain, changed: bool, verdict: Verdict) -> None:
-        ranks = " ".join(map(str, domain.ranks))
+        ranks = listed(domain.ranks, " ")
         if not verdict.same_change:
             where = "this rank" if changed else "another rank, and not on this one"
             raise RuntimeError(
@@ -322,7 +323,7 @@ class LayoutExchange(Exchange):
 
     def report(self) -> list[str]:
         plans = self.layouts.plans.items()
-        return [f"ranks {' '.join(map(str, ranks))}: {plan.report()}" for ranks, plan in plans]
+        return [f"ranks {listed(ranks, ' ')}: {plan.report()}" for ranks, plan in plans]
 
 
 @dataclass(eq=False, repr=False)
@@ -380,4 +381,4 @@ def _row(
 ) -> Exchanged:
     """``plain`` says how a tensor lies that is no DTensor."""
     lies_as = ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else plain
-    return Exchanged(name, "x".join(map(str, shape)), lies_as, " ".join(map(str, ranks)), owner, count)
+    return Exchanged(name, "x".join(map(str, shape)), lies_as, listed(ranks, " "), owner, count)

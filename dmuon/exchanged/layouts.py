@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.process_groups import this_rank
 from dmuon.layout.parameters import ParameterLayout, place, place_dtensor, place_replicated
-from dmuon.layout.topology import GlobalRank, RankGrid, ShardDims
+from dmuon.layout.shards import ShardLayout
+from dmuon.layout.topology import GlobalRank, RankGrid, Ranks, ShardDims, listed
 from dmuon.model.matrix_spec import spec_of
 from dmuon.planning.agreed_plan import Costs, check_options
 from dmuon.planning.owner_plan import OwnerPlan
@@ -23,8 +26,7 @@ from dmuon.solver import SolveOptions
 
 CHUNK_BYTES = 2**28
 SMALL_PARAM_NUMEL = 65536
-
-Ranks = tuple[GlobalRank, ...]  # ascending
+_SHOWN_PIECES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +234,20 @@ def _require_shared_alike(ranks: Ranks, shared: Sequence[set[Ranks]]) -> None:
 
 def _label(name: str, number: int, ranks: Ranks) -> str:
     """The name of a parameter of a module; otherwise, as groups differ between ranks, its number among the shared."""
-    return f"{number} of those that ranks {' '.join(map(str, ranks))} hold together" if " " in name else name
+    return f"{number} of those that ranks {listed(ranks, ' ')} hold together" if " " in name else name
 
 
 def _described(label: str, param: Tensor, placed: ParameterLayout) -> tuple[str, str]:
     """What all ranks that share a parameter must say of it."""
     layout = placed.layout
-    pieces = [p.shape for p in layout.pieces]
-    return f"parameter {label!r}", f"{layout.shape}, {param.dtype}, {spec_of(param)}, in pieces {pieces}"
+    return f"parameter {label!r}", f"{layout.shape}, {param.dtype}, {spec_of(param)}, {_described_pieces(layout)}"
+
+
+@lru_cache(maxsize=256)
+def _described_pieces(layout: ShardLayout) -> str:
+    """For people what fits a line, and of the rest what tells it from others."""
+    shapes = [piece.shape for piece in layout.pieces]
+    if len(shapes) <= _SHOWN_PIECES:
+        return f"in pieces {shapes}"
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+    return f"in {len(shapes)} pieces {str(shapes[:_SHOWN_PIECES])[:-1]}, …] of digest {digest}"

@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from dmuon.layout.parcels import Spread
 from dmuon.layout.shards import Piece, Run, Runs, ShardLayout, cells, joined
 from dmuon.layout.topology import Position
 from dmuon.model.matrix_spec import MatrixSpec
@@ -102,17 +103,25 @@ class Share:
     Attributes:
         part: number of the part of each matrix of the stack.
         start, stop: which matrices of the stack.
-        holders: ascending positions in the layout of the tensor.
-        layout: of one part of one matrix; pieces by position in ``holders``.
+        spread: of one part of one matrix, over positions in the layout of the tensor.
         runs: by holder, its local indices along the dimension that parts cut.
     """
 
     part: int
     start: int
     stop: int
-    holders: tuple[Position, ...]
-    layout: ShardLayout
+    spread: Spread
     runs: Mapping[Position, Runs]
+
+    @property
+    def holders(self) -> tuple[Position, ...]:
+        """Ascending positions in the layout of the tensor."""
+        return self.spread.holders
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Of one part of one matrix; pieces by position in ``holders``."""
+        return self.spread.layout
 
 
 def stack_shape(shape: Sequence[int], spec: MatrixSpec) -> tuple[int, int, int]:
@@ -181,7 +190,7 @@ def shares(layout: ShardLayout, spec: MatrixSpec) -> tuple[Share, ...]:
             shape[axis] = sum(stop - start for start, stop in runs)
             of_matrix = ShardLayout(tuple(shape), pieces, cell.layout.replicas)
             local = {holder: runs for holder, (_, runs) in zip(cell.holders, cut, strict=True)}
-            result.append(Share(part, cell.start, cell.stop, cell.holders, of_matrix, local))
+            result.append(Share(part, cell.start, cell.stop, Spread(of_matrix, cell.holders), local))
     return tuple(result)
 
 

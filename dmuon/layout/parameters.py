@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import cast
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dmuon.layout.shards import ShardLayout, layout_from_shapes, layout_of
-from dmuon.layout.topology import COPIES, ROLES, GlobalRank, RankGrid, ShardDims
+from dmuon.layout.topology import COPIES, ROLES, GlobalRank, RankGrid, Ranks, ShardDims
 from dmuon.platform.torch_private import local_tensor
 
 
@@ -23,7 +27,7 @@ class ParameterLayout:
         layout: pieces in the order of ``ranks``; its shape is the global one.
     """
 
-    ranks: tuple[GlobalRank, ...]
+    ranks: Ranks
     layout: ShardLayout
 
 
@@ -38,27 +42,74 @@ def place_dtensor(param: DTensor, name: str, rank: GlobalRank) -> ParameterLayou
             shape than torch gives it.
     """
     mesh, placements = param.device_mesh, param.placements
-    ranks: list[GlobalRank] = mesh.mesh.flatten().tolist()
-    about = f"parameter {name!r} is a DTensor with placements {placements} over ranks {mesh.mesh.tolist()}"
+
+    def fault(what: str) -> ValueError:
+        over = mesh.mesh.tolist() if mesh.mesh.numel() <= 32 else f"{mesh.mesh.flatten()[0]} to {mesh.mesh.max()}"
+        return ValueError(f"parameter {name!r} is a DTensor with placements {placements} over ranks {over}{what}")
+
     if any(isinstance(placement, Partial) for placement in placements):
-        raise ValueError(
-            f"{about}: no rank has its elements before they are reduced; redistribute it to Shard or Replicate"
-        )
-    if rank not in ranks:
-        raise ValueError(
-            f"{about}, without this rank, {rank}; give each rank only the parameters that it has a part of"
-        )
+        raise fault(": no rank has its elements before they are reduced; redistribute it to Shard or Replicate")
+    line = _line_of(mesh)
+    if line.twice:
+        raise fault(f": ranks {list(line.twice)} are named twice; name each rank once")
+    if rank not in line.ranks:
+        raise fault(f", without this rank, {rank}; give each rank only the parameters that it has a part of")
     try:
-        layout = layout_of(param.shape, tuple(mesh.mesh.shape), placements)
-    except ValueError as fault:
-        raise ValueError(f"{about}: {fault}") from None
-    expected, shape = layout.pieces[ranks.index(rank)].shape, tuple(local_tensor(param).shape)
+        layout = layout_of(param.shape, line.sizes, placements)
+    except ValueError as error:
+        raise fault(f": {error}") from None
+    if line.order is not None:
+        layout = _reordered(layout, line.order)
+    expected, shape = layout.pieces[line.ranks.index(rank)].shape, tuple(local_tensor(param).shape)
     if expected != shape:
-        raise ValueError(
-            f"{about}: the local tensor of rank {rank} has shape {shape}, torch's chunks have {expected}; "
+        raise fault(
+            f": the local tensor of rank {rank} has shape {shape}, torch's chunks have {expected}; "
             "make it with distribute_tensor, or pass plain shards with shard_dims=…"
         )
-    return _placed(ranks, layout, about)
+    return ParameterLayout(line.ranks, layout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The ranks of a mesh, in their order.
+
+    Attributes:
+        sizes: extents of the mesh.
+        order: of the ranks, by where they stand in the mesh; None where they ascend there.
+        twice: ranks that the mesh holds more than once.
+    """
+
+    ranks: Ranks
+    sizes: tuple[int, ...]
+    order: tuple[int, ...] | None
+    twice: tuple[int, ...]
+
+
+_lines: WeakKeyDictionary[DeviceMesh, _Line] = WeakKeyDictionary()  # a mesh does not change
+
+
+def _line_of(mesh: DeviceMesh) -> _Line:
+    line = _lines.get(mesh)
+    if line is None:
+        line = _lines[mesh] = _in_line(mesh.mesh.flatten().tolist(), tuple(mesh.mesh.shape))
+    return line
+
+
+def ranks_of_mesh(mesh: DeviceMesh) -> Ranks:
+    """The ranks of a mesh, ascending."""
+    return _line_of(mesh).ranks
+
+
+def _in_line(ranks: Sequence[GlobalRank], sizes: tuple[int, ...]) -> _Line:
+    order = tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
+    ascending = Ranks(ranks[i] for i in order)
+    twice = sorted({rank for rank, after in pairwise(ascending) if rank == after})
+    return _Line(ascending, sizes, None if order == tuple(range(len(ranks))) else order, tuple(twice))
+
+
+@lru_cache(maxsize=256)
+def _reordered(layout: ShardLayout, order: tuple[int, ...]) -> ShardLayout:
+    return layout.reordered(order)
 
 
 def place_replicated(param: Tensor, ranks: Sequence[GlobalRank]) -> ParameterLayout:
@@ -68,18 +119,17 @@ def place_replicated(param: Tensor, ranks: Sequence[GlobalRank]) -> ParameterLay
         ValueError: for a rank that is named twice.
     """
     layout = layout_of(param.shape, [len(ranks)], [Replicate()])
+    if isinstance(ranks, Ranks):
+        return ParameterLayout(ranks, layout)
     return _placed(ranks, layout, f"a replicated parameter of shape {tuple(param.shape)} over ranks {list(ranks)}")
 
 
 def _placed(ranks: Sequence[GlobalRank], layout: ShardLayout, about: str) -> ParameterLayout:
     """``layout``, whose pieces lie on ``ranks`` in that order."""
-    if len(set(ranks)) < len(ranks):
-        twice = sorted({rank for rank in ranks if list(ranks).count(rank) > 1})
-        raise ValueError(f"{about}: ranks {twice} are named twice; name each rank once")
-    order = sorted(range(len(ranks)), key=ranks.__getitem__)
-    if order != list(range(len(ranks))):
-        layout = layout.reordered(order)
-    return ParameterLayout(tuple(ranks[i] for i in order), layout)
+    line = _in_line(ranks, (len(ranks),))
+    if line.twice:
+        raise ValueError(f"{about}: ranks {list(line.twice)} are named twice; name each rank once")
+    return ParameterLayout(line.ranks, layout if line.order is None else _reordered(layout, line.order))
 
 
 def place(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from dmuon.layout.shards import Piece, ShardLayout
-from dmuon.layout.topology import Position
+from dmuon.layout.topology import Position, positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,67 @@ class Route:
 
 def travels(routes: Iterable[Route]) -> bool:
     """Whether anything has to go from one rank to another."""
-    return any(len(route.senders.keys() | route.receivers.keys()) > 1 for route in routes)
+    return any(
+        len(route.senders) > 1 or len(route.receivers) > 1 or route.senders.keys() != route.receivers.keys()
+        for route in routes
+    )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where the pieces of one matrix lie in a domain; what all matrices that lie alike have in common.
+
+    Attributes:
+        layout: of the matrix, ``(m, n)``.
+        holders: positions in the domain of the layout's pieces.
+    """
+
+    layout: ShardLayout
+    holders: tuple[Position, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.layout, self.holders))
+
+    @cached_property
+    def pieces(self) -> dict[Position, Piece]:
+        """What each holder has, by position in the domain."""
+        return dict(zip(self.holders, self.layout.pieces, strict=True))
+
+    @cached_property
+    def parts(self) -> dict[Position, Piece]:
+        """The pieces that are not empty."""
+        return {position: piece for position, piece in self.pieces.items() if piece.numel}
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all pieces, in all copies."""
+        return sum(piece.numel for piece in self.parts.values())
+
+    def copy_with(self, holder: Position) -> dict[Position, Piece]:
+        """The pieces of the copy that ``holder`` has part in, by first index."""
+        at = self._index[holder]
+        copy = self.layout.replicas[at]
+        if copy not in self._copies:
+            self._copies[copy] = {self.holders[i]: self.layout.pieces[i] for i in self.layout.order(at)}
+        return self._copies[copy]
+
+    @cached_property
+    def _index(self) -> dict[Position, int]:
+        return {holder: index for index, holder in enumerate(self.holders)}
+
+    @cached_property
+    def _copies(self) -> dict[int, dict[Position, Piece]]:
+        return {}
+
+
+@lru_cache(maxsize=256)
+def spread_over_all(layout: ShardLayout) -> Spread:
+    """Of a matrix that all ranks of a domain hold."""
+    return Spread(layout, positions(len(layout.pieces)))
 
 
 @dataclass(frozen=True)
@@ -59,34 +119,45 @@ class Parcel:
     """``count`` matrices that lie alike and have one owner.
 
     Attributes:
-        layout: of one of them, ``(m, n)``.
-        holders: positions in the domain of the layout's pieces.
+        spread: where each of them lies.
         owner: position in the domain of the rank that orthogonalizes them.
     """
 
     count: int
-    layout: ShardLayout
-    holders: tuple[Position, ...]
+    spread: Spread
     owner: Position
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Of one of them, ``(m, n)``."""
+        return self.spread.layout
+
+    @property
+    def holders(self) -> tuple[Position, ...]:
+        """Positions in the domain of the layout's pieces."""
+        return self.spread.holders
 
     @property
     def numel(self) -> int:
         return self.count * math.prod(self.layout.shape)
 
-    @cached_property
+    @property
+    def numel_sent_back(self) -> int:
+        """Elements that the owner sends to others after Newton–Schulz: as many copies as there are elsewhere."""
+        return self.count * (self.spread.numel - self.spread.pieces[self.owner].numel)
+
+    @property
     def pieces(self) -> dict[Position, Piece]:
         """What each holder has of each matrix, by position in the domain."""
-        return dict(zip(self.holders, self.layout.pieces, strict=True))
+        return self.spread.pieces
 
     @cached_property
     def to_owner(self) -> Route:
         """Before Newton–Schulz: the owner gets its own copy, from those that share it, by first index."""
-        ordered = self.layout.order(self.holders.index(self.owner))
-        senders = {self.holders[i]: self.layout.pieces[i] for i in ordered}
+        senders = self.spread.copy_with(self.owner)
         return Route(self.count, self.layout, senders, {self.owner: Piece.whole(self.layout.shape)})
 
     @cached_property
     def from_owner(self) -> Route:
         """After Newton–Schulz: all that hold a part, of whatever copy, get the update of it."""
-        receivers = {position: piece for position, piece in self.pieces.items() if piece.numel}
-        return Route(self.count, self.layout, {self.owner: Piece.whole(self.layout.shape)}, receivers)
+        return Route(self.count, self.layout, {self.owner: Piece.whole(self.layout.shape)}, self.spread.parts)

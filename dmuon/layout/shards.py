@@ -71,9 +71,15 @@ class ShardLayout:
     pieces: tuple[Piece, ...]
     replicas: tuple[int, ...]
     split_dim: int | None = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split_dim", _split_dim(self.shape, self.pieces))
+        object.__setattr__(self, "_hash", hash((self.shape, self.pieces, self.replicas)))
+
+    def __hash__(self) -> int:
+        """Of thousands of pieces, once: layouts are keys wherever parameters lie alike."""
+        return self._hash
 
     def sources(self, owner: int) -> tuple[int, ...]:
         """Ascending positions with the elements of the copy that ``owner`` has part in, perhaps its own among them."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Literal, NewType
+from typing import Any, Literal, NewType
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,29 @@ GlobalRank = NewType("GlobalRank", int)
 
 Position = NewType("Position", int)
 """A process among some ranks that are listed in ascending order: those of a group, a line, a domain or a plan."""
+
+
+class Ranks(tuple[GlobalRank, ...]):
+    """Some ranks in ascending order. There may be thousands: they are hashed once, and searched by bisection."""
+
+    _hash: int
+
+    def __hash__(self) -> int:
+        if "_hash" not in self.__dict__:
+            self._hash = super().__hash__()
+        return self._hash
+
+    def __contains__(self, rank: object) -> bool:
+        return isinstance(rank, int) and self._before(rank) is not None
+
+    def index(self, rank: Any, *limits: Any) -> int:
+        found = None if limits else self._before(rank)
+        return super().index(rank, *limits) if found is None else found  # which raises what a tuple does
+
+    def _before(self, rank: int) -> int | None:
+        """How many ranks come before ``rank``; None if it is none of them."""
+        found = bisect_left(self, rank)
+        return found if found < len(self) and self[found] == rank else None
 
 
 def positions(count: int) -> tuple[Position, ...]:
@@ -31,6 +55,17 @@ def position_in(ranks: Sequence[GlobalRank], rank: GlobalRank) -> Position:
         ValueError: it is not one of them.
     """
     return Position(ranks.index(rank))
+
+
+_LISTED = 32  # ranks that a message names
+
+
+def listed(ranks: Sequence[int], between: str = ", ") -> str:
+    """Ranks for a message, which a person has to read: of many the first ones, the last one, and how many."""
+    if len(ranks) <= _LISTED:
+        return between.join(map(str, ranks))
+    first = between.join(map(str, ranks[: _LISTED // 2]))
+    return f"{first}{between}…{between}{ranks[-1]} ({len(ranks)} in all)"
 
 
 ROLES = ("tp", "ep", "fsdp", "dp", "cp", "pp")  # what cuts a parameter first comes first
@@ -178,15 +213,20 @@ class Topology:
         replicas, shards, tensor: extents; weights are sharded over ``shards`` ranks, and ``replicas`` hold copies.
     """
 
-    ranks: tuple[GlobalRank, ...]
+    ranks: Ranks
     coordinates: tuple[Coordinate, ...]
     replicas: int
     shards: int
     tensor: int = 1
+    _ranks_at: dict[tuple[int, int, int], GlobalRank] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.coordinates, self.ranks, strict=True)
+        object.__setattr__(self, "_ranks_at", {(at.r, at.s, at.t): rank for at, rank in pairs})
 
     def rank_at(self, r: int, s: int, t: int = 0) -> GlobalRank:
         """The rank at a coordinate."""
-        return self.ranks[self.coordinates.index(Coordinate(r, s, t))]
+        return self._ranks_at[r, s, t]
 
     def of(self, rank: GlobalRank) -> Coordinate:
         """The coordinate of a rank."""
@@ -200,9 +240,9 @@ class Topology:
             groups.setdefault(rest, []).append((at, rank))
         return [tuple(rank for _, rank in sorted(group)) for group in groups.values()]
 
-    def data_parallel(self, t: int) -> tuple[GlobalRank, ...]:
-        """The ranks of tensor-parallel rank ``t``, ascending."""
-        return tuple(rank for rank, at in zip(self.ranks, self.coordinates, strict=True) if at.t == t)
+    def data_parallel(self, t: int) -> Ranks:
+        """The ranks of tensor-parallel rank ``t``."""
+        return Ranks(rank for rank, at in zip(self.ranks, self.coordinates, strict=True) if at.t == t)
 
     def with_tensor_parallel(self, groups: Iterable[Sequence[GlobalRank]]) -> Topology:
         """The same replicas and shards, each of whose ranks is the first of ``groups`` that holds it, in that order."""
@@ -213,7 +253,7 @@ class Topology:
             for t, rank in enumerate(group):
                 coordinates[rank] = Coordinate(members[0].r, members[0].s, t)
             size = len(group)
-        ranks = tuple(sorted(coordinates))
+        ranks = Ranks(sorted(coordinates))
         return Topology(ranks, tuple(coordinates[rank] for rank in ranks), self.replicas, self.shards, size)
 
 
@@ -233,7 +273,7 @@ def topology_of(mesh: DeviceMesh) -> Topology:
     coordinates = {
         GlobalRank(rank): Coordinate(r, s) for r, row in enumerate(grid.tolist()) for s, rank in enumerate(row)
     }
-    ranks = tuple(sorted(coordinates))
+    ranks = Ranks(sorted(coordinates))
     if any(list(line) != sorted(line) for line in [*grid.tolist(), *grid.T.tolist()]):
         raise ValueError(f"mesh holds ranks {mesh.mesh.tolist()}, which do not ascend along every dimension; sort them")
     return Topology(ranks, tuple(coordinates[rank] for rank in ranks), replicas, grid.shape[1])

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from dmuon import create_dtensor_config
 from dmuon.comm.domain import Domain, Redistribution, make_domain
 from dmuon.layout.parameters import place_dtensor
-from dmuon.layout.parcels import Parcel
+from dmuon.layout.parcels import Parcel, spread_over_all
 from dmuon.layout.shards import Piece, ShardLayout, layout_of
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
@@ -157,7 +157,7 @@ def test_batches_of_parts_travel_to_their_owners_and_back(rank: int, world: int,
         wholes, parcels = [], []
         for _ in range(source.randint(1, 6)):
             layout = random_layout(source, world, (source.randint(1, 9), source.randint(1, 9)))
-            parcels.append(Parcel(source.randint(1, 4), layout, tuple(range(world)), source.randrange(world)))
+            parcels.append(Parcel(source.randint(1, 4), spread_over_all(layout), source.randrange(world)))
             wholes.append(torch.randn(parcels[-1].count, *layout.shape, generator=generator).to(dtype))
         pieces = [parcel.layout.pieces[rank] for parcel in parcels]
         like = torch.empty(0, dtype=dtype)
@@ -180,7 +180,7 @@ def test_several_gathers_may_be_under_way(rank: int, world: int) -> None:
     domain = make_domain(range(world), torch.device("cpu"))
     layout = layout_of((5, 3), (world,), [Shard(0)])
     wholes = [torch.full((2, 5, 3), float(i)) + torch.arange(15.0).view(5, 3) / 100 for i in range(4)]
-    parcels = [Parcel(2, layout, tuple(range(world)), i % world) for i in range(4)]
+    parcels = [Parcel(2, spread_over_all(layout), i % world) for i in range(4)]
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         gatherings = [
             Redistribution(
@@ -199,7 +199,7 @@ def test_copies_are_not_gathered(rank: int, world: int) -> None:
     """Copies need no gather: what the owner has is what it gets, and no collective is started."""
     domain = make_domain(range(world), torch.device("cpu"))
     layout = layout_of((4, 3), (world,), [Replicate()])
-    parcel = Parcel(1, layout, tuple(range(world)), 1)
+    parcel = Parcel(1, spread_over_all(layout), 1)
     whole = numbered((1, 4, 3))
     gathering = Redistribution([parcel.to_owner], {0: whole}, domain, whole.new_empty(0), "copies")
     assert not domain.monitor._lanes, "a collective was started"

@@ -50,8 +50,8 @@ _REMEDY = (
     "torch.distributed.checkpoint to save them"
 )
 _TRAINER_REMEDY = (
-    "in Hugging Face's Trainer: take dmuon.integrations.transformers.DedicatedTrainer; with accelerate: call "
-    "accelerator.prepare_model(model, evaluation_mode=True) before prepare"
+    "in Hugging Face's Trainer: take dmuon.integrations.transformers.DedicatedTrainer; with accelerate: "
+    "dmuon.integrations.accelerate.DedicatedAccelerator"
 )
 _WRAPPER_REMEDY = (
     f"{_REMEDY}; DistributedDataParallel is not needed around a dedicated model: dmuon averages all gradients over the "

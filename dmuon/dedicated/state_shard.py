@@ -17,7 +17,8 @@ _REMEDY = (
     "on every rank call whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
     "cpu_offload=True)) of torch.distributed.checkpoint.state_dict (for an optimizer get_optimizer_state_dict), and "
     "write that on rank 0: model.save_pretrained(folder, state_dict=whole) or torch.save(whole, file); "
-    "torch.distributed.checkpoint saves shards"
+    "torch.distributed.checkpoint saves shards. With accelerate take "
+    "dmuon.integrations.accelerate.DedicatedAccelerator"
 )
 
 

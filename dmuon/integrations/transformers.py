@@ -7,17 +7,13 @@ from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from dmuon.dedicated.dedication import require_dedicated
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.integrations.whole_state import WholeOptimizer
 from dmuon.step.residency import like_param, part_like
 
 
@@ -60,7 +56,7 @@ class DedicatedTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         own = self.optimizer
-        self.optimizer = _Whole(self.model, own, get_optimizer_state_dict(self.model, own, options=self._whole()))
+        self.optimizer = WholeOptimizer.gathered(self.model, own, self._whole())
         try:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         finally:
@@ -68,7 +64,7 @@ class DedicatedTrainerMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         own = self.optimizer
-        self.optimizer = _Whole(self.model, own, {})
+        self.optimizer = WholeOptimizer(self.model, own, {})
         try:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         finally:
@@ -88,19 +84,6 @@ def _cut(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> 
             continue
         if isinstance(value, Tensor) and value.shape == param.shape:  # torch says what is wrong with others
             state_dict[prefix + name] = like_param(param, part_like(param, value, name))
-
-
-class _Whole:
-    """Stands for an optimizer where Trainer saves or loads its state, on one rank or on all."""
-
-    def __init__(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-        self._model, self._optimizer, self._state = model, optimizer, state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self._model, self._optimizer, state, options=StateDictOptions(full_state_dict=True))
 
 
 class DedicatedTrainer(DedicatedTrainerMixin, Trainer):  # type: ignore[misc]

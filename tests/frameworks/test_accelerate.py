@@ -31,6 +31,8 @@ pytest.importorskip("transformers", reason="transformers is not installed (the e
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 STEPS, BATCH, MICRO, NORM = 4, 8, 2, 0.5
+EVALUATION, COPIES, SHARDED = "prepared as for evaluation", "dedicated", "dedicated, the rest by FSDP2"
+LAID_OUT = (COPIES, SHARDED)  # for an accelerator of ours
 
 
 def reference(**options: Any) -> tuple[dict[str, Tensor], list[float]]:
@@ -64,14 +66,25 @@ class Run:
                 transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
                 cpu_ram_efficient_loading=False,
             )
-        self.accelerator = accelerate.Accelerator(
+        own = accelerate.Accelerator
+        if kind in LAID_OUT:
+            from dmuon.integrations.accelerate import DedicatedAccelerator
+
+            own = DedicatedAccelerator
+        self.accelerator = own(
             cpu=True, gradient_accumulation_steps=MICRO, fsdp_plugin=plugin, step_scheduler_with_optimizer=False
         )
         model = build(**options)
         world = self.accelerator.num_processes
         loader = torch.utils.data.DataLoader(samples(), batch_size=BATCH // MICRO // world)  # type: ignore[arg-type]
-        if kind == "dedicated":
-            dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+        if kind in LAID_OUT or kind == EVALUATION:
+            mesh = init_device_mesh("cpu", (world,))
+            dmuon.dedicate_params(model, mesh, costs="flops")
+            for block in model.model.layers if kind == SHARDED else ():
+                dmuon.fully_shard(block, mesh=mesh)
+            if kind == SHARDED:
+                dmuon.fully_shard(model, mesh=mesh)
+        if kind == EVALUATION:
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, dmuon.Muon(model, **OPTIONS), loader)
         self.norms: list[float] = []
@@ -119,7 +132,7 @@ def test_dedicated_model_that_was_prepared_as_for_evaluation_trains_and_resumes(
     expected, norms = reference()
     with shared_folder() as folder:
         with launched(rank, world):
-            run = Run("dedicated")
+            run = Run(EVALUATION)
             run.train(0, 2)
             model, optimizer = get_state_dict(run.model, run.optimizer)
             dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
@@ -129,9 +142,111 @@ def test_dedicated_model_that_was_prepared_as_for_evaluation_trains_and_resumes(
             assert run.norms == pytest.approx(norms, rel=1e-5)
             assert over_ranks(run.optimizer.optimizer.last_step.ns_matrices) == MATRICES["llama"]
         with launched(rank, world):
-            resumed = Run("dedicated")
+            resumed = Run(EVALUATION)
             model, optimizer = get_state_dict(resumed.model, resumed.optimizer)
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
             set_state_dict(resumed.model, resumed.optimizer, model_state_dict=model, optim_state_dict=optimizer)
             resumed.train(2, STEPS)
             assert_same_tensors(weights_of(resumed.model), weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "safe"), [(COPIES, True, True), (SHARDED, False, True), (SHARDED, True, False)]
+)
+@on_ranks(2, timeout=180.0)
+def test_dedicated_model_trains_and_its_files_are_those_of_one_process(
+    rank: int, world: int, kind: str, tied: bool, safe: bool
+) -> None:
+    import safetensors.torch
+    import transformers
+
+    options = {"tie_word_embeddings": tied}
+    expected, norms = reference(**options)
+    with shared_folder() as folder:
+        with launched(rank, world):
+            run = Run(kind, **options)
+            assert run.accelerator.unwrap_model(run.model) is run.model
+            run.train(0, 2)
+            halfway = weights_of(run.model)
+            run.accelerator.save_state(str(folder / "state"), safe_serialization=safe)
+            run.accelerator.save_model(run.model, str(folder / "model"), safe_serialization=safe)
+            state = run.accelerator.get_state_dict(run.model)
+            assert not state if rank else state.keys() == halfway.keys()
+            run.model.save_pretrained(folder / "whole", state_dict=state)
+            run.accelerator.wait_for_everyone()
+            run.train(2, STEPS)
+            weights = weights_of(run.model)
+            assert_equal_weights(weights, expected)
+            assert_same_over_ranks(weights)
+            assert run.norms == pytest.approx(norms, rel=1e-5)
+            assert over_ranks(run.optimizer.optimizer.last_step.ns_matrices) == MATRICES["llama"]
+        with launched(rank, world):
+            resumed = Run(kind, **options)
+            resumed.accelerator.load_state(str(folder / "state"))
+            resumed.train(2, STEPS)
+            assert_same_tensors(weights_of(resumed.model), weights)
+        name = "model.safetensors" if safe else "pytorch_model.bin"
+        for file in (folder / "state" / name, folder / "model" / name):
+            alone = build(**options)
+            with torch.no_grad():
+                for param in alone.parameters():
+                    param.zero_()
+            if safe:
+                safetensors.torch.load_model(alone, file)
+            else:
+                alone.load_state_dict(torch.load(file))
+            assert_same_tensors(dict(alone.state_dict()), halfway)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole")
+        assert_same_tensors(dict(loaded.state_dict()), halfway)
+
+
+@on_ranks(2, timeout=180.0)
+def test_accumulation_sends_no_gradients_but_the_last(rank: int, world: int) -> None:
+    with launched(rank, world):
+        run = Run(COPIES)
+        rows = next(iter(run.loader))
+        param = run.model.model.layers[0].mlp.up_proj.weight
+        with run.accelerator.no_sync(run.model):
+            run.accelerator.backward(run.model(**rows).loss)
+        assert param.raw_grad is None and param.grad.shape == param.shape, "it waits, whole, for a synchronization"
+        run.accelerator.backward(run.model(**rows).loss)
+        assert param.raw_grad is not None
+
+
+@on_ranks(2, timeout=180.0)
+def test_accelerators_that_do_not_fit_are_refused_with_the_one_that_does(rank: int, world: int) -> None:
+    import accelerate
+
+    from dmuon.integrations.accelerate import DedicatedAccelerator
+
+    with launched(rank, world):
+        model = build()
+        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+        with pytest.raises(RuntimeError, match=r"dmuon\.integrations\.accelerate\.DedicatedAccelerator"):
+            accelerate.Accelerator(cpu=True).prepare(model)
+    with launched(rank, world):
+        take_cpu_for_accelerator()
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+        with pytest.raises(ValueError, match="accelerate is configured for FSDP, and dmuon lays out dedicated models"):
+            DedicatedAccelerator(cpu=True, fsdp_plugin=plugin)
+
+
+@on_ranks(2, timeout=180.0)
+def test_models_that_are_not_dedicated_go_as_with_any_accelerator(rank: int, world: int) -> None:
+    from dmuon.integrations.accelerate import DedicatedAccelerator
+
+    with shared_folder() as folder, launched(rank, world):
+        accelerator = DedicatedAccelerator(cpu=True)
+        plain, laid = build(), build()
+        dmuon.dedicate_params(laid, init_device_mesh("cpu", (world,)), costs="flops")
+        optimizers = [torch.optim.SGD(plain.parameters(), 0.1), dmuon.Muon(laid, **OPTIONS)]
+        plain, laid, *optimizers = accelerator.prepare(plain, laid, *optimizers)
+        assert isinstance(plain, torch.nn.parallel.DistributedDataParallel)
+        before = weights_of(laid), weights_of(plain)
+        accelerator.save_state(str(folder))
+        with torch.no_grad():
+            for param in (*plain.parameters(), *laid.parameters()):
+                param.zero_()
+        accelerator.load_state(str(folder))
+        for found, expected in zip((weights_of(laid), weights_of(plain)), before, strict=True):
+            assert_same_tensors(found, expected)

@@ -117,7 +117,7 @@ def _choose(
         table = measured.table
         if ns_per_byte:
             table = table.with_transfer({m.shape: round(ns_per_byte * m.nbytes) for m in matrices})
-        return OwnerPlan.from_solution(solve_plan(matrices, _ranks(hosts, pools), table, options), measured)
+        return OwnerPlan.from_solution(solve_plan(matrices, _ranks(hosts, pools), table, options), measured, table)
     if isinstance(plan, OwnerPlan):
         return replace(plan, origin="given" if plan.origin == SOLVED else plan.origin)
     assert plan is not None

@@ -17,10 +17,11 @@ from dmuon.planning.cost_cache import parse_shape
 from dmuon.planning.cost_lookup import FoundCosts
 from dmuon.platform.files import read_json, write_text
 from dmuon.platform.options import is_integer
-from dmuon.solver import Matrix, Plan, Shape
+from dmuon.solver import CostTable, Matrix, Plan, Shape
 
 _SCHEMA = 2
 _FIELDS = ("schema", "solution", "chunks", "variants", "cost_source")
+_COSTS = "costs"  # a field that files of earlier versions lack
 _CHECKSUM = "sha256"  # of these fields
 SOLVED = "solved now"
 AGAIN = "plan again: leave plan= out, save the new plan"
@@ -38,9 +39,10 @@ class OwnerPlan:
         variants: ``(small side, large side)`` to batch size to how Newton–Schulz was measured to be fastest, as
             ``dmuon.kernels.Variant`` prints; a batch runs as the largest that is no larger, or as the rules say.
         origin: where the plan came from, for people.
+        costs: by which the solver counted, of these shapes; None where that is not known.
 
     Raises:
-        ValueError: chunks that are no positive integers, one per shape.
+        ValueError: chunks that are no positive integers, one per shape; costs without one of the shapes.
     """
 
     matrices: tuple[Matrix, ...]
@@ -49,6 +51,7 @@ class OwnerPlan:
     cost_source: str
     variants: dict[Shape, dict[int, str]] = field(default_factory=dict)
     origin: str = SOLVED
+    costs: CostTable | None = None
 
     def __post_init__(self) -> None:
         shapes = {m.shape for m in self.solution.matrices}
@@ -68,17 +71,25 @@ class OwnerPlan:
                     Variant.parse(variant)
                 except (ValueError, TypeError) as error:
                     raise ValueError(f"field 'variants.{small}x{large}.{size}': {error}; {AGAIN}") from None
+        if self.costs is not None and self.costs.costs.keys() != shapes:
+            small, large = min(self.costs.costs.keys() ^ shapes)
+            raise ValueError(f"field '{_COSTS}': shape {small}x{large} is missing, or has no matrices; {AGAIN}")
 
     @classmethod
-    def from_solution(cls, solution: Plan, costs: FoundCosts) -> OwnerPlan:
-        """What the solver found with ``costs``. Needs no process group."""
+    def from_solution(cls, solution: Plan, costs: FoundCosts, counted: CostTable | None = None) -> OwnerPlan:
+        """What the solver found with ``costs``. Needs no process group.
+
+        Args:
+            counted: by which it counted, if that is more than Newton–Schulz.
+        """
         chunks = {shape: costs.table.chunk(shape) for shape in sorted({m.shape for m in solution.matrices})}
         variants = {
             shape: {k: v for k, v in sorted(costs.variants.get(shape, {}).items()) if k <= chunk}
             for shape, chunk in chunks.items()
         }
         variants = {shape: sizes for shape, sizes in variants.items() if sizes}
-        return cls(solution.matrices, solution, chunks, costs.source, variants)
+        table = CostTable({shape: (counted or costs.table).costs[shape] for shape in chunks})
+        return cls(solution.matrices, solution, chunks, costs.source, variants, costs=table)
 
     @property
     def world(self) -> int:
@@ -154,6 +165,9 @@ class OwnerPlan:
             "variants": self._named_variants(),
             "cost_source": self.cost_source,
         }
+        if self.costs is not None:
+            costs = self.costs.costs.items()
+            fields[_COSTS] = _named({shape: {str(k): ns for k, ns in entries.items()} for shape, entries in costs})
         return {**fields, _CHECKSUM: _sha256(fields)}
 
     def _named_variants(self) -> dict[str, dict[str, str]]:
@@ -171,20 +185,21 @@ class OwnerPlan:
         schema = document.get("schema")
         if not is_integer(schema, _SCHEMA, _SCHEMA):
             raise ValueError(f"field 'schema' is {schema!r}, this version of dmuon reads {_SCHEMA}; {AGAIN}")
-        odd = sorted(document.keys() ^ {*_FIELDS, _CHECKSUM})
+        odd = sorted((document.keys() ^ {*_FIELDS, _CHECKSUM}) - {_COSTS})
         if odd:
             raise ValueError(f"field {odd[0]!r} is {'unknown' if odd[0] in document else 'missing'}; {AGAIN}")
         if not isinstance(document["cost_source"], str):
             raise ValueError(f"field 'cost_source' is {document['cost_source']!r}, not a string; {AGAIN}")
         chunks, variants = (_by_shape(name, document[name]) for name in ("chunks", "variants"))
-        variants = {shape: _by_size(shape, sizes) for shape, sizes in variants.items()}
+        variants = {shape: _by_size("variants", shape, sizes) for shape, sizes in variants.items()}
         try:
             solution = Plan.from_json(document["solution"])
         except Exception as error:  # whatever reading nonsense raises, it is the file's fault
             reason = reason_of(error).removesuffix("; plan again")
             raise ValueError(f"field 'solution': {reason}; {AGAIN}") from error
-        plan = cls(solution.matrices, solution, chunks, document["cost_source"], variants, origin)
-        checksum = _sha256({name: document[name] for name in _FIELDS})
+        costs = _cost_table(document[_COSTS]) if _COSTS in document else None
+        plan = cls(solution.matrices, solution, chunks, document["cost_source"], variants, origin, costs)
+        checksum = _sha256({name: value for name, value in document.items() if name != _CHECKSUM})
         if checksum != document[_CHECKSUM]:
             raise ValueError(
                 f"the content was changed: its SHA-256 is {checksum}, not {document[_CHECKSUM]!r}; {AGAIN}"
@@ -207,14 +222,22 @@ def _by_shape(field: str, value: object) -> dict[Shape, Any]:
     return result
 
 
-def _by_size(shape: Shape, value: object) -> dict[int, Any]:
-    name = f"field 'variants.{shape[0]}x{shape[1]}'"
+def _by_size(field: str, shape: Shape, value: object) -> dict[int, Any]:
+    name = f"field '{field}.{shape[0]}x{shape[1]}'"
     if not isinstance(value, dict):
         raise ValueError(f"{name} is no object of batch sizes; {AGAIN}")
     for text in value:
         if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
             raise ValueError(f"{name}: batch size {text!r} is no positive integer; {AGAIN}")
     return {int(text): item for text, item in value.items()}
+
+
+def _cost_table(value: object) -> CostTable:
+    sizes = {shape: _by_size(_COSTS, shape, item) for shape, item in _by_shape(_COSTS, value).items()}
+    try:
+        return CostTable(sizes)
+    except ValueError as error:
+        raise ValueError(f"field '{_COSTS}': {error}; {AGAIN}") from None
 
 
 def _named(values: Mapping[Shape, Any]) -> dict[str, Any]:

@@ -1,87 +1,289 @@
-"""A table for people: who owns what, why, and at what cost."""
+"""A table for people: who owns what, why, how it is computed, and at what cost."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dmuon.dedicated.dedication import Dedication, dedications
+from dmuon.comm.process_groups import this_rank
+from dmuon.dedicated.dedication import Dedication, dedication_of, dedications
+from dmuon.dedicated.matrix import resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.part import parameter_of
 from dmuon.dedicated.runtime import Runtime
+from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
-from dmuon.model.routing import Route, route_parameters
+from dmuon.model.routing import route_parameters
 from dmuon.optimizer.groups import inside_ddp
 from dmuon.optimizer.muon import Muon
+from dmuon.platform.options import check_integer
 from dmuon.report.accounting import expected_memory, expected_traffic
+from dmuon.report.matrices import MatrixRow, RankSums, matrix_rows, rank_sums
+from dmuon.report.tables import mib, pattern, ranks_text, shape_text, size_text, spans_text, table, time_text
 from dmuon.step.rounds import AloneRound
 
+_MOST_RANKS = 32  # of which sums are shown
 
-def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """Routes with reasons, owners per matrix, predicted loads, dtypes, warnings, and what the optimizer did last.
+
+def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, max_rows: int | None = 100) -> str:
+    """Matrix by matrix what becomes of it and why, sums per rank, dtypes, warnings, and what the optimizer did last.
+
+    Of each matrix: of which tensor it is a part, where it lies, its owner, the batched Newton-Schulz call that takes it
+    and with how many others, how that runs, its share of the time that the plan predicts for its owner, the bytes of
+    its weight and momentum on this rank, and the bytes that this rank sends and receives for it in a step of one
+    micro-batch. Communicates nothing, so that one rank may call it alone.
 
     Args:
         model: any; of one that did not go through ``dedicate_params`` the optimizer knows the owners.
         optimizer: a ``dmuon.Muon``, whose groups are then the routes; adds what it exchanges, what costs more than it
             should, and counters of its last step on this rank.
+        max_rows: a table with more rows tells those as one that differ in the numbers in their names only; their times
+            and bytes are sums. None shows every matrix.
 
     Raises:
-        ValueError: without an optimizer, Muon would take no matrix of the model, or refuse it.
+        ValueError: without an optimizer, Muon would take no matrix of the model, or refuse it; ``max_rows`` is no
+            positive integer.
         TypeError: ``optimizer`` is not a ``dmuon.Muon``.
     """
     if optimizer is not None and not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer must be a dmuon.Muon, got {type(optimizer).__name__}")
+    if max_rows is not None:
+        check_integer("max_rows", max_rows, 1)
     dedicated = dedications(model)
-    lines = [] if dedicated else _routes(model, optimizer)
+    rows = matrix_rows(model, optimizer, dedicated)
+    muon, rest = _tensors(model, optimizer, dedicated)
+    lines = _matrices(muon, rows, max_rows)
+    lines += _on_adamw(rest, sum(tensor.matrices for tensor in muon), sum(t.numel for t in muon), max_rows)
+    if optimizer is not None or dedicated:
+        lines += _sums(rank_sums(rows))
     if optimizer is not None:
-        lines += _exchanged(optimizer)
+        lines += ["", *report] if (report := optimizer.exchange_report()) else []
     for dedication in dedicated:
-        lines += [*_owned(dedication), *_runtime(dedication.runtime), *_rest(model), ""]
-        lines.append(dedication.plan.report())
+        lines += ["", *_runtime(dedication.runtime), *_rest(model), "", dedication.plan.report()]
     if optimizer is not None:
         loads = [dedication.plan.solution.loads_ns for dedication in dedicated]
         lines += [*_warnings(optimizer, loads), *_last_step(optimizer)]
     return "\n".join(lines)
 
 
-def _exchanged(optimizer: Muon) -> list[str]:
-    """Matrices that lie where FSDP2, tensor parallelism or DDP put them."""
-    exchanged = optimizer.exchanged()
-    if not exchanged:
-        return []
-    rows = [(e.name, e.shape, e.lies_as, e.ranks, str(e.owner)) for e in exchanged]
-    table = _table([("matrix", "shape", "lies as", "on ranks", "owner"), *rows])
-    return ["", "exchanged matrices", *table, "", *optimizer.exchange_report()]
+# -- routes ---------------------------------------------------------------------------------------------------------
 
 
-def _owned(dedication: Dedication) -> list[str]:
-    """Matrices that lie whole on their owner, and what Muon leaves."""
-    matrices, owners = dedication.plan.matrices, dedication.plan.owners
-    reasons = dedication.reasons
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One parameter and its route.
+
+    Attributes:
+        made_of: its matrices, in words.
+        matrices: how many.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    made_of: str
+    matrices: int
+    why: str
+
+
+def _tensors(
+    model: nn.Module, optimizer: Muon | None, dedicated: Sequence[Dedication]
+) -> tuple[list[_Tensor], list[_Tensor]]:
+    """What Muon takes of the model, or beside it, and the rest: as the optimizer has it, with the policy's reason."""
+    inner = inside_ddp(model)
+    params: dict[str, Tensor] = {canonical_fqn(name): resting(p) for name, p in inner.named_parameters()}
+    routes = _dedicated_routes(inner) if dedicated else _policy(inner, required=optimizer is None)
+    groups: dict[int, bool] = {}
+    if optimizer is not None:
+        groups = {id(p): group["use_muon"] for group in optimizer.param_groups for p in group["params"]}
+        inside = set(map(id, params.values()))
+        beside = (p for group in optimizer.param_groups for p in group["params"] if id(p) not in inside)
+        params |= {optimizer._names[id(p)]: p for p in beside}
+    muon: list[_Tensor] = []
+    rest: list[_Tensor] = []
+    for name, param in params.items():
+        route = routes.get(name)
+        owned = isinstance(param, OwnedTensor)
+        taken = owned or (route is not None and route.muon if optimizer is None else groups.get(id(param), False))
+        why = "outside what was dedicated" if route is None else route.reason
+        if optimizer is not None and id(param) not in groups:
+            lost = "in no group: this optimizer does not train it"
+            why = f"{why}; {lost}" if owned else lost
+        elif optimizer is not None and (route is None or route.muon != taken):
+            why = "put there by a group or by select"
+        spec = spec_of(param)
+        if spec == MatrixSpec() and route is not None and route.spec is not None:
+            spec = route.spec
+        tensor = _Tensor(name, tuple(param.shape), param.numel(), *_made_of(param, spec), why)
+        (muon if taken else rest).append(tensor)
+    return muon, rest
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """What was decided of a parameter, by whoever routed the model; ``spec`` is None if the parameter remembers it."""
+
+    muon: bool
+    reason: str
+    spec: MatrixSpec | None
+
+
+def _dedicated_routes(model: nn.Module) -> dict[str, _Policy]:
+    routes = {}
+    for name, module in model.named_modules():
+        dedication = dedication_of(module)
+        for fqn, (muon, reason) in () if dedication is None else dedication.reasons.items():
+            routes[canonical_fqn(f"{name}.{fqn}" if name else fqn)] = _Policy(muon, reason, None)
+    return routes
+
+
+def _policy(model: nn.Module, *, required: bool) -> dict[str, _Policy]:
+    try:
+        return {r.fqn: _Policy(r.muon, r.reason, r.spec) for r in route_parameters(model)}
+    except ValueError:  # of what the optimizer got by select, groups or tensors, the policy may know nothing
+        if required:
+            raise
+        return {}
+
+
+def _made_of(param: Tensor, spec: MatrixSpec) -> tuple[str, int]:
+    """The matrices of a tensor in words, and how many; one if a shape says nothing."""
+    try:
+        shapes = Counter(shape_text(shape) for shape in spec.matrices(param.shape))
+    except ValueError:
+        return "", 1
+    if len(param.shape) == 2 and spec.is_whole and not spec.transposed:
+        return "itself", 1
+    return " and ".join(f"{count} of {shape}" for shape, count in shapes.items()), sum(shapes.values())
+
+
+# -- matrices -------------------------------------------------------------------------------------------------------
+
+_HEAD = (
+    "matrix", "count", "shape", "lies", "owner", "batch", "Newton-Schulz", "predicted", "here", "travels", "made of",
+    "why",
+)  # fmt: skip
+_LEGEND = (
+    "  batch: number of the batched call among those of its owner, and how many matrices that takes; here: weight and",
+    "  momentum on this rank; travels: what this rank sends and receives for it in a step of one micro-batch",
+)
+
+
+def _matrices(tensors: Sequence[_Tensor], rows: Sequence[MatrixRow], max_rows: int | None) -> list[str]:
+    """A line for each matrix, and one above those of a tensor that is made of several."""
+    of_tensor: dict[str, list[MatrixRow]] = {tensor.name: [] for tensor in tensors}
+    for row in rows:
+        of_tensor.setdefault(row.tensor, []).append(row)
+    lines: list[tuple[str, ...]] = [_HEAD]
+    for tensor in tensors:
+        own = of_tensor[tensor.name]
+        if tensor.matrices == 1 or not own:
+            lines.append(_line(tensor.name, "", tensor, own))
+            continue
+        lines.append(_line(tensor.name, "", tensor, []))
+        lines += [_line(f"  [{row.number}]", "", None, [row]) for row in own]
+    if max_rows is not None and len(lines) - 1 > max_rows:
+        lines = [_HEAD, *_folded(tensors, of_tensor)]
+    return ["matrices of Muon", *table(lines), *(_LEGEND if rows else ())]
+
+
+def _folded(tensors: Sequence[_Tensor], of_tensor: Mapping[str, Sequence[MatrixRow]]) -> list[tuple[str, ...]]:
+    """Lines of matrices, or of tensors of which nothing more is known, that differ in numbers in their names only."""
+    alike: dict[object, list[tuple[_Tensor, MatrixRow | None]]] = {}
+    for tensor in tensors:
+        told = tensor.made_of, tensor.why, pattern(tensor.name)
+        for row in of_tensor[tensor.name]:
+            kind = row.shape, pattern(row.lies), row.runs, row.predicted_ns is None, row.travels is None
+            alike.setdefault((told, kind), []).append((tensor, row))
+        if not of_tensor[tensor.name]:
+            alike.setdefault((told, tensor.shape), []).append((tensor, None))
+    lines = []
+    for members in alike.values():
+        tensor, first = members[0]
+        several = len(members) > 1
+        name = pattern(tensor.name) if len({tensor.name for tensor, _ in members}) > 1 else tensor.name
+        if first is not None and tensor.matrices > 1:
+            name += "[*]" if several else f"[{first.number}]"
+        lines.append(_line(name, f"{len(members):,}", tensor, [row for _, row in members if row is not None]))
+    return lines
+
+
+def _line(name: str, count: str, tensor: _Tensor | None, rows: Sequence[MatrixRow]) -> tuple[str, ...]:
+    """Of one matrix, or of several that are alike; of the tensor alone if there are no rows."""
+    made_of, why = ("", "") if tensor is None else (tensor.made_of, tensor.why)
+    if not rows:
+        assert tensor is not None
+        return name, count, shape_text(tensor.shape), *[""] * 7, made_of, why
+    first, here = rows[0], this_rank()
+    shape = first.shape if tensor is None or tensor.matrices > 1 else tensor.shape
+    lies = dict.fromkeys(row.lies for row in rows)
+    known = [row.predicted_ns for row in rows if row.predicted_ns is not None]
+    travels = [row.travels for row in rows if row.travels is not None]
+    return (
+        name,
+        count,
+        shape_text(shape),
+        first.lies if len(lies) == 1 else pattern(first.lies),
+        ranks_text(row.owner for row in rows),
+        _batches(rows),
+        first.runs,
+        "" if first.owner is None else time_text(sum(known) if known else None),
+        size_text(sum(row.held.get(here, 0) for row in rows)),
+        size_text(sum(travels)) if travels else "unknown",
+        made_of,
+        why,
+    )
+
+
+def _batches(rows: Sequence[MatrixRow]) -> str:
+    """``3 (of 4)``; of rows that are told as one, the calls' number and sizes."""
+    if len(rows) == 1:
+        [row] = rows
+        if row.call is None:
+            return f"up to {row.batch}" if row.batch else ""
+        return f"{row.call} (of {row.batch})" if row.batch else str(row.call)
+    sizes = sorted({row.batch for row in rows if row.batch})
+    exact = all(row.call is not None for row in rows)
+    return f"{'' if exact else 'up to '}{spans_text(sizes)} each" if sizes else ""
+
+
+def _on_adamw(rest: Sequence[_Tensor], matrices: int, elements: int, max_rows: int | None) -> list[str]:
+    """What Muon leaves, with reasons, and how much of the model either takes."""
+    lines = [(tensor.name, "", tensor.why) for tensor in rest]
+    if max_rows is not None and len(lines) > max_rows:
+        alike: dict[tuple[str, str], list[str]] = {}
+        for tensor in rest:
+            alike.setdefault((pattern(tensor.name), tensor.why), []).append(tensor.name)
+        lines = [(name if names[1:] else names[0], f"{len(names):,}", why) for (name, why), names in alike.items()]
+    left = sum(tensor.numel for tensor in rest)
+    sums = f"Muon: {matrices:,} matrices, {elements:,} elements; AdamW: {len(rest)} parameters, {left:,} elements"
+    return ["", "on AdamW", *table([("parameter", "count", "why"), *lines]), "", sums]
+
+
+def _sums(sums: Mapping[GlobalRank, RankSums]) -> list[str]:
+    """What each rank owns and holds; of many ranks, those that own most and least."""
+    shown = list(sums)
+    if len(shown) > _MOST_RANKS:
+        by_load = sorted(shown, key=lambda rank: (-(sums[rank].predicted_ns or 0), -sums[rank].elements, rank))
+        shown = [*by_load[: _MOST_RANKS // 2], *by_load[-_MOST_RANKS // 2 :]]
     rows = [
-        (m.name, f"{m.rows}x{m.cols}", m.block, str(owners[m.name]), reasons[parameter_of(m.name, reasons)][1])
-        for m in matrices
+        (f"rank {rank}", f"{one.matrices:,}", f"{one.elements:,}", time_text(one.predicted_ns), size_text(one.held))
+        for rank, one in ((rank, sums[rank]) for rank in shown)
     ]
-    rest = [(name, why) for name, (muon, why) in dedication.reasons.items() if not muon]
-    muon = f"{len(matrices)} matrices, {sum(m.rows * m.cols for m in matrices):,}"
-    return [
-        "owned matrices",
-        *_table([("matrix", "shape", "block", "owner", "why"), *rows]),
-        *_on_adamw(rest, muon, dedication.adamw_elements),
-    ]
+    left = [f"  … and {len(sums) - len(shown)} more, which own as much as these or something in between"]
+    head = ("sums", "matrices", "elements", "predicted", "weights and momentum")
+    return ["", "per rank", *table([head, *rows]), *(left if len(sums) > len(shown) else [])]
 
 
-def _on_adamw(rest: Sequence[tuple[str, str]], muon: str, elements: int) -> list[str]:
-    """What Muon leaves, with reasons, and how much of the model either takes: ``muon``, and so many ``elements``."""
-    sums = f"Muon: {muon} elements; AdamW: {len(rest)} parameters, {elements:,} elements"
-    return ["", "on AdamW", *_table([("parameter", "why"), *rest]), "", sums]
+# -- the rest -------------------------------------------------------------------------------------------------------
 
 
 def _runtime(runtime: Runtime) -> list[str]:
@@ -90,7 +292,7 @@ def _runtime(runtime: Runtime) -> list[str]:
     memory, traffic = expected_memory(runtime), expected_traffic(runtime)
     topology = runtime.comm.topology
     sent = "; ".join(
-        f"{purpose} {calls} calls, {_mib(traffic.nbytes[purpose])}" for purpose, calls in traffic.calls.items()
+        f"{purpose} {calls} calls, {mib(traffic.nbytes[purpose])}" for purpose, calls in traffic.calls.items()
     )
     return [
         f"owned weights: {len({b.name for b in runtime.buffers})} blocks, "
@@ -100,8 +302,8 @@ def _runtime(runtime: Runtime) -> list[str]:
         f"{'kept' if runtime.buffers[0].keep else 'freed'} after forward",
         f"ranks: {topology.replicas} replicas x {topology.shards} shards"
         + (f" x {topology.tensor} tensor-parallel" if topology.tensor > 1 else ""),
-        f"this rank holds: masters {_mib(memory.masters)}, momentum as much, gradients as much, stand-ins "
-        f"{_mib(memory.standins)}, kept buffers {_mib(memory.kept)}, largest buffer {_mib(memory.largest)}",
+        f"this rank holds: masters {mib(memory.masters)}, momentum as much, gradients as much, stand-ins "
+        f"{mib(memory.standins)}, kept buffers {mib(memory.kept)}, largest buffer {mib(memory.largest)}",
         f"this rank sends in a step of one micro-batch: {sent or 'nothing'}",
     ]
 
@@ -119,53 +321,6 @@ def _last_step(optimizer: Muon) -> list[str]:
     if stats.nonfinite:
         lines.append(f"not finite in the last step: {', '.join(stats.nonfinite)}")
     return lines
-
-
-def _routes(model: nn.Module, optimizer: Muon | None) -> list[str]:
-    """Every parameter's route: as the optimizer has it, with the policy's reason."""
-    inner = inside_ddp(model)
-    named = [(canonical_fqn(name), param) for name, param in inner.named_parameters()]
-    try:
-        routes = {r.fqn: r for r in route_parameters(inner)}
-    except ValueError:  # of what the optimizer got by select, groups or tensors, the policy may know nothing
-        if optimizer is None:
-            raise
-        routes = {}
-    if optimizer is None:
-        taken = {name for name, route in routes.items() if route.muon}
-        left = {name for name, _ in named} - taken
-    else:
-        groups = [({id(p) for p in group["params"]}, group["use_muon"]) for group in optimizer.param_groups]
-        taken = {name for name, param in named if any(id(param) in ids for ids, muon in groups if muon)}
-        left = {name for name, param in named if any(id(param) in ids for ids, muon in groups if not muon)}
-
-    def why(name: str) -> str:
-        if name not in taken | left:
-            return "in no group: this optimizer does not train it"
-        route = routes.get(name)
-        by_policy = route is not None and route.muon == (name in taken)
-        return route.reason if route is not None and by_policy else "put there by a group or by select"
-
-    rows = [(name, "x".join(map(str, p.shape)), _made_of(p, routes.get(name)), why(name)) for name, p in named]
-    table = _table([("matrix", "shape", "made of", "why"), *(row for row in rows if row[0] in taken)])
-    sizes = {name: param.numel() for name, param in named}
-    muon = f"{len(taken)} parameters, {sum(sizes[name] for name in taken):,}"
-    rest = [(row[0], row[3]) for row in rows if row[0] not in taken]
-    return ["matrices of Muon", *table, *_on_adamw(rest, muon, sum(sizes[name] for name, _ in rest))]
-
-
-def _made_of(param: nn.Parameter, route: Route | None) -> str:
-    """The matrices of a tensor that is made of several, or of one that is stored otherwise."""
-    spec = spec_of(param)
-    if spec == MatrixSpec() and route is not None:
-        spec = route.spec
-    try:
-        shapes = Counter(f"{m}x{n}" for m, n in spec.matrices(param.shape))
-    except ValueError:
-        return ""
-    if len(param.shape) == 2 and sum(shapes.values()) == 1:
-        return "itself"
-    return " and ".join(f"{count} of {shape}" for shape, count in shapes.items())
 
 
 _SMALL = 1024  # elements
@@ -203,10 +358,6 @@ def _warnings(optimizer: Muon, dedicated: Sequence[Sequence[int]]) -> list[str]:
     return ["", "warnings", *(f"  {line}" for line in lines)] if lines else []
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
-
-
 def _unique(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(sorted({str(dtype) for dtype in dtypes}))
 
@@ -217,9 +368,3 @@ def _rest(model: nn.Module) -> list[str]:
     return [
         f"the rest: sharded by FSDP2 in {sharded} modules" if sharded else "the rest: replicated, averaged by dmuon"
     ]
-
-
-def _table(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    table = list(rows)
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]

@@ -151,8 +151,7 @@ class _Choice:
     def of(cls, group: Mapping[str, Any], batch: Batch, k: int, dtype: torch.dtype, device: torch.device) -> _Choice:
         sequence = coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
         storage = storage_dtype(dtype, device, group["ns_dtype"])
-        planned = _planned_variant(batch, k)
-        return cls(sequence, storage, _variant(planned, batch.shape, k, sequence, storage, device))
+        return cls(sequence, storage, variant_for(group, batch.shape, batch.variants, k, dtype, device))
 
 
 def _grad(param: Tensor) -> Tensor:
@@ -160,10 +159,23 @@ def _grad(param: Tensor) -> Tensor:
     return param.grad
 
 
-def _planned_variant(batch: Batch, k: int) -> str:
-    """How the plan says that ``k`` matrices of ``batch`` run, or nothing."""
-    smaller = [size for size in batch.variants if size <= k]
-    return batch.variants[max(smaller)] if smaller else ""
+def variant_for(
+    group: Mapping[str, Any],
+    shape: tuple[int, int],
+    planned: Mapping[int, str],
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Variant:
+    """How Newton–Schulz runs for ``k`` matrices of ``shape`` whose momentum has ``dtype``.
+
+    Args:
+        planned: by batch size, as the plan says; a batch runs as the largest that is no larger.
+    """
+    sequence = coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
+    smaller = [size for size in planned if size <= k]
+    storage = storage_dtype(dtype, device, group["ns_dtype"])
+    return _variant(planned[max(smaller)] if smaller else "", shape, k, sequence, storage, device)
 
 
 @lru_cache(maxsize=4096)

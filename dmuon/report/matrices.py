@@ -1,0 +1,377 @@
+"""Matrix by matrix: who orthogonalizes it, in which batch, how, at what predicted cost, and what of it lies here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon.comm.process_groups import this_rank
+from dmuon.dedicated.buffer import OwnedBuffer
+from dmuon.dedicated.dedication import Dedication
+from dmuon.dedicated.matrix import OwnedMatrix, resting
+from dmuon.dedicated.part import Part
+from dmuon.exchanged.user_round import UserRound
+from dmuon.layout.matrices import numbered
+from dmuon.layout.parcels import Parcel
+from dmuon.layout.topology import GlobalRank, Position
+from dmuon.model.blocks import canonical_fqn
+from dmuon.model.matrix_spec import is_one_matrix, spec_of
+from dmuon.optimizer.groups import inside_ddp
+from dmuon.optimizer.muon import Muon
+from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.platform.torch_private import local_tensor
+from dmuon.step.batches import Batch, SharedBatch
+from dmuon.step.rounds import Round
+from dmuon.step.update import variant_for, wire_dtype
+
+_Held = Mapping[GlobalRank, int]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRow:
+    """One matrix.
+
+    Attributes:
+        tensor: name of the parameter.
+        number: among the matrices of the parameter; None where it is one matrix.
+        shape: ``(m, n)``, as it is stored; of a parameter that a user's own functions exchange, all of it.
+        lies: the block, the placements, or something else to tell where it lies.
+        owner: the rank that orthogonalizes it; None without an optimizer.
+        call: among the batched Newton-Schulz calls of the owner in a step, from 1; None where this rank cannot tell.
+        batch: matrices that this call takes, at most so many where ``call`` is None; 0 where nothing is known.
+        runs: how Newton-Schulz runs; empty where this rank cannot tell.
+        predicted_ns: its share of what the plan predicts for its owner; None where nothing is planned.
+        held: by rank, bytes of its weight and momentum that lie there.
+        travels: bytes of it that this rank sends or receives in a step of one micro-batch; None where only a user's
+            functions know.
+    """
+
+    tensor: str
+    number: int | None
+    shape: tuple[int, ...]
+    lies: str
+    owner: GlobalRank | None
+    call: int | None
+    batch: int
+    runs: str
+    predicted_ns: float | None
+    held: _Held
+    travels: int | None
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class RankSums:
+    """What one rank has of the matrices: those that it owns, and bytes of weights and momentum that lie there."""
+
+    matrices: int
+    elements: int
+    predicted_ns: float | None
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A batched Newton-Schulz call: its number on the owner, and how it runs."""
+
+    number: int
+    batch: Batch
+    round_: Round
+    owner: GlobalRank
+    runs: str
+
+
+def matrix_rows(model: nn.Module, optimizer: Muon | None, dedicated: Sequence[Dedication]) -> list[MatrixRow]:
+    """What dmuon owns of ``model``, and what else is in ``optimizer``; in the order of the model.
+
+    Communicates nothing: of other ranks' calls it knows those of matrices that they share with this one.
+    """
+    calls = [] if optimizer is None else list(_calls(optimizer))
+    names = {id(resting(param)): canonical_fqn(name) for name, param in inside_ddp(model).named_parameters()}
+    order = {name: i for i, name in enumerate(names.values())}
+    rows = list(chain.from_iterable(_owned(one, optimizer, calls, names) for one in dedicated))
+    known = {id(matrix.rest) for one in dedicated for matrix in one.runtime.matrices()}
+    if optimizer is not None:
+        names = {**optimizer._names, **names}
+        rows += _others(optimizer, [call for call in calls if id(call.batch.params[0]) not in known], names)
+        rows += _elsewhere(optimizer, names)
+    return sorted(rows, key=lambda row: (order.get(row.tensor, len(order)), row.number or 0))
+
+
+def rank_sums(rows: Sequence[MatrixRow]) -> dict[GlobalRank, RankSums]:
+    """By rank, of all that this rank knows."""
+    counts: Counter[GlobalRank] = Counter()
+    elements: Counter[GlobalRank] = Counter()
+    predicted: Counter[GlobalRank] = Counter()
+    unknown: set[GlobalRank] = set()
+    alike: dict[int, tuple[_Held, int]] = {}  # matrices of a batch share what they say of it
+    for row in rows:
+        alike[id(row.held)] = row.held, 1 + alike.get(id(row.held), (row.held, 0))[1]
+        if row.owner is not None:
+            counts[row.owner] += 1
+            elements[row.owner] += row.numel
+            if row.predicted_ns is None:
+                unknown.add(row.owner)
+            else:
+                predicted[row.owner] += row.predicted_ns  # type: ignore[assignment]
+    held: Counter[GlobalRank] = Counter()
+    for by_rank, count in alike.values():
+        for rank, nbytes in by_rank.items():
+            held[rank] += count * nbytes
+    return {
+        rank: RankSums(counts[rank], elements[rank], None if rank in unknown else float(predicted[rank]), held[rank])
+        for rank in sorted(counts.keys() | held.keys())
+    }
+
+
+def _calls(optimizer: Muon) -> Iterator[_Call]:
+    """What this rank knows of the calls of a step, its own and those of ranks that share matrices with it."""
+    numbers: Counter[GlobalRank] = Counter()
+    for round_ in optimizer._rounds:
+        group = optimizer.param_groups[round_.index]
+        for batch in round_.batches:
+            owner, runs = this_rank(), ""
+            if isinstance(round_, UserRound):
+                owner = round_.owners[batch.position]
+            else:
+                if isinstance(batch, SharedBatch):
+                    owner = batch.domain.ranks[batch.parcel.owner]
+                runs = str(variant_for(group, batch.shape, batch.variants, batch.count, batch.dtype, batch.device))
+            numbers[owner] += 1
+            yield _Call(numbers[owner], batch, round_, owner, runs)
+
+
+# -- dedicated ------------------------------------------------------------------------------------------------------
+
+
+def _owned(
+    dedication: Dedication, optimizer: Muon | None, calls: Sequence[_Call], names: Mapping[int, str]
+) -> list[MatrixRow]:
+    runtime, plan = dedication.runtime, dedication.plan
+    planned = {m.name: m for m in plan.matrices}
+    shares = _shares(plan, Counter((plan.owners[m.name], m.shape) for m in plan.matrices))
+    own = {(id(param), number or 0): call for call in calls for param, number in _labels(call.batch)}
+    groups = {} if optimizer is None else {id(p): g for g in optimizer.param_groups for p in g["params"]}
+    rows = []
+    for buffer in runtime.buffers:
+        for matrix in buffer.matrices:
+            group = groups.get(id(matrix.rest))
+            for part in matrix.parts:
+                name = f"{matrix.fqn}[{part.number}]" if matrix.is_split else matrix.fqn
+                position, sides = plan.owners[name], planned[name].shape
+                of_owner = shares[position, sides]
+                call = own.get((id(matrix.rest), part.number))
+                runs, batch = ("", of_owner.batch) if call is None else (call.runs, call.batch.count)
+                if call is None and group is not None:
+                    dtype, device = matrix.master.dtype, runtime.comm.device
+                    runs = str(variant_for(group, part.shape, plan.variants.get(sides, {}), batch, dtype, device))
+                row = MatrixRow(
+                    tensor=names.get(id(matrix.rest), matrix.fqn),
+                    number=part.number if matrix.is_split else None,
+                    shape=part.shape,
+                    lies=planned[name].block,
+                    owner=_owner(part, dedication),
+                    call=None if call is None else call.number,
+                    batch=batch,
+                    runs=runs,
+                    predicted_ns=of_owner.ns,
+                    held=_held_of_part(matrix, part, dedication, with_momentum=group is not None),
+                    travels=_travels_of_part(buffer, matrix, part, group),
+                )
+                rows.append(row)
+    return rows
+
+
+def _owner(part: Part, dedication: Dedication) -> GlobalRank:
+    comm = dedication.runtime.comm
+    if part.parcel is None:
+        return comm.ranks[part.owner]
+    return comm.topology.rank_at(part.at.r, part.at.s, part.parcel.owner)
+
+
+def _held_of_part(matrix: OwnedMatrix, part: Part, dedication: Dedication, *, with_momentum: bool) -> _Held:
+    topology, itemsize = dedication.runtime.comm.topology, matrix.master.dtype.itemsize * (2 if with_momentum else 1)
+    if part.parcel is None:
+        return {dedication.runtime.comm.ranks[part.owner]: part.numel * itemsize}
+    pieces = part.parcel.pieces.items()
+    return {topology.rank_at(part.at.r, part.at.s, t): piece.numel * itemsize for t, piece in pieces}
+
+
+def _travels_of_part(buffer: OwnedBuffer, matrix: OwnedMatrix, part: Part, group: Mapping[str, Any] | None) -> int:
+    """As ``dmuon.report.accounting`` counts for all of a buffer, without its padding."""
+    comm, weight = buffer.comm, matrix.full.element_size()
+    nbytes = 0
+    if comm.row is not None:
+        nbytes += part.numel * ((1 if buffer.keep else 2) * weight + buffer.reduce_dtype.itemsize)
+    if comm.column is not None and part.at.s == comm.at.s:
+        nbytes += part.numel * (weight + buffer.reduce_dtype.itemsize)
+    if part.parcel is not None and comm.tensor is not None and part.owner == comm.position and group is not None:
+        back = wire_dtype(group, matrix.master.dtype, comm.device)
+        nbytes += _exchanged_bytes(part.parcel, comm.tensor.position, matrix.master.dtype, back)
+    return nbytes
+
+
+# -- everything else ------------------------------------------------------------------------------------------------
+
+
+def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -> list[MatrixRow]:
+    layouts = None if optimizer._exchange is None else optimizer._exchange.layouts
+    plans = {} if layouts is None else layouts.plans
+    owned: dict[int, Counter[tuple[Position, tuple[int, int]]]] = {}  # by domain
+    for call in calls:
+        if isinstance(call.batch, SharedBatch) and len(call.batch.parcel.holders) > 1:
+            counts = owned.setdefault(id(call.batch.domain), Counter())
+            counts[call.batch.parcel.owner, _sides(call.batch.shape)] += call.batch.count
+    shares: dict[int, Mapping[tuple[Position, tuple[int, int]], _Share]] = {}
+    rows = []
+    for call in calls:
+        batch = call.batch
+        whole = isinstance(call.round_, UserRound)
+        predicted = None
+        if isinstance(batch, SharedBatch) and len(batch.parcel.holders) > 1 and batch.domain.ranks in plans:
+            domain = id(batch.domain)
+            if domain not in shares:
+                shares[domain] = _shares(plans[batch.domain.ranks], owned[domain])
+            predicted = shares[domain][batch.parcel.owner, _sides(batch.shape)].ns
+        row = MatrixRow(
+            tensor="",
+            number=None,
+            shape=tuple(batch.params[0].shape) if whole else batch.shape,
+            lies=_lies(batch, whole=whole),
+            owner=call.owner,
+            call=call.number,
+            batch=0 if whole else batch.count,
+            runs=call.runs,
+            predicted_ns=predicted,
+            held=_held_of_batch(batch, whole=whole),
+            travels=None if whole else _travels_of_batch(batch, optimizer.param_groups[call.round_.index]),
+        )
+        labels = [(param, None) for param in batch.params] if whole else _labels(batch)
+        rows += [replace(row, tensor=names[id(param)], number=number) for param, number in labels]
+    return rows
+
+
+def _elsewhere(optimizer: Muon, names: Mapping[int, str]) -> Iterator[MatrixRow]:
+    """Matrices of stacks, such as experts, that one other rank has whole."""
+    layouts = None if optimizer._exchange is None else optimizer._exchange.layouts
+    if layouts is None:
+        return
+    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    for param, placed in zip(layouts.params, layouts.placed, strict=True):
+        if placed is None or is_one_matrix(param):
+            continue
+        plan, local = layouts.plans.get(placed.ranks), local_tensor(param)
+        momentum = torch.promote_types(local.dtype, torch.float32)
+        for share, numbers in numbered(placed.layout, spec_of(param)):
+            owner = placed.ranks[share.holders[0]]
+            if len(share.holders) > 1 or owner == this_rank():
+                continue
+            m, n = share.layout.shape
+            planned = {} if plan is None else plan.variants.get(_sides((m, n)), {})
+            runs = variant_for(groups[id(param)], (m, n), planned, len(numbers), momentum, local.device)
+            row = MatrixRow(
+                tensor=names[id(param)],
+                number=None,
+                shape=(m, n),
+                lies=f"{_placed(param)}, whole there",
+                owner=owner,
+                call=None,
+                batch=len(numbers),
+                runs=str(runs),
+                predicted_ns=None,
+                held={owner: m * n * (local.element_size() + momentum.itemsize)},
+                travels=0,
+            )
+            yield from (replace(row, number=number) for number in numbers)
+
+
+def _labels(batch: Batch) -> list[tuple[Tensor, int | None]]:
+    return batch.labels(0, len(batch.params))
+
+
+def _lies(batch: Batch, *, whole: bool) -> str:
+    placed = _placed(batch.params[0])
+    if whole:
+        return f"{placed}, moved by a user's functions"
+    if isinstance(batch, SharedBatch) and len(batch.parcel.holders) > 1:
+        held = [batch.domain.ranks[holder] for holder in batch.parcel.holders]
+        return f"{placed} on ranks {_ranks(held)}"
+    return f"{placed}, whole here"
+
+
+def _placed(param: Tensor) -> str:
+    return ", ".join(map(str, param.placements)) if isinstance(param, DTensor) else "plain"
+
+
+def _ranks(ranks: Sequence[GlobalRank]) -> str:
+    return " ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} … {ranks[-1]} ({len(ranks)})"
+
+
+def _held_of_batch(batch: Batch, *, whole: bool) -> _Held:
+    """Of each matrix."""
+    param = batch.params[0]
+    itemsize = local_tensor(param).element_size() + batch.dtype.itemsize
+    if isinstance(batch, SharedBatch):
+        pieces = batch.parcel.pieces.items()
+        return {batch.domain.ranks[position]: piece.numel * itemsize for position, piece in pieces}
+    if whole:
+        return {this_rank(): local_tensor(param).numel() * itemsize}
+    m, n = batch.shape
+    return {this_rank(): m * n * itemsize}
+
+
+def _travels_of_batch(batch: Batch, group: Mapping[str, Any]) -> int:
+    """Of each matrix."""
+    if not isinstance(batch, SharedBatch):
+        return 0
+    back = wire_dtype(group, batch.dtype, batch.device)
+    return _exchanged_bytes(batch.parcel, batch.domain.position, batch.dtype, back) // batch.parcel.count
+
+
+def _exchanged_bytes(parcel: Parcel, position: Position, there: torch.dtype, back: torch.dtype) -> int:
+    """To the owner and back, as the rank at ``position`` sends and receives."""
+    before = [*parcel.to_owner.numel_out(position).values(), *parcel.to_owner.numel_in(position).values()]
+    after = [*parcel.from_owner.numel_out(position).values(), *parcel.from_owner.numel_in(position).values()]
+    return sum(before) * there.itemsize + sum(after) * back.itemsize
+
+
+# -- predictions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Of one matrix among those of its shape with one owner: predicted time, and the planned size of its batch."""
+
+    ns: float | None
+    batch: int
+
+
+def _shares(
+    plan: OwnerPlan, owned: Mapping[tuple[Position, tuple[int, int]], int]
+) -> dict[tuple[Position, tuple[int, int]], _Share]:
+    """By owner and shape, small side first.
+
+    Args:
+        owned: how many matrices.
+    """
+    return {
+        (owner, sides): _Share(
+            None if plan.costs is None else plan.costs.cost(sides, count) / count, min(count, plan.chunks[sides])
+        )
+        for (owner, sides), count in owned.items()
+    }
+
+
+def _sides(shape: tuple[int, int]) -> tuple[int, int]:
+    return min(shape), max(shape)

@@ -1,0 +1,211 @@
+"""``explain`` tells of each matrix who orthogonalizes it, in which call, at what cost, and what of it lies here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness.fused import FusedModel, by_spec, fused_loss
+from harness.hand_laid import SPLITS
+from harness.on_ranks import on_ranks, over_ranks
+from harness.topologies import lay
+from harness.toy import OPTIONS, build, train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import dmuon
+from dmuon.dedicated.dedication import dedications
+from dmuon.platform.torch_private import local_tensor
+from dmuon.report.accounting import expected_exchange, expected_memory, expected_traffic
+from dmuon.report.matrices import MatrixRow, matrix_rows, rank_sums
+from dmuon.solver import CostTable
+
+TABLE = CostTable({(13, 13): {1: 1_000, 2: 1_500, 4: 2_200}, (13, 29): {1: 3_000, 2: 5_000}})
+
+
+def rows_of(model: nn.Module, optimizer: dmuon.Muon | None) -> list[MatrixRow]:
+    return matrix_rows(model, optimizer, dedications(model))
+
+
+def check_calls(rows: list[MatrixRow], optimizer: dmuon.Muon, rank: int) -> None:
+    """Rows of this rank make up exactly the calls of the last step, which ran as they say."""
+    own = [row for row in rows if row.owner == rank]
+    sizes = Counter(row.call for row in own)
+    assert all(sizes[row.call] == row.batch for row in own)
+    stats = optimizer.last_step
+    assert (len(own), len(sizes)) == (stats.ns_matrices, stats.ns_batches)
+    assert {((min(r.shape), max(r.shape)), r.runs) for r in own} == set(stats.variants.items())
+
+
+@pytest.mark.parametrize(
+    "layout", ["1d", "fsdp2-2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "fsdp2-hsdp"))]
+)
+def test_owners_calls_times_and_bytes_are_those_of_the_step(ranks: Any, layout: str) -> None:
+    found = ranks(4 if "hsdp" in layout else 2, tell, layout)
+    assert all(told == found[0] for told in found), "every rank tells the same of owners and predictions"
+
+
+def tell(rank: int, world: int, layout: str) -> list[tuple[str, int | None, float | None]]:
+    model = build(seed=0)
+    laid = lay(layout, model, costs=TABLE)
+    dedicated = dedications(laid.model)
+    config = None if dedicated else dmuon.create_dtensor_config(costs=TABLE)
+    optimizer = dmuon.Muon(laid.model, distributed_config=config, **OPTIONS)
+    before = rows_of(laid.model, optimizer)
+    laid.backward(0)
+    optimizer.step()
+    rows = rows_of(laid.model, optimizer)
+    assert rows == before, "a step changes nothing of it"
+    check_calls(rows, optimizer, rank)
+    sums = rank_sums(rows)
+    plans = [dedicated[0].plan] if dedicated else list(optimizer._exchange.layouts.plans.values())
+    for plan in plans:
+        loads = [sums[r].predicted_ns or 0 for r in range(world)]
+        assert loads == pytest.approx(list(plan.solution.loads_ns))
+    muon = [p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
+    held = sum(local_tensor(p).nbytes + local_tensor(optimizer.state[p]["momentum_buffer"]).nbytes for p in muon)
+    assert sums[rank].held == held
+    travels = sum(row.travels or 0 for row in rows)
+    if dedicated:
+        traffic = expected_traffic(dedicated[0].runtime)
+        padding = sum(traffic.nbytes.values()) - travels
+        assert 0 <= padding <= 256 * len(rows) * 4, "slots are aligned"
+        assert held == 2 * expected_memory(dedicated[0].runtime).masters
+    else:
+        budget = expected_exchange(optimizer)
+        assert travels == sum((budget.received_before, budget.received_after, budget.sent_before, budget.sent_after)), (
+            "of all that is exchanged"
+        )
+    return [(row.tensor, row.owner, row.predicted_ns) for row in rows]
+
+
+@pytest.mark.parametrize("dedicated", [True, False])
+@on_ranks(2)
+def test_each_part_of_a_fused_tensor_has_a_row_of_its_own(rank: int, world: int, dedicated: bool) -> None:
+    model, mesh = FusedModel(), init_device_mesh("cpu", (world,))
+    if dedicated:
+        dmuon.dedicate_params(model, mesh, select=by_spec(), costs="flops")
+        optimizer = dmuon.Muon(model, **OPTIONS)
+    else:
+        fully_shard(model, mesh=mesh)
+        groups = dmuon.param_groups(model, select=by_spec())
+        optimizer = dmuon.Muon(groups, distributed_config=dmuon.create_dtensor_config(costs="flops"), **OPTIONS)
+    fused_loss(model, 0, rank, world).backward()
+    optimizer.step()
+    rows = rows_of(model, optimizer)
+    for i, split in enumerate(SPLITS):
+        shapes = split.spec.matrices(split.shape)
+        for layer in range(2):
+            of_tensor = [row for row in rows if row.tensor == f"blocks.{layer}.0.weight{i}"]
+            assert [row.shape for row in of_tensor] == shapes
+            assert [row.number for row in of_tensor] in ([None], list(range(len(shapes))))
+    check_calls(rows, optimizer, rank)
+    owned = sum(row.owner == rank for row in rows)
+    assert over_ranks(owned) == len(rows)
+    assert {row.predicted_ns is not None for row in rows if "weight0" in row.tensor} == {True}
+    held = rank_sums(rows)
+    muon = [p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
+    here = sum(local_tensor(p).nbytes + local_tensor(optimizer.state[p]["momentum_buffer"]).nbytes for p in muon)
+    assert held[rank].held == here and over_ranks(here) == sum(one.held for one in held.values())
+
+
+@on_ranks(2)
+def test_one_rank_may_ask_alone(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    dedicated = build()
+    dmuon.dedicate_params(dedicated, mesh, costs="flops")
+    sharded = fully_shard(build(), mesh=mesh)
+    for model in (dedicated, sharded):
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        for _ in range(2):
+            if rank == 1:
+                assert "rank 0" in dmuon.explain(model, optimizer) and "rank 1" in dmuon.explain(model, optimizer)
+            train(model, optimizer, range(1), rank, world)
+    assert over_ranks(1) == world
+
+
+def test_what_one_process_has_alone_has_calls_and_no_prediction() -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(1))
+    rows = rows_of(model, optimizer)
+    check_calls(rows, optimizer, 0)
+    assert rank_sums(rows)[0].predicted_ns is None
+    assert rank_sums(rows)[0].held == sum(8 * row.numel for row in rows)
+    assert "not predicted" in dmuon.explain(model, optimizer)
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.gate_up_proj = nn.Parameter(torch.randn(count, 12, 4))
+        self.down_proj = nn.Parameter(torch.randn(count, 4, 6))
+
+
+class Layer(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.proj, self.experts = nn.Linear(4, 4, bias=False), Experts(count)
+
+
+def test_many_experts_are_told_in_few_lines_and_one_by_one_on_request() -> None:
+    layers, count = 48, 128
+    model = nn.Module()
+    model.layers = nn.ModuleList(Layer(count) for _ in range(layers))
+    optimizer = dmuon.Muon(model, select=lambda fqn, _module, param: param.ndim > 1)
+    text = dmuon.explain(model, optimizer)
+    assert len(text.splitlines()) < 40
+    folded = {line.split()[0]: line.split()[1] for line in text.splitlines() if line.startswith("  layers")}
+    matrices = layers * count
+    assert folded["layers.*.proj.weight"] == "48"
+    assert folded["layers.*.experts.down_proj[*]"] == f"{matrices:,}"
+    assert folded["layers.*.experts.gate_up_proj[*]"] in (f"{matrices:,}", f"{2 * matrices:,}")
+    every = dmuon.explain(model, optimizer, max_rows=None).splitlines()
+    assert sum(line.split()[:1] == ["[127]"] for line in every) == 2 * layers
+    with pytest.raises(ValueError, match="max_rows"):
+        dmuon.explain(model, optimizer, max_rows=0)
+
+
+@on_ranks(2)
+def test_a_plan_keeps_its_costs_and_one_without_predicts_nothing(rank: int, world: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    plan = dmuon.dedicate_params(build(), mesh, costs=TABLE)
+    assert plan.costs is not None and plan.costs.costs == TABLE.costs
+    if rank == 0:
+        plan.save(tmp_path / "plan.json")
+        replace(plan, costs=None).save(tmp_path / "old.json")
+    dist.barrier()
+    for name, predicted in (("plan", True), ("old", False)):
+        model = build()
+        loaded = dmuon.dedicate_params(model, mesh, plan=tmp_path / f"{name}.json")
+        assert loaded.digest == plan.digest
+        rows = rows_of(model, dmuon.Muon(model))
+        assert all((row.predicted_ns is not None) == predicted for row in rows)
+        assert ("not predicted" in dmuon.explain(model)) != predicted
+
+
+@on_ranks(2)
+def test_a_user_s_own_functions_are_told_by_parameter(rank: int, world: int) -> None:
+    """What they send is not known, nor how large the whole is."""
+    model = fully_shard(build(), mesh=init_device_mesh("cpu", (world,)))
+    config = dmuon.DistributedConfig(
+        assign_fn=lambda params, state: {i: i % world for i in range(len(params))},
+        gather_fn=lambda param, rank, state: param.full_tensor(),
+        redistribute_fn=lambda whole, rank, state: whole,
+        state={},
+    )
+    rows = rows_of(model, dmuon.Muon(model, distributed_config=config))
+    assert [row.owner for row in rows] == [i % world for i in range(9)]
+    assert all((row.travels, row.predicted_ns, row.runs) == (None, None, "") for row in rows)
+    params = dict(model.named_parameters())
+    for row in rows:
+        param = params[row.tensor]
+        assert isinstance(param, DTensor) and row.held == {rank: 2 * param.to_local().nbytes}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -19,7 +18,7 @@ from dmuon.comm.domain import Domain
 from dmuon.comm.lifetime import Groups
 from dmuon.comm.monitor import Monitor, Pending
 from dmuon.comm.process_groups import connect, make_group, this_rank
-from dmuon.layout.buffer import Transport, part_offsets
+from dmuon.layout.buffer import Spans, Transport, lay_spans
 from dmuon.layout.topology import Coordinate, GlobalRank, Position, Ranks, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
@@ -51,57 +50,60 @@ class Line:
     gradients: dist.ProcessGroup
 
 
-def scratch(
-    transport: Transport, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, list[Tensor]]:
+Parts = Mapping[int, Tensor]  # of a region, by position on a line; those that are not empty
+
+
+def scratch(transport: Transport, spans: Spans, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Parts]:
     """Memory for a reduction: the region and its parts, which are views of it where they travel together.
 
-    Separate ones can be freed one by one.
+    Separate ones can be freed one by one; the region is nothing then.
     """
     if transport == "broadcast":
-        parts = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
-        return parts[0], parts
-    offsets = part_offsets(transport, sizes)
-    region = torch.empty(offsets[-1], dtype=dtype, device=device)
-    return region, [region[a:b] for a, b in pairwise(offsets)]
+        region = torch.empty(0, dtype=dtype, device=device)
+        return region, {i: region.new_empty(end - start) for i, (start, end) in spans.filled.items()}
+    region = torch.empty(spans.size, dtype=dtype, device=device)
+    return region, {i: region[start - spans.start : end - spans.start] for i, (start, end) in spans.filled.items()}
 
 
-def gather(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: Line) -> Works:
+def gather(transport: Transport, region: Tensor, parts: Parts, line: Line) -> Works:
     """Start filling every part from the rank at its position on ``line``; this rank's own part holds its content.
 
     Args:
         region: 1-D, all parts in order.
-        parts: views of it, some perhaps empty.
+        parts: views of it.
     """
     match transport:
         case "single":
-            return [all_gather_single(region, parts[line.position], group=line.weights, async_op=True)]
+            return [all_gather_single(region, _own(region, parts, line), group=line.weights, async_op=True)]
         case _:
             launches = [
-                partial(dist.broadcast, part, src=rank, group=line.weights, async_op=True)
-                for rank, part in zip(line.ranks, parts, strict=True)
-                if part.numel()
+                partial(dist.broadcast, part, src=line.ranks[position], group=line.weights, async_op=True)
+                for position, part in parts.items()
             ]
             return in_one_launch(line.weights, region.device, launches)
 
 
-def reduce(transport: Transport, region: Tensor, parts: Sequence[Tensor], line: Line) -> tuple[Tensor, Works]:
+def _own(region: Tensor, parts: Parts, line: Line) -> Tensor:
+    """This rank's part."""
+    return parts[line.position] if line.position in parts else region[:0]
+
+
+def reduce(transport: Transport, region: Tensor, parts: Parts, line: Line) -> tuple[Tensor, Works]:
     """Start averaging every part to the rank at its position on ``line``; the other parts are garbage then.
 
     Returns:
         Where this rank's own part arrives, and the works.
     """
     average = dist.ReduceOp.AVG
-    own = parts[line.position]
+    own = _own(region, parts, line)
     match transport:
         case "single":
             out = torch.empty_like(own)
             return out, [reduce_scatter_single(out, region, op=average, group=line.gradients, async_op=True)]
         case _:
             launches = [
-                partial(dist.reduce, part, rank, average, group=line.gradients, async_op=True)
-                for rank, part in zip(line.ranks, parts, strict=True)
-                if part.numel()
+                partial(dist.reduce, part, line.ranks[position], average, group=line.gradients, async_op=True)
+                for position, part in parts.items()
             ]
             return own, in_one_launch(line.gradients, region.device, launches)
 
@@ -305,10 +307,10 @@ def make_comm(
 
 
 def _connect_line(line: Line, device: torch.device, monitor: Monitor) -> None:
-    """As :func:`connect`, by all that its groups are for."""
+    """As :func:`connect`, by all that its groups are for: one root of broadcasts connects its ring for all."""
     transports: tuple[Transport, ...] = ("broadcast", "single")
     for transport in transports:
-        region, parts = scratch(transport, [1] * len(line.ranks), torch.float32, device)
+        region, parts = scratch(transport, lay_spans(transport, {0: 1}, len(line.ranks)), torch.float32, device)
         Pending(monitor, "gather", gather(transport, region, parts, line)).wait()
         Pending(monitor, "reduce", reduce(transport, region, parts, line)[1]).wait()
 

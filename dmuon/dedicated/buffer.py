@@ -104,14 +104,14 @@ class OwnedBuffer:
         )
         self._buffer = torch.empty(self.layout.size, dtype=comm_dtype, device=comm.device)
         self._nbytes = self.layout.size * comm_dtype.itemsize
-        self._segments = [self._buffer[a:b] for a, b in self.layout.segments]
-        column_spans = self.layout.parts[comm.at.s]
-        self._column_parts = [self._buffer[a:b] for a, b in column_spans]
-        self._column_region = self._buffer[column_spans[0][0] : column_spans[-1][1]]  # without the segment's padding
+        self._segments = {s: self._buffer[a:b] for s, (a, b) in self.layout.segments.filled.items()}
+        column = self.layout.parts(comm.at.s)
+        self._column_parts = {r: self._buffer[a:b] for r, (a, b) in column.filled.items()}
+        self._column_region = self._buffer[column.start : column.end]  # without the segment's padding
         self._standins = {
             r: torch.empty(b - a, dtype=comm_dtype, device=comm.device)
-            for r, (a, b) in enumerate([] if self.keep else column_spans)
-            if r != comm.at.r and b > a
+            for r, (a, b) in ({} if self.keep else column.filled).items()
+            if r != comm.at.r
         }
         split = sum(local_tensor(weight.param).numel() for weight in weights if weight.is_split)
         self._assembled = torch.empty(split, dtype=comm_dtype, device=comm.device)  # tensors made of several slots
@@ -170,7 +170,7 @@ class OwnedBuffer:
         self._require_idle()
         self._settle()
         column = comm.column
-        start, end = self.layout.parts[comm.at.s][comm.at.r]
+        start, end = self.layout.parts(comm.at.s)[comm.at.r]
         if not self.keep:
             self._outgoing_origin = Origin(comm.device)
             self._outgoing = self._buffer.new_empty(end - start)
@@ -183,8 +183,8 @@ class OwnedBuffer:
             else:
                 region = self._outgoing
                 self._write_masters(region, start)
-                parts = [self._standins.get(r, region[:0]) for r in range(comm.topology.replicas)]
-                parts[comm.at.r] = region
+                own = {comm.at.r: region} if end > start else {}
+                parts = dict(sorted((self._standins | own).items()))
             self._publication = comm.monitor.start(
                 "publish", f"publish of block {self.name!r}", lambda: gather(self.layout.column, region, parts, column)
             )

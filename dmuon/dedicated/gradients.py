@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dmuon.comm.agreement import Election, Verdict, Vote
-from dmuon.comm.context import Comm, Line, Works, reduce, scratch
+from dmuon.comm.context import Comm, Line, Parts, Works, reduce, scratch
 from dmuon.comm.monitor import Pending, run_all
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
@@ -56,18 +56,17 @@ class GradReduction:
         self._in_flight: list[Tensor] = []  # until the collectives have ended: [Note: who keeps a tensor alive]
         layout = buffer.layout
         with record_function(f"dmuon::reduce {buffer.name}"), torch.no_grad():
-            sizes = [end - start for start, end in layout.segments]
-            region, parts = scratch(layout.row, sizes, buffer.reduce_dtype, comm.device)
+            region, parts = scratch(layout.row, layout.segments, buffer.reduce_dtype, comm.device)
             self.used = self._pack(parts)
-            self._in_flight += [region, *parts]
-            self._result = parts[comm.at.s]  # of the last stage that was started
+            self._in_flight += [region, *parts.values()]
+            self._result = parts.get(comm.at.s, region[:0])  # of the last stage that was started
             if comm.row is not None:
                 with comm.reduce_stream.beside():
                     self._result = self._start(comm.row, "along the row", layout.row, region, parts)
             if comm.row is None or streams_of(comm.device) is not None:
                 self.advance()  # on the CPU this would wait: the next buffer or the end of backward advances it
 
-    def _pack(self, parts: list[Tensor]) -> set[int]:
+    def _pack(self, parts: Parts) -> set[int]:
         """Move the gradients of this rank into ``parts``, one per shard; tells which matrices had one."""
         used: set[int] = set()
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -92,7 +91,7 @@ class GradReduction:
             torch._foreach_copy_([slot for slot, _ in pairs], [grad for _, grad in pairs])
         return used
 
-    def _start(self, line: Line, direction: str, transport: Transport, region: Tensor, parts: list[Tensor]) -> Tensor:
+    def _start(self, line: Line, direction: str, transport: Transport, region: Tensor, parts: Parts) -> Tensor:
         """Start one stage.
 
         Returns:
@@ -117,14 +116,15 @@ class GradReduction:
         layout, at = self.buffer.layout, self._comm.at
         with torch.no_grad(), self._comm.reduce_stream.beside():
             self._wait()
-            first = layout.segments[at.s][0]
+            column = layout.parts(at.s)
+            first = column.start
             for part, (start, end) in self._in_segment():
                 if part.partial is not None:
                     self._result[start - first : end - first].view(part.local_shape).add_(part.partial)
                     self._in_flight.append(part.partial)
                     part.partial = None
-            segment = self._result[: layout.parts[at.s][-1][1] - first]  # without its padding
-            parts = [segment[start - first : end - first] for start, end in layout.parts[at.s]]
+            segment = self._result[: column.size]  # without its padding
+            parts = {r: segment[start - first : end - first] for r, (start, end) in column.filled.items()}
             self._in_flight.append(segment)
             self._result = self._start(line, "along the column", layout.column, segment, parts)
             self._stage_one_ended = self._comm.reduce_stream.mark()
@@ -171,7 +171,7 @@ class GradReduction:
         if self._result.untyped_storage().nbytes() > self._result.nbytes:
             self._result = self._result.clone()  # a view of what others own would keep that alive with the gradients
         undecided = []
-        first = self.buffer.layout.parts[self._comm.at.s][self._comm.at.r][0]
+        first = self.buffer.layout.parts(self._comm.at.s)[self._comm.at.r][0]
         slots: dict[int, list[Tensor]] = {id(matrix): [] for matrix in self.buffer.matrices}
         for matrix, part, (start, end) in self.buffer.spans:
             if part.owner == self._comm.position:

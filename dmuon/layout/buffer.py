@@ -2,11 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 Transport = Literal["auto", "broadcast", "single"]
+
+
+Span = tuple[int, int]  # half-open [start, end) of elements
+
+
+@dataclass(frozen=True, slots=True)
+class Spans(Sequence[Span]):
+    """Neighbouring parts of a flat region, by position on a line of ranks. Of thousands only a few may be filled.
+
+    Attributes:
+        length: number of parts.
+        start: of the first.
+        filled: those that are not empty, ascending.
+    """
+
+    length: int
+    start: int
+    filled: Mapping[int, Span]
+
+    @property
+    def end(self) -> int:
+        """Of the last one."""
+        return max((end for _, end in self.filled.values()), default=self.start)
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, position: int) -> Span: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[Span]: ...
+    def __getitem__(self, position: int | slice) -> Span | list[Span]:
+        if isinstance(position, slice):
+            return [self[i] for i in range(self.length)[position]]
+        position = range(self.length)[position]
+        if position in self.filled:
+            return self.filled[position]
+        before = [span for at, span in self.filled.items() if at < position]
+        start = before[-1][1] if before else self.start
+        return start, start
+
+
+def lay_spans(transport: Transport, sizes: Mapping[int, int], count: int, start: int = 0) -> Spans:
+    """Parts of ``sizes`` elements, by position among ``count``; padded to one size if they travel together."""
+    if transport == "single":
+        width = max(sizes.values(), default=0)
+        starts = range(start, start + count * width, max(1, width))
+        return Spans(count, start, {i: (a, a + width) for i, a in enumerate(starts)})
+    filled, end = {}, start
+    for position in sorted(sizes):
+        if sizes[position]:
+            filled[position] = (end, end + sizes[position])
+            end += sizes[position]
+    return Spans(count, start, filled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,18 +73,27 @@ class BufferLayout:
 
     Attributes:
         row, column: how segments travel along a row, and parts of a segment along a column.
-        slots: ``[start, end)`` of each matrix, in the order given.
-        segments: ``[start, end)`` per shard.
-        parts: ``[start, end)`` per shard and replica.
-        size: of the whole.
+        replicas: parts of a segment.
+        slots: of each matrix, in the order given.
+        segments: by shard.
+        filled_parts: by shard with any, the parts of its segment, by replica.
     """
 
     row: Transport
     column: Transport
-    slots: tuple[tuple[int, int], ...]
-    segments: tuple[tuple[int, int], ...]
-    parts: tuple[tuple[tuple[int, int], ...], ...]
-    size: int
+    replicas: int
+    slots: tuple[Span, ...]
+    segments: Spans
+    filled_parts: Mapping[int, Spans]
+
+    @property
+    def size(self) -> int:
+        """Of the whole."""
+        return self.segments.end
+
+    def parts(self, shard: int) -> Spans:
+        """Of a segment, by replica; without its padding."""
+        return self.filled_parts.get(shard) or Spans(self.replicas, self.segments[shard][0], {})
 
 
 def make_layout(
@@ -50,52 +117,49 @@ def make_layout(
     def rounded(size: int) -> int:
         return -(-size // align) * align
 
-    sizes = [[0] * replicas for _ in range(shards)]
+    sizes: dict[int, dict[int, int]] = {}  # by shard and replica, of those that own something
     inside: list[int] = []  # of the part
     for r, s, numel in matrices:
-        inside.append(sizes[s][r])
-        sizes[s][r] += rounded(numel)
-    column = choose_column(wanted, sizes, backend, resident)
-    within = [part_offsets(column, of_shard) for of_shard in sizes]
-    lengths = [offsets[-1] for offsets in within]
-    row = choose_transport(wanted, lengths, backend) if shards > 1 else "broadcast"
-    starts = part_offsets(row, lengths)
-    parts = tuple(
-        tuple((starts[s] + within[s][r], starts[s] + within[s][r + 1]) for r in range(replicas)) for s in range(shards)
-    )
+        of_shard = sizes.setdefault(s, {})
+        inside.append(of_shard.get(r, 0))
+        of_shard[r] = of_shard.get(r, 0) + rounded(numel)
+    column = choose_column(wanted, sizes, replicas, shards, backend, resident)
+    lengths = {s: lay_spans(column, of_shard, replicas).size for s, of_shard in sizes.items()}
+    row = choose_transport(wanted, lengths, shards, backend) if shards > 1 else "broadcast"
+    segments = lay_spans(row, lengths, shards)
+    parts = {s: lay_spans(column, of_shard, replicas, segments[s][0]) for s, of_shard in sizes.items()}
     slots = tuple(
         (parts[s][r][0] + offset, parts[s][r][0] + offset + numel)
         for (r, s, numel), offset in zip(matrices, inside, strict=True)
     )
-    segments = tuple((starts[s], starts[s + 1]) for s in range(shards))
-    return BufferLayout(row, column, slots, segments, parts, starts[-1])
+    return BufferLayout(row, column, replicas, slots, segments, parts)
 
 
-def choose_column(wanted: Transport, sizes: Sequence[Sequence[int]], backend: str, resident: bool) -> Transport:
+def choose_column(
+    wanted: Transport,
+    sizes: Mapping[int, Mapping[int, int]],
+    replicas: int,
+    shards: int,
+    backend: str,
+    resident: bool,
+) -> Transport:
     """One transport for all columns: the rule's for the column that would be padded most."""
-    if len(sizes[0]) == 1 or not resident:
+    if replicas == 1 or not resident:
         return "broadcast"
-    kinds = {choose_transport(wanted, of_shard, backend) for of_shard in sizes}
+    kinds = {choose_transport(wanted, of_shard, replicas, backend) for of_shard in sizes.values()}
+    if len(sizes) < shards:
+        kinds.add(choose_transport(wanted, {}, replicas, backend))
     return kinds.pop() if len(kinds) == 1 else "broadcast"
 
 
 _MOST_PADDING = 1.15  # of a padded region over its content
 
 
-def choose_transport(wanted: Transport, sizes: Sequence[int], backend: str) -> Transport:
-    """How parts of ``sizes`` elements travel: by rule for ``"auto"``, else as wanted."""
+def choose_transport(wanted: Transport, sizes: Mapping[int, int], count: int, backend: str) -> Transport:
+    """How ``count`` parts of ``sizes`` elements by position travel: by rule for ``"auto"``, else as wanted."""
     if wanted != "auto":
         return wanted
     if backend != "nccl":
         return "broadcast"  # on gloo a step with padded parts took 5 % longer (bench/step.py --programs sweep)
-    content = sum(sizes)
-    return "single" if content and max(sizes) * len(sizes) <= _MOST_PADDING * content else "broadcast"
-
-
-def part_offsets(transport: Transport, sizes: Sequence[int]) -> list[int]:
-    """Where each part starts, and behind the last one where the region ends."""
-    padded = [max(sizes)] * len(sizes) if transport == "single" else list(sizes)
-    offsets = [0]
-    for size in padded:
-        offsets.append(offsets[-1] + size)
-    return offsets
+    content = sum(sizes.values())
+    return "single" if content and max(sizes.values()) * count <= _MOST_PADDING * content else "broadcast"

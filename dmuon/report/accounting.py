@@ -92,7 +92,7 @@ def expected_memory(runtime: Runtime) -> Memory:
     standins = outgoing = 0
     for buffer in runtime.buffers:
         if comm.column is not None and not buffer.keep:
-            parts = buffer.layout.parts[comm.at.s]
+            parts = buffer.layout.parts(comm.at.s)
             sizes_here = [(end - start) * _itemsize(buffer) for start, end in parts]
             outgoing += sizes_here[comm.at.r]
             standins += sum(sizes_here) - sizes_here[comm.at.r]
@@ -119,7 +119,7 @@ def expected_traffic(
 
     for buffer in runtime.buffers:
         segments = [end - start for start, end in buffer.layout.segments]
-        parts = [end - start for start, end in buffer.layout.parts[comm.at.s]]
+        parts = [end - start for start, end in buffer.layout.parts(comm.at.s)]
         if comm.row is not None:
             fills = 1 if buffer.keep else 2 * micro_batches
             count("fill", fills, buffer.layout.row, segments, _itemsize(buffer))

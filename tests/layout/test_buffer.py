@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 from dmuon.comm.context import Line, gather, reduce, scratch
-from dmuon.layout.buffer import BufferLayout, Transport, choose_transport, make_layout, part_offsets
+from dmuon.layout.buffer import BufferLayout, Transport, choose_transport, lay_spans, make_layout
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Topology, topology_of
 
@@ -57,7 +57,7 @@ def test_every_matrix_has_a_place_of_its_own(case: tuple[Any, int, int, dict[str
     for (r, s, numel), (start, end) in zip(matrices, layout.slots, strict=True):
         assert end - start == numel, "nothing is lost"
         assert start % align == 0, f"slot {start} is not aligned to {align}"
-        first, last = layout.parts[s][r]
+        first, last = layout.parts(s)[r]
         assert first <= start and end <= last, "a slot lies in the part of its owner"
     for (_, end), (start, _) in pairwise(sorted(layout.slots)):
         assert end <= start, "slots overlap"
@@ -71,7 +71,8 @@ def test_parts_and_segments_tile_the_buffer(case: tuple[Any, int, int, dict[str,
     assert layout.segments[0][0] == 0 and layout.segments[-1][1] == layout.size
     for (_, end), (start, _) in pairwise(layout.segments):
         assert end == start
-    for (first, last), parts in zip(layout.segments, layout.parts, strict=True):
+    of_shards = [layout.parts(s) for s in range(shards)]
+    for (first, last), parts in zip(layout.segments, of_shards, strict=True):
         assert len(parts) == replicas
         assert parts[0][0] == first and parts[-1][1] <= last
         for (_, end), (start, _) in pairwise(parts):
@@ -80,7 +81,7 @@ def test_parts_and_segments_tile_the_buffer(case: tuple[Any, int, int, dict[str,
     if layout.row == "single":
         assert len(lengths) == 1, "one all-gather needs parts of one size"
     if layout.column == "single":
-        assert all(len({end - start for start, end in parts}) == 1 for parts in layout.parts)
+        assert all(len({end - start for start, end in parts}) == 1 for parts in of_shards)
     content = sum(rounded(numel, options["align"]) for _, _, numel in matrices)
     if "single" not in (layout.row, layout.column):
         assert layout.size == content, "no padding where parts travel one by one"
@@ -105,20 +106,23 @@ def test_transports_suit_the_back_end(case: tuple[Any, int, int, dict[str, Any]]
 
 @given(st.lists(st.integers(0, 1000), min_size=2, max_size=8), st.sampled_from(["gloo", "nccl"]))
 def test_the_rule_takes_one_collective_where_padding_is_small(sizes: list[int], backend: str) -> None:
-    chosen = choose_transport("auto", sizes, backend)
+    chosen = choose_transport("auto", dict(enumerate(sizes)), len(sizes), backend)
     small = sum(sizes) > 0 and max(sizes) * len(sizes) <= 1.15 * sum(sizes)
     assert chosen == ("single" if backend == "nccl" and small else "broadcast")
 
 
 @given(st.sampled_from(["broadcast", "single"]), st.lists(st.integers(0, 99), min_size=1, max_size=9))
-def test_part_offsets_hold_every_part(transport: Transport, sizes: list[int]) -> None:
-    offsets = part_offsets(transport, sizes)
-    assert len(offsets) == len(sizes) + 1 and offsets[0] == 0
-    assert all(b - a >= size for (a, b), size in zip(pairwise(offsets), sizes, strict=True))
+def test_spans_hold_every_part(transport: Transport, sizes: list[int]) -> None:
+    """Also if nothing is said of the empty ones."""
+    spans = lay_spans(transport, {i: size for i, size in enumerate(sizes) if size}, len(sizes), start=3)
+    assert len(spans) == len(sizes) and spans[0][0] == 3 and spans[-1][1] == spans.end
+    assert all(end == start for (_, end), (start, _) in pairwise(spans))
+    assert all(b - a >= size for (a, b), size in zip(spans, sizes, strict=True))
     if transport == "single":
-        assert len({b - a for a, b in pairwise(offsets)}) == 1
+        assert len({b - a for a, b in spans}) == 1
     else:
-        assert offsets[-1] == sum(sizes)
+        assert spans.size == sum(sizes)
+        assert sorted(spans.filled) == [i for i, size in enumerate(sizes) if size]
 
 
 # -- topologies ---------------------------------------------------------------------------------------------------
@@ -242,14 +246,14 @@ def test_reductions_and_gathers_reproduce_every_matrix(rank: int, world: int) ->
     for case, transport, along_row in product(range(8), wanted, [True, False]):
         source = random.Random(case)
         layout, matrices = random_layout(source, world, along_row, transport)
-        spans = layout.segments if along_row else layout.parts[0]
+        spans = layout.segments if along_row else layout.parts(0)
         owners = [s if along_row else r for r, s, _ in matrices]
         kind = layout.row if along_row else layout.column
         generator = torch.Generator().manual_seed(case)
         values = [[torch.randn(m[2], generator=generator) for m in matrices] for _ in range(world)]
         average = [torch.stack(of_ranks).mean(0) for of_ranks in zip(*values, strict=True)]
-        region, parts = scratch(kind, [b - a for a, b in spans], torch.float32, torch.device("cpu"))
-        for part in parts:
+        region, parts = scratch(kind, spans, torch.float32, torch.device("cpu"))
+        for part in parts.values():
             part.fill_(float("nan"))  # padding may hold anything
         for owner, value, (start, end) in zip(owners, values[rank], layout.slots, strict=True):
             first = spans[owner][0]
@@ -258,8 +262,9 @@ def test_reductions_and_gathers_reproduce_every_matrix(rank: int, world: int) ->
         for work in works:
             work.wait()
         buffer = torch.full((layout.size,), float("nan"))
-        views = [buffer[a:b] for a, b in spans]
-        views[rank].copy_(mine)
+        views = {i: buffer[a:b] for i, (a, b) in spans.filled.items()}
+        if rank in views:
+            views[rank].copy_(mine)
         for work in gather(kind, buffer, views, lane):
             work.wait()
         for value, (start, end) in zip(average, layout.slots, strict=True):

@@ -16,9 +16,11 @@ from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.optimizer.clip import clip_grad_norm_, clip_grad_value_
 from dmuon.optimizer.groups import param_groups
 from dmuon.optimizer.muon import Muon
+from dmuon.optimizer.record import MatrixRecord
 from dmuon.optimizer.stats import StepStats
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.report.explain import explain
+from dmuon.step.record import MatrixStats
 
 __version__ = "0.1.0"
 
@@ -26,7 +28,9 @@ __all__ = [
     "CollectiveError",
     "CommOptions",
     "DistributedConfig",
+    "MatrixRecord",
     "MatrixSpec",
+    "MatrixStats",
     "Muon",
     "OwnerPlan",
     "StepStats",

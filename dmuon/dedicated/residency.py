@@ -20,7 +20,7 @@ from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.matrices import Region
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Shared, SharedBatch, Task
-from dmuon.step.residency import MOMENTUM, Options, Residency
+from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing
 from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
 
 
@@ -123,6 +123,11 @@ class Dedicated(Residency):
 
     def drop_gradients(self) -> None:
         self._runtime.drop_gradients()
+
+    def shared(self) -> list[Sharing]:
+        comm, matrices = self._runtime.comm, list(self._runtime.matrices())
+        labels = [(m.rest, part.number if m.is_split else None, part.shape) for m in matrices for part in m.parts]
+        return [Sharing(comm.control, comm.device, labels)]
 
     # -- momentum --------------------------------------------------------------------------------------------------
 

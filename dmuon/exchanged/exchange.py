@@ -22,13 +22,13 @@ from dmuon.exchanged.generators import AssignByLayout, GatherByLayout, Redistrib
 from dmuon.exchanged.layouts import LayoutRecipe, Layouts, lay_out
 from dmuon.exchanged.user_functions import UserFunctions
 from dmuon.exchanged.user_round import UserRound, by_owner
-from dmuon.layout.matrices import Region, stack_shape
+from dmuon.layout.matrices import Region, numbered, stack_shape
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import GlobalRank, listed
-from dmuon.model.matrix_spec import spec_of
+from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
-from dmuon.step.residency import Options, Residency, lies
+from dmuon.step.residency import Options, Residency, Sharing, lies
 from dmuon.step.rounds import Round, exchanged_rounds, longest_first
 
 
@@ -317,6 +317,21 @@ class LayoutExchange(Exchange):
             owner = ranks[shared.parcel.owner]
             rows.append(_row(task.param, name, task.shape, "plain tensors", ranks, owner, task.count))
         return rows
+
+    def shared(self) -> list[Sharing]:
+        """Also what one rank has whole of a stack that several hold."""
+        placed = {id(p): one for p, one in zip(self.params, self.layouts.placed, strict=True)}
+        sharings = []
+        for domain, members in self.domains:
+            matrices: list[tuple[Tensor, int | None, tuple[int, int]]] = []
+            for param in members:
+                layout = placed[id(param)]
+                assert layout is not None, "several ranks hold it"
+                for share, numbers in numbered(layout.layout, spec_of(param)):
+                    m, n = share.layout.shape
+                    matrices += [(param, None if is_one_matrix(param) else number, (m, n)) for number in numbers]
+            sharings.append(Sharing(domain.group, domain.device, matrices))
+        return sharings
 
     def loads(self) -> list[Sequence[int]]:
         return [plan.solution.loads_ns for plan in self.layouts.plans.values()]

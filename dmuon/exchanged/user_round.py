@@ -21,6 +21,7 @@ from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
+from dmuon.step.record import StepRecord
 from dmuon.step.residency import like_param
 from dmuon.step.update import Done, apply, folded, orthogonalize_whole
 
@@ -112,7 +113,8 @@ class UserRound:
         self._raise(fault, wholes)
         return wholes
 
-    def finish(self, group: Mapping[str, Any], timer: PhaseTimer) -> None:
+    def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
+        """Nothing is recorded: what is here of each matrix, only the functions know."""
         parts: dict[int, Tensor] = {}
         fault: RuntimeError | None = None
         with timer.phase("exchange"):

@@ -21,6 +21,7 @@ from dmuon.model.routing import UNINITIALIZED, Select, route_parameters
 from dmuon.optimizer.options import check_names, check_options
 from dmuon.optimizer.recognition import recognize, remember_makeups
 from dmuon.platform.torch_private import flattened_by_fsdp1, unwrapped_for_ddp
+from dmuon.step.residency import Residency
 
 _FLATTENED = (
     "was flattened by FullyShardedDataParallel (FSDP1), whose shards are no parts of a matrix; use torch's fully_shard "
@@ -243,8 +244,10 @@ def inside_ddp(model: nn.Module) -> nn.Module:
     return model
 
 
-def warn_of_left_out(names: Sequence[str]) -> None:
-    """Say that parameters have a gradient and that the optimizer does not know them."""
+def warn_of_left_out(groups: Iterable[Mapping[str, Any]], residencies: Iterable[Residency]) -> None:
+    """Say that parameters have a gradient and are in none of an optimizer's groups."""
+    held = {id(p) for group in groups for p in group["params"]}
+    names = [name for residency in residencies for name in residency.left_out(held)]
     if names:
         _log.warning(
             "Muon: %d parameters have a gradient and are in no group, so this optimizer does not train them: %s; "

@@ -35,17 +35,18 @@ from dmuon.optimizer.groups import (
 from dmuon.optimizer.loading import adopt_adamw_state
 from dmuon.optimizer.momentum import Momentum
 from dmuon.optimizer.options import Description, check_edited, describe
+from dmuon.optimizer.record import MatrixRecord
 from dmuon.optimizer.stats import StepStats, step_stats
 from dmuon.optimizer.wrapping import Wrapping, replicated_by_ddp
 from dmuon.platform import host
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import current_backward, local_tensor, outside_compile
-from dmuon.step.batches import Batch, make_batches
 from dmuon.step.overlap import EarlyUpdates
-from dmuon.step.residency import Alone, Residency
+from dmuon.step.record import StepRecord
+from dmuon.step.residency import Alone, Residency, lay_out
 from dmuon.step.rounds import AloneRound, Round, drive
-from dmuon.step.update import Done, adamw_step, align_gradients, new_adamw_state
+from dmuon.step.update import Done, align_gradients, new_adamw_state, update_by_adamw
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
 
@@ -164,6 +165,7 @@ class Muon(torch.optim.Optimizer):
         self._prefetch = 1
         self._early: EarlyUpdates | None = None
         self._done: list[Done] = []
+        self._asked: MatrixRecord | None = None
         self._checked: Description = ()  # options that were found to be in order
         self._steps = 0
 
@@ -259,17 +261,7 @@ class Muon(torch.optim.Optimizer):
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         self._names = names_in(self.param_groups, self._origin.names)
         residencies = self._find_residencies(muon)
-        momentum: dict[int, Tensor] = {}
-        rounds: list[Round] = []
-        for residency in residencies:
-            tasks = residency.tasks()
-            batches: list[list[Batch]] = []
-            for group in self.param_groups:
-                members = {id(p) for p in group["params"]}
-                of_group, of_params = make_batches(task for task in tasks if id(task.param) in members)
-                batches.append(of_group)
-                momentum.update(of_params)
-            rounds += residency.rounds(batches)
+        rounds, momentum = lay_out([group["params"] for group in self.param_groups], residencies)
         self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
         for group in self.param_groups:
             for param in [] if group["use_muon"] else group["params"]:
@@ -380,7 +372,7 @@ class Muon(torch.optim.Optimizer):
         present = self._present()
         self._checked = check_edited(self.param_groups, self._checked)  # after the vote: nobody waits for who raises
         if not self._steps:
-            self._warn_of_left_out()
+            warn_of_left_out(self.param_groups, self._residencies)
         self._steps += 1
         self._timer.reset()
         self._done = []
@@ -407,10 +399,6 @@ class Muon(torch.optim.Optimizer):
             present = [residency.before_step(False) for residency in self._residencies]
         return set().union(*(ids for ids in present if ids is not None))
 
-    def _warn_of_left_out(self) -> None:
-        held = {id(p) for group in self.param_groups for p in group["params"]}
-        warn_of_left_out([name for residency in self._residencies for name in residency.left_out(held)])
-
     def _update(self, present: set[int]) -> None:
         """Run all rounds. What a round completes is published at once."""
         coming = [p for r in self._rounds for batch in r.batches for p in batch.params if id(p) in present]
@@ -420,8 +408,10 @@ class Muon(torch.optim.Optimizer):
                 residency.begin_update(coming)
         # Once for each group: reading a tensor's number waits for the accelerator.
         options = [{**g, "lr": float(g["lr"])} if g["use_muon"] else g for g in self.param_groups]
+        asked, self._asked = self._asked, None
+        record = None if asked is None else StepRecord()
         for round_, done in drive(
-            self._rounds, lambda i: options[i], present, self._prefetch, self._timer, self._update_others
+            self._rounds, lambda i: options[i], present, self._prefetch, self._timer, self._update_others, record
         ):
             self._done += done
             of_round = [p for batch in round_.batches for p in batch.params]
@@ -432,6 +422,8 @@ class Muon(torch.optim.Optimizer):
         with self._timer.phase("publish"):
             for residency in self._residencies:
                 residency.end_update()
+        if asked is not None and record is not None:
+            asked.fill(record, self._residencies, self._names)
         if self._early is not None:
             self._early.forget()
 
@@ -439,15 +431,7 @@ class Muon(torch.optim.Optimizer):
         with self._timer.phase("adamw"):
             for group in self.param_groups:
                 if not group["use_muon"]:
-                    params = [p for p in group["params"] if p.grad is not None]  # others may have no state
-                    adamw_step(
-                        params,
-                        [self.state[p] for p in params],
-                        lr=group["lr"],
-                        betas=group["betas"],
-                        eps=group["eps"],
-                        weight_decay=group["weight_decay"],
-                    )
+                    update_by_adamw(group, self.state)
 
     @property
     def last_step(self) -> StepStats:
@@ -459,6 +443,18 @@ class Muon(torch.optim.Optimizer):
             0 if early is None else early.taken,
             self._names,
         )
+
+    def record_next_step(self) -> MatrixRecord:
+        """What the next ``step()`` does to each matrix: root mean square of the update, learning rate, norms.
+
+        Asking communicates nothing, and steps that nobody asked for compute nothing of it.
+
+        Returns:
+            A record, which is empty until then: read it by ``local()`` or ``gather()`` when you like.
+        """
+        if self._asked is None:
+            self._asked = MatrixRecord()
+        return self._asked
 
     def exchanged(self) -> list[Exchanged]:
         """The matrices that several ranks hold and this optimizer exchanges, in the order of the groups."""

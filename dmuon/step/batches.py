@@ -167,9 +167,13 @@ class Batch:
 
     def labels(self, start: int, end: int) -> list[tuple[Tensor, int | None]]:
         """Parameter of each of these matrices, and its number in that if it is more than one matrix."""
+        return self.labels_of(self.params[start:end])
+
+    def labels_of(self, params: Sequence[Tensor]) -> list[tuple[Tensor, int | None]]:
+        """:meth:`labels` of some of the parameters."""
         if self.region is None:
-            return [(param, None) for param in self.params[start:end]]
-        return [(param, number) for param in self.params[start:end] for number in self.numbers]
+            return [(param, None) for param in params]
+        return [(param, number) for param in params for number in self.numbers]
 
 
 @dataclass(slots=True, eq=False)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -16,8 +18,23 @@ from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.topology import position_in
 from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.batches import Batch, Task, unplanned_batch_size
+from dmuon.step.batches import Batch, Task, make_batches, unplanned_batch_size
 from dmuon.step.rounds import AloneRound, Round
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharing:
+    """Matrices of which the ranks of ``group`` have parts or copies.
+
+    Attributes:
+        device: of the group's communication.
+        matrices: parameter, number in it (None if it is one matrix) and shape; in one order on all these ranks.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    matrices: Sequence[tuple[Tensor, int | None, tuple[int, int]]]
+
 
 Options = Callable[[Sequence[int]], list[tuple[str, str]]]  # of some groups, by name
 MOMENTUM = "momentum_buffer"  # in the optimizer's state
@@ -100,6 +117,10 @@ class Residency(ABC):
     def drop_gradients(self) -> None:
         """Forget gradients that wait for a synchronizing backward."""
 
+    def shared(self) -> list[Sharing]:
+        """Which of the matrices ranks have together; those who do come to it in one order."""
+        return []
+
     # -- momentum --------------------------------------------------------------------------------------------------
 
     def before_state_dict(self) -> None:
@@ -158,6 +179,28 @@ class Alone(Residency):
 
     def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
         return [AloneRound(index, batch) for index, of_group in enumerate(batches) for batch in of_group]
+
+
+def lay_out(
+    groups: Sequence[Sequence[Tensor]], residencies: Iterable[Residency]
+) -> tuple[list[Round], dict[int, Tensor]]:
+    """The rounds of a step, and this rank's momentum by ``id`` of the parameter, zero.
+
+    Args:
+        groups: the parameters of each group of the optimizer.
+    """
+    momentum: dict[int, Tensor] = {}
+    rounds: list[Round] = []
+    for residency in residencies:
+        tasks = residency.tasks()
+        batches: list[list[Batch]] = []
+        for params in groups:
+            members = set(map(id, params))
+            of_group, of_params = make_batches(task for task in tasks if id(task.param) in members)
+            batches.append(of_group)
+            momentum.update(of_params)
+        rounds += residency.rounds(batches)
+    return rounds, momentum
 
 
 def lies(param: Tensor) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dmuon.comm.domain import Redistribution
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, SharedBatch
+from dmuon.step.record import StepRecord
 from dmuon.step.update import Done, Orthogonalized, apply, folded, orthogonalize, orthogonalize_whole, wire_dtype
 
 
@@ -43,8 +44,8 @@ class Round(Protocol):
     def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
         """Orthogonalize what this rank owns, and send it."""
 
-    def finish(self, group: Mapping[str, Any], timer: PhaseTimer) -> None:
-        """Update this rank's parts of the weights."""
+    def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
+        """Update this rank's parts of the weights; ``record`` is told of it."""
 
 
 class AloneRound:
@@ -80,11 +81,11 @@ class AloneRound:
                 self._ready.append((start, end, ready))
         return [ready.done for _, _, ready in self._ready]
 
-    def finish(self, group: Mapping[str, Any], timer: PhaseTimer) -> None:
+    def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
         batch, ready = self.batches[0], self._ready
         self._ready = []
         for start, end, one in ready:
-            apply(group, batch, batch.params[start:end], one.update, timer)
+            apply(group, batch, batch.params[start:end], one.update, timer, record=record)
 
 
 class ExchangedRound:
@@ -142,7 +143,7 @@ class ExchangedRound:
             self._scattering = Redistribution(routes, whole, self.domain, like, f"scatter of {self._what}")
         return done
 
-    def finish(self, group: Mapping[str, Any], timer: PhaseTimer) -> None:
+    def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
         if self._scattering is None:
             return
         with timer.phase("exchange"):
@@ -151,7 +152,7 @@ class ExchangedRound:
         for i, update in updates.items():
             batch = self.batches[i]
             for start, end in batch.runs(self._present[i]):
-                apply(group, batch, batch.params[start:end], update[batch.rows(start, end)], timer)
+                apply(group, batch, batch.params[start:end], update[batch.rows(start, end)], timer, record=record)
 
     def __str__(self) -> str:
         """What all ranks of the domain must agree on before data travels."""
@@ -242,6 +243,7 @@ def drive(
     prefetch: int,
     timer: PhaseTimer,
     meanwhile: Callable[[], None],
+    record: StepRecord | None = None,
 ) -> Iterator[tuple[Round, list[Done]]]:
     """Run all rounds; yields each with what it did here, when its weights are up to date.
 
@@ -252,6 +254,7 @@ def drive(
     Args:
         prefetch: counts for the rounds of each domain on its own.
         meanwhile: what else is to do, while the last scatter is on its way.
+        record: is told of every update.
     """
     exchanged = [r for r in rounds if r.exchanged]
     windows = prefetch_windows([r.queue for r in exchanged], prefetch)
@@ -267,7 +270,7 @@ def drive(
 
     def finished() -> tuple[Round, list[Done]]:
         round_, done = leaving.popleft()
-        round_.finish(group_at(round_.index), timer)
+        round_.finish(group_at(round_.index), timer, record)
         return round_, done
 
     for round_ in rounds:
@@ -281,7 +284,7 @@ def drive(
             start(range(turn, min(turn + prefetch, len(exchanged))))
             round_.start(group_at(round_.index), present, timer)
             done = round_.compute(group_at(round_.index), timer)
-            round_.finish(group_at(round_.index), timer)
+            round_.finish(group_at(round_.index), timer, record)
             yield round_, done
     meanwhile()
     while leaving:

@@ -31,6 +31,7 @@ from dmuon.kernels import (
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
+from dmuon.step.record import StepRecord
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,23 +116,29 @@ def apply(
     timer: PhaseTimer,
     *,
     scale: float | None = None,
+    record: StepRecord | None = None,
 ) -> None:
     """Subtract ``update``, ``(k, …)``, shaped as this rank's parts, from the weights; ``lr`` must be a float.
 
     Args:
         scale: factor on the learning rate; None: as the shape of the whole matrices says.
+        record: is told of update and weights.
     """
     with timer.phase("apply"):
         weights = [p.detach() for p in params]
         matrices = batch.matrices(weights)
+        if scale is None:
+            scale = update_scale(group["adjust_lr_fn"], batch.scaled_shape)
         apply_update_(
             matrices,
             update,
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            scale=update_scale(group["adjust_lr_fn"], batch.scaled_shape) if scale is None else scale,
+            scale=scale,
         )
         batch.put(weights, matrices)
+        if record is not None:
+            record.note(batch.labels_of(params), batch.shape, group["lr"] * scale, update, matrices)
 
 
 def wire_dtype(group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -217,6 +224,13 @@ def new_adamw_state(param: Tensor) -> dict[str, Tensor]:
         "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
         "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
     }
+
+
+def update_by_adamw(group: Mapping[str, Any], state: Mapping[Tensor, MutableMapping[str, Any]]) -> None:
+    """Step on the parameters of a group of AdamW that have gradients; others may have no state."""
+    params = [p for p in group["params"] if p.grad is not None]
+    options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    adamw_step(params, [state[p] for p in params], **options)
 
 
 def _lies_elsewhere(local: Tensor, moment: Tensor) -> bool:

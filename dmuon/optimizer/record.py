@@ -1,0 +1,92 @@
+"""A record of one step, matrix by matrix, which whoever asked for it reads when it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from dmuon.comm.norm import all_reduce
+from dmuon.step.record import MatrixStats, StepRecord, Terms, stats_of, totals
+from dmuon.step.residency import Residency
+
+
+class MatrixRecord:
+    """What one step did to each matrix: as ``dmuon.Muon.record_next_step`` returns it, filled by the next step.
+
+    The step computes norms on the device and waits for nothing. Reading waits for an accelerator.
+    """
+
+    def __init__(self) -> None:
+        self._step: StepRecord | None = None
+        self._residencies: Sequence[Residency] = ()
+        self._names: Mapping[int, str] = {}
+
+    def fill(self, step: StepRecord, residencies: Sequence[Residency], names: Mapping[int, str]) -> None:
+        """A step has been taken.
+
+        Args:
+            names: of parameters, by ``id``.
+        """
+        self._step, self._residencies, self._names = step, list(residencies), names
+
+    def local(self) -> dict[str, MatrixStats]:
+        """By name, of the matrices that this rank has whole. Communicates nothing.
+
+        Those are what dmuon owns here, what this rank has alone, and what it has copies of. A matrix of a parameter
+        that is made of several is called ``name[number]``.
+
+        Raises:
+            RuntimeError: the step has not been taken yet, or has failed.
+        """
+        terms = [one for one in self._terms() if one.numel == one.shape[0] * one.shape[1]]
+        if not terms:
+            return {}
+        columns = totals(terms).T.tolist()
+        shapes = [(label, one.shape) for one in terms for label in one.labels]
+        found = {}
+        for ((param, number), shape), column in zip(shapes, columns, strict=True):
+            stats = stats_of(column, shape)
+            assert stats is not None, "it was updated"
+            found[self._name(id(param), number)] = stats
+        return found
+
+    def gather(self) -> dict[str, MatrixStats]:
+        """By name, of all matrices that this rank shares with others, and of those that it has alone.
+
+        Collective over the ranks that share matrices: call it on all of them, or on none. All must have asked for a
+        record of this step.
+
+        Raises:
+            RuntimeError: the step has not been taken yet, or has failed.
+            CollectiveError: some of the ranks did not take part.
+        """
+        terms = self._terms()
+        found = self.local()
+        for residency in self._residencies:
+            for shared in residency.shared():
+                places = {(id(param), number): i for i, (param, number, _) in enumerate(shared.matrices)}
+                summed = torch.zeros(4, len(places), dtype=torch.float64, device=shared.device)
+                own = [one for one in terms if (id(one.labels[0][0]), one.labels[0][1]) in places]
+                if own:
+                    at = [places[id(param), number] for one in own for param, number in one.labels]
+                    summed[:, torch.tensor(at, device=shared.device)] = totals(own).to(shared.device)
+                if dist.get_world_size(shared.group) > 1:
+                    all_reduce(summed, dist.ReduceOp.SUM, shared.group, "statistics")
+                for (param, number, shape), column in zip(shared.matrices, summed.T.tolist(), strict=True):
+                    stats = stats_of(column, shape)
+                    if stats is not None:
+                        found[self._name(id(param), number)] = stats
+        return found
+
+    def _terms(self) -> list[Terms]:
+        if self._step is None:
+            raise RuntimeError(
+                "this record is empty: record_next_step() is for the step that follows, which was not taken or failed"
+            )
+        return self._step.terms
+
+    def _name(self, param: int, number: int | None) -> str:
+        name = self._names.get(param, "a parameter that no group holds")
+        return name if number is None else f"{name}[{number}]"

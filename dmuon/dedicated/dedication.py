@@ -43,6 +43,12 @@ def dedications(module: nn.Module) -> list[Dedication]:
     return [dedication for dedication in map(dedication_of, module.modules()) if dedication is not None]
 
 
+def undedicated(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of ``module``, by name, that lie outside every dedicated model in it."""
+    inside = {id(p) for part in module.modules() if dedication_of(part) is not None for p in part.parameters()}
+    return [(name, p) for name, p in module.named_parameters() if id(p) not in inside]
+
+
 def require_dedicated(model: nn.Module) -> list[Dedication]:
     """:func:`dedications`, at least one.
 

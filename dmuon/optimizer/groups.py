@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
+from types import EllipsisType
 from typing import Any
 
 import torch.nn as nn
@@ -12,14 +13,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from dmuon.dedicated.dedication import dedication_of, dedications
+from dmuon.dedicated.dedication import dedications, undedicated
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.model.blocks import canonical_fqn, unwrapped
+from dmuon.model.blocks import canonical_fqn
 from dmuon.model.exclusion import Exclude
-from dmuon.model.matrix_spec import is_remembered, remember_spec, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, spec_of
 from dmuon.model.routing import UNINITIALIZED, Select, route_parameters
 from dmuon.optimizer.options import check_names, check_options
 from dmuon.optimizer.recognition import recognize, remember_makeups
+from dmuon.optimizer.wrapping import replicated_by_ddp
 from dmuon.platform.torch_private import flattened_by_fsdp1, unwrapped_for_ddp
 from dmuon.step.residency import Residency
 
@@ -36,13 +38,17 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Groups with ``use_muon`` flags, by the same policy as ``dmuon.Muon(model)``.
 
+    Args:
+        model: any; also one of which a child, or several, went through ``dedicate_params``. These stay as they were
+            routed there.
+
     Returns:
         Up to three groups: matrices for Muon; tensors of two or more dimensions for AdamW; the rest for AdamW with
         ``weight_decay=0``.
 
     Raises:
         ValueError: no matrix was selected; ``select`` or ``exclude`` beside ``dedicate_params``, which has routed
-            already.
+            already; trained parameters outside what was dedicated, whose gradients nobody averages.
     """
     if dedications(model):
         for name, option in (("select", select), ("exclude", exclude)):
@@ -50,19 +56,51 @@ def param_groups(
                 raise ValueError(
                     f"{name}: dedicate_params has routed this model already; pass {name} to dedicate_params"
                 )
-        if dedication_of(model) is None and dedication_of(unwrapped(model)) is None:
-            raise ValueError(
-                "dedicate_params was called on a part of this model only; call it on the whole model, or pass groups"
-            )
-        return _groups([(p, isinstance(p, OwnedTensor)) for p in model.parameters()])
+        return _groups(_routed_around(model))
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(f"module {name or 'model'!r} {_FLATTENED}")
-    routes = route_parameters(inside_ddp(model), select, exclude)
+    return _groups(_routed(inside_ddp(model), select, exclude))
+
+
+def _routed(model: nn.Module, select: Select | None, exclude: Exclude | None = None) -> list[tuple[Tensor, bool]]:
+    """Every parameter, and whether Muon takes it, which then remembers of which matrices it is made."""
+    routes = route_parameters(model, select, exclude)
     for route in routes:
         if route.muon:
             remember_spec(route.param, route.spec)
-    return _groups([(r.param, r.muon) for r in routes])
+    return [(route.param, route.muon) for route in routes]
+
+
+def _routed_around(model: nn.Module) -> list[tuple[Tensor, bool]]:
+    """The same of a dedicated model, or of one that holds some: there as dedication routed it, outside by policy."""
+    outside = undedicated(model)
+    if not outside:
+        return [(p, isinstance(p, OwnedTensor)) for p in model.parameters()]
+    _require_averaged(model, outside)
+    free = {id(p) for _, p in outside}
+
+    def choose(_fqn: str, _module: nn.Module, param: nn.Parameter) -> bool | MatrixSpec | EllipsisType:
+        if id(param) in free:
+            return ...
+        return spec_of(param) if isinstance(param, OwnedTensor) else False
+
+    return _routed(model, choose)
+
+
+def _require_averaged(model: nn.Module, outside: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise ValueError if parameters ``outside`` a dedicated model would become others on every rank."""
+    ranks = max(len(dedication.runtime.comm.ranks) for dedication in dedications(model))
+    copied = replicated_by_ddp(model)
+    alone = [n for n, p in outside if p.requires_grad and not isinstance(p, DTensor) and id(p) not in copied]
+    if ranks > 1 and alone:
+        raise ValueError(
+            f"{len(alone)} parameters ({', '.join(map(repr, alone[:3]))}{', …' if len(alone) > 3 else ''}) lie outside "
+            f"the part of this model that was dedicated, and nobody averages their gradients over its {ranks} ranks: "
+            "call dedicate_params on the whole model; or dmuon.fully_shard(model, mesh=mesh), or "
+            "DistributedDataParallel around the module that holds them; freeze what is not trained, such as a copy for "
+            "averages (requires_grad_(False)); or pass groups, if your program averages them"
+        )
 
 
 def _groups(routed: Sequence[tuple[Tensor, bool]], names: Sequence[str] | None = None) -> list[dict[str, Any]]:

@@ -100,7 +100,7 @@ def _tensors(
     """What Muon takes of the model, or beside it, and the rest: as the optimizer has it, with the policy's reason."""
     inner = inside_ddp(model)
     params: dict[str, Tensor] = {canonical_fqn(name): resting(p) for name, p in inner.named_parameters()}
-    routes = _dedicated_routes(inner) if dedicated else _policy(inner, required=optimizer is None)
+    routes = _policy(inner, required=optimizer is None and not dedicated) | _dedicated_routes(inner)
     groups: dict[int, bool] = {}
     if optimizer is not None:
         groups = {id(p): group["use_muon"] for group in optimizer.param_groups for p in group["params"]}

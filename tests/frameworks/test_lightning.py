@@ -67,7 +67,7 @@ class Task(lightning.LightningModule):
         return loss_of(self.model, *rows)
 
     def configure_optimizers(self) -> dmuon.Muon:
-        return dmuon.Muon(self.model, **OPTIONS)
+        return dmuon.Muon(self, **OPTIONS)  # the model is one of its children
 
 
 @contextmanager

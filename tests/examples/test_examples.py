@@ -14,7 +14,7 @@ from harness.limits import PROGRAM_SECONDS
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LINES = 120
-FRAMEWORKS = ("accelerate", "lightning", "peft", "transformers")
+FRAMEWORKS = ("accelerate", "lightning", "peft", "torchtitan", "transformers")
 
 
 def command(example: Path) -> list[str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import tempfile
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from harness.assertions import assert_equal_weights, assert_same_tensors
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
@@ -18,6 +19,7 @@ from harness.toy import OPTIONS, SIZE, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon.check.model import Network, is_matrix, loss_of, shard
@@ -28,29 +30,13 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed (the extra
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 from torchtitan.components.checkpointer.dcp import CheckpointManager  # noqa: E402
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer  # noqa: E402
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.distributed.utils import clip_grad_norm_  # noqa: E402
 
-STEPS, HALF, NORM = 4, 2, 0.5
+from dmuon.integrations.torchtitan import MuonOptimizers  # noqa: E402
+
+STEPS, HALF, NORM, CONTEXT = 4, 2, 0.5, 8
 MATRICES = sum(is_matrix(name) for name, _ in build().named_parameters())
-
-
-class Optimizers(OptimizersContainer):  # type: ignore[misc]
-    """As in docs/i-use.md."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        pass
-
-    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        self.model_parts, self.optimizers = model_parts, []
-        for part in model_parts:
-            names = {p: name for name, p in part.named_parameters()}
-            groups = dmuon.param_groups(part)
-            for group in groups:
-                group["params"] = [(names[p], p) for p in group["params"]]
-            self.optimizers.append(dmuon.Muon(groups, **OPTIONS))
-        self._post_init([p for part in model_parts for p in part.parameters()])
 
 
 def rate(step: int) -> float:
@@ -78,7 +64,8 @@ class Run:
             for name, p in self.model.named_parameters():
                 with torch.no_grad():
                     p.copy_(torch.distributed.tensor.distribute_tensor(whole[name], mesh, p.placements))
-        self.optimizers = Optimizers.Config().build(model_parts=[self.model])
+        options = {name: value for name, value in OPTIONS.items() if name != "lr"}
+        self.optimizers = MuonOptimizers.Config(lr=OPTIONS["lr"], options=options).build(model_parts=[self.model])
         self.schedulers = LRSchedulersContainer(self.optimizers, rate)
         self.checkpointer = CheckpointManager(
             CheckpointManager.Config(enable=True, folder=str(folder), interval=HALF, keep_latest_k=0),
@@ -135,6 +122,95 @@ def test_training_equals_one_process_and_resumes_exactly(rank: int, world: int, 
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def llama() -> Any:
+    """Its own, small, from the meta device and the same on all ranks."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    config = pytest.importorskip("torchtitan.models.llama3").llama3_configs["debugmodel"]("flex")
+    config.layers = config.layers[:2]
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        layer.attention.rope.max_seq_len = CONTEXT
+    with torch.device("meta"):
+        model = config.build()
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_states(buffer_device=torch.device("cpu"))
+    return model
+
+
+def train_llama(model: Any, optimizers: Any, rank: int = 0, world: int = 1) -> None:
+    for step in range(2):
+        tokens, targets = shard(batch(step), rank, world)
+        optimizers.zero_grad()
+        loss_of(model, tokens[:, :CONTEXT], targets[:, :CONTEXT]).backward()
+        optimizers.step()
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+@on_ranks(2, timeout=120.0)
+def test_its_llama_trains_as_in_one_process_with_its_fused_projection_split(
+    rank: int, world: int, dedicated: bool
+) -> None:
+    alone = llama()
+    train_llama(alone, MuonOptimizers.Config(lr=0.01).build(model_parts=[alone]))
+    model, mesh = llama(), init_device_mesh("cpu", (world,))
+    if dedicated:
+        dmuon.dedicate_params(model, mesh, costs="flops")
+    for block in model.layers.values():
+        dmuon.fully_shard(block, mesh=mesh)
+    dmuon.fully_shard(model, mesh=mesh)
+    optimizers = MuonOptimizers.Config(lr=0.01).build(model_parts=[model])
+    train_llama(model, optimizers, rank, world)
+    assert_equal_weights(whole(model), whole(alone))
+    assert over_ranks(optimizers.optimizers[0].last_step.ns_matrices) == 2 * (3 + 4), "queries, keys, values apart"
+
+    trained = whole(model)
+    state = copy.deepcopy(model.state_dict())  # in which its module shows them apart, too
+    assert "layers.0.attention.qkv_linear.wq.weight" in state
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(state)
+    assert_same_tensors(whole(model), trained)
+
+
+def whole(model: torch.nn.Module) -> dict[str, Tensor]:
+    """By parameter: its fused projection is several in state dicts. Collective."""
+    with dmuon.summon_full_params(model, writeback=False) if dmuon.owned_parameters(model) else nullcontext():
+        named = [(name, p.full_tensor() if isinstance(p, DTensor) else p) for name, p in model.named_parameters()]
+        return {name: value.detach().clone() for name, value in named}
+
+
+def test_options_reach_the_optimizer_and_groups_by_patterns_are_refused() -> None:
+    model = build()
+    (optimizer,) = MuonOptimizers.Config(lr=0.02, options={"adamw_lr": 0.003, "exclude": ["blocks.0"]}).build(
+        model_parts=[model]
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.003, 0.003]
+    names = {group["use_muon"]: group["param_names"] for group in optimizer.param_groups}
+    assert names[True] == [n for n, _ in model.named_parameters() if is_matrix(n) and not n.startswith("blocks.0.")]
+    with pytest.raises(ValueError, match=r"param_groups of MuonOptimizers\.Config are not read"):
+        MuonOptimizers.Config(param_groups=default_adamw().param_groups).build(model_parts=[model])
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen3", "debugmodel"), ("qwen3", "debugmodel_moe"), ("deepseek_v3", "debugmodel")]
+)
+def test_matrices_of_its_other_models_are_known_on_the_meta_device(family: str, name: str) -> None:
+    module = pytest.importorskip(f"torchtitan.models.{family}")
+    configs = getattr(module, {"deepseek_v3": "deepseekv3_configs"}.get(family, f"{family}_configs"))
+    with torch.device("meta"):
+        try:
+            model = configs[name]("flex").build()
+        except TypeError:
+            model = configs[name](attn_backend="flex", moe_comm_backend="standard").build()
+    routes = route_parameters(model)
+    inside = [route for route in routes if route.fqn.startswith("layers.") and route.param.ndim > 1]
+    assert inside and all(route.muon for route in inside if ".router." not in route.fqn)
 
 
 def test_its_llama_is_routed_on_the_meta_device() -> None:

@@ -23,10 +23,12 @@ import torch.distributed as dist
 from dmuon.comm.monitor import CollectiveError, first_line
 from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
 from dmuon.platform.host import keep_what_was_raised, let_threads_rest
+from dmuon.platform.log import logger
 from dmuon.platform.streams import group_options
 from dmuon.platform.torch_private import backends_of, default_group_is_bound, default_timeout, new_named_group
 
 _T = TypeVar("_T")
+_log = logger(__name__)
 
 _SLACK_SECONDS = 5.0  # for a process group to be made, beyond the time limit of its collectives
 
@@ -91,12 +93,14 @@ def make_group(
         with named(f"making process group {name!r} of ranks {ranks}"):
             group = _in_time(timeout, lambda: new_named_group(ranks, name, timeout, pg_options, f"dmuon_{purpose}"))
         made[kind] += 1  # now that all its ranks have made it
+        _log.debug("made process group %r of ranks %s", name, ranks)
         return group
     own = None
     for members in partition:
         description = f"dmuon_{purpose}"
         with named(f"making process group {description!r} of ranks {list(members)}"):
             group = dist.new_group(list(members), timeout=timeout, pg_options=pg_options, group_desc=description)
+        _log.debug("made process group %r of ranks %s", description, members)
         own = group if rank in members else own
     assert isinstance(own, dist.ProcessGroup)
     return own

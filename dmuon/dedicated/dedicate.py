@@ -7,6 +7,7 @@ agreed, a fault is carried to the others instead of being raised, since they wou
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -48,11 +49,13 @@ from dmuon.model.routing import Route, Select, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
+from dmuon.platform.log import logger
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import backend_of, local_tensor, require_supported_torch
 from dmuon.solver import Matrix, SolveOptions
 
+_log = logger(__name__)
 _Seat = tuple[HostShare, list[GlobalRank]]
 
 
@@ -151,10 +154,28 @@ def dedicate_params(
             inspected.matrices(), context.control, context.device, costs=costs, solve=solve, plan=plan, hosts=hosts
         )
         _place(model, inspected, result, context, keep=not reshard_after_forward)
+        _tell(result, context, "are freed" if reshard_after_forward else "stay")
     except BaseException:
         groups.release()  # at once: a traceback keeps them alive
         raise
     return result
+
+
+def _tell(plan: OwnerPlan, comm: Comm, weights: str) -> None:
+    """One rank tells the log."""
+    topology = comm.topology
+    if this_rank() != topology.ranks[0]:
+        return
+    _log.info(
+        "dedicated %s; %d replicas x %d shards x %d tensor-parallel, whole weights %s after forward",
+        plan.summary(),
+        topology.replicas,
+        topology.shards,
+        topology.tensor,
+        weights,
+    )
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("loads, batches and variants of what was dedicated:\n%s", plan.report())
 
 
 _Modules = TypeVar("_Modules", nn.Module, list[nn.Module])
@@ -298,7 +319,7 @@ def _own(model: nn.Module, inspected: _Inspected, plan: OwnerPlan, comm: Comm, *
             module = modules[name]
             assert module is not None
             blocks.append(Block(name, module, of_block, buffer))
-    runtime = Runtime(model, blocks, comm, plan.chunks, plan.variants)
+    runtime = Runtime(model, blocks, comm, plan)
     hook_state_dicts(model, runtime)
     Dedication(model, plan, inspected.routes, runtime)  # which stays on the model
 

@@ -68,7 +68,7 @@ class Dedicated(Residency):
                     stack = (len(parts), *parts[0].local_shape)
                     region = Region(stack, (0, len(parts)), 1, ((0, stack[1]),) if stack[1] else (), offset)
                     offset += prod(stack)
-                size, variants = self._runtime.chunks[sides], self._runtime.variants.get(sides, {})
+                size, variants = self._runtime.plan.chunks[sides], self._runtime.plan.variants.get(sides, {})
                 numbers = tuple(part.number for part in parts)
                 transposed = parts[0].transposed
                 tasks.append(Task(matrix.rest, position, (m, n), size, variants, region, transposed, numbers, shared))
@@ -123,6 +123,14 @@ class Dedicated(Residency):
 
     def drop_gradients(self) -> None:
         self._runtime.drop_gradients()
+
+    def loads(self) -> list[Sequence[int]]:
+        return [self._runtime.plan.solution.loads_ns]
+
+    def repeated(self) -> list[str]:
+        if self._runtime.comm.topology.tensor == 1:
+            return []
+        return [m.fqn for m in self._runtime.matrices() if any(part.parcel is None for part in m.mine)]
 
     def shared(self) -> list[Sharing]:
         comm, matrices = self._runtime.comm, list(self._runtime.matrices())

@@ -12,7 +12,6 @@ votes afterwards (``Gradients``); buckets of replicated gradients leave in the o
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,10 +36,12 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.publication import Publications
 from dmuon.dedicated.replicated import GradAverager, unsharded_parameters
 from dmuon.model.blocks import canonical_fqn
+from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.platform.log import logger
 from dmuon.platform.torch_private import current_backward, on_backward_end, outside_compile
 from dmuon.step.residency import Residency
 
-_log = logging.getLogger("dmuon")
+_log = logger(__name__)
 
 
 class Runtime:
@@ -51,8 +52,7 @@ class Runtime:
     Attributes:
         buffers: in the order of the model.
         generation: version of the masters, see [Note: what a generation is].
-        chunks: ``(small side, large side)`` to matrices per batch, as planned.
-        variants: ``(small side, large side)`` to batch size to how Newton–Schulz runs, as planned.
+        plan: who owns what, in batches of what size.
         sync: backward reduces gradients; otherwise they accumulate where they arise.
         all_reduce: backward reduces gradients across replicas too.
         members: of this model, in some optimizer.
@@ -63,14 +63,12 @@ class Runtime:
         model: nn.Module,
         blocks: Sequence[Block],
         comm: Comm,
-        chunks: dict[tuple[int, int], int],
-        variants: dict[tuple[int, int], dict[int, str]],
+        plan: OwnerPlan,
     ) -> None:
         self.blocks = list(blocks)
         self.buffers = list(_buffers(self.blocks))
         self.comm = comm
-        self.chunks = chunks
-        self.variants = variants
+        self.plan = plan
         self.generation = 0
         self.sync = True
         self.all_reduce = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -20,9 +21,12 @@ from dmuon.planning.agreed_plan import make_plan
 from dmuon.planning.cost_lookup import link_ns_per_byte
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
+from dmuon.platform.log import logger
 from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import Matrix
 from dmuon.step.batches import Shared, Task, unplanned_batch_size
+
+_log = logger(__name__)
 
 _NOMINAL_NS_PER_BYTE = 1 / 50  # 50 GB/s, beside costs that are estimated from FLOPs
 _WIRE_BYTES = 8  # of an element, to the owner and back in fp32
@@ -47,8 +51,19 @@ def plan(layouts: Layouts, last: Layouts | None = None) -> Layouts:
         old = last.plans.get(ranks) if last is not None and last.recipe.options == options else None
         if old is None or old.matrices != tuple(matrices):
             old = _planned(domain, matrices, pools, options)
+            if domain.position == 0:
+                _tell(old, ranks)
+        else:
+            _log.debug("ranks %s share the same matrices as before, and keep their plan", ranks)
         plans[ranks] = old
     return replace(layouts, plans=plans)
+
+
+def _tell(plan: OwnerPlan, ranks: Ranks) -> None:
+    """One of the ranks tells the log."""
+    _log.info("ranks %s exchange %s", " ".join(map(str, ranks)), plan.summary())
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("loads, batches and variants of what is exchanged:\n%s", plan.report())
 
 
 def _matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[frozenset[str]] | None]:

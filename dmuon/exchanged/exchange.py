@@ -318,6 +318,16 @@ class LayoutExchange(Exchange):
             rows.append(_row(task.param, name, task.shape, "plain tensors", ranks, owner, task.count))
         return rows
 
+    def repeated(self) -> list[str]:
+        names = {id(param): name for param, name in zip(self.params, self.names, strict=True)}
+        ranks = [set(domain.ranks) for domain, _ in self.domains]
+        return [
+            names[id(param)]
+            for (_, members), own in zip(self.domains, ranks, strict=True)
+            for param in members
+            if isinstance(param, DTensor) and any(own < other for other in ranks)
+        ]
+
     def shared(self) -> list[Sharing]:
         """Also what one rank has whole of a stack that several hold."""
         placed = {id(p): one for p, one in zip(self.params, self.layouts.placed, strict=True)}

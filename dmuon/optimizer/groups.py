@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from types import EllipsisType
 from typing import Any
@@ -22,6 +21,7 @@ from dmuon.model.routing import UNINITIALIZED, Select, route_parameters
 from dmuon.optimizer.options import check_names, check_options
 from dmuon.optimizer.recognition import recognize, remember_makeups
 from dmuon.optimizer.wrapping import replicated_by_ddp
+from dmuon.platform.log import logger
 from dmuon.platform.torch_private import flattened_by_fsdp1, unwrapped_for_ddp
 from dmuon.step.residency import Residency
 
@@ -30,7 +30,7 @@ _FLATTENED = (
     "(FSDP2) instead"
 )
 
-_log = logging.getLogger("dmuon")
+_log = logger(__name__)
 
 
 def param_groups(

@@ -15,8 +15,11 @@ from dmuon.comm.agreement import agree
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_dict import describe
 from dmuon.optimizer.loading import completed, loading_fault, savable
+from dmuon.platform.log import logger
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.residency import MOMENTUM, Residency
+
+_log = logger(__name__)
 
 _State = MutableMapping[Any, Any]  # `optimizer.state`: a dict of values by parameter
 
@@ -175,6 +178,7 @@ class Momentum:
                 self.shown[id(row.param)] = row.local  # until the new state shows it
             if others or id(row.param) in self.shown:
                 state[key] = others
+        _log.debug("loaded momentum of %d of %d parameters", sum(v is not None for v in values), len(self._rows))
         groups = [completed(s, g) for s, g in zip(saved_groups, optimizer.param_groups, strict=True)]
         return {**state_dict, "state": state, "param_groups": groups}
 

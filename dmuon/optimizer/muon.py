@@ -34,6 +34,7 @@ from dmuon.optimizer.groups import (
 )
 from dmuon.optimizer.loading import adopt_adamw_state
 from dmuon.optimizer.momentum import Momentum
+from dmuon.optimizer.notices import tell_first_step, tell_layout
 from dmuon.optimizer.options import Description, check_edited, describe
 from dmuon.optimizer.record import MatrixRecord
 from dmuon.optimizer.stats import StepStats, step_stats
@@ -149,7 +150,7 @@ class Muon(torch.optim.Optimizer):
         self._built = True
         self._find_device()
         self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else self._origin.copies)
-        self._lay_out()
+        self._lay_out("it was built")
         self._register_hooks()
 
     def _start_empty(self) -> None:
@@ -240,12 +241,12 @@ class Muon(torch.optim.Optimizer):
                 check_group(group, shards=self._origin.config is not None)
                 super().add_param_group(as_group(group))
             if self._built:
-                self._lay_out()
+                self._lay_out("a group was added")
         except Exception:
             del self.param_groups[count:]
             raise
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, why: str) -> None:
         """Residencies, batches and rounds for the present groups. Momentum moves into the new batches.
 
         Collective, as building the optimizer is. State is created at once, so that a checkpoint can be loaded before
@@ -273,6 +274,7 @@ class Muon(torch.optim.Optimizer):
             residency.compare(self._options, [group["params"] for group in self.param_groups])
         self._early = self._listen() if self._origin.overlap else None
         self._laid_out = self._param_ids()
+        tell_layout(why, rounds, self._prefetch)
 
     def _restore_specs(self) -> None:
         """Torch moves a module of DTensors by swapping what they hold, and swaps away what was remembered of them."""
@@ -336,7 +338,7 @@ class Muon(torch.optim.Optimizer):
     def _follow(self) -> None:
         """Lay out anew if groups hold other parameters than before. Collective then, as building the optimizer is."""
         if self._param_ids() != self._laid_out:
-            self._lay_out()
+            self._lay_out("groups hold other parameters")
 
     # -- step ------------------------------------------------------------------------------------------------------
 
@@ -368,11 +370,12 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._steps and self._wrapping.follow(self.param_groups, self._names, self.state):
-            self._lay_out()
+            self._lay_out("the model was wrapped")
         present = self._present()
         self._checked = check_edited(self.param_groups, self._checked)  # after the vote: nobody waits for who raises
         if not self._steps:
             warn_of_left_out(self.param_groups, self._residencies)
+            tell_first_step(self.param_groups, self._residencies, self._rounds)
         self._steps += 1
         self._timer.reset()
         self._done = []
@@ -395,7 +398,7 @@ class Muon(torch.optim.Optimizer):
             present.append(residency.before_step(changed))
             changed = changed or present[-1] is None
         if changed:
-            self._lay_out()
+            self._lay_out("parameters were replaced, moved or laid out otherwise")
             present = [residency.before_step(False) for residency in self._residencies]
         return set().union(*(ids for ids in present if ids is not None))
 

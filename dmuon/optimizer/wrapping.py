@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -14,13 +13,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.model.module_tree import sites_of
+from dmuon.platform.log import logger
 from dmuon.platform.torch_private import replicate_group
 from dmuon.step.residency import like_param, part_like
 
 _Sites = dict[int, tuple[weakref.ref[nn.Module], str]]  # by id of a parameter, a module and its name there
 _Replaced = tuple[list[Tensor], int, Tensor]  # a list of parameters, the index of the old one, and the new one
 
-_log = logging.getLogger("dmuon")
+_log = logger(__name__)
 
 
 def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
@@ -82,6 +82,7 @@ class Wrapping:
         self._copies = copies
         self._sites = _sites_in(params, [param for group in groups for param in group["params"]])
         self._find_copies(groups)
+        self._tell_copies(groups)
 
     def follow(
         self, groups: Iterable[Mapping[str, Any]], names: Mapping[int, str], state: MutableMapping[Any, dict[str, Any]]
@@ -108,6 +109,15 @@ class Wrapping:
                 len(cut),
             )
         return bool(copies or cut)
+
+    def _tell_copies(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """One of the ranks that hold the copies tells the log."""
+        copies = self._copies or {}
+        found = [copies[id(p)] for group in groups if group["use_muon"] for p in group["params"] if id(p) in copies]
+        if found and dist.get_rank(found[0]) == 0:
+            _log.info(
+                "Muon: %d of its matrices are copied by DistributedDataParallel; each of them has one owner", len(found)
+            )
 
     def _find_copies(self, groups: Iterable[Mapping[str, Any]]) -> int:
         if self._copies is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,8 +17,11 @@ from dmuon.comm.process_groups import named
 from dmuon.comm.waiting import run_awaited
 from dmuon.planning.cost_lookup import FoundCosts, find_costs
 from dmuon.planning.owner_plan import AGAIN, SOLVED, OwnerPlan, PlanSource, reason_of
+from dmuon.platform.log import logger
 from dmuon.solver import CostTable, Matrix, Rank, SolveOptions
 from dmuon.solver import plan as solve_plan
+
+_log = logger(__name__)
 
 Costs = Literal["flops"] | str | os.PathLike[str] | CostTable | None
 
@@ -117,7 +121,18 @@ def _choose(
         table = measured.table
         if ns_per_byte:
             table = table.with_transfer({m.shape: round(ns_per_byte * m.nbytes) for m in matrices})
-        return OwnerPlan.from_solution(solve_plan(matrices, _ranks(hosts, pools), table, options), measured, table)
+        start = time.perf_counter()
+        solution = solve_plan(matrices, _ranks(hosts, pools), table, options)
+        _log.debug(
+            "planned %d matrices over %d ranks in %.3f s, at most %.2f %% above the best: %s, %s",
+            len(matrices),
+            solution.world,
+            time.perf_counter() - start,
+            100 * solution.gap,
+            solution.stage,
+            solution.reason,
+        )
+        return OwnerPlan.from_solution(solution, measured, table)
     if isinstance(plan, OwnerPlan):
         return replace(plan, origin="given" if plan.origin == SOLVED else plan.origin)
     assert plan is not None

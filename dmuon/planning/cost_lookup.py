@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import sys
@@ -32,11 +31,12 @@ from dmuon.planning.cost_cache import (
 )
 from dmuon.planning.device_key import NsOptions, device_key
 from dmuon.planning.profiler import measure, timing_bar, useful_batch_sizes
+from dmuon.platform.log import logger
 from dmuon.solver import CostTable, Shape
 
 Work: TypeAlias = Mapping[Shape, tuple[int, ...]]
 
-_log = logging.getLogger(__name__)
+_log = logger(__name__)
 
 # What this process measured, and the least batches that ran out of memory. The next call measures neither again, also
 # where the cache cannot be written; it does try what did not fit the budget.

@@ -113,6 +113,16 @@ class OwnerPlan:
         mean = sum(loads) / len(loads)
         return max(loads) / mean if mean > 0 else 1.0
 
+    def summary(self) -> str:
+        """In one line: how much, over how many ranks, what that is predicted to take, and where costs came from."""
+        elements = sum(m.rows * m.cols for m in self.matrices)
+        loads = self.solution.loads_ns
+        return (
+            f"{len(self.matrices)} matrices of {elements:,} elements over {len(loads)} ranks; predicted "
+            f"{max(loads) / 1e6:.3f} ms on the slowest, {sum(loads) / len(loads) / 1e6:.3f} ms on average; "
+            f"plan: {self.origin}, by costs: {self.cost_source}"
+        )
+
     def report(self) -> str:
         """Origin, source of the costs, batch sizes, makespan, proven bound, gap, and a bar per rank."""
         batches = "; ".join(

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.dedication import Dedication, dedication_of, dedications
@@ -22,13 +20,13 @@ from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import route_parameters
+from dmuon.optimizer.advice import advice
 from dmuon.optimizer.groups import inside_ddp
 from dmuon.optimizer.muon import Muon
 from dmuon.platform.options import check_integer
 from dmuon.report.accounting import expected_memory, expected_traffic
 from dmuon.report.matrices import MatrixRow, RankSums, matrix_rows, rank_sums
 from dmuon.report.tables import mib, pattern, ranks_text, shape_text, size_text, spans_text, table, time_text
-from dmuon.step.rounds import AloneRound
 
 _MOST_RANKS = 32  # of which sums are shown
 
@@ -69,8 +67,7 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
     for dedication in dedicated:
         lines += ["", *_runtime(dedication.runtime), *_rest(model), "", dedication.plan.report()]
     if optimizer is not None:
-        loads = [dedication.plan.solution.loads_ns for dedication in dedicated]
-        lines += [*_warnings(optimizer, loads), *_last_step(optimizer)]
+        lines += [*_warnings(optimizer), *_last_step(optimizer)]
     return "\n".join(lines)
 
 
@@ -323,38 +320,9 @@ def _last_step(optimizer: Muon) -> list[str]:
     return lines
 
 
-_SMALL = 1024  # elements
-_DOMINATES = 1.5  # times the mean load
-
-
-def _warnings(optimizer: Muon, dedicated: Sequence[Sequence[int]]) -> list[str]:
-    """What costs more than it should.
-
-    Args:
-        dedicated: predicted loads of the owners of each dedicated model.
-    """
-    lines = []
-    for loads in [*dedicated, *(loads for residency in optimizer._residencies for loads in residency.loads())]:
-        most = max(loads) * len(loads) / max(1, sum(loads))
-        if most > _DOMINATES:
-            lines.append(
-                f"owner {loads.index(max(loads))} of {len(loads)} has {most:.1f} times the mean load: there are too "
-                "few matrices, or one outweighs all others"
-            )
-    alone = [batch for round_ in optimizer._rounds if isinstance(round_, AloneRound) for batch in round_.batches]
-    plain = [p for batch in alone for p in batch.params if not isinstance(p, (DTensor, OwnedTensor))]
-    if plain and dist.is_initialized() and dist.get_world_size() > 1:
-        lines.append(
-            f"{len({id(p) for p in plain})} parameters are whole on this rank as far as anyone can tell; if other "
-            "ranks hold copies, all do the same work: pass distributed_config=create_processgroup_config(dp_pg=…)"
-        )
-    batches = [batch for round_ in optimizer._rounds for batch in round_.batches]
-    small = sum(batch.count for batch in batches if batch.shape[0] * batch.shape[1] < _SMALL)
-    if small:
-        lines.append(
-            f"{small} matrices of this rank have fewer than {_SMALL:,} elements, and cost more in launches than in "
-            "arithmetic: AdamW is cheaper there (select=…)"
-        )
+def _warnings(optimizer: Muon) -> list[str]:
+    """What costs more than it should."""
+    lines = advice(optimizer._residencies, optimizer._rounds)
     return ["", "warnings", *(f"  {line}" for line in lines)] if lines else []
 
 

@@ -84,6 +84,10 @@ class Residency(ABC):
         """What each plan predicts for each of its ranks, in nanoseconds."""
         return []
 
+    def repeated(self) -> list[str]:
+        """Names of matrices that other ranks may have copies of, and orthogonalize too, though nothing says so."""
+        return []
+
     def left_out(self, held: set[int]) -> list[str]:
         """Names of trainable parameters that live beside the matrices and that no optimizer seems to have.
 

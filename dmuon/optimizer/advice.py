@@ -1,0 +1,95 @@
+"""What costs more than it should, or is probably not what was meant: for reports and for the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.model.fused_hints import fused_look
+from dmuon.model.makeup import makeup_of
+from dmuon.model.matrix_spec import spec_of
+from dmuon.model.module_tree import sites_of
+from dmuon.step.residency import Residency
+from dmuon.step.rounds import AloneRound, Round
+
+_SMALL = 1024  # elements
+_DOMINATES = 1.5  # times the mean load
+_NAMED = 3  # of what is alike
+
+
+def advice(residencies: Sequence[Residency], rounds: Sequence[Round]) -> list[str]:
+    """A line for each thing that this rank can tell. Communicates nothing."""
+    return [
+        *_dominating(loads for residency in residencies for loads in residency.loads()),
+        *_repeated(residencies, rounds),
+        *_small(rounds),
+        *_fused(list({id(p): p for residency in residencies for p in residency.params}.values())),
+    ]
+
+
+def _dominating(plans: Iterable[Sequence[int]]) -> Iterator[str]:
+    for loads in plans:
+        most = max(loads) * len(loads) / max(1, sum(loads))
+        if most > _DOMINATES:
+            yield (
+                f"owner {loads.index(max(loads))} of {len(loads)} has {most:.1f} times the mean load: there are too "
+                "few matrices, or one outweighs all others"
+            )
+
+
+def _repeated(residencies: Sequence[Residency], rounds: Sequence[Round]) -> Iterator[str]:
+    """Work that several ranks do alike."""
+    alone = [batch for round_ in rounds if isinstance(round_, AloneRound) for batch in round_.batches]
+    plain = [p for batch in alone for p in batch.params if not isinstance(p, (DTensor, OwnedTensor))]
+    if plain and dist.is_initialized() and dist.get_world_size() > 1:
+        yield (
+            f"{len({id(p) for p in plain})} parameters are whole on this rank as far as anyone can tell; if other "
+            "ranks hold copies, all do the same work: pass distributed_config=create_processgroup_config(dp_pg=…)"
+        )
+    names = [name for residency in residencies for name in residency.repeated()]
+    if names:
+        yield (
+            f"{_some(list(map(repr, names)))}: lies on some of the ranks only that other parameters lie on; if the "
+            "rest holds copies, which no placement says, all do the same work: make it a DTensor that is Replicate() "
+            "over that dimension of the mesh too"
+        )
+
+
+def _small(rounds: Sequence[Round]) -> Iterator[str]:
+    batches = [batch for round_ in rounds for batch in round_.batches]
+    small = sum(batch.count for batch in batches if batch.shape[0] * batch.shape[1] < _SMALL)
+    if small:
+        yield (
+            f"{small} matrices of this rank have fewer than {_SMALL:,} elements, and cost more in launches than in "
+            "arithmetic: AdamW is cheaper there (select=…)"
+        )
+
+
+def _fused(params: Sequence[Tensor]) -> Iterator[str]:
+    """Tensors that look like several matrices, and that ``select`` or a group gave to Muon as one."""
+    whole = [param for param in params if param.ndim > 1 and spec_of(param).is_whole]
+    tree, sites = sites_of(whole) if whole else (None, {})
+    names = []
+    for param in whole:
+        holders = sites.get(id(param), ())
+        if tree is None or not holders or makeup_of(tree, param, holders).known:
+            continue
+        for module, name in holders:
+            look = fused_look(tree, module, name, param)
+            if look is not None:
+                path = max((path for _, path in tree.above(module, name)), key=lambda path: path.count("."))
+                names.append(f"{path!r}{f' ({len(look.parts)} parts)' if look.parts else ''}")
+                break
+    if names:
+        yield (
+            f"{_some(names)}: looks like several projections fused into one tensor, and is orthogonalized as one "
+            "matrix; if it is several, let select return the dmuon.MatrixSpec that says which"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")

@@ -1,0 +1,156 @@
+"""What the logger ``dmuon`` says, at which level, and from which ranks."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness.on_ranks import on_ranks
+from harness.toy import OPTIONS, build, train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dmuon
+from dmuon.platform.log import RankLogger
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def heard(level: int) -> Iterator[list[logging.LogRecord]]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("dmuon")
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level)
+    try:
+        yield records
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+def texts(records: list[logging.LogRecord], level: int) -> list[str]:
+    return [record.getMessage() for record in records if record.levelno == level]
+
+
+def laid(way: str, world: int) -> tuple[nn.Module, dmuon.Muon]:
+    model: Any = build()
+    mesh = init_device_mesh("cpu", (world,))
+    if way == "dedicated":
+        dmuon.dedicate_params(model, mesh, costs="flops")
+        return model, dmuon.Muon(model, **OPTIONS)
+    if way == "sharded":
+        fully_shard(model, mesh=mesh)
+        return model, dmuon.Muon(model, distributed_config=dmuon.create_dtensor_config(costs="flops"), **OPTIONS)
+    model = DistributedDataParallel(model)
+    return model, dmuon.Muon(model, **OPTIONS)
+
+
+@pytest.mark.parametrize("way", ["dedicated", "sharded", "ddp"])
+@on_ranks(2)
+def test_one_rank_says_once_what_is_owned_or_exchanged_and_at_what_cost(rank: int, world: int, way: str) -> None:
+    with heard(logging.INFO) as records:
+        model, optimizer = laid(way, world)
+        train(model, optimizer, range(1), rank, world)
+        count = len(records)
+        train(model, optimizer, range(1, 4), rank, world)
+    said = texts(records, logging.INFO)
+    assert len(records) == count, "nothing step by step"
+    assert all(record.name.startswith("dmuon.") and record.rank == rank for record in records)
+    if rank > 0:
+        assert not [text for text in said if "timing" not in text]
+        return
+    assert all(text.startswith("rank 0: ") for text in said)
+    elements = sum(p.numel() for name, p in build().named_parameters() if p.ndim == 2 and "blocks" in name)
+    [what] = [text for text in said if f"9 matrices of {elements:,} elements over 2 ranks" in text]
+    assert ("dedicated" in what) == (way == "dedicated") and ("exchange" in what) == (way != "dedicated")
+    [plan] = [residency.loads() for residency in optimizer._residencies if residency.loads()]
+    slowest, mean = max(plan[0]) / 1e6, sum(plan[0]) / 2e6
+    assert f"{slowest:.3f} ms on the slowest, {mean:.3f} ms on average" in what
+    assert way == "ddp" or "estimated from FLOPs" in what
+    counts = {"dedicated": (9, 0), "sharded": (0, 9), "ddp": (0, 9)}[way]
+    owns, exchanges = counts
+    assert any(f"{owns} parameters that dmuon owns, {exchanges} that are exchanged and 0 that" in text for text in said)
+    assert any("9 matrices of this rank have fewer than 1,024 elements" in text for text in said) == (
+        way != "dedicated"
+    )
+    assert any("copied by DistributedDataParallel" in text for text in said) == (way == "ddp")
+
+
+@on_ranks(2)
+def test_a_maintainer_hears_of_plans_groups_rounds_layouts_and_loads(rank: int, world: int) -> None:
+    with heard(logging.DEBUG) as records:
+        model, optimizer = laid("sharded", world)
+        train(model, optimizer, range(1), rank, world)
+        state = optimizer.state_dict()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True})
+        del optimizer.param_groups[-1]
+        other = dmuon.Muon(model, distributed_config=dmuon.create_dtensor_config(costs="flops"), **OPTIONS)
+        other.load_state_dict(state)
+    said = texts(records, logging.DEBUG)
+    assert all(text.startswith(f"rank {rank}: ") for text in said)
+
+    def told(part: str) -> bool:
+        return any(part in text for text in said)
+
+    assert told("made process group")
+    assert told("Muon is laid out, as it was built: ") and told("Muon is laid out, as a group was added: ")
+    assert told("rounds in a step") and told("loaded momentum of 9 of 9 parameters")
+    assert told("keep their plan")
+    assert told("planned 9 matrices over 2 ranks in") == (rank == 0)
+    assert told("makespan") == (rank == 0), "the whole report"
+
+
+@on_ranks(2)
+def test_silence_costs_nothing(rank: int, world: int) -> None:
+    """Below WARNING no message is made, at set-up nor in a step."""
+    made: list[str] = []
+    original = RankLogger.process
+    RankLogger.process = lambda self, msg, kwargs: made.append(msg) or original(self, msg, kwargs)  # type: ignore
+    try:
+        with heard(logging.WARNING):
+            for way in ("dedicated", "sharded"):
+                model, optimizer = laid(way, world)
+                train(model, optimizer, range(2), rank, world)
+                optimizer.load_state_dict(optimizer.state_dict())
+    finally:
+        RankLogger.process = original  # type: ignore[method-assign]
+    assert made == []
+
+
+def test_messages_of_a_single_process_name_no_rank(caplog: pytest.LogCaptureFixture) -> None:
+    assert not dist.is_initialized()
+    model = build()
+    with caplog.at_level(logging.INFO, logger="dmuon"):
+        optimizer = dmuon.Muon(model, **OPTIONS)
+        train(model, optimizer, range(2))
+    assert caplog.records[0].getMessage().startswith("Muon takes 0 parameters that dmuon owns")
+
+
+def test_importing_installs_no_handler_and_sets_no_level() -> None:
+    code = (
+        "import logging; before = logging.root.handlers[:]; import dmuon, dmuon.check.run, dmuon.cli.plan;"
+        "log = logging.getLogger('dmuon');"
+        "assert (log.handlers, log.filters, log.level, log.propagate) == ([], [], 0, True);"
+        "assert logging.root.handlers == before"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_module_logs_by_the_one_that_names_the_rank() -> None:
+    files = [path for folder in ("dmuon", "solver", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    assert [path.name for path in files if "getLogger(" in path.read_text()] == ["log.py"]

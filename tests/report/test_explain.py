@@ -13,6 +13,8 @@ from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS, build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 
@@ -80,6 +82,88 @@ def test_an_owner_that_dominates_is_told(rank: int, world: int, dedicated: bool)
     )
     text = dmuon.explain(model, optimizer)
     assert ("times the mean load" in text and "1 matrices of this rank have fewer" in text) or rank == 0
+
+
+class Fused(nn.Module):
+    """``qkv`` tells by its name, ``wi`` by what follows it, ``square`` is only named like one, ``down`` is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.square_qkv = nn.Linear(32, 32)
+        self.wi = nn.Linear(32, 256)
+        self.down = nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.square_qkv(self.qkv(x)[:, :32])
+        gate, up = self.wi(x).chunk(2, -1)
+        out: torch.Tensor = self.down(gate * up)
+        return out
+
+
+SPLIT = {"qkv": dmuon.MatrixSpec((32, 32, 32)), "wi": dmuon.MatrixSpec((128, 128))}
+
+
+def whole(_fqn: str, _module: nn.Module, param: nn.Parameter) -> bool:
+    return param.ndim == 2
+
+
+def split(fqn: str, _module: nn.Module, param: nn.Parameter) -> bool | dmuon.MatrixSpec:
+    return param.ndim == 2 and SPLIT.get(fqn.split(".")[-2], True)
+
+
+@pytest.mark.pitfall("P78")
+@pytest.mark.parametrize("way", ["alone", "sharded", "dedicated"])
+@on_ranks(2)
+def test_what_looks_fused_and_is_taken_whole_is_told(rank: int, world: int, way: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for select, warned in ((whole, True), (split, False)):
+        model = nn.Sequential(Fused(), Fused())
+        given: dict[str, Any] = {"select": select}
+        if way == "sharded":
+            fully_shard(model, mesh=mesh)
+        elif way == "dedicated":
+            dmuon.dedicate_params(model, mesh, costs="flops", **given)
+            given = {}
+        text = dmuon.explain(model, dmuon.Muon(model, **given))
+        told = [line for line in text.splitlines() if "fused into one tensor" in line]
+        assert bool(told) == warned
+        if told:
+            [line] = told
+            assert "'0.qkv.weight' (3 parts)" in line and "'0.wi.weight' (2 parts)" in line
+            assert "and 1 more" in line and "square" not in line and "down" not in line
+
+
+@on_ranks(2)
+def test_plain_matrices_beside_tensor_parallelism_are_told(rank: int, world: int) -> None:
+    """Every tensor-parallel rank orthogonalizes ``mix``; what is parallel has one owner."""
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for everything in (False, True):
+        model = build()
+        for block in model.blocks:
+            also = {"mix": ColwiseParallel(output_layouts=Replicate())} if everything else {}
+            parallelize_module(block, mesh["tp"], plan | also)
+        dmuon.dedicate_params(model, mesh["dp"], costs="flops")
+        text = dmuon.explain(model, dmuon.Muon(model, **OPTIONS))
+        told = [line for line in text.splitlines() if "all do the same work" in line]
+        assert bool(told) != everything
+        if told:
+            assert all(f"blocks.{i}.mix.weight" in told[0] for i in range(3)) and "up" not in told[0].split(":")[0]
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_matrices_on_a_part_of_the_mesh_are_told(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    text = dmuon.explain(model, dmuon.Muon(model, **OPTIONS))
+    [line] = [line for line in text.splitlines() if "all do the same work" in line]
+    assert "'blocks.0.mix.weight', 'blocks.1.mix.weight', 'blocks.2.mix.weight': " in line
 
 
 def test_a_model_that_costs_nothing_extra_has_no_warnings() -> None:

@@ -15,12 +15,13 @@ from harness.fused import FusedModel, by_spec, fused_loss
 from harness.hand_laid import SPLITS
 from harness.on_ranks import on_ranks, over_ranks
 from harness.topologies import lay
-from harness.toy import OPTIONS, build, train
+from harness.toy import OPTIONS, VOCAB, build, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon
+from dmuon.check.model import Block, Size
 from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import local_tensor
 from dmuon.report.accounting import expected_exchange, expected_memory, expected_traffic
@@ -114,6 +115,42 @@ def test_each_part_of_a_fused_tensor_has_a_row_of_its_own(rank: int, world: int,
     muon = [p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
     here = sum(local_tensor(p).nbytes + local_tensor(optimizer.state[p]["momentum_buffer"]).nbytes for p in muon)
     assert held[rank].held == here and over_ranks(here) == sum(one.held for one in held.values())
+
+
+class Beside(nn.Module):
+    """The toy, and blocks beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+        self.tail = nn.ModuleList(Block(Size(VOCAB, 24, 0, 0)) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.inner(tokens)
+        for block in self.tail:
+            x = block(x)
+        return x
+
+
+@on_ranks(2)
+def test_a_mixture_of_residencies_is_told_in_one_table(rank: int, world: int) -> None:
+    model, mesh = Beside(), init_device_mesh("cpu", (world,))
+    plan = dmuon.dedicate_params(model.inner, mesh, costs=TABLE)
+    dmuon.fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(1), rank, world)
+    rows = rows_of(model, optimizer)
+    check_calls(rows, optimizer, rank)
+    owned = [row for row in rows if row.tensor.startswith("inner.")]
+    exchanged = [row for row in rows if row.tensor.startswith("tail.")]
+    assert (len(owned), len(exchanged), len(rows)) == (9, 6, 15)
+    assert {row.tensor.removeprefix("inner."): row.owner for row in owned} == plan.owners
+    assert all("on ranks 0 1" in row.lies for row in exchanged)
+    text = dmuon.explain(model, optimizer)
+    for row in rows:
+        [line] = [line for line in text.splitlines() if line.split()[:1] == [row.tensor]]
+        assert line.endswith("matrix inside a block"), line
+    assert "ranks 0 1: plan" in text and plan.digest in text
 
 
 @on_ranks(2)

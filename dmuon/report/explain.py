@@ -21,14 +21,15 @@ from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import route_parameters
 from dmuon.optimizer.advice import advice
-from dmuon.optimizer.groups import inside_ddp
+from dmuon.optimizer.groups import inside_ddp, names_in
 from dmuon.optimizer.muon import Muon
 from dmuon.platform.options import check_integer
 from dmuon.report.accounting import expected_memory, expected_traffic
-from dmuon.report.matrices import MatrixRow, RankSums, matrix_rows, rank_sums
+from dmuon.report.matrices import MatrixRow, RankSums, is_laid_out, matrix_rows, rank_sums
 from dmuon.report.tables import mib, pattern, ranks_text, shape_text, size_text, spans_text, table, time_text
 
 _MOST_RANKS = 32  # of which sums are shown
+_ANEW = "the optimizer's groups hold other parameters than they did: the next step decides who owns what"
 
 
 def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, max_rows: int | None = 100) -> str:
@@ -57,8 +58,9 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
         check_integer("max_rows", max_rows, 1)
     dedicated = dedications(model)
     rows = matrix_rows(model, optimizer, dedicated)
+    anew = [] if optimizer is None or is_laid_out(optimizer) else [_ANEW, ""]
     muon, rest = _tensors(model, optimizer, dedicated)
-    lines = _matrices(muon, rows, max_rows)
+    lines = [*anew, *_matrices(muon, rows, max_rows)]
     lines += _on_adamw(rest, sum(tensor.matrices for tensor in muon), sum(t.numel for t in muon), max_rows)
     if optimizer is not None or dedicated:
         lines += _sums(rank_sums(rows))
@@ -103,7 +105,8 @@ def _tensors(
         groups = {id(p): group["use_muon"] for group in optimizer.param_groups for p in group["params"]}
         inside = set(map(id, params.values()))
         beside = (p for group in optimizer.param_groups for p in group["params"] if id(p) not in inside)
-        params |= {optimizer._names[id(p)]: p for p in beside}
+        names = names_in(optimizer.param_groups, optimizer._origin.names)
+        params |= {names[id(p)]: p for p in beside}
     muon: list[_Tensor] = []
     rest: list[_Tensor] = []
     for name, param in params.items():

@@ -95,18 +95,25 @@ class _Call:
 def matrix_rows(model: nn.Module, optimizer: Muon | None, dedicated: Sequence[Dedication]) -> list[MatrixRow]:
     """What dmuon owns of ``model``, and what else is in ``optimizer``; in the order of the model.
 
-    Communicates nothing: of other ranks' calls it knows those of matrices that they share with this one.
+    Communicates nothing: of other ranks' calls it knows those of matrices that they share with this one. Of an
+    optimizer that is not laid out it knows no calls.
     """
-    calls = [] if optimizer is None else list(_calls(optimizer))
+    ready = optimizer is not None and is_laid_out(optimizer)
+    calls = list(_calls(optimizer)) if optimizer is not None and ready else []
     names = {id(resting(param)): canonical_fqn(name) for name, param in inside_ddp(model).named_parameters()}
     order = {name: i for i, name in enumerate(names.values())}
     rows = list(chain.from_iterable(_owned(one, optimizer, calls, names) for one in dedicated))
     known = {id(matrix.rest) for one in dedicated for matrix in one.runtime.matrices()}
-    if optimizer is not None:
+    if optimizer is not None and ready:
         names = {**optimizer._names, **names}
         rows += _others(optimizer, [call for call in calls if id(call.batch.params[0]) not in known], names)
         rows += _elsewhere(optimizer, names)
     return sorted(rows, key=lambda row: (order.get(row.tensor, len(order)), row.number or 0))
+
+
+def is_laid_out(optimizer: Muon) -> bool:
+    """Whether owners are known of what is in its groups: a copy, or one whose groups were edited, decides in a step."""
+    return optimizer._param_ids() == optimizer._laid_out
 
 
 def rank_sums(rows: Sequence[MatrixRow]) -> dict[GlobalRank, RankSums]:
@@ -234,6 +241,7 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
             counts = owned.setdefault(id(call.batch.domain), Counter())
             counts[call.batch.parcel.owner, _sides(call.batch.shape)] += call.batch.count
     shares: dict[int, Mapping[tuple[Position, tuple[int, int]], _Share]] = {}
+    places: dict[object, tuple[str, _Held]] = {}
     rows = []
     for call in calls:
         batch = call.batch
@@ -244,17 +252,22 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
             if domain not in shares:
                 shares[domain] = _shares(plans[batch.domain.ranks], owned[domain])
             predicted = shares[domain][batch.parcel.owner, _sides(batch.shape)].ns
+        kind = (id(batch.domain), id(batch.parcel.spread)) if isinstance(batch, SharedBatch) else batch.shape
+        place = kind, local_tensor(batch.params[0]).dtype, _placed(batch.params[0]), whole
+        if whole or place not in places:  # made once for all that lie alike: each is as long as there are ranks
+            places[place] = _lies(batch, whole=whole), _held_of_batch(batch, whole=whole)
+        lies, held = places[place]
         row = MatrixRow(
             tensor="",
             number=None,
             shape=tuple(batch.params[0].shape) if whole else batch.shape,
-            lies=_lies(batch, whole=whole),
+            lies=lies,
             owner=call.owner,
             call=call.number,
             batch=0 if whole else batch.count,
             runs=call.runs,
             predicted_ns=predicted,
-            held=_held_of_batch(batch, whole=whole),
+            held=held,
             travels=None if whole else _travels_of_batch(batch, optimizer.param_groups[call.round_.index]),
         )
         labels = [(param, None) for param in batch.params] if whole else _labels(batch)

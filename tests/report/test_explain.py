@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn as nn
 from harness.fused import FusedModel, by_spec
 from harness.hand_laid import SPLITS
 from harness.on_ranks import on_ranks
-from harness.toy import OPTIONS, build
+from harness.toy import OPTIONS, build, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -164,6 +165,25 @@ def test_matrices_on_a_part_of_the_mesh_are_told(rank: int, world: int) -> None:
     text = dmuon.explain(model, dmuon.Muon(model, **OPTIONS))
     [line] = [line for line in text.splitlines() if "all do the same work" in line]
     assert "'blocks.0.mix.weight', 'blocks.1.mix.weight', 'blocks.2.mix.weight': " in line
+
+
+def test_an_optimizer_that_will_be_laid_out_anew_says_so() -> None:
+    """A copy, one whose parameters were replaced, and one that lost a group."""
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    copied = deepcopy(optimizer)
+    assert "the next step decides" in dmuon.explain(model, copied)
+    assert "the next step decides" not in dmuon.explain(model, optimizer)
+    muon = optimizer.param_groups[0]["params"]
+    muon[0] = nn.Parameter(muon[0].detach().clone())
+    text = dmuon.explain(model, optimizer)
+    assert "the next step decides" in text and "parameter 0 of group 0" in text
+    train(model, optimizer, range(1))
+    assert "the next step decides" not in dmuon.explain(model, optimizer)
+    del optimizer.param_groups[0]
+    assert "the next step decides" in dmuon.explain(model, optimizer)
+    copied.step()
+    assert "the next step decides" not in dmuon.explain(model, copied)
 
 
 def test_a_model_that_costs_nothing_extra_has_no_warnings() -> None:

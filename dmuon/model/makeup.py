@@ -18,6 +18,9 @@ from dmuon.model.module_tree import Holder, ModuleTree
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # their weights have as many dimensions as what they normalize
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+INPUT_EMBEDDING, OUTPUT_HEAD = "input embedding", "output head"
+_DECLARED = (("get_input_embeddings", INPUT_EMBEDDING), ("get_output_embeddings", OUTPUT_HEAD))
 BARE = "bare parameter"
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _COUNTS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
@@ -56,6 +59,20 @@ def makeup_of(tree: ModuleTree, param: Tensor, sites: Sequence[Holder]) -> Makeu
     )
     form = stored_form(*sites[0], param) if sites else None
     return Makeup(spec or form or MatrixSpec(), spec is not None, is_layer, unfit)
+
+
+def declared_embeddings(model: nn.Module) -> list[tuple[Tensor, str]]:
+    """The weights that a model of Hugging Face declares to be its input embedding and its output head."""
+    declared = []
+    for getter, reason in _DECLARED:
+        try:
+            module = getattr(model, getter)()
+        except (AttributeError, NotImplementedError, TypeError):
+            continue  # not there, or not the method that these models have
+        weight = getattr(module, "weight", None)
+        if weight is not None:
+            declared.append((weight, reason))
+    return declared
 
 
 def why_no_tensor(param: Tensor) -> str | None:

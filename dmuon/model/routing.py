@@ -22,7 +22,17 @@ from dmuon.model.blocks import (
 from dmuon.model.end_layers import INPUT_LAYER, OUTPUT_LAYER, Layer, find_end_layers, find_input_convolution
 from dmuon.model.exclusion import Exclude, exclusion
 from dmuon.model.fused_hints import refusal
-from dmuon.model.makeup import BARE, RECURRENT, Makeup, makeup_of, reparametrized, why_no_tensor
+from dmuon.model.makeup import (
+    BARE,
+    EMBEDDINGS,
+    INPUT_EMBEDDING,
+    RECURRENT,
+    Makeup,
+    declared_embeddings,
+    makeup_of,
+    reparametrized,
+    why_no_tensor,
+)
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.module_tree import ModuleTree
 
@@ -31,10 +41,8 @@ UNINITIALIZED = "of a lazy module has no shape yet; run one forward before this,
 Select = Callable[[str, nn.Module, nn.Parameter], "bool | MatrixSpec | EllipsisType"]
 _Blocks = Sequence[nn.Module] | BlockPredicate | None
 _Sites = tuple[tuple[nn.Module, str], ...]
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _INSIDE = "inside a block"
 _EXCLUDED = "excluded by exclude"
-_INPUT_EMBEDDING = "input embedding"
 _VECTOR = Makeup(MatrixSpec(), known=False, is_layer=False, unfit=None)  # refused by its dimensions
 
 
@@ -214,19 +222,10 @@ def _embedding_ids(model: nn.Module) -> dict[int, str]:
     """``id(param) -> reason`` for embeddings, what is tied to them, and declared input and output embeddings."""
     reasons: dict[int, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, _EMBEDDINGS):
+        if isinstance(module, EMBEDDINGS):
             reasons[id(module.weight)] = f"embedding {canonical_fqn(name) or type(module).__name__}"
-    for getter, reason in (
-        ("get_input_embeddings", _INPUT_EMBEDDING),
-        ("get_output_embeddings", "output head"),
-    ):
-        try:
-            module = getattr(model, getter)()
-        except (AttributeError, NotImplementedError, TypeError):
-            continue  # not there, or not the method that Hugging Face models have
-        weight = getattr(module, "weight", None)
-        if weight is not None:
-            reasons.setdefault(id(weight), reason)
+    for weight, reason in declared_embeddings(model):
+        reasons.setdefault(id(weight), reason)
     return reasons
 
 
@@ -291,11 +290,11 @@ def _layers(
         for module, _ in sites:
             if isinstance(module, RECURRENT):
                 embedded |= {module.hidden_size, 2 * module.hidden_size}
-            if isinstance(module, _EMBEDDINGS):
+            if isinstance(module, EMBEDDINGS):
                 embedded.add(param.shape[-1])  # of an embedding of one's own, which may have vectors too
             elif param.ndim > 1 and makeups[id(param)].is_layer:
                 layer = Layer.of(module, param)
-                if embeddings.get(id(param)) == _INPUT_EMBEDDING:
+                if embeddings.get(id(param)) == INPUT_EMBEDDING:
                     embedded.add(layer.gives)
                     continue
                 layers.append((order[id(module)], layer))
@@ -346,7 +345,7 @@ def _single_block(fqn: str, sites: _Sites, table: Mapping[int, Sequence[NamedMod
 
 def _refuse_sparse(fqn: str, param: nn.Parameter, sites: _Sites) -> None:
     for module, _ in sites:
-        if param.requires_grad and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        if param.requires_grad and isinstance(module, EMBEDDINGS) and module.sparse:
             raise ValueError(
                 f"parameter {fqn!r} is that of {type(module).__name__}(sparse=True), whose gradient is sparse; Muon "
                 "and AdamW update whole tensors: build it with sparse=False, or freeze it"

@@ -145,7 +145,10 @@ def groups_from(
         groups = [dict(item) for item in items if isinstance(item, Mapping)]
         for index, group in enumerate(groups):
             if not isinstance(group.get("use_muon"), bool):
-                raise ValueError(f"group {index} lacks use_muon; set it to True (Muon) or False (AdamW)")
+                raise ValueError(
+                    f"group {index} lacks use_muon; set it to True (Muon) or False (AdamW), or pass the model: "
+                    "Muon(model) sorts its parameters, and dmuon.param_groups(model) gives the groups of that"
+                )
         return groups
     if any(isinstance(item, Mapping) for item in items):
         raise TypeError("params mixes tensors, groups or other things; pass tensors only or groups only")
@@ -169,14 +172,24 @@ def routed_groups(group: dict[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(group["use_muon"], bool):
             raise ValueError("a parameter group lacks use_muon; set it to True (Muon) or False (AdamW)")
         if group["use_muon"]:
-            remember_makeups(group["params"])
+            _take(group["params"])
         return [group]
     routed = _by_dimension(group["params"], group.get("param_names"))
     for part in routed:
         if part["use_muon"]:
-            remember_makeups(part["params"])
+            _take(part["params"])
     given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     return [{**part, **given} for part in routed] or [{**group, "use_muon": False}]
+
+
+def _take(tensors: Sequence[Tensor]) -> None:
+    """Let Muon take ``tensors`` by the matrices that they are known to be made of, embeddings with a warning."""
+    for embedding in remember_makeups(tensors):
+        _log.warning(
+            "Muon: %s, which Muon(model) leaves to AdamW; given as a tensor it goes to Muon, as any of two dimensions: "
+            "pass the model, or a group with use_muon=False",
+            embedding,
+        )
 
 
 def _named_apart(params: Any) -> tuple[list[Tensor], list[str] | None]:

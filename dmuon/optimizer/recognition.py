@@ -1,14 +1,14 @@
-"""Which matrices parameters consist of that came without their model: found from the modules that hold them."""
+"""What parameters are that came without their model: found from the modules that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.model.fused_hints import refusal
-from dmuon.model.makeup import Makeup, makeup_of
+from dmuon.model.makeup import EMBEDDINGS, Makeup, declared_embeddings, makeup_of
 from dmuon.model.matrix_spec import is_remembered, remember_spec
 from dmuon.model.module_tree import Holder, ModuleTree, sites_of
 
@@ -23,8 +23,12 @@ def recognize(tensors: Sequence[Tensor]) -> dict[int, Makeup]:
     return {id(t): makeup_of(tree, t, sites[id(t)]) for t in tensors if id(t) in sites}
 
 
-def remember_makeups(tensors: Sequence[Tensor]) -> None:
+def remember_makeups(tensors: Sequence[Tensor]) -> list[str]:
     """Let Muon take ``tensors`` by the matrices that the modules that hold them are known to make of them.
+
+    Returns:
+        What to call the embeddings among them, and the output heads that are tied to one or declared to be such. Of
+        other heads a tensor does not say what it is for.
 
     Raises:
         ValueError: one looks fused, and its class is not known.
@@ -37,7 +41,7 @@ def remember_makeups(tensors: Sequence[Tensor]) -> None:
             continue
         makeup = makeup_of(tree, tensor, holders)
         for module, name in () if makeup.known else holders:
-            path = max((path for _, path in tree.above(module, name)), key=lambda path: path.count("."))
+            path = _longest(tree.above(module, name))
             fault = refusal(tree, module, name, tensor, path)
             if fault is not None:
                 raise ValueError(
@@ -46,6 +50,25 @@ def remember_makeups(tensors: Sequence[Tensor]) -> None:
                 )
         if makeup.known or makeup.unfit is None:
             remember_spec(tensor, makeup.spec)
+    return _embeddings(tree, sites)
+
+
+def _embeddings(tree: ModuleTree, sites: Mapping[int, Sequence[Holder]]) -> list[str]:
+    above = {key: [above for site in holders for above in tree.above(*site)] for key, holders in sites.items()}
+    models = {id(module): module for holders in above.values() for module, _ in holders}
+    declared = {id(weight): reason for model in models.values() for weight, reason in declared_embeddings(model)}
+    found = []
+    for key, holders in above.items():
+        held = any(isinstance(module, EMBEDDINGS) for module, _ in sites[key])
+        kind = "embedding" if held else declared.get(key)
+        if kind is not None:
+            found.append(f"{_longest(holders)!r} is an {kind}")
+    return found
+
+
+def _longest(holders: Sequence[Holder]) -> str:
+    """Of the paths to one parameter."""
+    return max((path for _, path in holders), key=lambda path: path.count("."))
 
 
 def _is_decided(tensor: Tensor) -> bool:

@@ -3,7 +3,8 @@
     python bench/half_precision.py [--steps 300] [--seeds 0,1,2] [--json bench/results/NAME.json]
 
 ``fp32`` is the standard form with whole products. ``fp16`` is what CUDA runs with whole products, ``fp16 halves`` with
-symmetric products computed by halves and mirrored; both emulated on the CPU, where every result is rounded to fp16.
+symmetric products computed by halves and mirrored, ``fp16 squares`` that with the preset of two blocks of squares; all
+emulated on the CPU, where every result is rounded to fp16.
 Prints the validation loss over the steps per seed, and the difference from fp32 beside the spread over seeds.
 """
 
@@ -27,12 +28,12 @@ from training.trainer import lr_factor
 
 from dmuon.kernels import choose_variant, coefficient_sequence, muon_update_, update_scale
 
-POLAR = coefficient_sequence("polar_express", 5)
 CPU = torch.device("cpu")
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32, "method": "standard", "backend": "torch"},
     "fp16": {"dtype": torch.float16, "method": "gram", "backend": "torch"},
     "fp16 halves": {"dtype": torch.float16, "method": "gram", "backend": "split"},
+    "fp16 squares": {"dtype": torch.float16, "method": "gram", "backend": "split", "coefficients": "squares"},
 }
 LR, LR_ADAMW, DECAY, BETA = 2e-3, 2e-3, 0.1, 0.95
 
@@ -43,6 +44,8 @@ class Muon:
     def __init__(self, model: GPT, precision: str) -> None:
         options = PRECISIONS[precision]
         self.dtype = options["dtype"]
+        self.coefficients = options.get("coefficients", "polar_express")
+        sequence = coefficient_sequence(self.coefficients, 5)
         self.shapes: dict[tuple[int, int], list[nn.Parameter]] = {}
         for param in model.blocks.parameters():
             if param.ndim == 2:
@@ -54,7 +57,7 @@ class Muon:
         self.momentum = {shape: torch.zeros(len(params), *shape) for shape, params in self.shapes.items()}
         self.variants = {
             shape: choose_variant(
-                shape, len(params), POLAR, self.dtype, CPU, method=options["method"], backend=options["backend"]
+                shape, len(params), sequence, self.dtype, CPU, method=options["method"], backend=options["backend"]
             )
             for shape, params in self.shapes.items()
         }
@@ -71,6 +74,7 @@ class Muon:
                 beta=BETA,
                 nesterov=True,
                 scale=update_scale("match_rms_adamw", shape),
+                coefficients=self.coefficients,
                 dtype=self.dtype,
                 variant=self.variants[shape],
             )

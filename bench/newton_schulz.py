@@ -10,7 +10,8 @@ Compared for each shape (m, n), m <= n, all from the same input, normalization i
 All but torch's take Polar Express coefficients, 5 steps. A batch of k is a loop for all but ours. Printed are medians
 of CPU time over rounds in which the programs take turns, each on cold caches, and the relative Frobenius error from
 the standard form in fp64 with the same coefficients. Targets are checked in a summary; `--check` makes them the exit
-code. `--products` instead measures symmetric products by halves (`dmuon.kernels.symmetric_cpu`) against full ones.
+code. `--products` instead measures symmetric products by halves (`dmuon.kernels.symmetric_cpu`) against full ones, and
+`--squares` the preset of two blocks of squares against the Gram form and what the rule takes with Polar Express.
 
     python bench/newton_schulz.py --models ../shared/models --json X.json --markdown X.md
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -206,6 +208,34 @@ def products(rounds: int, seconds: float) -> None:
         print(f"| {m} | {str(dtype).removeprefix('torch.')} | {' | '.join(cells)} |", flush=True)
 
 
+def squares(rounds: int, seconds: float) -> None:
+    """Two blocks of squares over Polar Express: medians of ratios of neighbours in time, cold caches, fp32."""
+    print(f"{describe(origin())}\n\nexpected: by half products, 6a+9 over 6a+14\n")
+    print("| m | n | gram ms (error) | squares ms (error) | squares/gram | expected | squares/rule's | rounds |")
+    print("|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for m, alpha in itertools.product((512, 1024), (1, 2, 3, 4, 5)):
+        x = torch.randn(m, alpha * m, generator=torch.Generator().manual_seed(alpha))
+        work: dict[str, Callable[[], Tensor]] = {
+            "gram": partial(orthogonalize, x, method="gram"),
+            "rule": partial(orthogonalize, x),
+            "squares": partial(orthogonalize, x, coefficients="squares"),
+        }
+        error = {}
+        for name, run in work.items():
+            preset = "squares" if name == "squares" else "polar_express"
+            exact = orthogonalize(x.double(), coefficients=preset, method="standard")
+            error[name] = float((run().double() - exact).norm() / exact.norm())
+        samples = cold_samples(dict(work), torch.device("cpu"), CACHE_BYTES, rounds, seconds)
+        ms = medians(samples)
+
+        def ratio(name: str, samples: dict[str, list[float]] = samples) -> float:
+            return statistics.median(a / b for a, b in zip(samples["squares"], samples[name], strict=True))
+
+        cells = [f"{ms[name]:.3g} ({error[name]:.0e})" for name in ("gram", "squares")]
+        cells += [f"{ratio('gram'):.2f}", f"{(6 * alpha + 9) / (6 * alpha + 14):.2f}", f"{ratio('rule'):.2f}"]
+        print(f"| {m} | {alpha * m} | {' | '.join(cells)} | {len(samples['squares'])} |", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path("../shared/models"), help="folder of config.json files")
@@ -214,6 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15, help="at most so many samples (default: 15)")
     parser.add_argument("--seconds", type=float, default=3.0, help="stop a shape after this, and 3 rounds (default: 3)")
     parser.add_argument("--products", action="store_true", help="measure symmetric products only")
+    parser.add_argument("--squares", action="store_true", help="measure blocks of squares only")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -223,6 +254,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     if arguments.products:
         products(arguments.rounds, arguments.seconds)
+        return 0
+    if arguments.squares:
+        squares(arguments.rounds, arguments.seconds)
         return 0
     shapes = shapes_of(arguments.models, arguments.scale, not arguments.no_large)
     if not shapes:

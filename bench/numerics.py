@@ -7,7 +7,7 @@ every form and preset this reports, over a deterministic stress set: the largest
 directions whose singular value was at least 1e-3 of the Frobenius norm, matrices with NaN or inf, and the error
 relative to the exact result (the polynomial applied to fp64 singular values).
 
-    python bench/numerics.py [--quick] [--out bench/results/numerics]
+    python bench/numerics.py [--quick] [--preset NAME] [--out bench/results/numerics]
 
 Costs are in units of m³ multiply-adds: a full square product is 2, its lower half 1, and α is the ratio of the sides.
 Writes OUT.json and OUT.md.
@@ -31,19 +31,21 @@ import torch
 from common.results import origin, write_report
 from torch import Tensor
 
-from dmuon.kernels import PRESETS, coefficient_sequence
+from dmuon.kernels import PRESETS, QUINTICS, Squares, coefficient_sequence
 from dmuon.kernels.arithmetic import Arithmetic, SplitArithmetic
+from dmuon.kernels.coefficients import safe_restarts
 from dmuon.kernels.iteration import Iteration, iterate
-from dmuon.kernels.variant import Backend, relative_cost
+from dmuon.kernels.squares import SQUARES
+from dmuon.kernels.variant import Backend, relative_cost, squares_cost
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
 import zoo  # type: ignore[import-not-found]
 
-# Of each step, the coefficients of s, s³, s⁵, …; or, of degree 17 in s, ``SQUARES`` numbers p s1 s2 s0 a2 a1 a0 c4 c2
-# c1 c0: with P = R² + pR, S = s1 P + s2 R + s0 I, A = S² + a2 P + a1 R + a0 I the step multiplies with
+# Of each step, the coefficients of s, s³, s⁵, …; or, of degree 17 in s, ``THREE_SQUARES`` numbers p s1 s2 s0 a2 a1 a0
+# c4 c2 c1 c0: with P = R² + pR, S = s1 P + s2 R + s0 I, A = S² + a2 P + a1 R + a0 I the step multiplies with
 # A² + c4 A + c2 P + c1 R + c0 I. All three products are squares of symmetric matrices, exactly symmetric.
 Steps = tuple[tuple[float, ...], ...]
-SQUARES = 11
+THREE_SQUARES = 11
 
 SMALL = 1e-3  # directions below this, relative to the Frobenius norm, need not reach one
 MARGIN = 0.06  # how far above the exact maximum singular values may lie
@@ -157,16 +159,29 @@ def stress_set(plan: Sequence[tuple[int, int, int, int]]) -> list[Batch]:
     return batches
 
 
-def polynomial(sigma: Tensor, steps: Steps) -> Tensor:
+def polynomial(sigma: Tensor, steps: Steps | Squares) -> Tensor:
     """What exact arithmetic maps singular values to."""
+    if isinstance(steps, Squares):
+        return of_squares(sigma, steps)
     for step in steps:
         sigma = sigma * _factor(sigma * sigma, step)
     return sigma
 
 
+def of_squares(sigma: Tensor, squares: Squares) -> Tensor:
+    """What the blocks of ``squares`` map singular values to."""
+    for block in squares.blocks:
+        stored = [sigma * sigma]
+        for square in block:
+            added = sum(factor * s for factor, s in zip(square.addends, stored, strict=False))
+            stored.append(square.square * stored[-1] ** 2 + added + square.identity)
+        sigma = sigma * stored[-1]
+    return sigma
+
+
 def _factor(r: Tensor, step: tuple[float, ...]) -> Tensor:
     """``q(r)``, where the step maps ``s`` to ``s q(s²)``."""
-    if len(step) == SQUARES:
+    if len(step) == THREE_SQUARES:
         p, s1, s2, s0, a2, a1, a0, c4, c2, c1, c0 = step
         square = r * r + p * r
         a = (s1 * square + s2 * r + s0) ** 2 + a2 * square + a1 * r + a0
@@ -212,10 +227,12 @@ class Form:
     def arithmetic(self) -> Arithmetic:
         return (TileArithmetic if self.halves else Arithmetic)(self.dtype, torch.float32)
 
-    def run(self, x: Tensor, steps: Steps) -> Tensor:
+    def run(self, x: Tensor, steps: Steps | Squares) -> Tensor:
         """``x``, fp32 of Frobenius norm one, after ``steps``; ``x`` is overwritten."""
         arithmetic = self.arithmetic
         x = arithmetic.round_(x)
+        if isinstance(steps, Squares):
+            return iterate(x, Iteration(steps, "gram", self.restarts or (), self.dtype), arithmetic)
         if any(len(step) != 3 for step in steps):
             return higher_degrees(x, steps, self, arithmetic)
         quintics = tuple((a, b, c) for a, b, c in steps)
@@ -241,6 +258,21 @@ def library_forms() -> Iterator[Form]:
         yield form(f"{name}, half", torch.float16, restarts, True, False)
         if restarts:
             yield form(f"{name}, V whole", torch.float16, restarts, True, True)
+
+
+def squares_forms() -> Iterator[Form]:
+    """How the library runs blocks of squares: sums with each addend rounded, or in the product, rounded once."""
+    for dtype, halves in (
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+        (torch.float16, False),
+        (torch.float16, True),
+    ):
+        backend: Backend = "triton" if halves else "torch"
+        square, wide = (round(2 * squares_cost((1, n), SQUARES, backend)) for n in (1, 2))
+        name = f"{str(dtype).removeprefix('torch.')}, {'half' if halves else 'full'}"
+        yield Form(name, dtype, safe_restarts(SQUARES, dtype), (wide - square, 2 * square - wide), halves)
 
 
 # -- schemes that the library does not have ------------------------------------------------------------------
@@ -333,7 +365,7 @@ class Quality:
     safe: bool = False
 
 
-def measure(batches: Sequence[Batch], form: Form, preset: str, steps: Steps, limit: float) -> Quality:
+def measure(batches: Sequence[Batch], form: Form, preset: str, steps: Steps | Squares, limit: float) -> Quality:
     result = Quality(form.name, preset, form.cost, half=form.halves)
     errors = []
     for batch in batches:
@@ -406,6 +438,12 @@ def report(results: Sequence[Quality], ideals: dict[str, float], count: int, mac
             "| variant | cost | σmax | σmin | NaN | worst error | median error | safe | worst matrix |",
             "|---|--:|--:|--:|--:|--:|--:|---|---|",
         ]
+        if preset == SQUARES.name:
+            lines[-2:-2] = [
+                "Two restart blocks of squares, degrees 33 and 65. Full: whole products, and each addend of a sum is",
+                "rounded. Half: lower halves, mirrored, and each sum is rounded once, as in the GPU's kernel.",
+                "",
+            ]
         if preset == HIGHER:
             lines[-2:-2] = [
                 "Not in the library. Names give the degrees of the steps; a slash is a restart. A step of degree 17",
@@ -426,17 +464,21 @@ def report(results: Sequence[Quality], ideals: dict[str, float], count: int, mac
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small stress set")
+    parser.add_argument("--preset", choices=(*PRESETS, HIGHER), help="this one only (default: all)")
     parser.add_argument("--out", type=Path, help="without suffix")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     batches = stress_set(QUICK_SET if arguments.quick else FULL_SET)
     count = sum(len(batch.names) for batch in batches)
     results, ideals = [], {}
-    cases: list[tuple[str, Form, Steps]] = [
-        (preset, form, coefficient_sequence(preset, 5)) for preset in PRESETS for form in library_forms()
+    cases: list[tuple[str, Form, Steps | Squares]] = [
+        (preset, form, coefficient_sequence(preset, 5)) for preset in QUINTICS for form in library_forms()
     ]
+    cases += [(SQUARES.name, form, SQUARES) for form in squares_forms()]
     cases += [(HIGHER, form, steps) for form, steps in higher_degree_forms()]
     for preset, form, steps in cases:
+        if arguments.preset not in (None, preset):
+            continue
         if preset not in ideals:
             ideals[preset] = max(polynomial(batch.sigma, steps).max().item() for batch in batches)
         q = measure(batches, form, preset, steps, ideals[preset] + MARGIN)

@@ -4,11 +4,21 @@ Triton is imported where its kernels are first used.
 """
 
 from .arithmetic import Arithmetic, carrier_dtype
-from .coefficients import PRESETS, amplification, coefficient_sequence, is_safe, safe_restarts
+from .coefficients import (
+    PRESETS,
+    QUINTICS,
+    Polynomial,
+    amplification,
+    check_storage,
+    coefficient_sequence,
+    is_safe,
+    safe_restarts,
+)
 from .iteration import Iteration, iterate, make_iteration
 from .newton_schulz import iteration_flops, newton_schulz_flops, orthogonalize, run, storage_dtype
 from .normalization import normalize
 from .replay import drop_graphs
+from .squares import Squares
 from .streams import is_capturing, streams_in_place, streams_of
 from .symmetric import symmetric_product
 from .update import apply_update_, momentum_update, muon_update_, normalized_momentum, update_scale
@@ -17,8 +27,11 @@ from .variant import HALF, Variant, adapted, alternatives, backend_fault, batch_
 __all__ = [
     "HALF",
     "PRESETS",
+    "QUINTICS",
     "Arithmetic",
     "Iteration",
+    "Polynomial",
+    "Squares",
     "Variant",
     "adapted",
     "alternatives",
@@ -27,6 +40,7 @@ __all__ = [
     "backend_fault",
     "batch_size",
     "carrier_dtype",
+    "check_storage",
     "choose_variant",
     "coefficient_sequence",
     "drop_graphs",

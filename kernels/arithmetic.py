@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from .symmetric_cpu import split_product
+from .squares import Square
+from .symmetric_cpu import split_product, split_sum
 from .symmetric_tiles import TileConfig
 from .symmetric_triton import symmetric_product
 from .variant import HALF, Variant
@@ -68,6 +70,32 @@ class Arithmetic:
         """
         return self.product(a, b, c, alpha=alpha, beta=beta, out=out)
 
+    def square(
+        self,
+        s: Tensor,  # (..., m, m)
+        square: Square,
+        stored: Sequence[Tensor],  # each (..., m, m)
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """``square`` of the symmetric ``s``, with the matrices of its block so far as addends.
+
+        ``out`` may be an addend, but not ``s``. In half precision the sum of the addends is kept in fp32: what rounding
+        takes from it may be as large as the result, and is added to that.
+        """
+        addends = zip(stored, square.addends, strict=False)
+        (first, factor), *others = sorted(addends, key=lambda addend: addend[0] is not out)  # ``out`` is overwritten
+        half = self.storage in HALF
+        total = first.to(torch.float32, copy=True).mul_(factor) if half else torch.mul(first, factor, out=out)
+        for addend, factor in others:
+            total.add_(addend, alpha=factor)
+        total.diagonal(dim1=-2, dim2=-1).add_(square.identity)
+        if not half:
+            return self.symmetric(s, s, total, alpha=square.square, out=total)
+        rounded = total.to(self.storage).to(self.carrier)
+        result = self.symmetric(s, s, rounded, alpha=square.square, out=out)
+        return self.round_(result.copy_(total.sub_(rounded).add_(result)))
+
     def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """``X Xᵀ`` of ``(..., m, p)``."""
         return self.product(x, x.mT, out=out)
@@ -96,6 +124,14 @@ class SplitArithmetic(Arithmetic):
             split_product(left, right, None if c is None else c[i], alpha=alpha, beta=beta, out=row)
         return self.round_(result)
 
+    def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
+        result = torch.empty_like(s) if out is None else out
+        matrices = zip(s, result, strict=True) if s.ndim == 3 else ((s, result),)
+        for i, (matrix, row) in enumerate(matrices):
+            addends = [x[i] if x.ndim == 3 else x for x, _ in zip(stored, square.addends, strict=False)]
+            split_sum(matrix, addends, square.addends, alpha=square.square, identity=square.identity, out=row)
+        return self.round_(result)
+
     def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         result = x.new_empty(*x.shape[:-1], x.shape[-2]) if out is None else out
         for matrix, row in zip([x] if x.ndim == 2 else x, [result] if x.ndim == 2 else result, strict=True):
@@ -122,6 +158,19 @@ class TritonArithmetic(Arithmetic):
     ) -> Tensor:
         beta = beta if c is not None else 0.0
         return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, b_symmetric=b_symmetric, config=self.tile)
+
+    def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
+        return symmetric_product(
+            s,
+            s,
+            stored[: len(square.addends)],
+            alpha=square.square,
+            beta=square.addends,
+            identity=square.identity,
+            out=out,
+            b_symmetric=True,
+            config=self.tile,
+        )
 
     def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return symmetric_product(x, x.mT, out=out, config=self.tile)

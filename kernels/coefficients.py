@@ -2,7 +2,7 @@
 
 One step maps the singular values of ``X`` by the odd quintic ``p(s) = a s + b s³ + c s⁵``. A preset is a
 sequence of ``(a, b, c)``; the sequence used is a prefix of it, or a continuation where the method defines
-one.
+one. ``"squares"`` has no such steps: it is two polynomials of higher degree.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, overload
 
 import torch
 
+from .squares import SQUARES, Squares
+
 Coefficients: TypeAlias = "tuple[tuple[float, float, float], ...]"
-Preset: TypeAlias = Literal["classic", "you", "polar_express"]
+Polynomial: TypeAlias = "Coefficients | Squares"
+Quintics: TypeAlias = Literal["classic", "you", "polar_express"]
+Preset: TypeAlias = "Quintics | Literal['squares']"
 
 # Keller Jordan, "Muon: An optimizer for hidden layers in neural networks"; also torch.optim.Muon's default.
 _CLASSIC = (3.4445, -4.7750, 2.0315)
@@ -37,7 +41,8 @@ _POLAR_LOWER = 1e-3
 _POLAR_CUSHION = 0.02407327424182761
 _POLAR_SAFETY = 1.05
 
-PRESETS: tuple[Preset, ...] = ("classic", "you", "polar_express")
+QUINTICS: tuple[Quintics, ...] = ("classic", "you", "polar_express")
+PRESETS: tuple[Preset, ...] = (*QUINTICS, "squares")
 
 # Rounding noise in near-null directions of the Gram form grows by a² a step, so the amplification A times the unit
 # roundoff u bounds the damage. Above the limit, stress sets show singular values out of range, and NaN above 4.
@@ -53,16 +58,21 @@ _SAFE = {torch.float16: 0.1, torch.bfloat16: 0.05, torch.float32: 0.05, torch.fl
 _TARGET = {**_SAFE, torch.float32: 1e-5, torch.float64: 1e-9}
 
 
-def coefficient_sequence(coefficients: str | Sequence[float] | Sequence[Sequence[float]], steps: int) -> Coefficients:
-    """The ``(a, b, c)`` of each of ``steps`` Newton–Schulz steps.
+@overload
+def coefficient_sequence(coefficients: Quintics, steps: int) -> Coefficients: ...
+@overload
+def coefficient_sequence(coefficients: str | Sequence[float] | Sequence[Sequence[float]], steps: int) -> Polynomial: ...
+def coefficient_sequence(coefficients: str | Sequence[float] | Sequence[Sequence[float]], steps: int) -> Polynomial:
+    """The ``(a, b, c)`` of each of ``steps`` Newton–Schulz steps, or the blocks of ``"squares"``.
 
     Args:
         coefficients: a preset name, one ``(a, b, c)`` that every step repeats (as ``torch.optim.Muon``), or a
             sequence of ``(a, b, c)``, of which the first ``steps`` are used.
-        steps: number of steps, at least 1.
+        steps: number of steps, at least 1. ``"squares"`` stands for five, and is not divided.
 
     Raises:
-        ValueError: unknown preset, malformed coefficients, or more steps than the preset or sequence has.
+        ValueError: unknown preset, malformed coefficients, more steps than the preset or sequence has, or other than
+            the five of ``"squares"``.
         TypeError: ``steps`` is no integer.
     """
     if isinstance(steps, bool) or not isinstance(steps, int):
@@ -76,6 +86,14 @@ def coefficient_sequence(coefficients: str | Sequence[float] | Sequence[Sequence
             return polar_express(steps)
         if coefficients == "you":
             return _prefix(_YOU, steps, "coefficients='you'")
+        if coefficients == SQUARES.name:
+            if steps != SQUARES.steps:
+                raise ValueError(
+                    f"steps={steps}, but coefficients='{SQUARES.name}' is {len(SQUARES.blocks)} blocks that stand for "
+                    f"{SQUARES.steps} steps together; pass steps={SQUARES.steps}, or coefficients='polar_express', "
+                    "which defines any number"
+                )
+            return SQUARES
         raise ValueError(
             f"coefficients={coefficients!r} is no preset; use one of {', '.join(PRESETS)} or (a, b, c) values"
         )
@@ -180,12 +198,15 @@ def _noise(coefficients: Coefficients, restarts: Sequence[int], dtype: torch.dty
 
 
 @lru_cache(maxsize=256)
-def safe_restarts(coefficients: Coefficients, dtype: torch.dtype) -> tuple[int, ...]:
+def safe_restarts(coefficients: Polynomial, dtype: torch.dtype) -> tuple[int, ...]:
     """The fewest restarts that are accurate in ``dtype``; among equals, the least amplification, and then the latest.
 
     A restart ``i`` comes before the 0-based step ``i``. At five steps in fp16 and fp32: ``(3,)`` for classic, whose
-    steps are all equal, else ``(2,)``; bench/numerics.py compares them on its stress set.
+    steps are all equal, else ``(2,)``; bench/numerics.py compares them on its stress set. Of squares, before each
+    block but the first.
     """
+    if isinstance(coefficients, Squares):
+        return tuple(range(1, len(coefficients.blocks)))
     every = tuple(range(1, len(coefficients)))
     for count in range(len(every)):
         latest = reversed(list(itertools.combinations(every, count)))  # of equals, min takes the first
@@ -195,20 +216,49 @@ def safe_restarts(coefficients: Coefficients, dtype: torch.dtype) -> tuple[int, 
     return every  # nothing is left to amplify
 
 
+def check_storage(coefficients: Polynomial, dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` where ``coefficients`` have no form that is safe in ``dtype``.
+
+    In bf16 blocks of squares take singular values of the stress set (bench/numerics.py) out of range. Quintics have the
+    standard form there, which multiplies ``X`` after every step.
+    """
+    if isinstance(coefficients, Squares) and dtype == torch.bfloat16:
+        raise ValueError(
+            f"coefficients='{coefficients.name}' is not safe in {dtype}, whose rounding its long blocks amplify; use "
+            "torch.float16, or coefficients='polar_express'"
+        )
+
+
+def restarts_hold(restarts: tuple[int, ...], coefficients: Polynomial, dtype: torch.dtype) -> bool:
+    """Whether a Gram form with these restarts, which may be of other coefficients, computes these safely."""
+    if isinstance(coefficients, Squares):
+        return restarts == safe_restarts(coefficients, dtype)
+    return max(restarts, default=0) < len(coefficients) and is_safe(coefficients, restarts, dtype)
+
+
 def checked_restarts(
-    restarts: Literal["auto"] | Sequence[int], coefficients: Coefficients, dtype: torch.dtype
+    restarts: Literal["auto"] | Sequence[int], coefficients: Polynomial, dtype: torch.dtype
 ) -> tuple[int, ...]:
     """``restarts`` as a tuple, chosen by ``safe_restarts`` if ``"auto"``.
 
     Raises:
-        ValueError: not strictly increasing indices inside ``1 … steps-1``, or unsafe in ``dtype``.
+        ValueError: not strictly increasing indices inside ``1 … steps-1``, unsafe in ``dtype``, or other than those
+            that squares have by themselves; or as :func:`check_storage`.
     """
+    check_storage(coefficients, dtype)
     if isinstance(restarts, str):
         if restarts != "auto":
             raise ValueError(f"restarts={restarts!r} is unknown; use 'auto' or step indices such as (2,)")
         return safe_restarts(coefficients, dtype)
-    steps = len(coefficients)
     schedule = tuple(restarts)
+    if isinstance(coefficients, Squares):
+        if schedule != safe_restarts(coefficients, dtype):
+            raise ValueError(
+                f"restarts={schedule!r} are not those of coefficients='{coefficients.name}', which begins each of its "
+                "blocks with one; use restarts='auto'"
+            )
+        return schedule
+    steps = len(coefficients)
     if any(isinstance(r, bool) or not isinstance(r, int) or not 0 < r < steps for r in schedule):
         raise ValueError(f"restarts={schedule!r} must be step indices from 1 to {steps - 1}; or use restarts='auto'")
     if any(later <= earlier for earlier, later in itertools.pairwise(schedule)):

@@ -1,8 +1,9 @@
-"""The Newton–Schulz iteration itself: standard and Gram form, with restarts."""
+"""The Newton–Schulz iteration itself: standard and Gram form with restarts, and blocks of squares."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .arithmetic import Arithmetic
-from .coefficients import Coefficients
+from .coefficients import Coefficients, Polynomial
+from .squares import Square, Squares
 from .variant import Variant, whole_v
 
 
@@ -19,10 +21,11 @@ from .variant import Variant, whole_v
 class Iteration:
     """What a Newton–Schulz run computes; ``restarts`` are the Gram form's, ``dtype`` is storage.
 
-    ``whole_v``: the first ``V`` after a restart is computed whole, not as a symmetric product.
+    ``whole_v``: the first ``V`` after a restart is computed whole, not as a symmetric product. Blocks of squares are
+    the same in both forms.
     """
 
-    coefficients: Coefficients
+    coefficients: Polynomial
     method: Literal["standard", "gram"]
     restarts: tuple[int, ...]
     dtype: torch.dtype
@@ -30,7 +33,7 @@ class Iteration:
 
 
 @lru_cache(maxsize=4096)
-def make_iteration(variant: Variant, coefficients: Coefficients, storage: torch.dtype) -> Iteration:
+def make_iteration(variant: Variant, coefficients: Polynomial, storage: torch.dtype) -> Iteration:
     """What ``variant`` computes."""
     return Iteration(coefficients, variant.method, variant.restarts, storage, whole_v=whole_v(variant.backend, storage))
 
@@ -58,19 +61,24 @@ def iterate(x: Tensor, iteration: Iteration, arithmetic: Arithmetic, workspace: 
     """Run ``iteration`` on normalised ``x``, ``(m, n)`` or ``(k, m, n)``, in ``arithmetic``'s carrier.
 
     The result is in ``x`` or in the workspace's ``spare``, and both are overwritten. Beside these two, intermediate
-    matrices take four squares of the small side.
+    matrices take four squares of the small side, or with blocks of squares as many as the longest has.
     """
     workspace = workspace or Workspace(torch.empty_like(x), [])
     spare = workspace.spare
+    steps = iteration.coefficients
+    if isinstance(steps, Squares):
+        for squares in steps.blocks:
+            x, spare = _block_of_squares(x, squares, arithmetic, spare, workspace), x
+        return x
     if iteration.method == "standard":
-        for a, b, c in iteration.coefficients:
+        for a, b, c in steps:
             r = _gram(x, arithmetic, workspace)
             z = arithmetic.symmetric(r, r, r, alpha=c, beta=b, out=workspace.square())
             x, spare = _apply(z, a, x, arithmetic, spare), x
             workspace.release(r, z)
         return x
-    for start, stop in itertools.pairwise((0, *iteration.restarts, len(iteration.coefficients))):
-        block = iteration.coefficients[start:stop]
+    for start, stop in itertools.pairwise((0, *iteration.restarts, len(steps))):
+        block = steps[start:stop]
         x, spare = _gram_block(x, block, arithmetic, iteration.whole_v and start > 0, spare, workspace), x
     return x
 
@@ -105,6 +113,18 @@ def _gram_block(
             workspace.release(before, z)
     assert q is not None
     workspace.release(r, q)
+    return _apply(q, 0.0, x, arithmetic, out)
+
+
+def _block_of_squares(
+    x: Tensor, squares: Sequence[Square], arithmetic: Arithmetic, out: Tensor, workspace: Workspace
+) -> Tensor:
+    """``X`` after one block, in ``out``. Each ``S`` is stored once, as the next factor and a later addend."""
+    stored = [_gram(x, arithmetic, workspace)]
+    for square in squares[:-1]:
+        stored.append(arithmetic.square(stored[-1], square, stored, out=workspace.square()))
+    q = arithmetic.square(stored[-1], squares[-1], stored, out=stored[0])  # R is read there for the last time
+    workspace.release(*stored)
     return _apply(q, 0.0, x, arithmetic, out)
 
 

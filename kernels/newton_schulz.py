@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from .arithmetic import make_arithmetic
-from .coefficients import Coefficients, coefficient_sequence
+from .coefficients import Polynomial, coefficient_sequence
 from .iteration import Workspace, iterate, make_iteration
 from .normalization import check_eps, normalize
 from .precision import full_precision
 from .replay import replayed
-from .variant import HALF, Backend, Method, Variant, adapted, choose_variant, relative_cost, variant_fault
+from .squares import Squares
+from .variant import HALF, Backend, Method, Variant, adapted, choose_variant, relative_cost, squares_cost, variant_fault
 
 CoefficientsArg: TypeAlias = "str | Sequence[float] | Sequence[Sequence[float]]"
 _STORAGE = (*HALF, torch.float32, torch.float64)
@@ -47,9 +48,11 @@ def orthogonalize(
 
     Args:
         x: ``(..., m, n)``, floating point, any strides; not modified.
-        coefficients: ``"polar_express"``, ``"classic"``, ``"you"``, one ``(a, b, c)``, or a sequence of them.
-        steps: number of Newton–Schulz steps.
-        method: ``"standard"``, ``"gram"``, or ``"auto"``: the cheaper one by rule; standard in bf16.
+        coefficients: ``"polar_express"``, ``"classic"``, ``"you"``, ``"squares"``, one ``(a, b, c)``, or a sequence
+            of them.
+        steps: number of Newton–Schulz steps; ``"squares"`` stands for five.
+        method: ``"standard"``, ``"gram"``, or ``"auto"``: the cheaper one by rule; standard in bf16. ``"squares"`` has
+            one form.
         restarts: Gram form: the 0-based steps before which it restarts from ``X``. ``"auto"`` takes the
             fewest that are safe for these coefficients in ``dtype``; others select the Gram form.
         dtype: dtype that intermediate matrices are stored in; products of halves accumulate in fp32. ``None``:
@@ -103,7 +106,7 @@ def orthogonalize(
 def run(
     x: Tensor,  # (k, m, n)
     variant: Variant,
-    coefficients: Coefficients,
+    coefficients: Polynomial,
     storage: torch.dtype,
 ) -> Tensor:  # (k, m, n)
     """Orthogonalize matrices that :func:`normalize` made, piece by piece; ``x`` is overwritten or returned.
@@ -134,7 +137,7 @@ def run(
 def _usable(
     variant: Variant,
     shape: tuple[int, int],
-    coefficients: Coefficients,
+    coefficients: Polynomial,
     storage: torch.dtype,
     device: torch.device,
 ) -> Variant:
@@ -155,6 +158,8 @@ def newton_schulz_flops(
     """Operations that :func:`orthogonalize` takes for one fp32 matrix of ``shape``, with whole products."""
     storage = storage_dtype(torch.float32, device, dtype)
     sequence = coefficient_sequence(coefficients, steps)
+    if isinstance(sequence, Squares):
+        return 2 * int(squares_cost(shape, sequence))
     variant = choose_variant(shape, 1, sequence, storage, device, backend="torch")
     return iteration_flops(shape, steps, variant.restarts if variant.method == "gram" else None)
 

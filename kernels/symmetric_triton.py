@@ -22,6 +22,9 @@ _DTYPES = (*_HALF, torch.float32)
 _MAX_PROGRAMS = 2**31
 _MAX_TILES = 2**28
 
+# Addends that the kernel has arguments for.
+MOST_ADDENDS = 4
+
 # Programs in the interpreter's persistent loop: few, so that each takes several tiles.
 _INTERPRETED_PROGRAMS = 4
 
@@ -53,26 +56,29 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
 def symmetric_product(
     a: Tensor,  # (k, m, p) or (m, p)
     b: Tensor,  # (k, p, m) or (p, m)
-    c: Tensor | None = None,  # (k, m, m) or (m, m)
+    c: Tensor | Sequence[Tensor] | None = None,  # (k, m, m) or (m, m)
     *,
     alpha: float = 1.0,
-    beta: float = 0.0,
+    beta: float | Sequence[float] = 0.0,
+    identity: float = 0.0,
     out: Tensor | None = None,  # (k, m, m) or (m, m)
     b_symmetric: bool = False,
     config: TileConfig | None = None,
 ) -> Tensor:
-    """``alpha · a b + beta · c``, which the caller knows to be symmetric; the result is, bitwise.
+    """``alpha · a b + beta · c + identity · I``, which the caller knows to be symmetric; the result is, bitwise.
 
     Products accumulate in fp32 (fp32 operands are not rounded to TF32), and each element is rounded once.
     Only elements of ``a b`` on and below the diagonal tiles are computed. Not differentiable.
 
     Args:
         a, b: fp16, bf16 or fp32, of one dtype on one device; any strides.
-        c: symmetric; read only if ``beta`` is not zero.
+        c: symmetric; read only if ``beta`` is not zero. Of several, up to four with the same strides, each is read
+            once, and their sum is not rounded.
         alpha: scale of the product.
-        beta: scale of ``c``; without effect if ``c`` is ``None``.
-        out: where to write; ``None`` allocates. It may be ``c`` itself. Its byte range, gaps of strides
-            included, must not meet that of ``a`` or ``b``, nor in part that of ``c``.
+        beta: scale of ``c``, or of each; without effect if ``c`` is ``None``.
+        identity: what is added to the diagonal.
+        out: where to write; ``None`` allocates. It may be ``c`` itself, or one of them. Its byte range, gaps of
+            strides included, must not meet that of ``a`` or ``b``, nor in part that of a ``c``.
         b_symmetric: whether each matrix of ``b`` is symmetric, which lets it be read as its transpose.
         config: tiling; ``None`` takes :func:`default_config`, without descriptors where strides or addresses
             do not allow them.
@@ -84,32 +90,34 @@ def symmetric_product(
         ValueError: shapes, dtypes or devices do not match; ``out`` overlaps another argument or itself; the
             device or dtype is unsupported; or ``config`` asks for descriptors where they are not possible.
     """
-    reads_c = c is not None and beta != 0
-    read = c if reads_c else None
+    addends = () if c is None else (c,) if isinstance(c, Tensor) else tuple(c)
+    betas = tuple(beta) if isinstance(beta, Sequence) else (beta,) * min(1, len(addends))
+    read = [(x, factor) for x, factor in zip(addends, betas, strict=True) if factor != 0]
     plan = _plan(
         _layout(a),
         _layout(b),
-        None if c is None else _layout(c),
+        tuple(map(_layout, addends)),
+        tuple(factor != 0 for factor in betas),
         None if out is None else _layout(out),
-        _aligned(a) and _aligned(b) and (read is None or _aligned(read)) and (out is None or _aligned(out)),
-        reads_c,
+        all(map(_aligned, (a, b, *(x for x, _ in read), *(() if out is None else (out,))))),
+        identity != 0,
         b_symmetric,
         config,
     )
     if out is None:
         out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
     else:
-        _check_overlap(plan, a, b, read, out)
+        _check_overlap(plan, a, b, [x for x, _ in read], out)
     if not plan.total:
         return out
-    arguments: Sequence[object] = (a, b, read, out)
+    missing = MOST_ADDENDS - len(read)
+    arguments: Sequence[object] = (a, b, *(x for x, _ in read), *(None,) * missing, out)
     if plan.views is not None:
         descriptor = _descriptor_type()
         arguments = [view and descriptor(x, *view) for x, view in zip(arguments, plan.views, strict=True)]
+    scalars = (alpha, *(factor for _, factor in read), *(0.0,) * missing, identity)
     with _on(a.device):
-        _kernel()[plan.grid](
-            *arguments, plan.total, *plan.sizes, *plan.strides, float(alpha), float(beta), **plan.options
-        )
+        _kernel()[plan.grid](*arguments, plan.total, *plan.sizes, *plan.strides, *map(float, scalars), **plan.options)
     return out
 
 
@@ -155,19 +163,22 @@ def _aligned(x: Tensor) -> bool:
 def _plan(
     a: _Layout,
     b: _Layout,
-    c: _Layout | None,
+    addends: tuple[_Layout, ...],
+    reads: tuple[bool, ...],
     out: _Layout | None,
     aligned: bool,
-    reads_c: bool,
+    adds_identity: bool,
     b_symmetric: bool,
     config: TileConfig | None,
 ) -> _Plan:
-    shape = _check(a, b, c, out, b_symmetric)
+    shape = _check(a, b, addends, out, b_symmetric)
     k, m, p = (1, *a.shape)[-3:]
     d_strides = out.strides if out is not None else (m * m, m, 1)[-len(shape) :]
     _check_no_self_overlap(shape, d_strides)
 
-    read = (a.strides, b.strides, c.strides if c is not None and reads_c else None)
+    count = sum(reads)
+    c = next((x for x, is_read in zip(addends, reads, strict=True) if is_read), None)
+    read = (a.strides, b.strides, None if c is None else c.strides)
     steps_of_all = [None if strides is None else _batched(strides, k) for strides in (*read, d_strides)]
     itemsize = a.dtype.itemsize
     shapes = [(k, m, p), (k, p, m), (k, m, m), (k, m, m)]
@@ -185,11 +196,12 @@ def _plan(
     capability = _capability(a.device)
     chosen = default_config(m, p, a.dtype, capability) if config is None else config
     steps = (a_steps, b_steps, c_steps, d_steps)
-    views = None
+    views: tuple[_View | None, ...] | None = None
     if chosen.descriptors:
         reason = _descriptor_obstacle((k, m, p), steps, aligned, itemsize, capability)
         if reason is None:
-            views = _views((k, m, p), steps, chosen)
+            of_a, of_b, of_c, of_d = _views((k, m, p), steps, chosen)
+            views = (of_a, of_b, *(of_c,) * count, *(None,) * (MOST_ADDENDS - count), of_d)
         elif config is not None:
             raise ValueError(f"config {config} uses tensor descriptors, but {reason}; pass a config without them")
     if config is None and views is None:
@@ -218,7 +230,8 @@ def _plan(
             "A_K_MAJOR": views is None or a_steps[2] == 1,
             "B_K_MAJOR": views is None or b_steps[1] == 1,
             "EVEN_K": views is not None or p % chosen.block_k == 0,
-            "READS_C": reads_c,
+            "ADDENDS": count,
+            "IDENTITY": adds_identity,
             "num_warps": chosen.warps,
             "num_stages": chosen.stages,
             "enable_fp_fusion": True,  # the default, but Triton 3.9 warns unless told
@@ -226,9 +239,15 @@ def _plan(
     )
 
 
-def _check(a: _Layout, b: _Layout, c: _Layout | None, out: _Layout | None, b_symmetric: bool) -> tuple[int, ...]:
+def _check(
+    a: _Layout, b: _Layout, addends: tuple[_Layout, ...], out: _Layout | None, b_symmetric: bool
+) -> tuple[int, ...]:
     """Shape of the result; raises if the arguments do not fit together."""
-    others = [("b", b)] + [(name, x) for name, x in (("c", c), ("out", out)) if x is not None]
+    others = [("b", b), *(("c", c) for c in addends), *(() if out is None else (("out", out),))]
+    if len(addends) > MOST_ADDENDS:
+        raise ValueError(f"c is {len(addends)} matrices, the kernel adds up to {MOST_ADDENDS}; add some before")
+    if len({c.strides for c in addends}) > 1:
+        raise ValueError(f"c has strides {[c.strides for c in addends]}, which must agree; lay them out alike")
     for name, x in others:
         if x.dtype != a.dtype or x.device != a.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, a is {a.dtype} on {a.device}; they must agree")
@@ -257,11 +276,12 @@ def _check_no_self_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> 
         reach = stride * (size - 1) + reach
 
 
-def _check_overlap(plan: _Plan, a: Tensor, b: Tensor, c: Tensor | None, out: Tensor) -> None:
+def _check_overlap(plan: _Plan, a: Tensor, b: Tensor, addends: Sequence[Tensor], out: Tensor) -> None:
     start = out.data_ptr()
     stop = start + plan.extents[3]
-    for name, x, extent in (("a", a, plan.extents[0]), ("b", b, plan.extents[1]), ("c", c, plan.extents[2])):
-        if x is None or not extent or not plan.extents[3]:
+    operands = [("a", a, plan.extents[0]), ("b", b, plan.extents[1]), *(("c", c, plan.extents[2]) for c in addends)]
+    for name, x, extent in operands:
+        if not extent or not plan.extents[3]:
             continue
         first = x.data_ptr()
         if first < stop and start < first + extent:

@@ -79,12 +79,27 @@ def _accumulate_descriptors(
 
 
 @triton.jit
+def _add(
+    result, c, beta, batch, row, col, c_batch, offsets, inside,
+    BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """``result + beta C`` of one tile."""
+    if DESCRIPTORS:
+        addend = c.load([batch, row, col]).reshape(BLOCK, BLOCK)
+    else:
+        c += batch.to(tl.int64) * c_batch
+        addend = tl.load(c + offsets, mask=inside, other=0.0)
+    return result + beta * addend.to(tl.float32)
+
+
+@triton.jit
 def _compute_tile(
-    index, a, b, c, d, m, p,
+    index, a, b, c0, c1, c2, c3, d, m, p,
     a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
-    alpha, beta,
+    alpha, beta0, beta1, beta2, beta3, identity,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr, READS_C: tl.constexpr,
+    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
+    ADDENDS: tl.constexpr, IDENTITY: tl.constexpr,
 ):  # fmt: skip
     side = tl.cdiv(m, BLOCK)
     tiles = side * (side + 1) // 2
@@ -107,13 +122,21 @@ def _compute_tile(
         )
 
     result = alpha * accumulator
-    if READS_C:
+    if ADDENDS > 0:
         if DESCRIPTORS:
-            addend = c.load([batch, row, col]).reshape(BLOCK, BLOCK)
+            offsets, within = 0, 0
         else:
-            c += batch.to(tl.int64) * c_batch
-            addend = tl.load(c + (rows_64[:, None] * c_row + cols_64[None, :] * c_col), mask=inside, other=0.0)
-        result += beta * addend.to(tl.float32)
+            offsets = rows_64[:, None] * c_row + cols_64[None, :] * c_col
+            within = inside
+        result = _add(result, c0, beta0, batch, row, col, c_batch, offsets, within, BLOCK, DESCRIPTORS)
+        if ADDENDS > 1:
+            result = _add(result, c1, beta1, batch, row, col, c_batch, offsets, within, BLOCK, DESCRIPTORS)
+        if ADDENDS > 2:
+            result = _add(result, c2, beta2, batch, row, col, c_batch, offsets, within, BLOCK, DESCRIPTORS)
+        if ADDENDS > 3:
+            result = _add(result, c3, beta3, batch, row, col, c_batch, offsets, within, BLOCK, DESCRIPTORS)
+    if IDENTITY:
+        result = tl.where(rows[:, None] == cols[None, :], result + identity, result)
     tile = result.to(d.dtype if DESCRIPTORS else d.dtype.element_ty)
     mirror = tl.trans(tile)
     if row == col:
@@ -131,30 +154,35 @@ def _compute_tile(
             tl.store(d + (cols_64[:, None] * d_row + rows_64[None, :] * d_col), mirror, mask=mirrored)
 
 
-@triton.jit(do_not_specialize=["total", "alpha", "beta"])
+@triton.jit(do_not_specialize=["total", "alpha", "beta0", "beta1", "beta2", "beta3", "identity"])
 def symmetric_product_kernel(
-    a, b, c, d, total, m, p,
+    a, b, c0, c1, c2, c3, d, total, m, p,
     a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
-    alpha, beta,
+    alpha, beta0, beta1, beta2, beta3, identity,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr, READS_C: tl.constexpr,
+    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
+    ADDENDS: tl.constexpr, IDENTITY: tl.constexpr,
 ):  # fmt: skip
-    """``D = alpha A B + beta C`` on the lower ``BLOCK`` tiles of ``total / tiles`` matrices, each stored twice.
+    """``D = alpha A B + Σ beta_i C_i + identity I`` on the lower ``BLOCK`` tiles of ``total / tiles`` matrices, each
+    stored twice.
 
-    ``a`` ``(k, m, p)``, ``b`` ``(k, p, m)``, ``c`` and ``d`` ``(k, m, m)`` are pointers with strides in
+    ``a`` ``(k, m, p)``, ``b`` ``(k, p, m)``, ``c_i`` and ``d`` ``(k, m, m)`` are pointers with strides in
     elements, one program a tile; or, if ``DESCRIPTORS``, tensor descriptors (strides unused), and each
-    program takes every ``num_programs``-th tile. ``c`` is ``None`` unless ``READS_C``.
+    program takes every ``num_programs``-th tile. All ``c_i`` have the same strides; from ``ADDENDS`` on they are
+    ``None``. ``identity`` is read if ``IDENTITY``.
     """
     if DESCRIPTORS:
         for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
             _compute_tile(
-                index, a, b, c, d, m, p,
+                index, a, b, c0, c1, c2, c3, d, m, p,
                 a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
-                alpha, beta, BLOCK, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, READS_C,
+                alpha, beta0, beta1, beta2, beta3, identity,
+                BLOCK, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, ADDENDS, IDENTITY,
             )  # fmt: skip
     else:
         _compute_tile(
-            tl.program_id(0), a, b, c, d, m, p,
+            tl.program_id(0), a, b, c0, c1, c2, c3, d, m, p,
             a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
-            alpha, beta, BLOCK, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, READS_C,
+            alpha, beta0, beta1, beta2, beta3, identity,
+            BLOCK, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, ADDENDS, IDENTITY,
         )  # fmt: skip

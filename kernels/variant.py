@@ -12,7 +12,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from .coefficients import Coefficients, checked_restarts, is_safe
+from .coefficients import Polynomial, checked_restarts, restarts_hold
+from .squares import Squares
 from .symmetric_cpu import worth_splitting
 from .symmetric_tiles import TileConfig, candidates
 from .symmetric_triton import symmetric_product, unsupported
@@ -30,6 +31,9 @@ _CPU_BATCH_ELEMENTS = 1 << 16
 
 # Accelerators: bound on what one batch's intermediate matrices take; more are run one piece after another.
 _WORKSPACE_BYTES = 1 << 32
+
+# Intermediate matrices of the small side beside two of the whole; blocks of squares have as many as squares.
+_SQUARES = 4
 
 # A CUDA graph keeps its workspace, so none is tried that needs more; where launches take long, matrices are small.
 _REPLAY_BYTES = 1 << 25
@@ -106,7 +110,7 @@ class Variant:
 def choose_variant(
     shape: tuple[int, int],
     k: int,
-    coefficients: Coefficients,
+    coefficients: Polynomial,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -126,17 +130,20 @@ def choose_variant(
     if method == "standard" and explicit:
         raise ValueError(f"restarts={restarts!r} needs the Gram form; use method='gram' or restarts='auto'")
     if backend == "auto":
-        backend = _usual_backend(shape, k, dtype, device)
+        backend = _usual_backend(shape, k, dtype, device, fused=isinstance(coefficients, Squares))
     schedule = checked_restarts(restarts, coefficients, dtype)
-    if method == "auto":
+    if isinstance(coefficients, Squares):  # one form, which both names mean
+        method = "gram" if method == "auto" else method
+    elif method == "auto":
         gram = relative_cost(shape, len(coefficients), schedule, backend, dtype)
         cheaper = gram < relative_cost(shape, len(coefficients), None, backend, dtype)
         method = "gram" if explicit or (cheaper and dtype != torch.bfloat16) else "standard"
-    return Variant(method, schedule if method == "gram" else (), backend, _largest_piece(shape, device))
+    held = max(map(len, coefficients.blocks)) if isinstance(coefficients, Squares) else _SQUARES
+    return Variant(method, schedule if method == "gram" else (), backend, _largest_piece(shape, device, held))
 
 
 def alternatives(
-    shape: tuple[int, int], k: int, coefficients: Coefficients, dtype: torch.dtype, device: torch.device
+    shape: tuple[int, int], k: int, coefficients: Polynomial, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Callable[[Variant], tuple[Variant, ...]]]:
     """What a tuner tries, one dimension after the other: each function gives the rivals of the best so far.
 
@@ -145,6 +152,8 @@ def alternatives(
 
     def forms(_best: Variant) -> tuple[Variant, ...]:
         methods: tuple[Method, ...] = ("standard",) if dtype == torch.bfloat16 else ("standard", "gram")
+        if isinstance(coefficients, Squares):
+            methods = ("gram",)
         backends = [b for b in BACKENDS[1:] if backend_fault(b, device, dtype) is None]
         return tuple(
             choose_variant(shape, k, coefficients, dtype, device, method=method, backend=backend)
@@ -173,12 +182,10 @@ def alternatives(
 
 
 def adapted(
-    variant: Variant, shape: tuple[int, int], coefficients: Coefficients, dtype: torch.dtype, device: torch.device
+    variant: Variant, shape: tuple[int, int], coefficients: Polynomial, dtype: torch.dtype, device: torch.device
 ) -> Variant:
     """``variant``, measured with some coefficients, for others: restarts by the rule where its own are unsafe."""
-    if variant.method == "standard" or (
-        max(variant.restarts, default=0) < len(coefficients) and is_safe(coefficients, variant.restarts, dtype)
-    ):
+    if variant.method == "standard" or restarts_hold(variant.restarts, coefficients, dtype):
         return variant
     return replace(
         choose_variant(shape, variant.piece, coefficients, dtype, device, backend=variant.backend),
@@ -259,6 +266,14 @@ def relative_cost(
     return blocks * (half * wide + wide) + (half * (steps + 3 * inner - whole) + whole) * square
 
 
+def squares_cost(shape: tuple[int, int], squares: Squares, backend: Backend = "torch") -> float:
+    """As :func:`relative_cost`: per block ``XXᵀ`` and ``QX``, and its squares."""
+    half = _SYMMETRIC_COST[backend]
+    small, large = min(shape), max(shape)
+    count = sum(map(len, squares.blocks))
+    return len(squares.blocks) * (half + 1) * small * small * large + count * half * small**3
+
+
 def whole_v(backend: str, dtype: torch.dtype) -> bool:
     """Whether the first ``V`` after a restart is computed whole where other symmetric results are mirrored.
 
@@ -268,23 +283,26 @@ def whole_v(backend: str, dtype: torch.dtype) -> bool:
     return backend != "torch" and dtype in HALF
 
 
-def _largest_piece(shape: tuple[int, int], device: torch.device) -> int:
+def _largest_piece(shape: tuple[int, int], device: torch.device, held: int = _SQUARES) -> int:
     small, large = max(1, min(shape)), max(1, max(shape))  # a side may be 0
     if device.type == "cpu":
         return max(1, _CPU_BATCH_ELEMENTS // (small * large))
-    return max(1, _WORKSPACE_BYTES // (2 * (2 * small * large + 4 * small * small)))
+    return max(1, _WORKSPACE_BYTES // (2 * (2 * small * large + held * small * small)))
 
 
 def _usual_backend(
-    shape: tuple[int, int], k: int, dtype: torch.dtype, device: torch.device
+    shape: tuple[int, int], k: int, dtype: torch.dtype, device: torch.device, fused: bool
 ) -> Literal["torch", "split", "triton"]:
+    """``fused``: of products that have several addends, which Triton adds in the same launch."""
     small, large = min(shape), max(shape)
     if device.type == "cpu":
         return "split" if worth_splitting(small, large) else "torch"
-    if device.type != "cuda" or dtype not in HALF or small < _TRITON_LEAST_SIDE:
+    if device.type != "cuda" or dtype not in HALF or (small < _TRITON_LEAST_SIDE and not fused):
         return "torch"
     if backend_fault("triton", device, dtype) is not None:
         return "torch"
+    if fused:
+        return "triton"
     rows = -(-small // 128)
     tiles = k * rows * (rows + 1) // 2
     enough = tiles >= _TRITON_WAVES * torch.cuda.get_device_properties(device).multi_processor_count

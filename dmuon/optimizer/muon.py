@@ -70,8 +70,8 @@ class Muon(torch.optim.Optimizer):
         lr: learning rate of Muon.
         weight_decay: decoupled, multiplied by the base ``lr``.
         momentum, nesterov: as in ``torch.optim.Muon``.
-        ns_coefficients: ``"polar_express"``, ``"you"``, ``"classic"``, or one or several ``(a, b, c)``.
-        ns_steps: Newton-Schulz steps.
+        ns_coefficients: ``"polar_express"``, ``"you"``, ``"classic"``, ``"squares"``, or one or several ``(a, b, c)``.
+        ns_steps: Newton-Schulz steps; ``"squares"`` stands for five.
         eps: lower clamp of the norm that scales a matrix before Newton-Schulz; 0 is exact.
         ns_dtype: dtype of Newton-Schulz; ``None`` is fp16 on CUDA and fp32 on the CPU.
         adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.kernels import coefficient_sequence, update_scale
+from dmuon.kernels import check_storage, coefficient_sequence, update_scale
 from dmuon.platform.options import check_flag, is_integer
 
 MUON_OPTIONS = (
@@ -112,7 +112,9 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
             f"ns_steps must be at most {MOST_NS_STEPS}, got {group['ns_steps']}: five steps orthogonalize, and each "
             "more costs as much as they do"
         )
-    coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
+    coefficients = coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
+    if group["ns_dtype"] is not None:
+        check_storage(coefficients, group["ns_dtype"])
     update_scale(group["adjust_lr_fn"], (2, 2))
 
 

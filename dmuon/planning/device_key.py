@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from dmuon.kernels import coefficient_sequence, newton_schulz_flops
+from dmuon.kernels import check_storage, coefficient_sequence, newton_schulz_flops
 from dmuon.planning.cost_cache import CacheKey, CostCacheError
 from dmuon.solver import Shape
 
@@ -35,6 +35,8 @@ class NsOptions:
 def device_key(device: torch.device, options: NsOptions) -> CacheKey:
     """What timings on ``device`` with ``options`` are valid for."""
     coefficients = coefficient_sequence(options.coefficients, options.steps)  # validates both
+    if options.dtype is not None:
+        check_storage(coefficients, options.dtype)
     named = isinstance(options.coefficients, str)
     name, sm_count, cuda, driver = _cpu_name(), 0, "", ""
     if device.type == "cuda":

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from dmuon.kernels import (
+    Polynomial,
     Variant,
     adapted,
     apply_update_,
@@ -150,7 +151,7 @@ def wire_dtype(group: Mapping[str, Any], dtype: torch.dtype, device: torch.devic
 class _Choice:
     """How Newton–Schulz runs."""
 
-    sequence: tuple[tuple[float, float, float], ...]
+    sequence: Polynomial
     storage: torch.dtype
     variant: Variant
 
@@ -190,7 +191,7 @@ def _variant(
     planned: str,
     shape: tuple[int, int],
     k: int,
-    coefficients: tuple[tuple[float, float, float], ...],
+    coefficients: Polynomial,
     storage: torch.dtype,
     device: torch.device,
 ) -> Variant:

@@ -93,7 +93,7 @@ def test_fp16_newton_schulz_trains_as_fp32_does(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     first, last = found["curves"]["fp32"][0][0], found["curves"]["fp32"][0][-1]
     assert last < 0.5 * first, "it learned"
-    for name in ("fp16", "fp16 halves"):
+    for name in ("fp16", "fp16 halves", "fp16 squares"):
         assert abs(found["difference"][name]) <= 0.02, name
         assert found["largest_in_second_half"][name] <= 0.03, name
         assert found["curves"][name] != found["curves"]["fp32"], "another precision was run"

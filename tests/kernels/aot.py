@@ -134,13 +134,17 @@ def compile_product(
     *,
     layouts: str = "nt",
     sizes: tuple[int, int] = (512, 1024),
-    adds: bool = True,
+    adds: int = 1,
+    identity: float = 0.0,
 ) -> Resources:
-    """The kernel for ``(m, p)`` times ``(p, m)`` of ``sizes``, each contiguous ("n") or transposed ("t")."""
+    """The kernel for ``(m, p)`` times ``(p, m)`` of ``sizes``, each contiguous ("n") or transposed ("t").
+
+    It adds so many matrices.
+    """
     m, p = sizes
     a = torch.empty(m, p, dtype=dtype) if layouts[0] == "n" else torch.empty(p, m, dtype=dtype).mT
     b = torch.empty(p, m, dtype=dtype) if layouts[1] == "n" else torch.empty(m, p, dtype=dtype).mT
-    c = torch.empty(m, m, dtype=dtype) if adds else None
+    c = list(torch.empty(adds, m, m, dtype=dtype).unbind())
     with recording(arch) as recorder:
-        symmetric_product(a, b, c, beta=0.5 if adds else 0.0, config=config)
+        symmetric_product(a, b, c, beta=(0.5,) * adds, identity=identity, config=config)
     return resources(recorder.kernels[0])

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from dmuon.kernels import PRESETS, amplification, coefficient_sequence, is_safe, orthogonalize, safe_restarts
+from dmuon.kernels import QUINTICS, amplification, coefficient_sequence, is_safe, orthogonalize, safe_restarts
 
 # The paper's table (arXiv 2505.16932), before the safety factor.
 PUBLISHED = (
@@ -40,7 +40,7 @@ def test_polar_express_brings_singular_values_near_one():
     assert sigma.max().item() == pytest.approx(1.1236, abs=1e-4)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", QUINTICS)
 def test_fewer_steps_are_a_prefix(preset):
     full = coefficient_sequence(preset, 5)
     assert all(coefficient_sequence(preset, steps) == full[:steps] for steps in range(1, 6))
@@ -83,7 +83,7 @@ def test_amplification_of_polar_express():
     assert noise == pytest.approx({(): 66, (1,): 1.1, (2,): 0.069, (3,): 0.47, (2, 4): 0.030}, rel=0.05)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", QUINTICS)
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_automatic_restarts_are_safe_and_fewest(preset, steps, dtype):
@@ -95,7 +95,7 @@ def test_automatic_restarts_are_safe_and_fewest(preset, steps, dtype):
         assert not any(is_safe(coefficients, schedule, dtype) for schedule in fewer)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", QUINTICS)
 def test_presets_restart_once_in_fp16_and_fp32(preset):
     coefficients = coefficient_sequence(preset, 5)
     expected = (3,) if preset == "classic" else (2,)

@@ -79,6 +79,17 @@ def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product
     assert torch.equal(ours, orthogonalize(x, variant=variant, dtype=dtype))
 
 
+@pytest.mark.parametrize("shape", [(2, 24, 40), pytest.param((1, 40, 24), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2e-2), (torch.float32, 5e-5)])
+@pytest.mark.parametrize("tile", TILES)
+def test_blocks_of_squares_equal_fp64_in_eleven_launches(launches, shape, dtype, limit, tile):
+    """Nine squares, sums included, and two Gram matrices."""
+    x = gaussian(*shape)
+    ours = orthogonalize(x, coefficients="squares", variant=Variant("gram", (1,), "triton", 8, tile), dtype=dtype)
+    assert launches == ["symmetric"] * 11
+    assert relative(ours, orthogonalize(x.double(), coefficients="squares", backend="torch")) <= limit
+
+
 @pytest.mark.pitfall("P61")
 @pytest.mark.parametrize("tile", TILES)
 def test_in_fp16_singular_values_of_nearly_singular_matrices_stay_in_range(tile):

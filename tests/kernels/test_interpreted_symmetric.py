@@ -143,6 +143,30 @@ def test_out_is_the_addend(config, dtype):
         assert torch.equal(target, apart)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_several_addends_and_the_identity(config, dtype, count):
+    """Their sum is not rounded: so close to fp64 as with one. Any of them may be overwritten."""
+    s, _ = commuting(2, 40, 40, dtype=dtype)
+    addends = [commuting(2, 40, 40, dtype=dtype, seed=i)[1] for i in range(count)]
+    betas, eye = (1.5, -0.75, 0.25, -2.0)[:count], torch.eye(40, dtype=torch.float64)
+    exact = -0.5 * s.double() @ s.double() + 0.3 * eye
+    exact += sum(beta * c.double() for beta, c in zip(betas, addends, strict=True))
+    options = {"alpha": -0.5, "beta": betas, "identity": 0.3, "b_symmetric": True, "config": config}
+    found = symmetric_product(s, s, addends, **options)
+    assert close(found, exact) and torch.equal(found, found.mT)
+    for target in addends:
+        kept = target.clone()
+        assert torch.equal(symmetric_product(s, s, addends, **options, out=target), found)
+        target.copy_(kept)
+
+
+def test_an_addend_without_weight_is_not_read(config):
+    s, c = commuting(48, 48, dtype=torch.float16)
+    nan = torch.full_like(c, torch.nan)
+    found = symmetric_product(s, s, [nan, c, nan], beta=(0.0, 2.0, 0.0), config=config)
+    assert torch.equal(found, symmetric_product(s, s, c, beta=2.0, config=config))
+
+
 def test_out_is_column_major_and_an_unread_addend_is_nan(config, dtype):
     x = gaussian(2, 48, 32).to(dtype)
     c = torch.full((2, 48, 48), torch.nan, dtype=dtype)
@@ -279,6 +303,11 @@ REFUSED = {
     "descriptors, strided": (
         lambda: symmetric_product(X[:, :, ::2], X[:, ::2], config=DESCRIPTORS),
         "no dimension of a matrix of a is contiguous",
+    ),
+    "five addends": (lambda: symmetric_product(X, X, [X.clone()] * 5, beta=(1.0,) * 5), "the kernel adds up to 4"),
+    "addends laid out": (
+        lambda: symmetric_product(X, X, [X.clone(), X.mT], beta=(1.0, 1.0)),
+        "which must agree; lay them out alike",
     ),
     "too many tiles": (lambda: symmetric_product(WIDE, WIDE.mT, config=POINTERS), "split the batch"),
 }

@@ -34,6 +34,14 @@ def test_default_config_builds_without_spills(arch, dtype, side):
     _check_resources(default_config(side, side, dtype, divmod(arch, 10)), dtype, arch)
 
 
+@pytest.mark.parametrize("side", [256, 2048])
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_four_addends_and_the_identity_build_without_spills(arch, side):
+    """What the longest sum of the blocks of squares takes."""
+    config = default_config(side, side, torch.float16, divmod(arch, 10))
+    _check_resources(config, torch.float16, arch, adds=4, identity=0.5, sizes=(512, 512))
+
+
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_every_layout_uses_the_matrix_instruction(layouts, descriptors):
@@ -47,6 +55,8 @@ def test_every_candidate_builds_without_spills(arch, dtype):
     for config in candidates(2048, 2048, dtype, divmod(arch, 10)):
         for layouts in LAYOUTS if dtype == torch.float16 else ("nt",):
             _check_resources(config, dtype, arch, layouts=layouts)
+        if dtype != torch.bfloat16:
+            _check_resources(config, dtype, arch, adds=4, identity=0.5, sizes=(512, 512))
     for config in candidates(2047, 2047, dtype, divmod(arch, 10)):
         _check_resources(config, dtype, arch, sizes=(511, 1023))
 

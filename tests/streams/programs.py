@@ -149,7 +149,6 @@ class Trained:
     half: bool
     saved: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
-    record: dmuon.MatrixRecord | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -178,16 +177,6 @@ def _accumulate_in_rows(trained: Trained) -> None:
 
 def _step(trained: Trained) -> None:
     trained.optimizer.step()
-
-
-def _record(trained: Trained) -> None:
-    trained.record = trained.optimizer.record_next_step()
-
-
-def _read(trained: Trained) -> None:
-    assert trained.record is not None
-    gathered = trained.record.gather()
-    assert gathered.keys() >= trained.record.local().keys()
 
 
 def _zero(trained: Trained) -> None:
@@ -279,8 +268,6 @@ ACTIONS: dict[str, Callable[[Trained], None]] = {
     "accumulate": _accumulate,
     "accumulate-in-rows": _accumulate_in_rows,
     "step": _step,
-    "record": _record,
-    "read": _read,
     "zero": _zero,
     "zero-model": _zero_model,
     "clip": _clip,
@@ -412,8 +399,6 @@ PROGRAMS: dict[str, Program] = {
     "loaded early": Program("1d-two-lines", f"{T} save backward load step zero {T}", overlap=True),
     "rebuilt": Program("1d-two-lines", f"{T} backward rebuild step zero {T}", overlap=True),
     "two backwards": Program("1d-two-lines", f"{T} backward backward step zero {T}", overlap=True),
-    "recorded": Program("1d-two-lines", f"{T} record {T} read record {T} {T} read", overlap=True),
-    "recorded exchanged": Program("fsdp2-2", f"{T} record {T} read@side record {T} {T} read", model="experts"),
     "saved": Program("1d-two-lines", f"{T} save {T} load {T}"),
     "dropped": Program("1d-two-lines", f"{T} save backward zero load {T}", overlap=True),
     "edited": Program("1d-two-lines", f"{T} edit {T}"),

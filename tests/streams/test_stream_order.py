@@ -92,7 +92,7 @@ LAST_VOTE = Counter({Site("HostCopy.tolist", "Event.synchronize"): 1})  # that o
 VOTE = LAST_VOTE + Counter({Site("Stream.alone", "Stream.synchronize"): 1})
 WAITS = {True: {"backward": LAST_VOTE}, False: {"step": VOTE}}
 IN_FORWARD = {"backward": LAST_VOTE + LAST_VOTE}  # of tensor-parallel ranks, on the forward before
-TRAINING = ("accumulate", "backward", "clip", "evaluate", "record", "regroup", "step", "zero", "zero-model")
+TRAINING = ("accumulate", "backward", "clip", "evaluate", "regroup", "step", "zero", "zero-model")
 SAVED = "a state dict compares, and waits for, what the next backward would wait for"
 WAITS_BY_DESIGN = {
     "loaded early": SAVED,

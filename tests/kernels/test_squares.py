@@ -1,0 +1,188 @@
+"""Newton–Schulz in two restart blocks of squares: the polynomial, its products, its back ends, what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from zoo import gaussian, relative
+
+import dmuon
+from dmuon.kernels import (
+    Variant,
+    adapted,
+    alternatives,
+    choose_variant,
+    coefficient_sequence,
+    newton_schulz_flops,
+    orthogonalize,
+)
+from dmuon.kernels.arithmetic import SplitArithmetic
+from dmuon.kernels.iteration import Workspace, iterate, make_iteration
+from dmuon.kernels.squares import SQUARES
+from dmuon.kernels.variant import squares_cost
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from numerics import polynomial
+
+CPU = torch.device("cpu")
+FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64
+ZOO = zoo.matrices(48, 128)
+WELL_CONDITIONED = ("gaussian", "orthogonal", "condition_10", "identity")
+
+
+def exact(x: torch.Tensor) -> torch.Tensor:
+    """The polynomial of the singular values, in fp64."""
+    u, sigma, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    norm = torch.linalg.vector_norm(sigma, dim=-1, keepdim=True)
+    return u * polynomial(sigma / norm, SQUARES).unsqueeze(-2) @ vh
+
+
+def squares(x: torch.Tensor, **options: object) -> torch.Tensor:
+    return orthogonalize(x, coefficients="squares", **options)
+
+
+# -- the polynomial ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["torch", "split"])
+@pytest.mark.parametrize("shape", [(40, 40), (3, 40, 100), (2, 100, 40), (1, 7), (5, 1), (300, 520)], ids=str)
+def test_it_is_the_polynomial_of_the_singular_values(shape, backend):
+    x = gaussian(*shape).double()
+    assert relative(squares(x, backend=backend), exact(x)) <= 1e-10
+
+
+@pytest.mark.parametrize("backend", ["torch", "split"])
+def test_hard_matrices_equal_fp64_in_fp32_and_stay_in_range_in_fp16(backend):
+    top = polynomial(torch.linspace(0, 1, 100_001, dtype=FP64), SQUARES).max().item()
+    for name, x in ZOO.items():
+        limit = 2e-3 if name in ("ones", "spike") else 5e-4
+        assert relative(squares(x, backend=backend), exact(x)) <= limit, name
+        half = squares(x, backend=backend, dtype=FP16)
+        assert name not in WELL_CONDITIONED or relative(half, exact(x)) <= 1e-2, name
+        assert half.isfinite().all() and torch.linalg.matrix_norm(half, 2).item() <= top + 0.06, name
+
+
+@pytest.mark.pitfall("P35", "P38", "P40")
+@pytest.mark.parametrize("dtype", [None, FP16])
+def test_scale_zero_and_nan_are_as_with_other_coefficients(dtype):
+    x = torch.stack([ZOO["gaussian"], ZOO["heavy_tail"], 0 * ZOO["gaussian"], ZOO["ones"]])
+    ours = squares(x, dtype=dtype)
+    assert torch.equal(squares(x * 2.0**40, dtype=dtype), ours) and not ours[2].any()
+    assert relative(squares(ZOO["gaussian"] * 1e-42), exact(ZOO["gaussian"] * 1e-42)) <= 5e-5
+    poisoned = x.clone()
+    poisoned[1, 3, 5] = torch.inf
+    found = squares(poisoned, dtype=dtype)
+    assert found[1].isnan().any() and torch.equal(found[[0, 2, 3]], ours[[0, 2, 3]])
+    tall = squares(x.mT, dtype=dtype)
+    assert relative(tall.mT, ours) <= (1e-4 if dtype is None else 0.1)
+    alone = torch.stack([squares(matrix, dtype=dtype) for matrix in x])
+    assert relative(alone, ours) <= (1e-5 if dtype is None else 0.05)
+
+
+# -- its products --------------------------------------------------------------------------------------------
+
+
+def test_every_stored_matrix_is_symmetric_bitwise():
+    seen = []
+
+    class Recording(SplitArithmetic):
+        def square(self, *arguments, **options):
+            seen.append(super().square(*arguments, **options).clone())
+            return seen[-1].clone()
+
+    x = torch.stack([ZOO["real_gradient"], ZOO["half_null"]])
+    x /= torch.linalg.matrix_norm(x)[:, None, None]
+    iterate(x, make_iteration(Variant("gram", (1,), "split", 2), SQUARES, FP16), Recording(FP16, FP32))
+    assert len(seen) == 9 and all(torch.equal(s, s.mT) and torch.equal(s, s.half().float()) for s in seen)
+
+
+def test_each_product_is_a_gram_matrix_a_square_or_the_last_of_its_block():
+    """6α+9 half products of m³: two Gram matrices, nine squares, and two products with ``X``."""
+    calls: dict[str, int] = {"gram": 0, "square": 0, "product": 0, "symmetric": 0}
+
+    class Counting(SplitArithmetic):
+        def __getattribute__(self, name):
+            if name in calls:
+                calls[name] += 1
+            return super().__getattribute__(name)
+
+    workspace = Workspace(torch.empty(40, 100), [])
+    iteration = make_iteration(Variant("gram", (1,), "split", 1), SQUARES, FP32)
+    iterate(gaussian(40, 100) / 100, iteration, Counting(FP32, FP32), workspace)
+    assert calls == {"gram": 2, "square": 9, "product": 2, "symmetric": 0}
+    assert len(workspace.squares) == 5, "R and the four S of the longer block"
+    for alpha in (1, 4):
+        shape, unit = (64, 64 * alpha), 64**3 / 2
+        assert squares_cost(shape, SQUARES, "triton") / unit == 6 * alpha + 9
+        assert newton_schulz_flops(shape, "squares", 5, None, CPU) == 2 * (8 * alpha + 18) * unit
+
+
+def test_the_kernel_adds_at_most_four_matrices_to_a_square():
+    assert max(len(square.addends) for block in SQUARES.blocks for square in block) <= 4
+
+
+# -- how it runs ---------------------------------------------------------------------------------------------
+
+
+def test_the_rule_takes_the_only_form():
+    assert str(choose_variant((64, 64), 1, SQUARES, FP32, CPU)) == "gram r1 torch by16"
+    assert choose_variant((1024, 1024), 1, SQUARES, FP32, CPU).backend == "split"
+    best = choose_variant((64, 256), 8, SQUARES, FP32, CPU)
+    forms, _, pieces, _ = (rivals(best) for rivals in alternatives((64, 256), 8, SQUARES, FP32, CPU))
+    assert {str(v) for v in forms} == {"gram r1 torch by4", "gram r1 split by4"}
+    assert {v.piece for v in pieces} == {1, 2, 8}
+    x = gaussian(24, 40)
+    assert torch.equal(squares(x, method="standard"), squares(x, method="gram", restarts=(1,)))
+
+
+def test_a_variant_measured_with_other_coefficients_is_adapted():
+    measured = Variant("gram", (2,), "split", 3)
+    ours = adapted(measured, (64, 256), SQUARES, FP32, CPU)
+    assert ours == Variant("gram", (1,), "split", 3) and adapted(ours, (64, 256), SQUARES, FP16, CPU) is ours
+    polar = coefficient_sequence("polar_express", 5)
+    assert adapted(ours, (64, 256), polar, FP16, CPU).restarts == (2,), "r1 is unsafe with quintics"
+    x = gaussian(2, 24, 40).double()
+    assert relative(squares(x, variant=measured), exact(x)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 4}, r"steps=4, but coefficients='squares' is 2 blocks that stand for 5 .*pass steps=5"),
+        ({"steps": 6}, r"steps=6.*or coefficients='polar_express'"),
+        ({"restarts": ()}, r"restarts=\(\) are not those of coefficients='squares'.*use restarts='auto'"),
+        ({"restarts": (2,)}, r"restarts=\(2,\) are not those of coefficients='squares'"),
+        ({"restarts": "never"}, "restarts='never' is unknown"),
+        ({"dtype": torch.bfloat16}, r"coefficients='squares' is not safe in torch.bfloat16.*'polar_express'"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        squares(gaussian(8, 16), **options)
+
+
+# -- in the optimizer ----------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_takes_it_by_name():
+    weight = torch.nn.Parameter(gaussian(16, 24))
+    optimizer = dmuon.Muon([weight], lr=0.5, weight_decay=0.0, adjust_lr_fn="original", ns_coefficients="squares")
+    before, weight.grad = weight.detach().clone(), gaussian(16, 24, seed=1)
+    grad = weight.grad.clone()
+    optimizer.step()
+    assert relative(before - weight.detach(), 0.5 * exact(grad)) <= 1e-4
+    assert optimizer.state_dict()["param_groups"][0]["ns_coefficients"] == "squares"
+    assert all("gram r1" in str(v) for v in optimizer.last_step.variants.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"ns_steps": 4}, "steps=4, but coefficients='squares'"), ({"ns_dtype": torch.bfloat16}, "not safe in torch.bf")],
+)
+def test_the_optimizer_refuses_before_the_first_step(options, message):
+    with pytest.raises(ValueError, match=message):
+        dmuon.Muon([torch.nn.Parameter(gaussian(4, 6))], ns_coefficients="squares", **options)

@@ -167,7 +167,7 @@ def _owned(
 ) -> list[MatrixRow]:
     runtime, plan = dedication.runtime, dedication.plan
     planned = {m.name: m for m in plan.matrices}
-    shares = _shares(plan, Counter((plan.owners[m.name], m.shape) for m in plan.matrices))
+    shares = _shares(plan, Counter(_Kind(plan.owners[m.name], (m.rows, m.cols), m.pool) for m in plan.matrices))
     own = {(id(param), number or 0): call for call in calls for param, number in _labels(call.batch)}
     groups = {} if optimizer is None else {id(p): g for g in optimizer.param_groups for p in g["params"]}
     rows = []
@@ -176,13 +176,13 @@ def _owned(
             group = groups.get(id(matrix.rest))
             for part in matrix.parts:
                 name = f"{matrix.fqn}[{part.number}]" if matrix.is_split else matrix.fqn
-                position, sides = plan.owners[name], planned[name].shape
-                of_owner = shares[position, sides]
+                one = planned[name]
+                of_owner = shares[_Kind(plan.owners[name], (one.rows, one.cols), one.pool)]
                 call = own.get((id(matrix.rest), part.number))
                 runs, batch = ("", of_owner.batch) if call is None else (call.runs, call.batch.count)
                 if call is None and group is not None:
                     dtype, device = matrix.master.dtype, runtime.comm.device
-                    runs = str(variant_for(group, part.shape, plan.variants.get(sides, {}), batch, dtype, device))
+                    runs = str(variant_for(group, part.shape, plan.variants.get(one.shape, {}), batch, dtype, device))
                 row = MatrixRow(
                     tensor=names.get(id(matrix.rest), matrix.fqn),
                     number=part.number if matrix.is_split else None,
@@ -235,12 +235,11 @@ def _travels_of_part(buffer: OwnedBuffer, matrix: OwnedMatrix, part: Part, group
 def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -> list[MatrixRow]:
     layouts = None if optimizer._exchange is None else optimizer._exchange.layouts
     plans = {} if layouts is None else layouts.plans
-    owned: dict[int, Counter[tuple[Position, tuple[int, int]]]] = {}  # by domain
+    owned: dict[int, Counter[_Kind]] = {}  # by domain
     for call in calls:
         if isinstance(call.batch, SharedBatch) and len(call.batch.parcel.holders) > 1:
-            counts = owned.setdefault(id(call.batch.domain), Counter())
-            counts[call.batch.parcel.owner, _sides(call.batch.shape)] += call.batch.count
-    shares: dict[int, Mapping[tuple[Position, tuple[int, int]], _Share]] = {}
+            owned.setdefault(id(call.batch.domain), Counter())[_kind(call.batch)] += call.batch.count
+    shares: dict[int, Mapping[_Kind, _Share]] = {}
     places: dict[object, tuple[str, _Held]] = {}
     rows = []
     for call in calls:
@@ -251,9 +250,9 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
             domain = id(batch.domain)
             if domain not in shares:
                 shares[domain] = _shares(plans[batch.domain.ranks], owned[domain])
-            predicted = shares[domain][batch.parcel.owner, _sides(batch.shape)].ns
-        kind = (id(batch.domain), id(batch.parcel.spread)) if isinstance(batch, SharedBatch) else batch.shape
-        place = kind, local_tensor(batch.params[0]).dtype, _placed(batch.params[0]), whole
+            predicted = shares[domain][_kind(batch)].ns
+        alike = (id(batch.domain), id(batch.parcel.spread)) if isinstance(batch, SharedBatch) else batch.shape
+        place = alike, local_tensor(batch.params[0]).dtype, _placed(batch.params[0]), whole
         if whole or place not in places:  # made once for all that lie alike: each is as long as there are ranks
             places[place] = _lies(batch, whole=whole), _held_of_batch(batch, whole=whole)
         lies, held = places[place]
@@ -364,26 +363,33 @@ def _exchanged_bytes(parcel: Parcel, position: Position, there: torch.dtype, bac
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Of one matrix among those of its shape with one owner: predicted time, and the planned size of its batch."""
+    """Of one matrix among those of its kind: predicted time, and the planned size of its batch."""
 
     ns: float | None
     batch: int
 
 
-def _shares(
-    plan: OwnerPlan, owned: Mapping[tuple[Position, tuple[int, int]], int]
-) -> dict[tuple[Position, tuple[int, int]], _Share]:
-    """By owner and shape, small side first.
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What matrices have in common that may be in one batch, as the planner counts: owner, stored shape, pool."""
 
-    Args:
-        owned: how many matrices.
-    """
-    return {
-        (owner, sides): _Share(
-            None if plan.costs is None else plan.costs.cost(sides, count) / count, min(count, plan.chunks[sides])
-        )
-        for (owner, sides), count in owned.items()
-    }
+    owner: Position
+    shape: tuple[int, int]
+    pool: object
+
+
+def _kind(batch: SharedBatch) -> _Kind:
+    return _Kind(batch.parcel.owner, batch.shape, batch.parcel.holders)
+
+
+def _shares(plan: OwnerPlan, owned: Mapping[_Kind, int]) -> dict[_Kind, _Share]:
+    """``owned``: how many matrices there are."""
+    shares = {}
+    for kind, count in owned.items():
+        sides = _sides(kind.shape)
+        ns = None if plan.costs is None else plan.costs.cost(sides, count) / count
+        shares[kind] = _Share(ns, min(count, plan.chunks[sides]))
+    return shares
 
 
 def _sides(shape: tuple[int, int]) -> tuple[int, int]:

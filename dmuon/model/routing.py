@@ -9,6 +9,7 @@ from types import EllipsisType
 import torch.nn as nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from dmuon.model.blocks import (
     BlockPredicate,
@@ -122,11 +123,17 @@ def route_to_blocks(
         found = own_blocks(model, [[module for module, _ in r.sites] for r in routes if r.muon])
     table = blocks_by_module(found)
     placed = []
+    shared: list[tuple[str, list[str]]] = []
     for route in routes:
         if route.muon:
-            name, block = _single_block(route.fqn, route.sites, table)
+            holding = _blocks_of(route.fqn, route.sites, table)
+            if len(holding) > 1:
+                shared.append((route.fqn, sorted(name for name, _ in holding)))
+            name, block = holding[0]
             route = replace(route, block=name, block_module=block)
         placed.append(route)
+    if shared:
+        raise _shared(shared)
     return placed
 
 
@@ -205,7 +212,11 @@ def _require_some(routes: Sequence[Route], select: Select | None, blocks: _Block
     else:
         left = [r for r in routes if _could_be_selected(r)]
         why, remedy = "no trainable layer has a 2-D weight", "train this model with torch.optim.AdamW"
-        if left:
+        parametrized = [r.fqn for r in routes if r.param.ndim > 1 and "parametrized by" in r.reason]
+        if parametrized:
+            why += f", apart from those that are parametrized ({parametrized[0]!r}, …)"
+            remedy = f"remove the parametrizations (torch.nn.utils.parametrize.remove_parametrizations), {adamw}"
+        elif left:
             names = ", ".join(f"{route.fqn!r}: {route.reason}" for route in left[:3])
             why = f"no layer is hidden ({names}{', …' if len(left) > 3 else ''})"
             remedy = f"choose matrices with select=lambda fqn, module, param: fqn == {left[0].fqn!r}, {adamw}"
@@ -330,17 +341,23 @@ def _require_selectable(fqn: str, param: nn.Parameter, sites: _Sites, spec: Matr
             )
 
 
-def _single_block(fqn: str, sites: _Sites, table: Mapping[int, Sequence[NamedModule]]) -> NamedModule:
+def _blocks_of(fqn: str, sites: _Sites, table: Mapping[int, Sequence[NamedModule]]) -> list[NamedModule]:
     if any(id(module) not in table for module, _ in sites):
         raise ValueError(f"select chose {fqn!r}, which lies outside every block; name its block with blocks=[…]")
-    holders = {id(block): (name, block) for module, _ in sites for name, block in table[id(module)]}
-    if len(holders) > 1:
-        names = sorted(name for name, _ in holders.values())
-        raise ValueError(
-            f"parameter {fqn!r} is shared by blocks {', '.join(names)}; untie it, keep it on AdamW with select=…, or "
-            "name one block that contains both with blocks=[…]"
-        )
-    return next(iter(holders.values()))
+    return list({id(block): (name, block) for module, _ in sites for name, block in table[id(module)]}.values())
+
+
+def _shared(found: Sequence[tuple[str, list[str]]]) -> ValueError:
+    """Of all parameters that lie in several blocks, so that one remedy does for them."""
+    (fqn, names), others = found[0], len(found) - 1
+    parts = [name.split(".") for name, _ in found]
+    same = next(n for n in range(len(min(parts, key=len)), -1, -1) if len({tuple(part[:n]) for part in parts}) == 1)
+    patterns = [".".join(parts[0][:same])] if same > len(names[0].split(".")) else [name for name, _ in found]
+    return ValueError(
+        f"parameter {fqn!r} is shared by blocks {', '.join(names)}{f', and so are {others} others' if others else ''}; "
+        f"untie it, keep it on AdamW with exclude={patterns!r} or select=…, or name one block that contains both: "
+        "blocks=[model], or several smaller modules that share nothing and hold all matrices"
+    )
 
 
 def _refuse_sparse(fqn: str, param: nn.Parameter, sites: _Sites) -> None:
@@ -358,8 +375,24 @@ def _refuse_reparametrized(fqn: str, sites: _Sites) -> None:
         if source is not None:
             raise ValueError(
                 f"parameter {fqn!r} is parametrized by {source}: what Muon makes orthogonal would not be the layer's "
-                "weight. Remove the parametrization, or keep it on AdamW with select=…"
+                f"weight. Remove the parametrization ({_removal(module)}), or keep it on AdamW with "
+                f"exclude={_parametrized_alike(module)!r}, or with select=…"
             )
+
+
+def _removal(module: nn.Module) -> str:
+    return (
+        "torch.nn.utils.parametrize.remove_parametrizations"
+        if isinstance(module, ParametrizationList)
+        else "torch.nn.utils.remove_weight_norm or remove_spectral_norm"
+    )
+
+
+def _parametrized_alike(module: nn.Module) -> list[str]:
+    """For ``exclude``: all parameters of the model that are parametrized in the same way."""
+    if isinstance(module, ParametrizationList):
+        return ["*.parametrizations.*"]
+    return [f"*.{name}" for name in module._parameters if reparametrized(module, name) is not None]
 
 
 def _refuse_fused(tree: ModuleTree, fqn: str, param: nn.Parameter, sites: _Sites) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -479,8 +480,11 @@ def test_layers_whose_whole_output_is_used_are_not_fused() -> None:
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_reparametrized_weights_are_refused_by_name(wrap: Callable[[nn.Module], nn.Module], name: str) -> None:
     model = node(h=nn.ModuleList([node(a=wrap(linear()), b=linear())]))
-    with pytest.raises(ValueError, match=rf"'h\.0\.{name}' is parametrized by \w+.*select="):
+    with pytest.raises(ValueError, match=rf"'h\.0\.{name}' is parametrized by \w+.*select=") as told:
         route_to_blocks(model)
+    patterns = re.search(r"exclude=(\[.*\]), or", str(told.value))
+    assert patterns is not None
+    assert muon(model, exclude=ast.literal_eval(patterns[1])) == {"h.0.b.weight": "h.0"}, "the remedy works"
     with pytest.raises(ValueError, match="is parametrized by"):
         route_to_blocks(model, select=lambda fqn, _, p: p.ndim == 2)
     assert muon(model, select=lambda fqn, _, p: fqn == "h.0.b.weight") == {"h.0.b.weight": "h.0"}

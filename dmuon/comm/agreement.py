@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -158,8 +159,54 @@ def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any 
     if isinstance(error, Exception):
         raise error
     if faults:
-        raise ValueError(report if report is not None and len(faults) == len(statuses) else "; ".join(faults))
+        more = [f"and {len(faults) - _TOLD} more ranks"] if len(faults) > _TOLD else []
+        told = "; ".join([*faults[:_TOLD], *more])
+        raise ValueError(report if report is not None and len(faults) == len(statuses) else told)
     return [status[1] for status in statuses]
+
+
+_TOLD = 8  # differences that a rank tells the others of, and faults that a message repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What one rank says otherwise than the first one; None is nothing."""
+
+    name: str
+    rank: GlobalRank
+    value: str | None
+    first: str | None
+
+
+def differences(group: dist.ProcessGroup, error: Exception | str | None, items: Mapping[str, str]) -> list[Difference]:
+    """How the ranks differ in ``items``: by name, whatever must be the same on all of them. Collective.
+
+    A digest travels; only if one differs do the first rank's items, and a few of what each other one says otherwise.
+
+    Returns:
+        On all ranks the same: nothing if they agree; a few differences of each rank, in rank order, if they do not.
+
+    Raises:
+        As :func:`agree`.
+    """
+    digest = hashlib.sha256(repr(sorted(items.items())).encode()).hexdigest()
+    if len(set(agree(group, error, digest))) == 1:
+        return []
+    return _told_apart(group, items)
+
+
+def _told_apart(group: dist.ProcessGroup, items: Mapping[str, str]) -> list[Difference]:
+    ranks = ranks_of(group)
+    first: list[Any] = [dict(items)]
+    with named(f"the comparison with what rank {ranks[0]} was given"):
+        dist.broadcast_object_list(first, src=ranks[0], group=group)
+    theirs: Mapping[str, str] = first[0]
+    names = (name for name in [*theirs, *items] if items.get(name) != theirs.get(name))
+    mine = [(name, items.get(name), theirs.get(name)) for name in islice(dict.fromkeys(names), _TOLD)]
+    of_ranks = agree(group, None, mine)
+    return [
+        Difference(name, rank, *both) for rank, of_rank in zip(ranks, of_ranks, strict=True) for name, *both in of_rank
+    ]
 
 
 def destroy_released(group: dist.ProcessGroup) -> None:
@@ -190,14 +237,10 @@ def require_same(
     answers = agree(group, error, (digest, payload))
     if len({digest for digest, _ in answers}) == 1:
         return [payload for _, payload in answers]
-    descriptions = agree(group, None, description)
-    first = dict(descriptions[0])
-    for rank, items in zip(ranks, descriptions, strict=True):
-        other = dict(items)
-        name = next((n for n in [*first, *other] if first.get(n) != other.get(n)), None)
-        if name is not None:
-            raise ValueError(
-                f"{name} is {other.get(name, 'absent')} on rank {rank} and {first.get(name, 'absent')} on rank "
-                f"{ranks[0]}; build the same model with the same options on every rank"
-            )
+    for one in _told_apart(group, dict(description)):
+        value, first = ("absent" if said is None else said for said in (one.value, one.first))
+        raise ValueError(
+            f"{one.name} is {value} on rank {one.rank} and {first} on rank {ranks[0]}; build the same model with the "
+            "same options on every rank"
+        )
     raise ValueError("the parameters come in another order on some ranks; build the same model on every rank")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import prod
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
+from dmuon.dedicated.even_dtensor import even_to_owned, in_rounds, owned_to_even
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.part import Part
@@ -147,20 +146,29 @@ class Dedicated(Residency):
         matrix = self._runtime.matrix_of(param)
         return matrix.like_rest(local, f"{matrix.fqn}.{MOMENTUM}")
 
-    def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
-        """An even row-sharded DTensor."""
-        return owned_to_even(local_tensor(momentum), self._runtime.matrix_of(param), self._runtime.comm)
+    def saved(self, momenta: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """Even row-sharded DTensors."""
+        held = [(local_tensor(momentum), self._runtime.matrix_of(param)) for param, momentum in momenta]
+        for some in in_rounds(held, lambda one: one[1]):
+            yield from owned_to_even(some, self._runtime.comm)
 
-    def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
-        matrix = self._runtime.matrix_of(param)
-        if isinstance(momentum, OwnedTensor) and momentum.owners == matrix.owners:
-            return local_tensor(momentum)
-        if momentum.shape != param.shape:
-            return momentum
-        return even_to_owned(momentum, matrix, self._runtime.comm, torch.promote_types(param.dtype, torch.float32))
+    def parts_of(self, momenta: Sequence[tuple[Tensor, Tensor, str]]) -> Iterator[Tensor]:
+        values = [(momentum, self._runtime.matrix_of(param)) for param, momentum, _ in momenta]
+        for some in in_rounds(values, lambda one: one[1]):
+            travelling = [(momentum, matrix) for momentum, matrix in some if not _is_part(momentum, matrix)]
+            arrived = iter(even_to_owned(travelling, self._runtime.comm) if travelling else ())
+            for momentum, matrix in some:
+                yield local_tensor(momentum) if _is_part(momentum, matrix) else next(arrived)
 
     def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
         return [(self._runtime.comm.control, {id(param) for param in self.params})]
+
+
+def _is_part(momentum: Tensor, matrix: OwnedMatrix) -> bool:
+    """Whether it is what this rank's master has, whatever its own shape."""
+    if isinstance(momentum, OwnedTensor):
+        return momentum.owners == matrix.owners
+    return momentum.shape != matrix.shape
 
 
 def _alike(matrix: OwnedMatrix) -> list[list[Part]]:

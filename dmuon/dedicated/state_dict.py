@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,15 +13,17 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import agree
+from dmuon.comm.agreement import Difference, differences
 from dmuon.dedicated.block import Phase
-from dmuon.dedicated.even_dtensor import even_to_owned, owned_to_even
+from dmuon.dedicated.even_dtensor import even_to_owned, in_rounds, owned_to_even
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_shard import mark_shards
+from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 
 _Matrices = dict[str, OwnedMatrix]  # of one module, by attribute
+_K = TypeVar("_K", bound=Hashable)
 
 
 def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
@@ -33,14 +35,14 @@ def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
     for matrix in runtime.matrices():
         for module, name in matrix.sites:
             by_module.setdefault(module, {})[name] = matrix
-    loading = _Loading(runtime, by_module)
-    model.register_state_dict_pre_hook(partial(_before_state_dict, runtime))
-    model.register_state_dict_post_hook(_after_whole_state_dict)
+    saving, loading = _Saving(runtime, by_module), _Loading(runtime, by_module)
+    model.register_state_dict_pre_hook(saving.begin)
     model.register_load_state_dict_pre_hook(loading.begin)
     model.register_load_state_dict_post_hook(loading.end)
     for module, matrices in by_module.items():
-        module.register_state_dict_post_hook(partial(_after_state_dict, runtime, matrices))
+        module.register_state_dict_post_hook(partial(saving.convert, matrices))
         module.register_load_state_dict_pre_hook(partial(loading.convert, matrices))
+    model.register_state_dict_post_hook(partial(saving.end))  # torch writes on what it is given
 
 
 def describe(value: Any, shape: torch.Size) -> str | None:
@@ -55,25 +57,69 @@ def _resting(module: nn.Module, matrices: _Matrices) -> _Matrices:
     return {name: matrix for name, matrix in matrices.items() if matrix.is_rest(module._parameters[name])}
 
 
-def _before_state_dict(runtime: Runtime, _model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-    """Save no weights if the ranks issued different collectives, or trained with different options."""
-    if any(block.phase is Phase.REST for block in runtime.blocks):  # what was summoned, one rank alone may save
-        runtime.gradients.compare_now()
+class _Rounds(Generic[_K]):
+    """Matrices that are converted ahead of their turn, together with the first one of their round.
+
+    Args:
+        keys: of all of them, with their matrices, in one order on all ranks.
+        convert: those of one round.
+    """
+
+    def __init__(
+        self, keys: Sequence[tuple[_K, OwnedMatrix]], convert: Callable[[list[tuple[_K, OwnedMatrix]]], list[Tensor]]
+    ) -> None:
+        self._convert = convert
+        self._round_of = {key: some for some in in_rounds(keys, lambda one: one[1]) for key, _ in some}
+        self._ready: dict[_K, Tensor] = {}
+
+    def take(self, key: _K) -> Tensor | None:
+        """What was made of a matrix, once. Collective where it is the first of its round. None: it is none of these."""
+        some = self._round_of.get(key, [])
+        for other, _ in some:
+            del self._round_of[other]
+        self._ready.update(zip((other for other, _ in some), self._convert(some) if some else (), strict=True))
+        return self._ready.pop(key, None)
 
 
-def _after_state_dict(
-    runtime: Runtime, matrices: _Matrices, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
-) -> None:
-    runtime.at_rest("state_dict()", summoned=True)
-    runtime.gradients.verify()  # of a part of the model, which nothing else compares
-    with torch.no_grad():
+class _Saving:
+    """``state_dict()`` of one dedicated model. In a call that starts below, each module converts its own matrices."""
+
+    def __init__(self, runtime: Runtime, by_module: MutableMapping[nn.Module, _Matrices]) -> None:
+        self.runtime = runtime
+        self.by_module = by_module
+        self._rounds: _Rounds[int] | None = None
+        self._generation = -1  # of the weights that it is of: a call that failed leaves it behind
+
+    def begin(self, model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        """Save no weights if the ranks issued different collectives, or trained with different options."""
+        if any(
+            block.phase is Phase.REST for block in self.runtime.blocks
+        ):  # what was summoned, one rank alone may save
+            self.runtime.gradients.compare_now()
+        resting = (m for module in model.modules() for m in _resting(module, self.by_module.get(module, {})).values())
+        matrices = {id(matrix): matrix for matrix in resting}
+        self._rounds = _Rounds(list(matrices.items()), self._convert)
+        self._generation = self.runtime.generation
+
+    def convert(
+        self, matrices: _Matrices, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
+        """Put even shards where torch has put what owners hold."""
+        self.runtime.at_rest("state_dict()", summoned=True)
+        self.runtime.gradients.verify()  # of a part of the model, which nothing else compares
+        ahead = self._rounds if self._generation == self.runtime.generation else None
         for name, matrix in _resting(module, matrices).items():
-            state_dict[prefix + name] = owned_to_even(matrix.master, matrix, runtime.comm)
+            even = None if ahead is None else ahead.take(id(matrix))
+            state_dict[prefix + name] = self._convert([(id(matrix), matrix)])[0] if even is None else even
 
+    def _convert(self, some: list[tuple[int, OwnedMatrix]]) -> list[Tensor]:
+        with torch.no_grad():
+            return [*owned_to_even([(matrix.master, matrix) for _, matrix in some], self.runtime.comm)]
 
-def _after_whole_state_dict(_model: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """What FSDP2 shards beside owned matrices is no more the whole than they are."""
-    mark_shards(state_dict, prefix)
+    def end(self, _model: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """What FSDP2 shards beside owned matrices is no more the whole than they are."""
+        self._rounds = None
+        mark_shards(state_dict, prefix)
 
 
 _ABSENT, _UNFIT = "absent", "unfit"
@@ -87,20 +133,22 @@ def _kind(state_dict: dict[str, Any], key: str, matrix: OwnedMatrix) -> str:
 
 @dataclass(slots=True)
 class _Call:
-    """One ``load_state_dict()`` of a whole model, and what it got on every rank.
+    """One ``load_state_dict()`` of a whole model.
 
     Attributes:
         errors: the list in which torch collects faults; no other call has it.
         values: what it got on this rank, by key.
-        kinds: of the values on every rank, by key.
+        differences: between what it got on the ranks; then none of them loads a matrix.
+        rounds: of the values that can be loaded.
     """
 
     errors: list[str]
     values: dict[str, Any] = field(default_factory=dict)
-    kinds: dict[str, list[str]] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+    rounds: _Rounds[str] | None = None
 
     def knows(self, errors: list[str], key: str, value: Any) -> bool:
-        return self.errors is errors and key in self.kinds and self.values.get(key, _ABSENT) is value
+        return self.errors is errors and self.values.get(key, _ABSENT) is value
 
 
 class _Loading:
@@ -118,10 +166,11 @@ class _Loading:
     def begin(
         self, model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *further: Any
     ) -> None:
-        """Exchange what kinds of values ranks got for the whole model."""
+        """Compare what kinds of values ranks got for the whole model."""
         call = _Call(errors=further[-1])
         fault: Exception | None = None
         kinds: dict[str, str] = {}
+        loadable: list[tuple[str, OwnedMatrix]] = []
         try:
             self._require_loadable(metadata)
             for path, module in model.named_modules(remove_duplicate=False):
@@ -131,9 +180,12 @@ class _Loading:
                     source = key if key in state_dict else prefix + canonical_fqn(key[len(prefix) :])
                     kinds[key] = _kind(state_dict, source, matrix)
                     call.values[key] = state_dict.get(source, _ABSENT)
+                    if kinds[key] not in (_ABSENT, _UNFIT):
+                        loadable.append((key, matrix))
         except (RuntimeError, ValueError) as error:
             fault = error
-        call.kinds = self._exchange(fault, kinds)
+        call.differences = differences(self.runtime.comm.control, fault, kinds)
+        call.rounds = _Rounds(loadable, partial(self._convert, call.values))
         self.call = call
 
     def convert(
@@ -150,54 +202,79 @@ class _Loading:
         matrices = _resting(module, matrices)
         if not matrices:
             return
-        comm, call = self.runtime.comm, self.call
         errors: list[str] = further[-1]
         keys = {prefix + name: matrix for name, matrix in matrices.items()}
-        if call is not None and all(call.knows(errors, key, state_dict.get(key, _ABSENT)) for key in keys):
-            kinds_of = call.kinds
+        values = {key: state_dict.get(key, _ABSENT) for key in keys}
+        kinds = {key: _kind(state_dict, key, matrix) for key, matrix in keys.items()}
+        call, rounds = self.call, None
+        if call is not None and all(call.knows(errors, key, value) for key, value in values.items()):
+            found, rounds = call.differences, call.rounds
         else:
-            kinds_of = self._exchange(None, {key: _kind(state_dict, key, matrix) for key, matrix in keys.items()})
+            found = differences(self.runtime.comm.control, None, kinds)
+        of_key = {one.name: one for one in reversed(found)}
         for key, matrix in keys.items():
-            kinds = kinds_of[key]
-            if len(set(kinds)) == 1 and kinds[0] not in (_ABSENT, _UNFIT):
-                with torch.no_grad():
-                    local = even_to_owned(state_dict[key], matrix, comm, matrix.master.dtype)
+            if key in of_key:
+                errors.append(_told(of_key[key], self.runtime.comm.topology.ranks[0], matrix))
+            elif kinds[key] == _UNFIT:
+                errors.append(f"{key}: {_unfit(self.runtime.comm.topology.ranks[0], matrix)}")
+            if found and key not in of_key and kinds[key] not in (_ABSENT, _UNFIT):
+                state_dict[key] = matrix.like_rest(matrix.master, matrix.fqn)  # it stays: the call is going to fail
+            elif found or kinds[key] in (_ABSENT, _UNFIT):
+                state_dict.pop(key, None)  # torch then reports the key as missing
+            else:
+                local = None if rounds is None else rounds.take(key)
+                if local is None:
+                    local = self._convert(values, [(key, matrix)])[0]
                 state_dict[key] = matrix.like_rest(local, matrix.fqn)
-                continue
-            # No rank loads what some rank cannot; torch then reports the key as missing.
-            if _UNFIT in kinds:
-                rank = kinds.index(_UNFIT)
-                errors.append(f"{key}: rank {rank} holds a value that is not a tensor of shape {tuple(matrix.shape)}")
-            elif _ABSENT not in kinds:
-                errors.append(f"{key}: some ranks hold a sharded tensor and some a whole one")
-            elif len(set(kinds)) > 1:
-                errors.append(f"{key}: missing on rank {kinds.index(_ABSENT)} only")
-            state_dict.pop(key, None)
+
+    def _convert(self, values: Mapping[str, Any], some: list[tuple[str, OwnedMatrix]]) -> list[Tensor]:
+        with torch.no_grad():
+            return even_to_owned([(values[key], matrix) for key, matrix in some], self.runtime.comm)
 
     def end(self, _model: nn.Module, incompatible: Any) -> None:
-        """Tell every rank which keys the others lack, which they have too many, and which they could not load."""
+        """Tell every rank what others lack, what they have too many, and what they could not load."""
         call, self.call = self.call, None
         if call is None:
             return  # a module that loads itself its own way
-        report = (incompatible.missing_keys, incompatible.unexpected_keys, call.errors)
-        reports = agree(self.runtime.comm.control, None, report)
-        own_errors = set(call.errors)
-        for rank, (missing, unexpected, errors) in enumerate(reports):
-            lacking = [key for key in missing if not all(key in others for others, *_ in reports)]
-            _extend(call.errors, [f"{key}: missing on rank {rank}, not on all" for key in lacking])
-            _extend(call.errors, [f"rank {rank}: {error}" for error in errors if error not in own_errors])
-            _extend(incompatible.missing_keys, missing)
-            _extend(incompatible.unexpected_keys, unexpected)
-
-    def _exchange(self, fault: Exception | None, kinds: dict[str, str]) -> dict[str, list[str]]:
-        """By key, the kinds of all ranks. Collective."""
-        of_ranks = agree(self.runtime.comm.control, fault, kinds)
-        return {key: [of_rank[key] for of_rank in of_ranks] for key in kinds}
+        missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
+        said = {_LACKS + key: "" for key in missing} | {_TOO_MANY + key: "" for key in unexpected}
+        for one in differences(self.runtime.comm.control, None, said | dict.fromkeys(call.errors, "")):
+            (has, lacks), name = _who(one, self.runtime.comm.topology.ranks[0]), one.name
+            if name.startswith(_LACKS):
+                key = name.removeprefix(_LACKS)
+                _extend(call.errors, [f"{key}: missing on rank {has}, not on rank {lacks}"])
+                _extend(missing, [key])
+            elif name.startswith(_TOO_MANY):
+                _extend(unexpected, [name.removeprefix(_TOO_MANY)])
+            elif name not in call.errors:
+                _extend(call.errors, [f"rank {has}: {name}"])
 
     def _require_loadable(self, metadata: dict[str, Any]) -> None:
         self.runtime.at_rest("load_state_dict()", summoned=True)
         if metadata.get("assign_to_params_buffers", False):
             raise ValueError("load_state_dict(assign=True) would replace parameters that dmuon owns; use assign=False")
+
+
+_LACKS, _TOO_MANY = "lacks ", "has too many "
+
+
+def _who(one: Difference, first: GlobalRank) -> tuple[GlobalRank, GlobalRank]:
+    """Who says it, and who does not."""
+    return (first, one.rank) if one.value is None else (one.rank, first)
+
+
+def _told(one: Difference, first: GlobalRank, matrix: OwnedMatrix) -> str:
+    """What is wrong with the values of a matrix, which differ."""
+    of = {one.value: one.rank, one.first: first}
+    if _UNFIT in of:
+        return f"{one.name}: {_unfit(of[_UNFIT], matrix)}"
+    if _ABSENT in of:
+        return f"{one.name}: missing on rank {of[_ABSENT]} only"
+    return f"{one.name}: some ranks hold a sharded tensor and some a whole one"
+
+
+def _unfit(rank: GlobalRank, matrix: OwnedMatrix) -> str:
+    return f"rank {rank} holds a value that is not a tensor of shape {tuple(matrix.shape)}"
 
 
 def _extend(items: list[str], more: list[str]) -> None:

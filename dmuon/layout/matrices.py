@@ -135,28 +135,33 @@ def whole_region(shape: Sequence[int]) -> Region:
     return Region((1, m, n), (0, 1), 1, ((0, m),) if m else ())
 
 
-def layout_of_region(layout: ShardLayout, region: Region, flattened: bool) -> tuple[ShardLayout, list[Region]]:
-    """Where one matrix of a tensor lies that is cut.
+@lru_cache(maxsize=1024)
+def layout_of_region(layout: ShardLayout, region: Region, flattened: bool) -> ShardLayout:
+    """The layout of one matrix of a tensor that is cut.
 
     Args:
         layout: of the tensor, in which ``region`` is one matrix.
         flattened: the tensor is a kernel.
-
-    Returns:
-        The layout of that matrix; and by position where it lies in a local tensor, of no matrices if it does not.
     """
     stacked = _stacked(layout, MatrixSpec(flattened=flattened))
-    pieces, regions = [], []
-    for piece in stacked.pieces:
-        of_stack, local_index = _within(piece.runs[0], (region.span,))
-        axis = region.dim - 1
-        inner = Piece(piece.runs[1:]) if of_stack else Piece(((), ()))
-        cut, local = _within(inner.runs[axis], region.runs)
-        pieces.append(_replaced(inner, axis, cut))
-        at = local_index[0] if local_index else (0, 0)
-        regions.append(Region(_lengths(piece), at, region.dim, local))
-    shape = region.shape
-    return ShardLayout(shape, tuple(pieces), stacked.replicas), regions
+    pieces = tuple(_inner(piece, region)[0] for piece in stacked.pieces)
+    return ShardLayout(region.shape, pieces, stacked.replicas)
+
+
+@lru_cache(maxsize=1024)
+def region_at(layout: ShardLayout, region: Region, flattened: bool, position: Position) -> Region:
+    """Where the matrix of :func:`layout_of_region` lies in a local tensor; of no matrices if it does not."""
+    piece = _stacked(layout, MatrixSpec(flattened=flattened)).pieces[position]
+    _, index, runs = _inner(piece, region)
+    return Region(_lengths(piece), index[0] if index else (0, 0), region.dim, runs)
+
+
+def _inner(piece: Piece, region: Region) -> tuple[Piece, Runs, Runs]:
+    """What ``piece`` of a stack has of the matrix of ``region``, and where: in the local stack, and along its dim."""
+    of_stack, index = _within(piece.runs[0], (region.span,))
+    inner = Piece(piece.runs[1:]) if of_stack else Piece(((), ()))
+    cut, runs = _within(inner.runs[region.dim - 1], region.runs)
+    return _replaced(inner, region.dim - 1, cut), index, runs
 
 
 def _lengths(piece: Piece) -> tuple[int, int, int]:
@@ -201,6 +206,7 @@ def numbered(layout: ShardLayout, spec: MatrixSpec) -> list[tuple[Share, range]]
     return [(one, range(one.start * parts + one.part, one.stop * parts + one.part, parts)) for one in of_tensor]
 
 
+@lru_cache(maxsize=256)
 def _stacked(layout: ShardLayout, spec: MatrixSpec) -> ShardLayout:
     """The same layout of the tensor as a stack ``(e, m, n)``."""
     shape = spec.matrix_shape(layout.shape)

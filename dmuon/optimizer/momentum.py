@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import agree
+from dmuon.comm.agreement import differences
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_dict import describe
 from dmuon.optimizer.loading import completed, loading_fault, savable
@@ -43,19 +43,30 @@ class _Row:
         """What is frozen gets no state, except what dmuon owns: a state dict of that is collective."""
         return self.param.requires_grad or isinstance(self.param, OwnedTensor)
 
-    def store(self, value: Tensor | None) -> None:
-        """Make ``value`` the momentum, or zeros if there is none. Collective where its layout differs.
-
-        Raises:
-            ValueError: it has another shape.
-        """
-        if value is None:
-            self.local.zero_()
-            return
+    def check(self, value: Tensor) -> None:
+        """Raise ValueError if ``value`` cannot be the momentum."""
         shape = self.param.shape
         if value.shape != shape and (isinstance(value, DTensor) or value.shape != self.local.shape):
             raise ValueError(f"momentum of {self.name} has shape {tuple(value.shape)}, not {tuple(shape)}")
-        self.local.copy_(self.residency.part_of(self.param, value, self.name))
+
+
+def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
+    """Make each value the momentum of its row, or zeros if there is none. Collective where a layout differs.
+
+    Raises:
+        ValueError: one has another shape.
+    """
+    of_residency: dict[int, list[tuple[_Row, Tensor]]] = {}
+    for row, value in values:
+        if value is None:
+            row.local.zero_()
+        else:
+            row.check(value)
+            of_residency.setdefault(id(row.residency), []).append((row, value))
+    for some in of_residency.values():
+        parts = some[0][0].residency.parts_of([(row.param, value, row.name) for row, value in some])
+        for (row, _), part in zip(some, parts, strict=True):
+            row.local.copy_(part)
 
 
 class Momentum:
@@ -90,7 +101,8 @@ class Momentum:
             stacked: by ``id``, this rank's momentum, for all parameters of which it has any.
         """
         residency_of = {id(param): residency for residency in residencies for param in residency.params}
-        rows = []
+        rows: list[_Row] = []
+        kept: list[tuple[_Row, Tensor | None]] = []
         for param in params:
             local = stacked.get(id(param))
             if local is None:
@@ -100,7 +112,8 @@ class Momentum:
             rows.append(row)
             value = state[param].get(MOMENTUM) if param in state else None
             if value is not None:
-                row.store(value)
+                kept.append((row, value))
+        _store(kept)
         self._residencies, self._rows = list(residencies), rows
         self.shown.clear()
         self._show([row for row in rows if MOMENTUM in state.get(row.param, ()) or row.is_trained], state)
@@ -117,13 +130,13 @@ class Momentum:
         Raises:
             ValueError: it has another shape.
         """
-        replaced = []
+        replaced: list[tuple[_Row, Tensor | None]] = []
         for row in self._rows:
             value, shown = state.get(row.param, {}).get(MOMENTUM), self.shown.get(id(row.param))
             if value is not shown or (shown is None and row.is_trained):
-                row.store(value)
-                replaced.append(row)
-        self._show(replaced, state)  # not the others: what is shown of them counts its edits
+                replaced.append((row, value))
+        _store(replaced)
+        self._show([row for row, _ in replaced], state)  # not the others: what is shown of them counts its edits
 
     # -- hooks of state dicts ----------------------------------------------------------------------------------------
 
@@ -134,16 +147,16 @@ class Momentum:
         self.adopt(optimizer.state)
         residency_of = {id(row.param): row.residency for row in self._rows}
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        state = {}
-        for index, param in enumerate(params):  # in one order on all ranks, for us and for whoever gathers the result
-            values = optimizer.state.get(param)
-            if values is None:
-                continue
-            residency, momentum = residency_of.get(id(param)), values.get(MOMENTUM)
-            if momentum is not None:  # a copy that took no step yet has no residency
-                saved = momentum.clone() if residency is None else residency.saved(param, momentum)
-                values = {**values, MOMENTUM: saved}
-            state[index] = values
+        state = {i: optimizer.state[param] for i, param in enumerate(params) if param in optimizer.state}
+        # In one order on all ranks, for us and for whoever gathers the result.
+        momenta = [(i, params[i], values[MOMENTUM]) for i, values in state.items() if values.get(MOMENTUM) is not None]
+        for residency in [*self._residencies, None]:
+            of_residency = [one for one in momenta if residency_of.get(id(one[1])) is residency]
+            pairs = [(param, momentum) for _, param, momentum in of_residency]
+            # A copy that took no step yet has no residency.
+            saved = (momentum.clone() for _, momentum in pairs) if residency is None else residency.saved(pairs)
+            for (i, _, _), value in zip(of_residency, saved, strict=True):
+                state[i] = {**state[i], MOMENTUM: value}
         groups = [savable(group) for group in state_dict["param_groups"]]
         return {**state_dict, "state": state, "param_groups": groups}
 
@@ -170,8 +183,8 @@ class Momentum:
         values = [state_dict["state"].get(key, {}).get(MOMENTUM) for _, key in loads]
         self._require_loadable(fault, [row for row, _ in loads], values)
         state = dict(state_dict["state"])
+        _store([(row, value) for (row, _), value in zip(loads, values, strict=True)])
         for (row, key), value in zip(loads, values, strict=True):
-            row.store(value)
             others = {name: other for name, other in state.pop(key, {}).items() if name != MOMENTUM}
             self.shown.pop(id(row.param), None)
             if value is not None or row.is_trained:
@@ -199,16 +212,16 @@ class Momentum:
                 fault += "; into plain shards each rank loads its own part"
         groups = [group for residency in self._residencies for group in residency.loading_groups()]
         for group, members in groups * 2:  # the second time those hear of it who share nothing with the faulty rank
-            of_rank = [(row.name, kinds[id(row.param)]) for row in rows if id(row.param) in members]
+            shared = [row for row in rows if id(row.param) in members]
+            of_rank = {str(number): str(kinds[id(row.param)]) for number, row in enumerate(shared)}
             try:
-                of_ranks = agree(group, fault, of_rank)
+                found = differences(group, fault, of_rank)
             except ValueError as error:
                 fault = fault or str(error)
                 continue
-            ranks = dist.get_process_group_ranks(group)
-            for (name, first), *others in zip(*of_ranks, strict=False):
-                for rank, (_, kind) in zip(ranks[1:], others, strict=True):
-                    if kind != first and fault is None:
-                        fault = f"momentum of {name} is {first} on rank {ranks[0]} and {kind} on rank {rank}"
+            for one in found:
+                name = shared[int(one.name)].name if int(one.name) < len(shared) else "another parameter"
+                first = dist.get_process_group_ranks(group)[0]
+                fault = fault or f"momentum of {name} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
         if fault is not None:
             raise ValueError(fault)

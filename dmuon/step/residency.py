@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,18 +134,21 @@ class Residency(ABC):
         """``local``, this rank's momentum of ``param``, as the optimizer's state shows it; shares its storage."""
         return like_param(param, local)
 
-    def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
-        """A copy of ``momentum``, as shown, for a state dict. Collective over :meth:`loading_groups`."""
-        return momentum.clone()  # a view would save the whole stack
-
-    def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
-        """This rank's part of ``momentum``, which lies in any way. Collective over :meth:`loading_groups`.
+    def saved(self, momenta: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """A copy of each momentum, as shown, for a state dict. Collective over :meth:`loading_groups`.
 
         Args:
-            momentum: shaped as ``param``, or this rank's part already.
-            name: of ``param``, for errors.
+            momenta: parameters, and the momentum of each.
         """
-        return part_like(param, momentum, name)
+        return (momentum.clone() for _, momentum in momenta)  # a view would save the whole stack
+
+    def parts_of(self, momenta: Sequence[tuple[Tensor, Tensor, str]]) -> Iterator[Tensor]:
+        """This rank's part of each momentum, which lies in any way. Collective over :meth:`loading_groups`.
+
+        Args:
+            momenta: parameters; the momentum of each, shaped as that, or this rank's part already; names for errors.
+        """
+        return (part_like(param, momentum, name) for param, momentum, name in momenta)
 
     def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
         """Ranks that must load the same kind of value for some parameters, and the ids of these."""

@@ -540,10 +540,10 @@ def count_exchanges(rank: int, world: int) -> dict[str, int]:
 
     def counted(*args: Any) -> list[Any]:
         calls.append(None)
-        return agree(*args)
+        return differences(*args)
 
     counts = {}
-    agree, state_dict.agree = state_dict.agree, counted
+    differences, state_dict.differences = state_dict.differences, counted
     try:
         for what, module in ("model", model), ("block", model.blocks[0]):
             calls.clear()
@@ -553,7 +553,7 @@ def count_exchanges(rank: int, world: int) -> dict[str, int]:
             module.load_state_dict(weights)
             counts[what] = len(calls)
     finally:
-        state_dict.agree = agree
+        state_dict.differences = differences
     assert_same_tensors(full_state(model), dict(build(seed=1).state_dict()))
     return counts
 

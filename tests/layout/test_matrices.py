@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dmuon.layout.matrices import Region, layout_of_region, local_regions, numbered, stack_shape
+from dmuon.layout.matrices import Region, layout_of_region, local_regions, numbered, region_at, stack_shape
 from dmuon.layout.shards import layout_of
+from dmuon.layout.topology import Position
 from dmuon.model.matrix_spec import MatrixSpec
 
 EXAMPLES = settings(deadline=None, max_examples=200)
@@ -118,9 +119,10 @@ def test_each_matrix_of_a_whole_tensor_is_found_in_another_cut_of_it(case: Case)
     for i, region in enumerate(regions):
         for e in range(region.count):
             matrix = expected[e * len(regions) + i]
-            of_one, places = layout_of_region(layout, region.part(e, e + 1), spec.flattened)
-            for local, piece, place in zip(locals_, of_one.pieces, places, strict=True):
-                taken = place.take(local)
+            one = region.part(e, e + 1)
+            of_one = layout_of_region(layout, one, spec.flattened)
+            for position, (local, piece) in enumerate(zip(locals_, of_one.pieces, strict=True)):
+                taken = region_at(layout, one, spec.flattened, Position(position)).take(local)
                 assert taken.numel() == piece.numel
                 assert piece.numel == 0 or torch.equal(taken[0], part_of(matrix, piece))
 

@@ -111,7 +111,7 @@ FAULTS = {
         "a_stale_layout_is_kept": "changed = changed or any(lies(p) != «laid→lies(p)» for p, laid in",
     },
     f"{CHECKPOINT} -k resume": {
-        "loaded_momentum_is_not_stored": "«copy_(self.residency.part_of(self.param, value, self.name))→zero_()»",
+        "loaded_momentum_is_not_stored": "row.local.«copy_(part)→zero_()»",
     },
     f"{CHECKPOINT} tests/exchanged/test_exchanged_checkpoint.py": {
         "loaded_options_are_dropped": (

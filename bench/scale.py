@@ -1,11 +1,11 @@
 """How the costs of one rank grow with ranks and with matrices: the real code of rank 0 in a pretended process group.
 
-For each number of ranks and of matrices (16x16, so that arithmetic costs next to nothing; seven a block) a process
+For each number of ranks and of matrices (16x16, so that arithmetic costs next to nothing; in 32 blocks) a process
 builds, trains, saves and loads, in the chosen residency. Of each phase it prints processor seconds, collectives that
 were started, and MiB by which memory had grown at most; then the exponents of growth, between the least and the most
 ranks, and matrices. ``--counts yes`` prints calls of functions instead of seconds, which no other work disturbs.
 
-    python bench/scale.py --ranks 8,64,1024 --matrices 224,2044 --json bench/results/scale.json
+    python bench/scale.py --ranks 8,64,1024 --matrices 224,2048 --json bench/results/scale.json
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 import dmuon
 
 DEDICATED, EXCHANGED = "dedicated", "exchanged"
-PER_BLOCK = 7
+BLOCKS = 32
 SIDE = 16
 LATER = 3  # steps after the first, of which the median counts
 
@@ -134,7 +134,7 @@ def measure(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str,
     torch.set_num_threads(1)
     meter = Meter(pretend(ranks), calls)
     mesh = init_device_mesh("cpu", (ranks,))
-    model = nn.Sequential(*(Block(PER_BLOCK) for _ in range(matrices // PER_BLOCK)))
+    model = nn.Sequential(*(Block(matrices // BLOCKS) for _ in range(BLOCKS)))
     gc.collect()
     if residency == DEDICATED:
         with meter.phase("build"):
@@ -230,8 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks, matrices = ([int(n) for n in text.split(",")] for text in (settings.ranks, settings.matrices))
     except ValueError:
         parser.error("--ranks and --matrices must be numbers, separated by commas")
-    if min(ranks) < 2 or min(matrices) < PER_BLOCK:
-        parser.error(f"--ranks must be at least 2, --matrices at least {PER_BLOCK}")
+    if min(ranks) < 2 or min(matrices) < BLOCKS:
+        parser.error(f"--ranks must be at least 2, --matrices at least {BLOCKS}")
     calls = settings.counts == "yes"
     cases: dict[Case, dict[str, Phase]] = {}
     for residency in settings.residencies:

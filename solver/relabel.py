@@ -138,8 +138,11 @@ def _place(rows: _Ints, grid: tuple[_Ints, _Ints], peers: Sequence[_Ints]) -> _I
     most = np.where(rows.any(axis=0), rows[: (len(rows) + 1) // 2].argmax(axis=0), len(rows))
     for rank in np.lexsort((-rows.sum(axis=0), most)).tolist():
         touched = np.flatnonzero(rows[:, rank])
-        own = rows[touched, rank][:, None]
         able = peers[rank][free[peers[rank]]]
+        if not len(touched):  # it adds nothing anywhere
+            label[rank], free[able[0]] = able[0], False
+            continue
+        own = rows[touched, rank][:, None]
         added, shared = np.zeros((2, len(able)), dtype=np.int64)
         for link_of, traffic in links:
             now = traffic[touched]

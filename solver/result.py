@@ -135,9 +135,10 @@ class Plan:
             f"{'rank':>6} {'load':>12} {'of makespan':>12}  {'':<{_BAR}} {'matrices':>8} {'MiB':>10}",
         ]
         owned = zip(self.loads_ns, self.rank_matrices, self.rank_bytes, strict=True)
+        makespan = self.makespan_ns
         rows = [
-            f"{rank:>6} {_ms(load):>12} {load / self.makespan_ns:>12.1%}  "
-            f"{'#' * round(_BAR * load / self.makespan_ns):<{_BAR}} {count:>8} {nbytes / 2**20:>10.1f}"
+            f"{rank:>6} {_ms(load):>12} {load / makespan:>12.1%}  "
+            f"{'#' * round(_BAR * load / makespan):<{_BAR}} {count:>8} {nbytes / 2**20:>10.1f}"
             for rank, (load, count, nbytes) in enumerate(owned)
         ]
         return "\n".join(lines + _shorten(rows, self.loads_ns))

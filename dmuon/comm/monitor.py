@@ -18,9 +18,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from dmuon.kernels import streams_of
-from dmuon.layout.topology import GlobalRank
+from dmuon.layout.topology import GlobalRank, listed
 
 _EXIT_SECONDS = 2.0
+_POLL_SECONDS = 0.02  # between looks for what other ranks report
+_HEARD = 64  # reports that a rank reads
+_TOLD = 8  # reports that a message repeats
 _REMEMBERED = 512  # collectives per lane
 _Journal = dict[str, tuple[int, list[str]]]  # by lane, how many collectives were started, and the last ones
 _OPTIONS = "options"  # a lane, not of collectives but of what an optimizer goes by
@@ -271,7 +274,9 @@ class Monitor:
             reports, unheard = self._others(message)
             parts = [message, *unheard]
             if reports:
-                parts.append("The others, as they came: " + "; ".join(report.message for report in reports))
+                told = [report.message for report in reports[:_TOLD]]
+                told += [f"and {len(reports) - _TOLD} more"] if len(reports) > _TOLD else []
+                parts.append("The others, as they came: " + "; ".join(told))
             difference = self._difference(reports, self._compared(reports), ended=False) or self._crossing(reports)
             if difference:
                 parts.append(f"The ranks issued different collectives: {difference}; {_REMEDY}")
@@ -329,6 +334,7 @@ class Monitor:
             What they tell within a few seconds, and sentences about those that were not heard.
         """
         reports: dict[GlobalRank, _Report] = {}
+        arrived: list[GlobalRank] = []
         trouble: list[str] = []
         deadline = time.monotonic() + self.patience
 
@@ -337,13 +343,14 @@ class Monitor:
                 arrival = int(self._store.add(self._key("count"), 1)) - 1
                 report = _Report(self._rank, message, arrival, self._journal())
                 self._store.set(self._key(self._rank), json.dumps(asdict(report)))
-                waiting = [rank for rank in self._ranks if rank != self._rank]
-                while waiting and time.monotonic() < deadline:
-                    for rank in list(waiting):
-                        if self._store.check([self._key(rank)]):
-                            waiting.remove(rank)
+                if self._store.has_extended_api():  # type: ignore[attr-defined]
+                    self._store.append(self._key("ranks"), f"{self._rank} ")  # type: ignore[attr-defined]
+                while len(arrived) < len(self._ranks) and time.monotonic() < deadline:
+                    arrived[:] = self._arrived()
+                    for rank in arrived[:_HEARD]:
+                        if rank != self._rank and rank not in reports:
                             reports[rank] = _Report(**json.loads(self._store.get(self._key(rank))))
-                    time.sleep(0.02)
+                    time.sleep(_POLL_SECONDS * max(1.0, len(self._ranks) / 64))  # all ranks ask one host
             except Exception as error:  # the store lives in a process that may be gone too
                 trouble.append(f"is gone ({type(error).__name__})")
 
@@ -354,7 +361,8 @@ class Monitor:
         if thread.is_alive():
             trouble.append("does not answer")
         heard = dict(reports)
-        silent = ", ".join(str(rank) for rank in self._ranks if rank != self._rank and rank not in heard)
+        spoke = {self._rank, *heard, *arrived}
+        silent = listed([rank for rank in self._ranks if rank not in spoke])
         unheard = []
         if silent and trouble:
             unheard = [
@@ -364,6 +372,12 @@ class Monitor:
         elif silent:
             unheard = [f"Silent: rank {silent} (killed, raised elsewhere, or still computing: see its own log)"]
         return sorted(heard.values(), key=lambda report: report.arrival), unheard
+
+    def _arrived(self) -> list[GlobalRank]:
+        """The ranks that have told what they know; in the order in which they did, where the store keeps that."""
+        if self._store.has_extended_api():  # type: ignore[attr-defined]
+            return [GlobalRank(int(rank)) for rank in self._store.get(self._key("ranks")).split()]
+        return [rank for rank in self._ranks if self._store.check([self._key(rank)])]
 
     def _key(self, who: int | str) -> str:
         return f"dmuon/fault/{self._name}/{who}"

@@ -355,12 +355,14 @@ def _pack(inspected: _Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torc
     """The weights of each buffer: one per block and communication dtype; small neighbours up to ``merge_bytes``."""
     packed: list[tuple[torch.dtype, list[Weight]]] = []
     growing: dict[torch.dtype, list[Weight]] = {}
-    for name in dict.fromkeys(r.block for r in inspected.routes if r.block is not None):
+    by_block: dict[str, list[Route]] = {}
+    for route in inspected.routes:
+        if route.block is not None:
+            by_block.setdefault(route.block, []).append(route)
+    for routes in by_block.values():
         of_block: dict[torch.dtype, list[Weight]] = {}
-        for route in inspected.routes:
-            if route.block == name:
-                weight = _weight(route, plan, comm)
-                of_block.setdefault(inspected.dtype_of(route), []).append(weight)
+        for route in routes:
+            of_block.setdefault(inspected.dtype_of(route), []).append(_weight(route, plan, comm))
         for dtype in sorted(growing.keys() - of_block.keys(), key=str):
             packed.append((dtype, growing.pop(dtype)))
         for dtype, weights in of_block.items():

@@ -92,10 +92,9 @@ class _Saving:
 
     def begin(self, model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         """Save no weights if the ranks issued different collectives, or trained with different options."""
-        if any(
-            block.phase is Phase.REST for block in self.runtime.blocks
-        ):  # what was summoned, one rank alone may save
+        if any(block.phase is Phase.REST for block in self.runtime.blocks):  # one rank may save what was summoned
             self.runtime.gradients.compare_now()
+        self._verify()
         resting = (m for module in model.modules() for m in _resting(module, self.by_module.get(module, {})).values())
         matrices = {id(matrix): matrix for matrix in resting}
         self._rounds = _Rounds(list(matrices.items()), self._convert)
@@ -105,12 +104,16 @@ class _Saving:
         self, matrices: _Matrices, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
         """Put even shards where torch has put what owners hold."""
-        self.runtime.at_rest("state_dict()", summoned=True)
-        self.runtime.gradients.verify()  # of a part of the model, which nothing else compares
         ahead = self._rounds if self._generation == self.runtime.generation else None
+        if ahead is None:
+            self._verify()
         for name, matrix in _resting(module, matrices).items():
             even = None if ahead is None else ahead.take(id(matrix))
             state_dict[prefix + name] = self._convert([(id(matrix), matrix)])[0] if even is None else even
+
+    def _verify(self) -> None:
+        self.runtime.at_rest("state_dict()", summoned=True)
+        self.runtime.gradients.verify()  # of a part of the model, which nothing else compares
 
     def _convert(self, some: list[tuple[int, OwnedMatrix]]) -> list[Tensor]:
         with torch.no_grad():
@@ -198,7 +201,6 @@ class _Loading:
         *further: Any,
     ) -> None:
         """Replace each value by the owner's part of it, unless some rank's value cannot be loaded."""
-        self._require_loadable(metadata)
         matrices = _resting(module, matrices)
         if not matrices:
             return
@@ -210,6 +212,7 @@ class _Loading:
         if call is not None and all(call.knows(errors, key, value) for key, value in values.items()):
             found, rounds = call.differences, call.rounds
         else:
+            self._require_loadable(metadata)
             found = differences(self.runtime.comm.control, None, kinds)
         of_key = {one.name: one for one in reversed(found)}
         for key, matrix in keys.items():

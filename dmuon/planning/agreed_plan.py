@@ -163,10 +163,9 @@ def _find_costs(matrices: Sequence[Matrix], group: dist.ProcessGroup, device: to
 
 def _ranks(hosts: Sequence[str], pools: Sequence[frozenset[str]] | None) -> list[Rank]:
     """Nodes are numbered in the order of their first rank."""
-    names = list(dict.fromkeys(hosts))
+    nodes = {host: node for node, host in enumerate(dict.fromkeys(hosts))}
     return [
-        Rank(index, node=names.index(host), pools=None if pools is None else pools[index])
-        for index, host in enumerate(hosts)
+        Rank(index, node=nodes[host], pools=None if pools is None else pools[index]) for index, host in enumerate(hosts)
     ]
 
 

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class OwnerPlan:
         """Number of ranks."""
         return self.solution.world
 
-    @property
+    @cached_property
     def owners(self) -> dict[str, Position]:
         """Canonical parameter name to the owner's position among the ranks that the plan is for."""
         return {name: Position(owner) for name, owner in self.solution.owners.items()}

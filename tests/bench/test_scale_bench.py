@@ -1,0 +1,52 @@
+"""What one rank does hardly grows with the number of ranks: counted, in a pretended process group, at small sizes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from harness.limits import PROGRAM_SECONDS
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+RANKS, MATRICES = (8, 512), 64
+# Exponents of calls of functions, with ranks. Some lists of all ranks are made once for all matrices that lie alike.
+MOST = {"build": 0.35, "save optimizer": 0.25, "load optimizer": 0.35, "load model": 0.2}
+MOST_OF_ANY_OTHER = 0.05
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("scale")
+
+
+@pytest.mark.slow
+@pytest.mark.pitfall("P79")
+def test_calls_of_one_rank_hardly_grow_with_ranks(bench: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "scale.json"
+    sizes = ["--ranks", ",".join(map(str, RANKS)), "--matrices", str(MATRICES)]
+    command = [sys.executable, str(BENCH / "scale.py"), *sizes, "--counts", "yes", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
+    assert done.returncode == 0, done.stderr
+    rows = {(row["residency"], row["phase"], row["ranks"]): row for row in json.loads(out.read_text())["rows"]}
+    for residency, phase in {key[:2] for key in rows}:
+        few, many = (rows[residency, phase, ranks] for ranks in RANKS)
+        grown = bench.exponent(RANKS, [few["work"], many["work"]])
+        assert grown <= MOST.get(phase, MOST_OF_ANY_OTHER), f"{residency}, {phase}: {few} to {many}"
+        if "save" in phase or "load" in phase:
+            assert many["collectives"] <= 4, f"{residency}, {phase}: {many}"
+        if phase != "build":
+            assert many["collectives"] <= max(few["collectives"], 2 * MATRICES + 1), f"{residency}, {phase}"
+
+
+def test_sizes_that_mean_nothing_are_refused(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--ranks", "1"], ["--matrices", "many"], ["--residency", "elsewhere"]):
+        with pytest.raises(SystemExit) as exit:
+            bench.main(arguments)
+        assert exit.value.code == 2
+        assert arguments[0] in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""Owned matrices travel into state dicts and out of them in rounds, however many there are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from harness.assertions import assert_same_tensors
+from harness.checkpoints import start
+from harness.on_ranks import on_ranks
+
+from dmuon.check.topologies import full_state
+from dmuon.dedicated import even_dtensor
+from dmuon.dedicated.dedication import dedications
+
+
+def exchanges(what: Any) -> tuple[Any, int]:
+    """What ``what`` returns, and the all-to-alls that it starts."""
+    calls: list[None] = []
+    exchange = dist.all_to_all_single
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        return exchange(*args, **options)
+
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        return what(), len(calls)
+
+
+@pytest.mark.pitfall("P79")
+@pytest.mark.parametrize("nbytes", [2**28, 3000, 1], ids=["one round", "some rounds", "one matrix each"])
+@on_ranks(2)
+def test_rounds_bring_every_matrix_and_its_momentum(rank: int, world: int, nbytes: int) -> None:
+    run, other = start("1d"), start("1d", seed=rank + 7)
+    run.train(range(2))
+    sizes = [m.local_shape.numel() * 4 for m in dedications(run.model)[0].runtime.matrices()]
+    least, most = (1, 1) if nbytes == 2**28 else (sum(sizes) // nbytes, len(sizes))
+    with mock.patch.object(even_dtensor, "ROUND_BYTES", nbytes):
+        weights, saved = exchanges(run.model.state_dict)
+        state, saved_state = exchanges(run.optimizer.state_dict)
+        _, loaded = exchanges(lambda: other.model.load_state_dict(weights))
+        _, loaded_state = exchanges(
+            lambda: other.optimizer.load_state_dict(copy.deepcopy(state))
+        )  # torch keeps moments
+    for count in (saved, saved_state, loaded, loaded_state):
+        assert min(least, len(sizes)) <= count <= most
+    assert_same_tensors(full_state(other.model), full_state(run.model))
+    assert_same_tensors(other.momenta(), run.momenta())
+    run.train(range(2, 4))
+    other.train(range(2, 4))
+    assert_same_tensors(full_state(other.model), full_state(run.model))
+
+
+@on_ranks(2)
+def test_a_part_of_a_model_is_saved_by_itself_after_a_call_that_failed(rank: int, world: int) -> None:
+    """What the failed call has brought is of weights that have changed since."""
+    run = start("1d")
+    stop = run.model.register_state_dict_post_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        run.model.state_dict()
+    stop.remove()
+    run.train(range(2))
+    block = {name: tensor.full_tensor() for name, tensor in run.model.blocks[0].state_dict().items()}
+    expected = {n.removeprefix("blocks.0."): t for n, t in full_state(run.model).items() if n.startswith("blocks.0.")}
+    assert_same_tensors(block, expected)
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError

@@ -12,13 +12,14 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dmuon.comm.process_groups import this_rank
 from dmuon.model.module_tree import sites_of
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import replicate_group
 from dmuon.step.residency import like_param, part_like
 
 _Sites = dict[int, tuple[weakref.ref[nn.Module], str]]  # by id of a parameter, a module and its name there
-_Replaced = tuple[list[Tensor], int, Tensor]  # a list of parameters, the index of the old one, and the new one
+_Replaced = tuple[list[Tensor], int, DTensor]  # a list of parameters, the index of the old one, and the new one
 
 _log = logger(__name__)
 
@@ -101,31 +102,34 @@ class Wrapping:
             values = state.pop(old, None)
             if values is not None:
                 state[new] = {key: _cut(new, old, value, names[id(old)]) for key, value in values.items()}
-        if copies or cut:
+        first = [dist.get_process_group_ranks(group)[0] for group in copies.values()]
+        first += [int(new.device_mesh.mesh.flatten()[0]) for _, _, new in cut]
+        if first and this_rank() == first[0]:  # one of the ranks concerned tells the log
             _log.info(
                 "Muon: since it was built, %d of its matrices were wrapped in DistributedDataParallel and %d "
                 "parameters were sharded; from now on each matrix that several ranks hold has one owner",
-                copies,
+                len(copies),
                 len(cut),
             )
-        return bool(copies or cut)
+        return bool(first)
 
     def _tell_copies(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """One of the ranks that hold the copies tells the log."""
         copies = self._copies or {}
         found = [copies[id(p)] for group in groups if group["use_muon"] for p in group["params"] if id(p) in copies]
-        if found and dist.get_rank(found[0]) == 0:
+        if found and dist.get_world_size(found[0]) > 1 and dist.get_rank(found[0]) == 0:
             _log.info(
                 "Muon: %d of its matrices are copied by DistributedDataParallel; each of them has one owner", len(found)
             )
 
-    def _find_copies(self, groups: Iterable[Mapping[str, Any]]) -> int:
+    def _find_copies(self, groups: Iterable[Mapping[str, Any]]) -> dict[int, dist.ProcessGroup]:
+        """What was not known before, by ``id``."""
         if self._copies is None:
-            return 0
+            return {}
         muon = (param for group in groups if group["use_muon"] for param in group["params"])
         found = replicated_by_any(p for p in muon if not isinstance(p, DTensor) and id(p) not in self._copies)
         self._copies.update(found)
-        return len(found)
+        return found
 
 
 def _sites_in(params: object, tensors: Sequence[Tensor]) -> _Sites:

@@ -95,7 +95,9 @@ def inputs_in_double(model: nn.Module, step: int, rank: int, world: int) -> None
     handle.remove()
 
 
-@pytest.mark.parametrize("way", ["dedicated", "early", "sharded", "stacks-apart"])
+@pytest.mark.parametrize(
+    "way", ["early", "sharded", *(pytest.param(way, marks=pytest.mark.slow) for way in ("dedicated", "stacks-apart"))]
+)
 @on_ranks(2)
 def test_every_rank_gathers_what_one_process_would_see(rank: int, world: int, way: str) -> None:
     model, mesh = FusedModel().double(), init_device_mesh("cpu", (world,))

@@ -140,6 +140,7 @@ def test_messages_of_a_single_process_name_no_rank(caplog: pytest.LogCaptureFixt
     assert caplog.records[0].getMessage().startswith("Muon takes 0 parameters that dmuon owns")
 
 
+@pytest.mark.slow
 def test_importing_installs_no_handler_and_sets_no_level() -> None:
     code = (
         "import logging; before = logging.root.handlers[:]; import dmuon, dmuon.check.run, dmuon.cli.plan;"

@@ -123,6 +123,7 @@ def test_what_looks_fused_and_is_taken_whole_is_told(rank: int, world: int, way:
         given: dict[str, Any] = {"select": select}
         if way == "sharded":
             fully_shard(model, mesh=mesh)
+            given["distributed_config"] = dmuon.create_dtensor_config(costs="flops")
         elif way == "dedicated":
             dmuon.dedicate_params(model, mesh, costs="flops", **given)
             given = {}

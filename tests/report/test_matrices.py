@@ -148,7 +148,7 @@ def test_a_mixture_of_residencies_is_told_in_one_table(rank: int, world: int) ->
     model, mesh = Beside(), init_device_mesh("cpu", (world,))
     plan = dmuon.dedicate_params(model.inner, mesh, costs=TABLE)
     dmuon.fully_shard(model, mesh=mesh)
-    optimizer = dmuon.Muon(model, **OPTIONS)
+    optimizer = dmuon.Muon(model, distributed_config=dmuon.create_dtensor_config(costs="flops"), **OPTIONS)
     train(model, optimizer, range(1), rank, world)
     rows = rows_of(model, optimizer)
     check_calls(rows, optimizer, rank)
@@ -194,8 +194,8 @@ class Experts(nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
         self.num_experts = count
-        self.gate_up_proj = nn.Parameter(torch.randn(count, 12, 4))
-        self.down_proj = nn.Parameter(torch.randn(count, 4, 6))
+        self.gate_up_proj = nn.Parameter(torch.zeros(count, 12, 4))
+        self.down_proj = nn.Parameter(torch.zeros(count, 4, 6))
 
 
 class Layer(nn.Module):

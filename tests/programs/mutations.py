@@ -134,6 +134,14 @@ FAULTS = {
         "checksum_of_a_plan_is_not_checked": "if «checksum !=→not» document[_CHECKSUM]:",
         "digest_without_batches": "[self.solution.digest, «_named(self.chunks), →»self._named_variants()])",
     },
+    "tests/optimizer/test_record.py -k copies": {
+        "copies_are_counted_twice": "copies = «elements / prod(shape)→1.0»",
+        "recorded_update_without_learning_rate": "one.update« * one.factor**2→», one.weight",
+    },
+    "tests/report/test_matrices.py -k calls": {
+        "predictions_by_shape_alone": "_Kind(plan.owners[m.name], «(m.rows, m.cols)→m.shape», m.pool)",
+        "bytes_of_updates_forgotten": "sum(before) * there.itemsize« + sum(after) * back.itemsize→»",
+    },
 }
 
 

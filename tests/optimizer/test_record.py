@@ -134,7 +134,10 @@ def test_every_rank_gathers_what_one_process_would_see(rank: int, world: int, wa
     "layout",
     [
         "fsdp2-hsdp",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "tp-fsdp", "tp-ddp", "fsdp2-tp", "ddp")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("hsdp", "1d-3", "tp-fsdp", "tp-ddp", "fsdp2-3", "fsdp2-tp", "ddp", "cp-mesh")
+        ),
     ],
 )
 def test_copies_are_counted_once(ranks: Any, layout: str) -> None:

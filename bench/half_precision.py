@@ -41,8 +41,9 @@ LR, LR_ADAMW, DECAY, BETA = 2e-3, 2e-3, 0.1, 0.95
 class Muon:
     """Muon for the matrices of the blocks in one precision, torch's AdamW for the rest."""
 
-    def __init__(self, model: GPT, precision: str) -> None:
+    def __init__(self, model: GPT, precision: str, lr: float) -> None:
         options = PRECISIONS[precision]
+        self.lr = lr
         self.dtype = options["dtype"]
         self.coefficients = options.get("coefficients", "polar_express")
         sequence = coefficient_sequence(self.coefficients, 5)
@@ -69,7 +70,7 @@ class Muon:
                 [p.detach() for p in params],
                 grads,
                 self.momentum[shape],
-                lr=LR * factor,
+                lr=self.lr * factor,
                 weight_decay=DECAY,
                 beta=BETA,
                 nesterov=True,
@@ -83,11 +84,13 @@ class Muon:
         self.rest.step()
 
 
-def train(precision: str, seed: int, config: GPTConfig, corpus: Corpus, steps: int, batch: int) -> list[float]:
+def train(
+    precision: str, seed: int, config: GPTConfig, corpus: Corpus, steps: int, batch: int, lr: float = LR
+) -> list[float]:
     """Validation losses at every tenth of the run, the untrained one first."""
     torch.manual_seed(seed)
     model = GPT(config)
-    optimizer = Muon(model, precision)
+    optimizer = Muon(model, precision, lr)
     losses = [validation_loss(model, corpus, config.context)]
     for step in tqdm(range(steps), desc=f"{precision} seed {seed}", leave=False, disable=None):
         tokens, targets = corpus.batch(seed, step, 0, batch, config.context)
@@ -141,14 +144,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--squares-lr", type=float, default=1.0, help="of fp16 squares, over that of the others")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     config = GPTConfig(arguments.layers, arguments.width, 4, arguments.context)
     corpus = load_corpus(None, config.context)
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    rates = dict.fromkeys(PRECISIONS, LR) | {"fp16 squares": LR * arguments.squares_lr}
     curves = {
-        precision: [train(precision, seed, config, corpus, arguments.steps, arguments.batch) for seed in seeds]
+        precision: [
+            train(precision, seed, config, corpus, arguments.steps, arguments.batch, rates[precision]) for seed in seeds
+        ]
         for precision in PRECISIONS
     }
     found = compare(curves)
@@ -160,7 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         largest = found["largest_in_second_half"][name]
         print(f"{name}: {difference:+.4f} from fp32 on average, at most {largest:.4f} in the second half of a run")
     if arguments.json:
-        sizes = {name: getattr(arguments, name) for name in ("steps", "layers", "width", "context", "batch")}
+        sizes = {
+            name: getattr(arguments, name) for name in ("steps", "layers", "width", "context", "batch", "squares_lr")
+        }
         about = {**origin(), **sizes, "seeds": seeds, "corpus": corpus.name}
         write_json(arguments.json, {**about, "curves": curves, **found})
     return 0

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmuon.kernels import choose_variant, coefficient_sequence, iteration_flops
+from dmuon.kernels import choose_variant, coefficient_sequence, iteration_flops, newton_schulz_flops
 from dmuon.kernels.iteration import Iteration, make_iteration
 from dmuon.planning.device_key import NsOptions
 from dmuon.simulation.hardware import HARDWARE
@@ -48,6 +48,20 @@ def test_the_noted_products_have_the_operations_that_the_kernels_count(shape, st
     products, _ = _kernels(shape, iteration)
     restarts = iteration.restarts if method == "gram" else None
     assert sum(product.flops for product in products) == iteration_flops(shape, steps, restarts)
+
+
+@pytest.mark.parametrize("shape", [(2048, 2048), WIDE])
+def test_blocks_of_squares_are_priced_by_their_products(shape):
+    """Two Gram matrices, nine squares and two products with ``X``: fewer than of the steps that they stand for."""
+    coefficients = coefficient_sequence("squares", 5)
+    variant = choose_variant(shape, 1, coefficients, torch.float16, torch.device("cuda"), backend="torch")
+    products, _ = _kernels(shape, make_iteration(variant, coefficients, torch.float16))
+    assert len(products) == 13 and sum(product.rows == product.columns for product in products) >= 11
+    assert sum(p.flops for p in products) == newton_schulz_flops(
+        shape, "squares", 5, torch.float16, torch.device("cuda")
+    )
+    blocks, steps = (wave_costs(H200, {shape: 1}, options=NsOptions(name)) for name in ("squares", "polar_express"))
+    assert blocks.costs[shape][1] < steps.costs[shape][1]
 
 
 def test_five_gram_steps_with_a_restart_are_eighteen_products_sixteen_of_them_symmetric():

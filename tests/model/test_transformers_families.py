@@ -124,6 +124,18 @@ def on_meta(kind: str) -> nn.Module | None:
         return None
 
 
+@pytest.mark.parametrize(
+    "kind", ["llama", "mistral", "qwen2", "qwen3", "bert", "t5", "vit", "clip", "dinov2", "whisper"]
+)
+def test_layers_of_dense_families_are_on_muon_and_all_else_on_adamw(kind: str) -> None:
+    model = on_meta(kind)
+    assert model is not None
+    layers = [block for m in model.modules() if isinstance(m, nn.ModuleList) for block in m]
+    expected = {id(m.weight) for block in layers for m in block.modules() if isinstance(m, nn.Linear)}
+    routes = route_to_blocks(model)
+    assert {id(route.param) for route in routes if route.muon} == expected and len(expected) > 10
+
+
 @pytest.mark.pitfall("P77", "P78")
 def test_nothing_of_any_family_looks_fused_and_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -24,6 +24,7 @@ from torch.profiler import record_function
 
 from dmuon.comm.context import Comm, gather
 from dmuon.comm.monitor import Pending, run_all
+from dmuon.dedicated.initial_values import from_first_rank
 from dmuon.dedicated.matrix import OwnedMatrix, Weight, own
 from dmuon.dedicated.part import Part
 from dmuon.kernels import streams_of
@@ -120,7 +121,8 @@ class OwnedBuffer:
         self._assembly: list[tuple[Tensor, Tensor]] = []  # parts of tensors that are made of several, and their slots
         self._scattered: list[tuple[Tensor, Part, Tensor]] = []  # tensors, parts that are no one slice, and their slots
         slots, begin = iter(self.layout.slots), 0
-        for weight in weights:
+        values = from_first_rank([local_tensor(w.param) for w in weights], comm, "broadcast of initial weights")
+        for weight, value in zip(weights, values, strict=True):
             shape, spans = local_tensor(weight.param).shape, list(islice(slots, len(weight.parts)))
             placed = list(zip(weight.parts, spans, strict=True))
             if weight.is_split:
@@ -134,7 +136,7 @@ class OwnedBuffer:
                         self._scattered.append((whole, part, slot))
             else:
                 whole = self._buffer[slice(*spans[0])].view(shape)
-            matrix = own(weight, whole, comm)
+            matrix = own(weight, whole, value, comm)
             self.matrices.append(matrix)
             self.spans += [(matrix, part, span) for part, span in placed]
         self._places = {id(part): span for _, part, span in self.spans}

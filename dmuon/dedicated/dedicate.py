@@ -28,6 +28,7 @@ from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication
+from dmuon.dedicated.initial_values import from_first_rank
 from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.part import parts_of
@@ -341,13 +342,10 @@ def _share_initial_values(model: nn.Module, routes: Sequence[Route], comm: Comm)
     """Broadcast everything that dmuon does not own; owned matrices follow when they are placed."""
     if comm.world == 1:
         return
-    tensors = [r.param for r in routes if not r.muon]
-    with torch.no_grad(), comm.monitor.watch("broadcast of initial values"):
-        for tensor in map(local_tensor, [*tensors, *model.buffers()]):
-            value = tensor.detach().to(comm.device).contiguous()
-            # As bytes: backends lack some dtypes that buffers have.
-            dist.broadcast(value.reshape(-1).view(torch.uint8), src=comm.ranks[0], group=comm.group)
-            if value.data_ptr() != tensor.data_ptr():
+    tensors = [*map(local_tensor, [*(r.param for r in routes if not r.muon), *model.buffers()])]
+    with torch.no_grad():
+        for tensor, value in zip(tensors, from_first_rank(tensors, comm, "broadcast of initial values"), strict=True):
+            if comm.position:
                 tensor.detach().copy_(value)
 
 

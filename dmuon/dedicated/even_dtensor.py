@@ -17,6 +17,7 @@ from dmuon.comm.context import Comm
 from dmuon.comm.domain import redistribute_all
 from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor, joined, tensor_placements
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.state_shard import StateShard
 from dmuon.layout.matrices import Region, layout_of_region, region_at, whole_region
 from dmuon.layout.parcels import Parcel, Route, spread_over_all
 from dmuon.layout.shards import Piece, layout_of
@@ -60,7 +61,7 @@ def owned_to_even(held: Sequence[tuple[Tensor, OwnedMatrix]], comm: Comm) -> lis
         sent |= {number[id(part)]: piece[None] for part, piece in matrix.pieces(local)}
     what = f"scatter of {_called([matrix for _, matrix in held])} for a state dict"
     arrived = redistribute_all(routes, sent, comm.domain, held[0][0], what)
-    result = []
+    result: list[DTensor] = []
     begin = 0
     for even, (local, matrix) in zip(evens, held, strict=True):
         shard = local.new_empty(even.shape)
@@ -70,7 +71,8 @@ def owned_to_even(held: Sequence[tuple[Tensor, OwnedMatrix]], comm: Comm) -> lis
                 taken.copy_(arrived[i])
                 region.put(shard, list(taken.unbind(0)))
         begin += len(even.regions)
-        result.append(as_dtensor(shard, _even_mesh(matrix, comm), _even_placements(matrix), matrix.shape))
+        even_dtensor = as_dtensor(shard, _even_mesh(matrix, comm), _even_placements(matrix), matrix.shape)
+        result.append(StateShard.of(even_dtensor, matrix.fqn))
     return result
 
 

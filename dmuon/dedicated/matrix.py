@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -263,15 +262,16 @@ class OwnedMatrix:
         return result
 
 
-def own(weight: Weight, whole: Tensor, comm: Comm) -> OwnedMatrix:
-    """Make the forms of ``weight`` and give its resting form to the modules. Collective over the data-parallel ranks.
+def own(weight: Weight, whole: Tensor, value: Tensor, comm: Comm) -> OwnedMatrix:
+    """Make the forms of ``weight`` and give its resting form to the modules.
 
     Args:
         whole: memory of what one data-parallel rank computes with, in that shape.
+        value: to begin with, in that shape; the same on all data-parallel ranks.
     """
     param, sharding = weight.param, weight.tensor
     mine = tuple(part for part in weight.parts if part.owner == comm.position)
-    master = _initial_master(local_tensor(param), weight, mine, comm)
+    master = _initial_master(value, weight, mine)
     mesh = comm.mesh if sharding is None else comm.tensor_mesh
     placements = [*[Shard(0)] * comm.mesh.ndim, *tensor_placements(sharding)]
     wrapper = owned_tensor(master, mesh, param.shape, fqn=weight.fqn, owners=weight.owners, placements=placements)
@@ -279,10 +279,10 @@ def own(weight: Weight, whole: Tensor, comm: Comm) -> OwnedMatrix:
     assert isinstance(rest, OwnedTensor)
     # `.data` gives the view a version counter of its own: filling the buffer must not look to autograd like an edit of
     # the weights that it saved.
-    value: Tensor = whole.data
+    filled: Tensor = whole.data
     if sharding is not None:
-        value = sharding.wrap(value, param.shape)
-    full = whole_parameter(value, rest)
+        filled = sharding.wrap(filled, param.shape)
+    full = whole_parameter(filled, rest)
     sites = [(weakref.ref(module), name) for module, name in weight.sites]
     matrix = OwnedMatrix(weight.fqn, param.shape, weight.parts, mine, rest, full, sharding, _sites=sites)
     matrix.place(rest)
@@ -319,16 +319,12 @@ def resting(param: nn.Parameter) -> nn.Parameter:
     return rest
 
 
-def _initial_master(local: Tensor, weight: Weight, mine: Sequence[Part], comm: Comm) -> Tensor:
-    """Of the first rank's initial value of ``local``, fp32 or wider, what this rank owns."""
-    dtype = torch.promote_types(local.dtype, torch.float32)
+def _initial_master(value: Tensor, weight: Weight, mine: Sequence[Part]) -> Tensor:
+    """A copy of what this rank owns of ``value``, in fp32 or wider."""
+    dtype = torch.promote_types(value.dtype, torch.float32)
     with torch.no_grad():
-        value = local.detach().to(comm.device, copy=True).contiguous()
-        if comm.world > 1:
-            with comm.monitor.watch("broadcast of initial weights"):
-                dist.broadcast(value, src=comm.ranks[0], group=comm.group)
         if weight.is_split:
             return joined([part.take(value) for part in mine], value).to(dtype)
         if mine:
-            return value.to(dtype)
-        return torch.empty((0, local.shape[1]), dtype=dtype, device=comm.device)
+            return value.to(dtype, copy=True).contiguous()
+        return torch.empty((0, value.shape[1]), dtype=dtype, device=value.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch.nn as nn
@@ -10,8 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dmuon.platform.log import logger
 from dmuon.platform.torch_private import local_tensor
 
+_log = logger(__name__)
 _COPIES = ("alias", "clone", "detach", "_to_copy")  # and what `.cpu()` and the like call
 _REMEDY = (
     "on every rank call whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
@@ -25,8 +28,8 @@ _REMEDY = (
 class StateShard(DTensor):
     """An ordinary even DTensor, of which torch.distributed.checkpoint and all of torch know what to do.
 
-    Libraries that write one file, such as safetensors, ask a tensor for its memory, and ``torch.save`` pickles it. Both
-    would write this rank's rows under the name of the whole, or say nothing of what to do.
+    Libraries that write one file, such as safetensors, ask a tensor for its memory: they would write this rank's rows
+    under the name of the whole, or say nothing of what to do. What is pickled is an ordinary DTensor, with a warning.
 
     Attributes:
         fqn: name of the parameter.
@@ -72,13 +75,25 @@ class StateShard(DTensor):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self._in_parts()
+        # As torch's DTensors are pickled: what every rank writes for itself is whole, what one writes for all is not.
+        _warn_of_rows(self.fqn)
+        return DTensor(local_tensor(self), self._spec, requires_grad=False).__reduce_ex__(protocol)
 
     def _in_parts(self) -> RuntimeError:
         return RuntimeError(
-            f"{self.fqn!r} in a state dict of a dedicated model cannot be written to a file or pickled as it is, since "
-            f"each rank has some rows of it: {_REMEDY}"
+            f"{self.fqn!r} in a state dict of a dedicated model cannot be written to one file as it is, since each "
+            f"rank has some rows of it: {_REMEDY}"
         )
+
+
+@cache
+def _warn_of_rows(fqn: str) -> None:
+    _log.warning(
+        "a state dict of a dedicated model is pickled, %r among others, of which each rank has some rows: every rank "
+        "must write and load its own file, on as many ranks. For one file of all, %s",
+        fqn,
+        _REMEDY,
+    )
 
 
 def mark_shards(state_dict: dict[str, Any], prefix: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 from typing import Any
 
 import pytest
@@ -18,14 +19,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
-REFUSED = r"in a state dict of a dedicated model cannot be written to a file or pickled as it is, since each rank has "
+from dmuon.check.topologies import full_state
+
+REFUSED = r"in a state dict of a dedicated model cannot be written to one file as it is, since each rank has "
 
 
 def saved(thing: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file)
+    return torch.load(pickled(thing))
 
 
 @pytest.mark.parametrize("layout", ["1d", "1d-two-lines"])
@@ -37,18 +37,45 @@ def test_shards_are_written_by_nobody_and_the_remedy_writes_the_whole(rank: int,
     on_cpu = {name: value.cpu() for name, value in weights.items()}
     kept = {name: value.detach().clone() for name, value in weights.items()}
     half = {name: value.to(torch.bfloat16) for name, value in weights.items()}
-    for thing in (weights, on_cpu, kept, half, moments, {"model": weights}):
-        with pytest.raises(RuntimeError, match=REFUSED):
-            torch.save(thing, io.BytesIO())
+    for thing in (weights, on_cpu, kept, half):
         copy.deepcopy(thing)
-    with pytest.raises(RuntimeError, match=REFUSED):
-        next(value for value in weights.values() if isinstance(value, DTensor)).storage()
+        for value in (value for value in thing.values() if isinstance(value, DTensor)):
+            with pytest.raises(RuntimeError, match=REFUSED):
+                value.storage()
+    copy.deepcopy(moments)
 
     whole = get_model_state_dict(run.model, options=FULL_ON_RANK_0)
     state = get_optimizer_state_dict(run.model, run.optimizer, options=FULL_ON_RANK_0)
     if rank == 0:
         assert_same_tensors(saved(whole), expected)
         assert saved(state)["state"].keys() == state["state"].keys() != set()
+
+
+@on_ranks(2, timeout=60.0)
+def test_each_rank_may_pickle_its_own_shards_and_is_warned(rank: int, world: int) -> None:
+    run, other = start("1d"), start("1d", seed=rank + 3)
+    run.train(range(2))
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("dmuon").addHandler(handler)
+    try:
+        files = [pickled(part.state_dict()) for part in (run.model, run.optimizer)]
+    finally:
+        logging.getLogger("dmuon").removeHandler(handler)
+    assert any("every rank must write and load its own file" in record.getMessage() for record in records)
+    for part, file in zip((other.model, other.optimizer), files, strict=True):
+        part.load_state_dict(torch.load(file, weights_only=False))
+    run.train(range(2, 4))
+    other.train(range(2, 4))
+    assert_same_tensors(full_state(other.model), full_state(run.model))
+
+
+def pickled(thing: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return file
 
 
 def whole(value: Tensor) -> Tensor:

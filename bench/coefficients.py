@@ -12,6 +12,9 @@ search goes in three stages, each with fixed seeds:
 3. Adam on the best of these, on the largest error plus the noise that rounding causes, to first order. There block two
    must bear what is 4 % above all that block one gives, as rounding may take it there.
 
+Rounding decides which of many good ones a start ends at, so another machine finds others. Of what was found,
+bench/numerics.py chooses.
+
 The proof encloses ``f`` on every piece of the interval by its value in the middle and interval arithmetic for its
 derivative, and halves pieces until the enclosures of the range are as narrow as asked.
 """

@@ -18,7 +18,7 @@ from dmuon.dedicated.block import Phase
 from dmuon.dedicated.even_dtensor import even_to_owned, in_rounds, owned_to_even
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.runtime import Runtime
-from dmuon.dedicated.state_shard import mark_shards
+from dmuon.dedicated.state_shard import is_of_another_rank, mark_shards
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 
@@ -47,7 +47,7 @@ def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
 
 def describe(value: Any, shape: torch.Size) -> str | None:
     """What kind of value a rank has, comparable across ranks; None if it cannot be loaded."""
-    if not isinstance(value, Tensor) or value.shape != shape:
+    if not isinstance(value, Tensor) or value.shape != shape or is_of_another_rank(value):
         return None
     return "sharded" if isinstance(value, DTensor) else "whole"
 
@@ -277,7 +277,10 @@ def _told(one: Difference, first: GlobalRank, matrix: OwnedMatrix) -> str:
 
 
 def _unfit(rank: GlobalRank, matrix: OwnedMatrix) -> str:
-    return f"rank {rank} holds a value that is not a tensor of shape {tuple(matrix.shape)}"
+    return (
+        f"rank {rank} holds a value that is not a tensor of shape {tuple(matrix.shape)}, or the rows of another rank, "
+        "which alone wrote them to a file"
+    )
 
 
 def _extend(items: list[str], more: list[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -76,7 +77,7 @@ class StateShard(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As torch's DTensors are pickled: what every rank writes for itself is whole, what one writes for all is not.
-        _warn_of_rows(self.fqn)
+        _warn_of_rows()
         return DTensor(local_tensor(self), self._spec, requires_grad=False).__reduce_ex__(protocol)
 
     def _in_parts(self) -> RuntimeError:
@@ -87,13 +88,21 @@ class StateShard(DTensor):
 
 
 @cache
-def _warn_of_rows(fqn: str) -> None:
+def _warn_of_rows() -> None:
     _log.warning(
-        "a state dict of a dedicated model is pickled, %r among others, of which each rank has some rows: every rank "
-        "must write and load its own file, on as many ranks. For one file of all, %s",
-        fqn,
+        "a state dict of a dedicated model is pickled, of which each rank has some rows: every rank must write and "
+        "load its own file, on as many ranks. For one file of all, %s",
         _REMEDY,
     )
+
+
+def is_of_another_rank(value: Tensor) -> bool:
+    """Whether a DTensor was pickled by another rank: it keeps where that lies in the mesh."""
+    if not isinstance(value, DTensor):
+        return False
+    mesh = value.device_mesh
+    own = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    return len(own) == 1 and mesh.get_coordinate() is not None and list(mesh.get_coordinate() or ()) != own[0]
 
 
 def mark_shards(state_dict: dict[str, Any], prefix: str) -> None:

@@ -71,6 +71,17 @@ def test_each_rank_may_pickle_its_own_shards_and_is_warned(rank: int, world: int
     assert_same_tensors(full_state(other.model), full_state(run.model))
 
 
+@on_ranks(2, timeout=60.0)
+def test_rows_that_one_rank_wrote_are_loaded_by_no_other(rank: int, world: int) -> None:
+    run = start("1d")
+    files: list[Any] = [pickled(run.model.state_dict()).getvalue()]
+    dist.broadcast_object_list(files, 0)
+    loaded = torch.load(io.BytesIO(files[0]), weights_only=False)
+    other = start("1d", seed=3)
+    with pytest.raises(RuntimeError, match="or the rows of another rank, which alone wrote them to a file"):
+        other.model.load_state_dict(loaded)
+
+
 def pickled(thing: Any) -> io.BytesIO:
     file = io.BytesIO()
     torch.save(thing, file)

@@ -157,6 +157,8 @@ class Muon(torch.optim.Optimizer):
         """Nothing is laid out yet."""
         self._names: dict[int, str] = {}  # by id of the parameter
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
+        self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
+        self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
         self._wrapping = Wrapping(None, (), None)
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
         self._residencies: list[Residency] = []
@@ -269,7 +271,10 @@ class Muon(torch.optim.Optimizer):
                 if param.requires_grad and not self.state.get(param):
                     self.state[param].update(new_adamw_state(param))
         self._specs = {id(p): spec_of(p) for p in muon}
+        self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
         self._residencies, self._rounds = residencies, rounds
+        updates = Counter(id(p) for round_ in rounds for batch in round_.batches for p in batch.params)
+        self._updates = {key: count for key, count in updates.items() if count > 1}
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups])
         self._early = self._listen() if self._origin.overlap else None
@@ -278,10 +283,9 @@ class Muon(torch.optim.Optimizer):
 
     def _restore_specs(self) -> None:
         """Torch moves a module of DTensors by swapping what they hold, and swaps away what was remembered of them."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if id(param) in self._specs and not is_remembered(param):
-                    remember_spec(param, self._specs[id(param)])
+        for param, spec in self._split:
+            if not is_remembered(param):
+                remember_spec(param, spec)
 
     def _carry_names(self) -> None:
         """A parameter that was put in the place of another one has its name, and is made of the same matrices."""
@@ -405,7 +409,7 @@ class Muon(torch.optim.Optimizer):
     def _update(self, present: set[int]) -> None:
         """Run all rounds. What a round completes is published at once."""
         coming = [p for r in self._rounds for batch in r.batches for p in batch.params if id(p) in present]
-        parts = Counter(id(p) for r in self._rounds for batch in r.batches for p in batch.params)  # to be updated yet
+        missing = dict(self._updates)
         with self._timer.phase("publish"):
             for residency in self._residencies:
                 residency.begin_update(coming)
@@ -418,10 +422,12 @@ class Muon(torch.optim.Optimizer):
         ):
             self._done += done
             of_round = [p for batch in round_.batches for p in batch.params]
-            parts.subtract(map(id, of_round))
+            for param in of_round:
+                if id(param) in missing:
+                    missing[id(param)] -= 1
             with self._timer.phase("publish"):
                 for residency in self._residencies:
-                    residency.updated([p for p in of_round if not parts[id(p)]])
+                    residency.updated([p for p in of_round if not missing.get(id(p))])
         with self._timer.phase("publish"):
             for residency in self._residencies:
                 residency.end_update()

@@ -230,7 +230,8 @@ def test_bare_tensors_are_routed_by_dimensions_and_said_once(caplog: pytest.LogC
         optimizer = dmuon.Muon(model.parameters(), **OPTIONS)
         train(model, optimizer, range(2))
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(said) == 1 and "AdamW" in said[0]
+    assert len(said) == 2 and "14 tensors of fewer than two dimensions go to AdamW" in said[0]
+    assert "'embed.weight' is an embedding" in said[1]
     routes = [(g["use_muon"], sorted({p.ndim for p in g["params"]})) for g in optimizer.param_groups]
     assert routes == [(True, [2]), (False, [1])]
     assert optimizer.param_groups[1]["weight_decay"] == 0.0

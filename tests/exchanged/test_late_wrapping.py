@@ -89,6 +89,7 @@ ORDERS: list[Callable[[Network], Built]] = [
 ]
 
 
+@pytest.mark.pitfall("P76")
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 @on_ranks(2)
 def test_each_matrix_has_one_owner_in_any_order(rank: int, world: int, order: Callable[[Network], Built]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,3 +149,9 @@ def test_no_test_imports_another() -> None:
         if any(part.startswith("test_") for part in target.split("."))
     ]
     assert not faults, "\n".join(faults)
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Pytest takes files outside of packages for modules of that name, and collects one of them."""
+    names = Counter(p.name for p in (ROOT / "tests").rglob("test_*.py") if not (p.parent / "__init__.py").exists())
+    assert [name for name, count in names.items() if count > 1] == []

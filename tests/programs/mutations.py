@@ -138,7 +138,7 @@ FAULTS = {
         "copies_are_counted_twice": "copies = «elements / prod(shape)→1.0»",
         "recorded_update_without_learning_rate": "one.update« * one.factor**2→», one.weight",
     },
-    "tests/report/test_matrices.py -k calls": {
+    "tests/report/test_matrix_tables.py -k calls": {
         "predictions_by_shape_alone": "_Kind(plan.owners[m.name], «(m.rows, m.cols)→m.shape», m.pool)",
         "bytes_of_updates_forgotten": "sum(before) * there.itemsize« + sum(after) * back.itemsize→»",
     },

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from instances import (
     ALMOST_FREE,
     LLAMA_70B,
@@ -104,6 +104,7 @@ def test_scaled_costs_scale_the_optimum(case: Case) -> None:
     single = [entries[1] for entries in costs.costs.values()]
     exact = SolveOptions(method="milp", gap_target=0.0)
     first, second = (plan(matrices, ranks, linear_costs(*(f * ns for ns in single)), exact) for f in (1, 1000))
+    assume(not any("time limit" in found.reason for found in (first, second)))  # what was cut short proves less
     assert second.makespan_ns == 1000 * first.makespan_ns
     assert second.bound_ns == pytest.approx(1000 * first.bound_ns, rel=1e-5)
 

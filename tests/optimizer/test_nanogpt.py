@@ -195,6 +195,7 @@ def test_its_fused_projection_is_cut_and_embeddings_are_told(way: str, caplog: A
     assert_equal_weights(weights(model), reference(embeddings=alone))
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=60.0)
 def test_its_loop_under_ddp_equals_one_process(rank: int, world: int) -> None:
     for way in ("ddp", "parameters of ddp", "before ddp"):

@@ -75,7 +75,7 @@ ALLOWED: dict[str, dict[Pair, str]] = {
     "clipped values overlap": {("memory", "momentum_update", "clip_grad_value_"): EARLY},
     "dropped graphs": {("memory", "momentum_update", "clip_grad_norm_"): EARLY},
     "edited gradients": {("memory", "momentum_update", "OwnedTensor.__torch_dispatch__"): EARLY},
-    "loaded early": {("memory", "EarlyUpdates._start", "_Row.store"): EARLY},
+    "loaded early": {("memory", "EarlyUpdates._start", "_store"): EARLY},
     "rebuilt": {("reuse", "EarlyUpdates._start", "_zeros"): GONE},
     "two backwards": {("memory", "momentum_update", "OwnedMatrix.set_grad"): EARLY},
 }

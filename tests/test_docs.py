@@ -70,6 +70,7 @@ def test_every_block_of_code_says_its_language() -> None:
     assert len(PROGRAMS) == 1
 
 
+@pytest.mark.slow
 def test_the_whole_program_trains(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(PROGRAMS[0].text)
     done = subprocess.run(

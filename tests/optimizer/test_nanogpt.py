@@ -180,7 +180,9 @@ def with_added(groups: list[dict[str, Any]]) -> dmuon.Muon:
 
 
 @pytest.mark.pitfall("P75")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way.startswith("compiled") else way for way in WAYS]
+)
 def test_its_fused_projection_is_cut_and_embeddings_are_told(way: str, caplog: Any) -> None:
     model = build()
     with caplog.at_level(logging.WARNING, "dmuon"):

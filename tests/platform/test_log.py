@@ -114,6 +114,7 @@ def test_a_maintainer_hears_of_plans_groups_rounds_layouts_and_loads(rank: int, 
     assert told("makespan") == (rank == 0), "the whole report"
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_silence_costs_nothing(rank: int, world: int) -> None:
     """Below WARNING no message is made, at set-up nor in a step."""

@@ -52,6 +52,7 @@ def test_groups_of_ones_own_are_told_as_they_are() -> None:
     assert "in no group" not in line_of(text, "1.bias")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_work_that_several_ranks_may_repeat_is_told(rank: int, world: int) -> None:
     model = build()

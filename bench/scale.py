@@ -21,12 +21,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import log
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 from common.options import parse
-from common.pretended import exponent, pretend
+from common.pretended import pretend
 from common.results import origin, write_json
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -182,6 +183,12 @@ def _work_as_job(job: str) -> int:
     print(json.dumps({name: {f: getattr(phase, f) for f in Phase.__slots__} for name, phase in phases.items()}))
     sys.stdout.flush()
     os._exit(0)  # nobody is there to say goodbye to
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Of the power of the size by which values grow, between the smallest and the largest size."""
+
+    return log(max(values[-1], 1e-9) / max(values[0], 1e-9)) / log(sizes[-1] / sizes[0])
 
 
 Case = tuple[str, int, int]

@@ -7,8 +7,7 @@ What this rank gathers of the others it has said itself. Where that cannot be so
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from math import log
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,9 +75,3 @@ def _counting(function: Callable[..., Any], name: str, counts: Counter[str]) -> 
         return function(*args, **kwargs)
 
     return call
-
-
-def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """Of the power of the size by which values grow, between the smallest and the largest size."""
-
-    return log(max(values[-1], 1e-9) / max(values[0], 1e-9)) / log(sizes[-1] / sizes[0])

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -100,9 +102,15 @@ def is_of_another_rank(value: Tensor) -> bool:
     """Whether a DTensor was pickled by another rank: it keeps where that lies in the mesh."""
     if not isinstance(value, DTensor):
         return False
-    mesh = value.device_mesh
-    own = (mesh.mesh == dist.get_rank()).nonzero().tolist()
-    return len(own) == 1 and mesh.get_coordinate() is not None and list(mesh.get_coordinate() or ()) != own[0]
+    mesh, here, rank = value.device_mesh, value.device_mesh.get_coordinate(), dist.get_rank()
+    if mesh not in _coordinates or _coordinates[mesh][0] != rank:
+        _coordinates[mesh] = rank, (mesh.mesh == rank).nonzero().tolist()
+    _, own = _coordinates[mesh]
+    return len(own) == 1 and here is not None and list(here) != own[0]
+
+
+# This rank, and where it stands in a mesh, which serves thousands of values. Meshes of the same ranks are one key.
+_coordinates: WeakKeyDictionary[DeviceMesh, tuple[int, list[list[int]]]] = WeakKeyDictionary()
 
 
 def mark_shards(state_dict: dict[str, Any], prefix: str) -> None:

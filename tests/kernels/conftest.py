@@ -1,14 +1,16 @@
 """Tests in Triton's interpreter, which is chosen when kernels are decorated: files ``test_interpreted_*.py``.
 
-A pytest process for each of them runs its chosen tests with ``TRITON_INTERPRET=1``. This one reports how they ended.
+A pytest process of its own runs those that were chosen with ``TRITON_INTERPRET=1``, beside the other tests, from the
+start. This one reports at its end how they ended.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
 from functools import cached_property
 from pathlib import Path
 from xml.etree import ElementTree
@@ -23,8 +25,12 @@ def interpreted(item: pytest.Item) -> bool:
     return isinstance(item, pytest.Function) and item.path.name.startswith("test_interpreted_")
 
 
+def _known_as(item: pytest.Function) -> tuple[str, str]:
+    return item.path.stem, item.name
+
+
 class Interpreter:
-    """A process that runs tests of one file in the interpreter."""
+    """A process that runs tests in the interpreter."""
 
     def __init__(self, items: list[pytest.Item], folder: Path) -> None:
         self._report, self._log = folder / "report.xml", folder / "log"
@@ -39,46 +45,53 @@ class Interpreter:
             )
 
     @cached_property
-    def outcomes(self) -> dict[str | None, tuple[str, str]]:
-        """By test, "failure", "error" or "skipped" with what was said, or "passed"."""
+    def outcomes(self) -> dict[tuple[str, str], tuple[str, str]]:
+        """By file and test, "failure", "error" or "skipped" with what was said, or "passed"."""
         status = self.process.wait(LIMIT_SECONDS)
         assert self._report.exists(), f"exit status {status}: {self._log.read_text()[-2000:]}"
         found = {}
         for case in ElementTree.parse(self._report).iter("testcase"):
             told = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-            found[case.get("name")] = (
+            file = case.get("classname", "").rpartition(".")[2]
+            found[file, case.get("name", "")] = (
                 ("passed", "") if told is None else (told.tag, told.text or told.get("message", ""))
             )
         return found
 
-
-@pytest.fixture(scope="session")
-def interpreters(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[Path, Interpreter]]:
-    """One for each file. They start together, at the first test that wants one of them."""
-    chosen: dict[Path, list[pytest.Item]] = {}
-    for item in filter(interpreted, request.session.items):
-        chosen.setdefault(item.path, []).append(item)
-    started = {path: Interpreter(items, tmp_path_factory.mktemp(path.stem)) for path, items in chosen.items()}
-    yield started
-    for one in started.values():
-        one.process.kill()
-        one.process.wait()
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self._report.parent, ignore_errors=True)
 
 
+INTERPRETER = pytest.StashKey[Interpreter]()
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in filter(interpreted, items):
-        if not INTERPRETING and "interpreters" not in item.fixturenames:
-            item.fixturenames.append("interpreters")
+    mine = list(filter(interpreted, items))
+    items[:] = [item for item in items if not interpreted(item)] + mine
+    for item in mine:
         item.add_marker(pytest.mark.timeout(400))  # the first test waits for the interpreter
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    mine = list(filter(interpreted, session.items))
+    if mine and not INTERPRETING and not session.config.option.collectonly:
+        folder = Path(tempfile.mkdtemp(prefix="interpreter"))
+        session.config.stash[INTERPRETER] = Interpreter(mine, folder)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if interpreter := session.config.stash.get(INTERPRETER, None):
+        interpreter.end()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if INTERPRETING or not interpreted(pyfuncitem):
         return None
-    kind, told = pyfuncitem.funcargs["interpreters"][pyfuncitem.path].outcomes[pyfuncitem.name]
+    kind, told = pyfuncitem.config.stash[INTERPRETER].outcomes[_known_as(pyfuncitem)]
     if kind == "skipped":
         pytest.skip(told)
     if kind != "passed":

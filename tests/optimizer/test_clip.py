@@ -408,7 +408,17 @@ def results_of(ranks: RankPool) -> Callable[[Callable[[dict[str, Tensor]], Any],
     return lambda claim, layout: [results[claim.__name__] for results in claimed(layout)]
 
 
-SLOW = ("1d-4-two-lines", "hsdp-two-lines", "tp-ddp", "fsdp2-tp", "owned, 2-D", "tp-fsdp", "hsdp", "root replicated")
+SLOW = (
+    "1d-3",
+    "1d-4-two-lines",
+    "hsdp-two-lines",
+    "tp-ddp",
+    "fsdp2-tp",
+    "owned, 2-D",
+    "tp-fsdp",
+    "hsdp",
+    "root replicated",
+)
 
 
 def each_layout(claim: Callable[[dict[str, Tensor]], Any]) -> Any:

@@ -276,7 +276,7 @@ def test_the_reason_speaks_of_the_plan_that_is_returned() -> None:
     assert result.reason.startswith(f"proven within {result.gap:.2%} of the optimum")
 
 
-@pytest.mark.parametrize("ranks", [3, 64])
+@pytest.mark.parametrize("ranks", [3, pytest.param(64, marks=pytest.mark.slow)])
 def test_the_search_over_many_classes_is_bounded(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     shapes = [(64 * (1 + i // 8), 64 * (1 + i // 8 + i % 8)) for i in range(60)]
     matrices = [Matrix(f"b{i % 40}.{i}", *shapes[i % 60], f"b{i % 40}") for i in range(3000)]

@@ -155,7 +155,7 @@ def check_overlap(name: str, keep: bool, edit: Callable[[Laid, dmuon.Muon], None
         pytest.param(2, "1d", False, marks=pytest.mark.slow),
         (2, "1d-two-lines", True),
         pytest.param(4, "hsdp", False, marks=pytest.mark.slow),
-        (2, "ddp-2", False),
+        pytest.param(2, "ddp-2", False, marks=pytest.mark.slow),
     ],
 )
 @on_ranks(timeout=300)

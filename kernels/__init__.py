@@ -3,7 +3,7 @@
 Triton is imported where its kernels are first used.
 """
 
-from .arithmetic import Arithmetic, carrier_dtype
+from .arithmetic import Arithmetic
 from .coefficients import (
     PRESETS,
     QUINTICS,
@@ -15,14 +15,15 @@ from .coefficients import (
     safe_restarts,
 )
 from .iteration import Iteration, iterate, make_iteration
-from .newton_schulz import iteration_flops, newton_schulz_flops, orthogonalize, run, storage_dtype
+from .newton_schulz import iteration_flops, newton_schulz_flops, orthogonalize, run
 from .normalization import normalize
 from .replay import drop_graphs
 from .squares import Squares
+from .storage import HALF, carrier_dtype, storage_dtype
 from .streams import is_capturing, streams_in_place, streams_of
 from .symmetric import symmetric_product
 from .update import apply_update_, momentum_update, muon_update_, normalized_momentum, update_scale
-from .variant import HALF, Variant, adapted, alternatives, backend_fault, batch_size, choose_variant, variant_fault
+from .variant import Variant, adapted, alternatives, backend_fault, batch_size, choose_variant, variant_fault
 
 __all__ = [
     "HALF",

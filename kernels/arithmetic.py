@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from .squares import Square
+from .storage import HALF, carrier_dtype
 from .symmetric_cpu import split_product, split_sum
 from .symmetric_tiles import TileConfig
 from .symmetric_triton import symmetric_product
-from .variant import HALF, Variant
+from .variant import Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,8 @@ class Arithmetic:
     """How a Newton–Schulz iteration stores matrices and multiplies them; this one with torch's whole products.
 
     ``storage`` is the dtype whose values are kept. Where the device multiplies it fast, tensors are of that
-    dtype. On CPU half-precision products run 60 times slower than fp32's, so there tensors are fp32
-    (``carrier``) and every result is rounded to ``storage`` once, which is what a GPU's fp32-accumulating
-    product does.
+    dtype. Elsewhere they are fp32 (``carrier``) and every result is rounded to ``storage`` once, which is what
+    a product that accumulates in fp32 does.
     """
 
     storage: torch.dtype
@@ -183,8 +183,3 @@ def make_arithmetic(variant: Variant, device: torch.device, storage: torch.dtype
     if variant.backend == "triton":
         return TritonArithmetic(storage, carrier, TileConfig.parse(variant.tile) if variant.tile else None)
     return (SplitArithmetic if variant.backend == "split" else Arithmetic)(storage, carrier)
-
-
-def carrier_dtype(device: torch.device, storage: torch.dtype) -> torch.dtype:
-    """The dtype of tensors that hold values of ``storage`` on ``device``."""
-    return torch.float32 if device.type == "cpu" and storage in HALF else storage

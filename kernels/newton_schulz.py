@@ -22,10 +22,10 @@ from .normalization import check_eps, normalize
 from .precision import full_precision
 from .replay import replayed
 from .squares import Squares
-from .variant import HALF, Backend, Method, Variant, adapted, choose_variant, relative_cost, squares_cost, variant_fault
+from .storage import storage_dtype
+from .variant import Backend, Method, Variant, adapted, choose_variant, relative_cost, squares_cost, variant_fault
 
 CoefficientsArg: TypeAlias = "str | Sequence[float] | Sequence[Sequence[float]]"
-_STORAGE = (*HALF, torch.float32, torch.float64)
 
 
 @torch.no_grad()
@@ -56,7 +56,8 @@ def orthogonalize(
         restarts: Gram form: the 0-based steps before which it restarts from ``X``. ``"auto"`` takes the
             fewest that are safe for these coefficients in ``dtype``; others select the Gram form.
         dtype: dtype that intermediate matrices are stored in; products of halves accumulate in fp32. ``None``:
-            fp64 for fp64 input, else fp32 on CPU and fp16 elsewhere. On CPU, fp16 and bf16 are emulated.
+            fp64 for fp64 input, else fp32 on CPU and fp16 elsewhere. On CPU fp16 is emulated, and bf16 where the CPU
+            does not multiply it.
         backend: what computes products whose result is symmetric: ``"torch"`` all of it, ``"split"`` (CPU) block
             rows up to the diagonal, ``"triton"`` (CUDA) lower tiles; ``"auto"`` by rule.
         eps: lower clamp of the norm; 0 is exact.
@@ -167,14 +168,3 @@ def newton_schulz_flops(
 def iteration_flops(shape: tuple[int, int], steps: int, restarts: Sequence[int] | None) -> int:
     """Operations for one matrix with whole products in the Gram form; ``restarts=None``: the standard form."""
     return 2 * int(relative_cost(shape, steps, restarts))
-
-
-def storage_dtype(x_dtype: torch.dtype, device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype to store intermediate matrices in; ``None`` is the default for input of ``x_dtype`` on ``device``."""
-    if dtype is None:
-        if x_dtype == torch.float64:
-            return torch.float64
-        return torch.float32 if device.type == "cpu" else torch.float16
-    if dtype not in _STORAGE:
-        raise TypeError(f"dtype={dtype!r} is not supported; use None or one of {', '.join(map(str, _STORAGE))}")
-    return dtype

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .arithmetic import carrier_dtype
+from .storage import carrier_dtype
 from .streams import streams_of
 
 # Matrices that must be scaled first: so many elements at a time, which bounds the scaled copy.

@@ -12,10 +12,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from .arithmetic import carrier_dtype
 from .coefficients import coefficient_sequence
-from .newton_schulz import CoefficientsArg, run, storage_dtype
+from .newton_schulz import CoefficientsArg, run
 from .normalization import check_eps, normalize
+from .storage import carrier_dtype, storage_dtype
 from .streams import is_capturing
 from .variant import Variant, choose_variant
 

@@ -14,6 +14,7 @@ import torch
 
 from .coefficients import Polynomial, checked_restarts, restarts_hold
 from .squares import Squares
+from .storage import HALF
 from .symmetric_cpu import worth_splitting
 from .symmetric_tiles import TileConfig, candidates
 from .symmetric_triton import symmetric_product, unsupported
@@ -23,8 +24,6 @@ Backend: TypeAlias = Literal["auto", "torch", "split", "triton"]
 
 METHODS: tuple[Method, ...] = ("auto", "standard", "gram")
 BACKENDS: tuple[Backend, ...] = ("auto", "torch", "split", "triton")
-
-HALF = (torch.float16, torch.bfloat16)
 
 # CPU: matrices that run as one product together hold at most so many elements; more fall out of the cache.
 _CPU_BATCH_ELEMENTS = 1 << 16

@@ -12,7 +12,7 @@ from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.publication import fills_wait
 from dmuon.dedicated.residency import Dedicated
 from dmuon.dedicated.runtime import Runtime
-from dmuon.kernels import carrier_dtype, storage_dtype
+from dmuon.kernels import storage_dtype
 from dmuon.layout.parcels import travels
 from dmuon.optimizer.muon import Muon
 from dmuon.step.batches import make_batches
@@ -138,8 +138,7 @@ def _count_exchanges(runtime: Runtime, ns_dtype: torch.dtype | None, calls: Coun
     for round_ in residency.rounds([batches]):
         if not isinstance(round_, ExchangedRound):
             continue
-        dtype = storage_dtype(round_.batches[0].dtype, runtime.comm.device, ns_dtype)
-        back = carrier_dtype(runtime.comm.device, dtype)
+        back = storage_dtype(round_.batches[0].dtype, runtime.comm.device, ns_dtype)
         one = _RoundBytes.of(round_, back.itemsize)
         calls["exchange"] += one.calls
         nbytes["exchange"] += one.received + one.returned

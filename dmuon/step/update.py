@@ -18,7 +18,6 @@ from dmuon.kernels import (
     Variant,
     adapted,
     apply_update_,
-    carrier_dtype,
     choose_variant,
     coefficient_sequence,
     momentum_update,
@@ -143,8 +142,11 @@ def apply(
 
 
 def wire_dtype(group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which updates travel: that in which Newton-Schulz leaves them."""
-    return carrier_dtype(device, storage_dtype(dtype, device, group["ns_dtype"]))
+    """The dtype in which updates travel: that whose values Newton–Schulz leaves, also where tensors are wider.
+
+    So it is the same on all ranks, of whose CPUs only some may multiply it.
+    """
+    return storage_dtype(dtype, device, group["ns_dtype"])
 
 
 @dataclass(frozen=True, slots=True)

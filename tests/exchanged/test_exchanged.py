@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,10 @@ from dmuon import create_dtensor_config, create_processgroup_config
 from dmuon.check.accounting import Amount, Traffic
 from dmuon.check.model import Block, Network, Size, is_matrix, loss_of, shard
 from dmuon.check.topologies import full_state
+from dmuon.kernels.arithmetic import make_arithmetic
 from dmuon.layout.parcels import travels
+
+storage = importlib.import_module("dmuon.kernels.storage")
 
 LENGTHS = pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
 MAX_NORM = 0.5  # below the norm of every step
@@ -98,6 +102,29 @@ QUICK = ("fsdp2-2", "fsdp2-3", "fsdp2-hsdp", "fsdp2-tp", "tp-alone", "ddp-of-3",
 )
 def test_steps_equal_single_process(ranks: RankPool, name: str, steps: int) -> None:
     ranks(LAYOUTS[name].world, trajectory, name, steps, timeout=200 if steps == 100 else 60)
+
+
+def bf16_on_unlike_cpus(rank: int, _world: int, name: str) -> None:
+    """Only the last rank's CPU multiplies bf16: updates travel as it all the same."""
+    multiplies = storage.cpu_multiplies_bf16
+    storage.cpu_multiplies_bf16 = lambda: rank == _world - 1
+    make_arithmetic.cache_clear()
+    try:
+        weights, calls = run(lay(name, toy(name)), 3, ns_dtype=torch.bfloat16)
+    finally:
+        storage.cpu_multiplies_bf16 = multiplies
+        make_arithmetic.cache_clear()
+    assert_same_over_ranks(weights)
+    assert [over_ranks(of_step) for of_step in calls] == [matrices(name)] * 3
+    start, exact = full_state(toy(name)), expected("tp" not in name, 3)
+    for key, weight in weights.items():
+        change = (exact[key] - start[key]).norm()
+        assert (weight - exact[key]).norm() <= 0.1 * change, key
+
+
+@pytest.mark.parametrize("name", ["fsdp2-2", "tp"])
+def test_ranks_of_which_one_multiplies_bf16_exchange_it(ranks: RankPool, name: str) -> None:
+    ranks(LAYOUTS[name].world, bf16_on_unlike_cpus, name)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from common.programs import (
 from common.ranks import over_ranks, share, timed
 from common.results import origin, without_home
 from dmuon.planning.cost_lookup import find_costs
-from dmuon.simulation.network import Collective, Ring, Topology
+from dmuon.simulation.network import NOTHING, Collective, Ring, Topology, Travel
 from dmuon.simulation.programs import ProgramName, simulate
 from dmuon.simulation.scenario import Machine, Scenario
 from dmuon.simulation.workload import Block, Workload
@@ -57,11 +57,11 @@ class MeasuredNetwork:
 
     figures: dict[Collective, tuple[float, float]]
 
-    def seconds(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> float:
+    def travel(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
         if ring.size == 1 or calls == 0:
-            return 0.0
+            return NOTHING
         latency, per_byte = self.figures[kind]
-        return calls * latency + nbytes * per_byte
+        return Travel(calls * latency, nbytes * per_byte)
 
 
 def validate(rank: int, sizes: Sizes, quantile: float) -> dict[str, Any]:

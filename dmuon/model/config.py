@@ -137,6 +137,14 @@ class ModelConfig:
             raise ValueError(f"{self.path}: field '{self.prefix}{name}' {state}; set it to {what}")
 
 
+_EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
+
+
+def expert_count(config: ModelConfig) -> int:
+    """Routed experts of a block, under the name that this version of ``transformers`` gives them."""
+    return config.integer(next((name for name in _EXPERT_COUNTS if config.data.get(name) is not None), "num_experts"))
+
+
 def _decoder(config: ModelConfig) -> Iterator[MatrixShape]:
     """Llama, Mistral, Qwen2 and Qwen3: attention and a gated MLP."""
     hidden, inner = config.integer("hidden_size"), config.integer("intermediate_size")
@@ -148,7 +156,7 @@ def _decoder(config: ModelConfig) -> Iterator[MatrixShape]:
 
 def _qwen3_moe(config: ModelConfig) -> Iterator[MatrixShape]:
     hidden = config.integer("hidden_size")
-    experts = config.integer("num_local_experts" if "num_local_experts" in config.data else "num_experts")
+    experts = expert_count(config)
     step, dense = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
     for layer in range(config.integer("num_hidden_layers")):
         block = f"model.layers.{layer}"
@@ -161,7 +169,7 @@ def _qwen3_moe(config: ModelConfig) -> Iterator[MatrixShape]:
 
 def _deepseek_v3(config: ModelConfig) -> Iterator[MatrixShape]:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    experts, inner = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
+    experts, inner = expert_count(config), config.integer("moe_intermediate_size")
     if config.integer("moe_layer_freq", 1) != 1:
         raise ValueError(f"{config.path}: field 'moe_layer_freq' must be 1: other spacings are not supported")
     dense = config.integer("first_k_dense_replace", least=0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 Times = NDArray[np.float64]  # seconds, one per rank
 
 COMPUTE = "compute"
+
+_NO_LINKS: Mapping[str, float | Times] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +82,22 @@ class Simulation:
     A resource is whatever serves one operation at a time, in the order in which operations are submitted: a stream, or
     a link that several streams share.
 
+    Args:
+        contention: how much longer computation takes while a collective is under way, as a part of the time of both.
+
     Raises:
         ValueError: no rank, or a straggler that does not exist.
     """
 
-    def __init__(self, ranks: int, noise: Noise | None = None) -> None:
+    def __init__(self, ranks: int, noise: Noise | None = None, contention: float = 0.0) -> None:
         if ranks < 1:
             raise ValueError(f"ranks={ranks} must be at least 1")
         noise = noise or Noise()
         self.ranks = ranks
         self.spans: list[Span] = []
         self._free: dict[str, Times] = {}
+        self._contention = contention
+        self._arrived = np.zeros(ranks)  # the last of all collectives that have started
         self._sigma = noise.sigma
         self._random = np.random.default_rng(noise.seed)
         self._slowdown = np.ones(ranks)
@@ -111,6 +119,8 @@ class Simulation:
         took = seconds * self._slowdown
         if self._sigma:
             took = took * np.exp(self._sigma * self._random.standard_normal(self.ranks) - self._sigma**2 / 2)
+        if self._contention:
+            took = took + self._contention * np.clip(self._arrived - self.now(COMPUTE), 0.0, took)
         return self.run((COMPUTE,), name, took)
 
     def run(
@@ -119,6 +129,7 @@ class Simulation:
         name: str,
         seconds: float | Times,
         *,
+        links: Mapping[str, float | Times] = _NO_LINKS,
         after: Iterable[Times] = (),
         groups: Groups | None = None,
     ) -> Times:
@@ -127,14 +138,19 @@ class Simulation:
         Args:
             resources: the first is the stream that a timeline shows.
             seconds: one duration, or one per rank.
+            links: seconds for which each link is busy from the start on: that of bytes, while latency passes.
             after: ends of what it waits for.
             groups: for a collective: its members start together.
         """
-        start = latest(*(self.now(resource) for resource in resources), *after)
+        start = latest(*(self.now(resource) for resource in (*resources, *links)), *after)
         if groups is not None:
             start = groups.latest(start)
         end: Times = start + seconds
         for resource in resources:
             self._free[resource] = end
+        for link, busy in links.items():
+            self._free[link] = start + busy
+        if links:
+            self._arrived = np.maximum(self._arrived, end)
         self.spans.append(Span(resources[0], name, start, end))
         return end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -10,9 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmuon.platform.options import is_integer
+from dmuon.simulation.engine import Times
 from dmuon.simulation.hardware import Hardware, Link
 
-Collective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce"]
+Collective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+_MESSAGE_S = 1.25e-6  # of one peer in an all-to-all: NCCL-tests issue 78 has 0.32 ms for the smallest over 256 ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Topology:
         gpus_per_node: ranks of one node.
         replicate: HSDP replicas; ``replicate = world / tp`` is DDP.
         tp: tensor-parallel ranks.
+        ep: neighbours among the shards of one replica that hold other experts each; what holds the same ones shards
+            these.
 
     Raises:
         ValueError: a count below 1, or one that does not divide what it must.
@@ -46,9 +52,10 @@ class Topology:
     gpus_per_node: int = 8
     replicate: int = 1
     tp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("world", "gpus_per_node", "replicate", "tp"):
+        for name in ("world", "gpus_per_node", "replicate", "tp", "ep"):
             value = getattr(self, name)
             if not is_integer(value, 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
@@ -61,6 +68,10 @@ class Topology:
         if self.gpus_per_node % self.tp and self.tp % self.gpus_per_node:
             raise ValueError(
                 f"tp={self.tp} and gpus_per_node={self.gpus_per_node}: one must divide the other; change tp"
+            )
+        if self.shard % self.ep:
+            raise ValueError(
+                f"ep={self.ep} does not divide the {self.shard} shards of a replica; change ep or replicate"
             )
 
     @property
@@ -82,10 +93,18 @@ class Topology:
         """Per kind of group, the group of every rank.
 
         ``"shard"``: those that share a replica and a tensor-parallel index; ``"replicate"``: those that hold the same
-        shard; ``"data"``: those that differ in their data only.
+        shard; ``"data"``: those that differ in their data only. ``"expert shard"``: those of ``"shard"`` that shard the
+        same experts; ``"experts"``: those of it that hold all experts together, and send each other tokens.
         """
         replica, shard, tp = self.coordinates()
-        return {"shard": replica * self.tp + tp, "replicate": shard * self.tp + tp, "data": tp}
+        row = replica * self.tp + tp
+        return {
+            "shard": row,
+            "replicate": shard * self.tp + tp,
+            "data": tp,
+            "expert shard": row * self.ep + shard % self.ep,
+            "experts": row * (self.shard // self.ep) + shard // self.ep,
+        }
 
     def ring(self, ids: NDArray[np.int64]) -> Ring:
         """The shape of the groups ``ids``: of the one over most nodes, where they differ."""
@@ -94,13 +113,43 @@ class Topology:
         return Ring(int(np.bincount(ids).max()), int(np.bincount(pairs[0]).max()))
 
 
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """How long something is on its way, in seconds; of each rank where they differ.
+
+    Attributes:
+        latency: while it passes, links carry what other streams send.
+        busy: for which a link carries the bytes.
+    """
+
+    latency: float | Times
+    busy: float | Times
+
+    @property
+    def seconds(self) -> float | Times:
+        return self.latency + self.busy
+
+    def __bool__(self) -> bool:
+        return bool(np.any(self.seconds))
+
+
+NOTHING = Travel(0.0, 0.0)
+
+
+def of_ranks(travels: Sequence[Travel], index: NDArray[np.int64]) -> Travel:
+    """For each rank, the travel that ``index`` says."""
+    latency, busy = (np.array([getattr(t, name) for t in travels], dtype=float) for name in ("latency", "busy"))
+    return Travel(latency[index], busy[index])
+
+
 class Network(Protocol):
     """How long collectives take."""
 
-    def seconds(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> float:
-        """Seconds of ``calls`` collectives of one kind on one stream, over ``nbytes`` together.
+    def travel(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
+        """``calls`` collectives of one kind in one launch, over ``nbytes`` together.
 
-        ``nbytes`` counts whole tensors: what every rank holds after an all-gather or before a reduce-scatter.
+        ``nbytes`` counts whole tensors: what every rank holds after an all-gather or before a reduce-scatter. Of an
+        all-to-all it is the most that a rank sends or receives, and ``calls`` the most ranks that it exchanges with.
         """
         ...
 
@@ -114,9 +163,9 @@ class AlphaBeta:
     reduce-scatter ``(n - 1) / n`` of them, all-reduce twice that. The hops of an all-reduce are those of a ring or of a
     tree (a chain inside each node, a binary tree over nodes), whichever is shorter.
 
-    Broadcasts from several owners follow one another along the ring, because a buffer holds a block in the order of its
-    owners. Each starts once the one before has passed. Together they go around at most twice, and each start costs one
-    more hop. Reductions do the same. All-gathers have no such order: each goes all the way around.
+    Broadcasts from several owners leave in one launch, and go around at the same time: one lap, and a hop more for the
+    start of each further one. Reductions do the same. All-gathers that are called one after the other each go around.
+    A rank of an all-to-all starts one message after the other.
     """
 
     intra: Link
@@ -126,22 +175,31 @@ class AlphaBeta:
     def of(cls, hardware: Hardware) -> AlphaBeta:
         return cls(hardware.intra, hardware.inter)
 
-    def seconds(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> float:
+    def lap(self, ring: Ring) -> float:
+        """Seconds in which a message of no length goes around."""
+        return (ring.nodes - 1) * self.inter.latency_s + (ring.size - ring.nodes) * self.intra.latency_s
+
+    def bandwidth(self, ring: Ring) -> float:
+        """Bytes per second that pass each link of a ring."""
+        if ring.nodes == 1:
+            return self.intra.bandwidth
+        return min(self.intra.bandwidth, ring.size / ring.nodes * self.inter.bandwidth)
+
+    def travel(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
         if ring.size == 1 or calls == 0:
-            return 0.0
-        bandwidth = self.intra.bandwidth
-        if ring.nodes > 1:
-            bandwidth = min(bandwidth, ring.size / ring.nodes * self.inter.bandwidth)
-        around = (ring.nodes - 1) * self.inter.latency_s + (ring.size - ring.nodes) * self.intra.latency_s
+            return NOTHING
+        around, busy = self.lap(ring), nbytes / self.bandwidth(ring)
         part = (ring.size - 1) / ring.size
         match kind:
             case "broadcast" | "reduce":
-                laps = 2 - 1 / calls  # owners spread evenly: the last starts (calls - 1) / calls of a lap behind
-                return laps * around + (calls - 1) * self.intra.latency_s + nbytes / bandwidth
+                return Travel(around + (calls - 1) * self.intra.latency_s, busy)
             case "all_gather" | "reduce_scatter":
-                return calls * around + part * nbytes / bandwidth
+                return Travel(calls * around, part * busy)
             case "all_reduce":
                 levels = math.ceil(math.log2(ring.nodes))
                 chain = -(-ring.size // ring.nodes) - 1
                 tree = levels * self.inter.latency_s + chain * self.intra.latency_s
-                return 2 * (calls * min(around, tree) + part * nbytes / bandwidth)
+                return Travel(2 * calls * min(around, tree), 2 * part * busy)
+            case "all_to_all":
+                link = self.intra if ring.nodes == 1 else self.inter
+                return Travel(link.latency_s + calls * _MESSAGE_S, nbytes / link.bandwidth)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dmuon.simulation.hardware import Hardware
 from dmuon.simulation.network import AlphaBeta, Network, Topology
-from dmuon.simulation.workload import Workload
+from dmuon.simulation.workload import Block, Workload, is_expert
 from dmuon.solver import CostTable, Matrix, Plan
 
 _ADAMW_BYTES = 28  # per element: weight, gradient and two moments read, all but the gradient written, fp32
@@ -66,6 +66,8 @@ class Scenario:
     Attributes:
         speeds: ranks that are not as fast as the machine says, and how many times as fast they are. Slow ranks slow
             down forward and backward too.
+        merge_bytes: as in ``CommOptions``: neighbouring blocks of dedicated weights communicate together up to so many.
+        gathers_once: weights stay whole from forward to backward, as pipeline stages with several micro-batches do.
 
     Raises:
         ValueError: plan, costs, workload and topology that do not belong together.
@@ -77,6 +79,8 @@ class Scenario:
     machine: Machine
     topology: Topology
     speeds: Mapping[int, float] = field(default_factory=dict)
+    merge_bytes: int = 0
+    gathers_once: bool = False
 
     def __post_init__(self) -> None:
         if self.plan.world != self.topology.world:
@@ -127,12 +131,46 @@ def batches(scenario: Scenario, counts: Mapping[tuple[int, int], int]) -> list[f
     return seconds
 
 
-def owned_elements(scenario: Scenario) -> list[NDArray[np.float64]]:
-    """Per block, elements of one tensor-parallel rank by their owner's coordinates, shape ``(replicate, shard)``."""
+def owned_elements(scenario: Scenario, experts: bool) -> list[NDArray[np.float64]]:
+    """Per block, elements of one tensor-parallel rank by their owner's coordinates, shape ``(replicate, shard)``.
+
+    Args:
+        experts: of the routed experts where ranks divide these, or of everything else.
+    """
     topology = scenario.topology
     index = {block.name: i for i, block in enumerate(scenario.workload.blocks)}
     owned = [np.zeros((topology.replicate, topology.shard)) for _ in index]
     for m in scenario.plan.matrices:
-        row, column = divmod(scenario.plan.owners[m.name] // topology.tp, topology.shard)
-        owned[index[m.block]][row, column] += m.rows * m.cols / topology.tp
+        if (topology.ep > 1 and is_expert(m.name)) == experts:
+            row, column = divmod(scenario.plan.owners[m.name] // topology.tp, topology.shard)
+            owned[index[m.block]][row, column] += m.rows * m.cols / topology.tp
     return owned
+
+
+def merged(scenario: Scenario) -> Scenario:
+    """The scenario with neighbouring blocks as one, as long as their weights fit into ``merge_bytes``."""
+    if not scenario.merge_bytes:
+        return scenario
+    workload = scenario.workload
+    groups: list[list[Block]] = []
+    room = 0
+    for block in workload.blocks:
+        nbytes = block.matrix_elements * workload.param_bytes // scenario.topology.tp
+        if groups and nbytes <= room:
+            groups[-1].append(block)
+        else:
+            groups.append([block])
+            room = scenario.merge_bytes
+        room -= nbytes
+    names = {block.name: group[0].name for group in groups for block in group}
+    matrices = tuple(replace(m, block=names[m.block]) for m in scenario.plan.matrices)
+    blocks = tuple(
+        Block(group[0].name, *(sum(getattr(block, f.name) for block in group) for f in fields(Block)[1:]))
+        for group in groups
+    )
+    return replace(
+        scenario,
+        workload=replace(workload, blocks=blocks),
+        plan=replace(scenario.plan, matrices=matrices),
+        merge_bytes=0,
+    )

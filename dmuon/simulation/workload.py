@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 from dmuon.model.blocks import MatrixShape
-from dmuon.model.config import ModelConfig, matrices_of
+from dmuon.model.config import ModelConfig, expert_count, matrices_of
 from dmuon.platform.options import is_integer
 
 _NORMS_PER_BLOCK = 2
-_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _BACKWARD = 2  # products per forward product: one for the input's gradient, one for the weight's
 
 
@@ -25,9 +25,11 @@ class Block:
         forward_flops, backward_flops: work of one rank's tokens.
         matrix_elements: elements of the matrices that Muon takes.
         other_elements: elements of everything else in it.
+        expert_elements: those of the matrices that are routed experts.
+        dispatch_bytes: of one rank's tokens on their way to their experts; as many come back.
 
     Raises:
-        ValueError: a figure is negative or not finite.
+        ValueError: a figure is negative or not finite, or experts have more elements than all matrices.
     """
 
     name: str
@@ -35,12 +37,19 @@ class Block:
     backward_flops: float
     matrix_elements: int
     other_elements: int
+    expert_elements: int = 0
+    dispatch_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"block {self.name!r}: {field.name} is {value!r}; give a figure of at least 0")
+        if self.expert_elements > self.matrix_elements:
+            raise ValueError(
+                f"block {self.name!r}: expert_elements is {self.expert_elements}; give at most matrix_elements, "
+                f"{self.matrix_elements}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +117,17 @@ class Workload:
             raise ValueError(f"tokens={tokens} must be a multiple of sequence={sequence}; give whole sequences")
         config = ModelConfig.load(path)
         matrices = matrices_of(config)
-        active = _active_experts(config, matrices)
+        chosen, experts = _experts(config, matrices)
         members: dict[str, list[MatrixShape]] = {}
         for matrix in matrices:
             members.setdefault(matrix.block, []).append(matrix)
         blocks = []
         for name, owned in members.items():
-            forward = 2.0 * tokens * sum(m.rows * m.cols * (active if _is_expert(m) else 1.0) for m in owned)
+            active = chosen / experts
+            forward = 2.0 * tokens * sum(m.rows * m.cols * (active if is_expert(m.name) else 1.0) for m in owned)
             forward += tokens * sequence * _attention_width(owned)
             hidden = _hidden(config, owned)
+            routed = sum(m.rows * m.cols for m in owned if is_expert(m.name))
             blocks.append(
                 Block(
                     name,
@@ -124,6 +135,8 @@ class Workload:
                     forward * (_BACKWARD + recompute),
                     sum(m.rows * m.cols for m in owned),
                     _NORMS_PER_BLOCK * hidden,
+                    routed,
+                    float(tokens * chosen * hidden * param_bytes) if routed else 0.0,
                 )
             )
         ends = _ends(config, tokens, _hidden(config, members[blocks[-1].name]))
@@ -137,6 +150,7 @@ class Workload:
                 block,
                 forward_flops=block.forward_flops * factor,
                 backward_flops=block.backward_flops * factor,
+                dispatch_bytes=block.dispatch_bytes * factor,
             )
 
         return replace(
@@ -144,6 +158,25 @@ class Workload:
             blocks=tuple(map(more, self.blocks)),
             ends=more(self.ends),
             tokens=max(1, round(self.tokens * factor)),
+        )
+
+    def stages(self, count: int) -> tuple[Workload, ...]:
+        """Pipeline stages: blocks in even shares, half of what the root holds in the first, the rest in the last.
+
+        Raises:
+            ValueError: fewer blocks than stages.
+        """
+        if not is_integer(count, 1) or count > len(self.blocks):
+            raise ValueError(f"pp={count!r} must be from 1 to the number of blocks, {len(self.blocks)}; change pp")
+        if count == 1:
+            return (self,)
+        bounds = [i * len(self.blocks) // count for i in range(count + 1)]
+        held = self.ends.other_elements
+        ends = [Block(self.ends.name, 0.0, 0.0, 0, 0) for _ in range(count)]
+        ends[0] = replace(ends[0], other_elements=held - held // 2)
+        ends[-1] = replace(self.ends, other_elements=held // 2)
+        return tuple(
+            replace(self, blocks=self.blocks[a:b], ends=end) for (a, b), end in zip(pairwise(bounds), ends, strict=True)
         )
 
     @property
@@ -162,19 +195,20 @@ def _check_count(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
 
 
-def _is_expert(matrix: MatrixShape) -> bool:
-    return ".experts." in matrix.name
+def is_expert(name: str) -> bool:
+    """Whether a matrix of this name is a routed expert."""
+    return ".experts." in name
 
 
-def _active_experts(config: ModelConfig, matrices: Iterable[MatrixShape]) -> float:
-    """The part of the routed experts that one token meets."""
-    if not any(map(_is_expert, matrices)):
-        return 1.0
-    experts = config.integer(next((name for name in _EXPERT_COUNTS if name in config.data), _EXPERT_COUNTS[0]))
+def _experts(config: ModelConfig, matrices: Iterable[MatrixShape]) -> tuple[int, int]:
+    """How many of the routed experts one token meets, and how many there are; ``(1, 1)`` without experts."""
+    if not any(is_expert(m.name) for m in matrices):
+        return 1, 1
+    experts = expert_count(config)
     name = "num_experts_per_tok"
     chosen = config.data.get(name)
     config.check(name, is_integer(chosen, 1, experts), f"an integer from 1 to {experts}", chosen)
-    return config.integer(name) / experts
+    return config.integer(name), experts
 
 
 def _attention_width(matrices: Iterable[MatrixShape]) -> int:

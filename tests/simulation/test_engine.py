@@ -59,6 +59,21 @@ def test_a_straggler_slows_its_computation_only() -> None:
     assert sim.run(("fill",), "f", 1.0).tolist() == [1.0, 1.0, 1.0]
 
 
+def test_a_link_is_free_again_while_latency_passes() -> None:
+    sim = Simulation(2)
+    first = sim.run(("fill",), "fill", 5.0, links={"link": 2.0})
+    second = sim.run(("reduce",), "reduce", 5.0, links={"link": 2.0})
+    third = sim.run(("fill",), "fill", 1.0, links={"link": 1.0})  # behind the first on its stream
+    assert [float(end[0]) for end in (first, second, third)] == [5.0, 7.0, 6.0]
+
+
+def test_a_collective_under_way_slows_computation_beside_it() -> None:
+    sim = Simulation(2, contention=0.5)
+    sim.run(("fill",), "fill", 4.0, links={"link": 1.0})
+    assert sim.compute("a", 3.0)[0] == 3.0 * 1.5
+    assert sim.compute("b", 3.0)[0] == 4.5 + 3.0
+
+
 def test_noise_repeats_by_seed_and_keeps_the_mean() -> None:
     def ends(seed: int) -> np.ndarray[Any, Any]:
         return Simulation(20_000, Noise(sigma=0.2, seed=seed)).compute("a", 1.0)
@@ -87,28 +102,31 @@ NETWORK = AlphaBeta(intra=Link(1.0, 100.0), inter=Link(10.0, 20.0))
         # Tree: two levels of nodes beat the three hops of a ring.
         ("all_reduce", Ring(4, 4), 2 * (2 * 10.0 + 3 / 4 * 400 / 20)),
         ("broadcast", Ring(1, 1), 0.0),
+        # A rank starts three messages; what it sends leaves by its own adapter.
+        ("all_to_all", Ring(4, 1), 1.0 + 1.25e-6 + 400 / 100),
+        ("all_to_all", Ring(4, 2), 10.0 + 1.25e-6 + 400 / 20),
     ],
 )
 def test_collectives_by_hand(kind: Collective, ring: Ring, seconds: float) -> None:
-    assert NETWORK.seconds(kind, ring, 400.0) == pytest.approx(seconds)
+    assert NETWORK.travel(kind, ring, 400.0).seconds == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
     ("kind", "seconds"),
     [
-        ("broadcast", 2 / 3 * 3 * 1.0 + 2 * 1.0),  # those of several owners follow one another along the ring
+        ("broadcast", 2 * 1.0),  # those of several owners go around together
         ("all_gather", 2 * 3 * 1.0),  # every one goes around
     ],
 )
 def test_two_more_collectives_by_hand(kind: Collective, seconds: float) -> None:
-    once, thrice = (NETWORK.seconds(kind, Ring(4, 1), 400.0, calls) for calls in (1, 3))
+    once, thrice = (NETWORK.travel(kind, Ring(4, 1), 400.0, calls).seconds for calls in (1, 3))
     assert thrice - once == pytest.approx(seconds)
 
 
 def test_grid_of_groups() -> None:
     grid = Topology(world=16, gpus_per_node=8, replicate=2, tp=2)
     assert (grid.shard, grid.nodes) == (4, 2)
-    shard, replicate, data = grid.group_ids().values()
+    shard, replicate, data, *_ = grid.group_ids().values()
     assert [int(r) for r in np.flatnonzero(shard == shard[0])] == [0, 2, 4, 6]
     assert [int(r) for r in np.flatnonzero(replicate == replicate[3])] == [3, 11]
     assert grid.ring(shard) == Ring(4, 1)

@@ -84,7 +84,7 @@ def candidates(m: int, p: int, dtype: torch.dtype, capability: tuple[int, int]) 
             small = [small[0], TileConfig(64, 64, 4, 3)]
     elif (m * dtype.itemsize) % DESCRIPTOR_ALIGNMENT == 0 and (p * dtype.itemsize) % DESCRIPTOR_ALIGNMENT == 0:
         large = [TileConfig(128, 64, 8, 4, True), TileConfig(128, 64, 8, 3, True), *large[:1]]
-        small = [TileConfig(64, 64, 4, 4, True), TileConfig(64, 128, 4, 3, True)]
+        small = [TileConfig(64, 64, 4, 4, True), TileConfig(64, 64, 4, 3, True)]
         # With 4 warps and both operands transposed, capability 10.0 spills.
         small.append(TileConfig(64, 64, 8, 4) if vectors else UNALIGNED)
     if m <= 64:

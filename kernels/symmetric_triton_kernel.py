@@ -79,17 +79,70 @@ def _accumulate_descriptors(
 
 
 @triton.jit
-def _add(
-    result, c, beta, batch, row, col, c_batch, offsets, inside,
+def _load_addend(
+    c, batch, row, col, m, c_batch, c_row, c_col,
     BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """``result + beta C`` of one tile."""
+    """One tile of ``C``, in its own dtype."""
     if DESCRIPTORS:
-        addend = c.load([batch, row, col]).reshape(BLOCK, BLOCK)
+        tile = c.load([batch, row, col]).reshape(BLOCK, BLOCK)
     else:
-        c += batch.to(tl.int64) * c_batch
-        addend = tl.load(c + offsets, mask=inside, other=0.0)
-    return result + beta * addend.to(tl.float32)
+        rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
+        offsets = rows.to(tl.int64)[:, None] * c_row + cols.to(tl.int64)[None, :] * c_col
+        inside = (rows < m)[:, None] & (cols < m)[None, :]
+        tile = tl.load(c + batch.to(tl.int64) * c_batch + offsets, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _store(
+    d, tile, batch, row, col, m, d_batch, d_row, d_col,
+    BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    if DESCRIPTORS:
+        d.store([batch, row, col], tile.reshape(1, BLOCK, BLOCK))
+    else:
+        rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
+        offsets = rows.to(tl.int64)[:, None] * d_row + cols.to(tl.int64)[None, :] * d_col
+        inside = (rows < m)[:, None] & (cols < m)[None, :]
+        tl.store(d + batch.to(tl.int64) * d_batch + offsets, tile, mask=inside)
+
+
+@triton.jit
+def _finish(
+    product, early, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
+    alpha, beta0, beta1, beta2, beta3, identity,
+    BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr, ADDENDS: tl.constexpr, EARLY: tl.constexpr, IDENTITY: tl.constexpr,
+):  # fmt: skip
+    """Scale a tile of ``A B``, add the rest, round, and store it twice. ``early`` is that of ``c0``, if ``EARLY``."""
+    result = alpha * product
+    if ADDENDS > 0:
+        if EARLY:
+            addend = early
+        else:
+            addend = _load_addend(c0, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+        result += beta0 * addend.to(tl.float32)
+    if ADDENDS > 1:
+        addend = _load_addend(c1, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+        result += beta1 * addend.to(tl.float32)
+    if ADDENDS > 2:
+        addend = _load_addend(c2, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+        result += beta2 * addend.to(tl.float32)
+    if ADDENDS > 3:
+        addend = _load_addend(c3, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+        result += beta3 * addend.to(tl.float32)
+    rows, cols = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    if IDENTITY:
+        result = tl.where(row + rows == col + cols, result + identity, result)
+    tile = result.to(d.dtype if DESCRIPTORS else d.dtype.element_ty)
+    # Transposed inside the branches: before them, every tile would pay for it twice.
+    if row == col:
+        # A·B is computed with one operand on each side, so rounding alone makes the tile unsymmetric.
+        tile = tl.where(rows >= cols, tile, tl.trans(tile))
+        _store(d, tile, batch, row, col, m, d_batch, d_row, d_col, BLOCK, DESCRIPTORS)
+    else:
+        _store(d, tile, batch, row, col, m, d_batch, d_row, d_col, BLOCK, DESCRIPTORS)
+        _store(d, tl.trans(tile), batch, col, row, m, d_batch, d_row, d_col, BLOCK, DESCRIPTORS)
 
 
 @triton.jit
@@ -106,52 +159,24 @@ def _compute_tile(
     batch = index // tiles
     tile_row, tile_col = lower_tile(index % tiles, side, GROUP)
     row, col = tile_row * BLOCK, tile_col * BLOCK
-    rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
 
+    # On its way while the product is computed, which has registers to spare for one in half precision.
+    EARLY: tl.constexpr = ADDENDS > 0 and not DESCRIPTORS and c0.dtype.element_ty.primitive_bitwidth == 16
+    early = 0
     if DESCRIPTORS:
-        accumulator = _accumulate_descriptors(a, b, batch, row, col, p, BLOCK, BLOCK_K, A_K_MAJOR, B_K_MAJOR)
+        product = _accumulate_descriptors(a, b, batch, row, col, p, BLOCK, BLOCK_K, A_K_MAJOR, B_K_MAJOR)
     else:
+        if EARLY:
+            early = _load_addend(c0, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
         # Offsets of a large batch, and of far rows in it, do not fit 32 bits.
         a += batch.to(tl.int64) * a_batch
         b += batch.to(tl.int64) * b_batch
-        d += batch.to(tl.int64) * d_batch
-        rows_64, cols_64 = rows.to(tl.int64), cols.to(tl.int64)
-        inside = (rows < m)[:, None] & (cols < m)[None, :]
-        accumulator = _accumulate_pointers(
-            a, b, rows, cols, m, p, a_row, a_inner, b_inner, b_col, BLOCK, BLOCK_K, EVEN_K
-        )
-
-    result = alpha * accumulator
-    if ADDENDS > 0:
-        if DESCRIPTORS:
-            offsets, within = 0, 0
-        else:
-            offsets = rows_64[:, None] * c_row + cols_64[None, :] * c_col
-            within = inside
-        result = _add(result, c0, beta0, batch, row, col, c_batch, offsets, within, BLOCK, DESCRIPTORS)
-        if ADDENDS > 1:
-            result = _add(result, c1, beta1, batch, row, col, c_batch, offsets, within, BLOCK, DESCRIPTORS)
-        if ADDENDS > 2:
-            result = _add(result, c2, beta2, batch, row, col, c_batch, offsets, within, BLOCK, DESCRIPTORS)
-        if ADDENDS > 3:
-            result = _add(result, c3, beta3, batch, row, col, c_batch, offsets, within, BLOCK, DESCRIPTORS)
-    if IDENTITY:
-        result = tl.where(rows[:, None] == cols[None, :], result + identity, result)
-    tile = result.to(d.dtype if DESCRIPTORS else d.dtype.element_ty)
-    mirror = tl.trans(tile)
-    if row == col:
-        # A·B is computed with one operand on each side, so rounding alone makes the tile unsymmetric.
-        tile = tl.where(rows[:, None] >= cols[None, :], tile, mirror)
-
-    if DESCRIPTORS:
-        d.store([batch, row, col], tile.reshape(1, BLOCK, BLOCK))
-        if row != col:
-            d.store([batch, col, row], mirror.reshape(1, BLOCK, BLOCK))
-    else:
-        tl.store(d + (rows_64[:, None] * d_row + cols_64[None, :] * d_col), tile, mask=inside)
-        if row != col:
-            mirrored = (cols < m)[:, None] & (rows < m)[None, :]
-            tl.store(d + (cols_64[:, None] * d_row + rows_64[None, :] * d_col), mirror, mask=mirrored)
+        rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
+        product = _accumulate_pointers(a, b, rows, cols, m, p, a_row, a_inner, b_inner, b_col, BLOCK, BLOCK_K, EVEN_K)
+    _finish(
+        product, early, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
+        alpha, beta0, beta1, beta2, beta3, identity, BLOCK, DESCRIPTORS, ADDENDS, EARLY, IDENTITY,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["total", "alpha", "beta0", "beta1", "beta2", "beta3", "identity"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,14 @@ def _check_resources(config: TileConfig, dtype: torch.dtype, arch: int, **option
     assert used.spill_bytes == 0, (config, arch, used.registers)
     assert used.shared_bytes <= SHARED_MEMORY[arch], (config, arch)
     assert used.instruction == ("none" if dtype == torch.float32 else INSTRUCTION[arch])
+
+
+def _compiled(config: TileConfig, arch: int, adds: int = 0) -> Any:
+    """The kernel for squares in fp16 that adds so many matrices."""
+    s, *c = torch.empty(1 + adds, 512, 512, dtype=torch.float16).unbind()
+    with recording(arch) as recorder:
+        symmetric_product(s, s, c, beta=(0.5,) * adds, b_symmetric=True, config=config)
+    return recorder.kernels[0]
 
 
 @pytest.mark.parametrize("side", [256, 2048])
@@ -67,6 +76,24 @@ def test_default_does_not_spill_where_strides_or_addresses_forbid_vectors(offset
     with recording(80) as recorder:
         symmetric_product(x, x.mT)
     assert resources(recorder.kernels[0]).spill_bytes == 0
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_only_tiles_on_the_diagonal_are_mirrored_in_place(arch):
+    """Elsewhere the transpose is a matter of names: the store takes it as it is."""
+    ir = _compiled(TileConfig(128, 64, 8, 4, True), arch).asm["ttgir"]
+    before, _, branches = ir[ir.rindex("scf.for") :].partition("tt.trans")[2].partition("scf.if")
+    diagonal, _, elsewhere = branches.partition("} else {")
+    assert "convert_layout" in diagonal
+    assert "convert_layout" not in before and "convert_layout" not in elsewhere
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_through_pointers_an_addend_is_on_its_way_while_the_product_is_computed(arch):
+    config = TileConfig(128, 64, 8, 3)
+    assert "ld.global" not in _compiled(config, arch).asm["ptx"]
+    before, _, after = _compiled(config, arch, adds=1).asm["ptx"].partition(INSTRUCTION[arch] + ".")
+    assert "ld.global" in before and "ld.global" not in after
 
 
 @pytest.mark.pitfall("P46")

@@ -24,7 +24,6 @@ from torch.profiler import record_function
 
 from dmuon.comm.context import Comm, gather
 from dmuon.comm.monitor import Pending, run_all
-from dmuon.dedicated.initial_values import from_first_rank
 from dmuon.dedicated.matrix import OwnedMatrix, Weight, own
 from dmuon.dedicated.part import Part
 from dmuon.kernels import streams_of
@@ -68,7 +67,7 @@ class OwnedBuffer:
     (:meth:`acquire`), nothing may fill or free it.
 
     Args:
-        weights: in forward order.
+        owned: weights in forward order, with what this rank owns of each.
         comm_dtype: dtype of the buffer, of what travels, and of forward and backward.
         reduce_dtype: dtype of gradient reductions.
         keep: leave whole weights in the buffer after forward and backward.
@@ -76,13 +75,14 @@ class OwnedBuffer:
 
     def __init__(
         self,
-        weights: Sequence[Weight],
+        owned: Sequence[tuple[Weight, Tensor]],
         comm: Comm,
         *,
         comm_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         keep: bool,
     ) -> None:
+        weights = [weight for weight, _ in owned]
         self.comm = comm
         self.reduce_dtype = reduce_dtype
         self.keep = keep or comm.row is None
@@ -121,8 +121,7 @@ class OwnedBuffer:
         self._assembly: list[tuple[Tensor, Tensor]] = []  # parts of tensors that are made of several, and their slots
         self._scattered: list[tuple[Tensor, Part, Tensor]] = []  # tensors, parts that are no one slice, and their slots
         slots, begin = iter(self.layout.slots), 0
-        values = from_first_rank([local_tensor(w.param) for w in weights], comm, "broadcast of initial weights")
-        for weight, value in zip(weights, values, strict=True):
+        for weight, master in owned:
             shape, spans = local_tensor(weight.param).shape, list(islice(slots, len(weight.parts)))
             placed = list(zip(weight.parts, spans, strict=True))
             if weight.is_split:
@@ -136,7 +135,7 @@ class OwnedBuffer:
                         self._scattered.append((whole, part, slot))
             else:
                 whole = self._buffer[slice(*spans[0])].view(shape)
-            matrix = own(weight, whole, value, comm)
+            matrix = own(weight, whole, master, comm)
             self.matrices.append(matrix)
             self.spans += [(matrix, part, span) for part, span in placed]
         self._places = {id(part): span for _, part, span in self.spans}

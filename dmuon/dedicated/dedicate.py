@@ -8,13 +8,14 @@ agreed, a fault is carried to the others instead of being raised, since they wou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -29,7 +30,8 @@ from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.initial_values import from_first_rank
-from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, resting
+from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, initial_master, resting
+from dmuon.dedicated.meta_model import Initialize, check_initialize, is_on_meta, put, replacement, values_of_meta
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.part import parts_of
 from dmuon.dedicated.refusals import (
@@ -73,6 +75,7 @@ def dedicate_params(
     solve: SolveOptions | None = None,
     plan: PlanSource = None,
     comm: CommOptions | None = None,
+    initialize: Initialize | None = None,
 ) -> OwnerPlan:
     """Give every matrix of every block to one owner rank; afterwards the others hold zero-size placeholders.
 
@@ -110,6 +113,11 @@ def dedicate_params(
             this number of ranks, and excludes ``costs`` and ``solve``. A resumed run that reuses its plan computes the
             same batches, and so the same bits.
         comm: transport, prefetching, merging of small blocks, timeout; never changes a result.
+        initialize: ``initialize(module)`` gives values to the tensors that a module itself holds, for a model on the
+            meta device, such as a transformers model's ``_init_weights``; default: ``module.reset_parameters()``.
+            Rank 0 calls it for some modules at a time, in the order of ``model.modules()``, and every rank keeps what
+            it owns and what nobody owns: none ever holds the whole model. What it leaves alone is NaN, until a
+            checkpoint is loaded.
 
     Returns:
         The plan: owners, predicted loads, and a report.
@@ -137,8 +145,10 @@ def dedicate_params(
             "costs": "flops" if costs == "flops" else type(costs).__name__,  # what decides who must take part
             "plan": describe_source(plan),
             "comm": options,
+            "initialize": "a function" if initialize is not None else None,
         }
         check_model(model)
+        check_initialize(model, initialize)
         routes = route_to_blocks(model, select, blocks, exclude)
         for route in routes:
             if route.muon:
@@ -154,7 +164,7 @@ def dedicate_params(
         result = make_plan(
             inspected.matrices(), context.control, context.device, costs=costs, solve=solve, plan=plan, hosts=hosts
         )
-        _place(model, inspected, result, context, keep=not reshard_after_forward)
+        _place(model, inspected, result, context, initialize, keep=not reshard_after_forward)
         _tell(result, context, "are freed" if reshard_after_forward else "stay")
     except BaseException:
         groups.release()  # at once: a traceback keeps them alive
@@ -295,10 +305,18 @@ def _connect(
     return context, [share.host for share in shares]
 
 
-def _place(model: nn.Module, inspected: _Inspected, plan: OwnerPlan, comm: Comm, *, keep: bool) -> None:
+def _place(
+    model: nn.Module,
+    inspected: _Inspected,
+    plan: OwnerPlan,
+    comm: Comm,
+    initialize: Initialize | None,
+    *,
+    keep: bool,
+) -> None:
     """Make the first rank's values everyone's, give owners their masters and modules their hooks. Collective."""
     try:
-        _own(model, inspected, plan, comm, keep=keep)
+        _own(model, inspected, plan, comm, initialize, keep=keep)
     except BaseException:  # a model of which dmuon owns a part is of no use to anyone
         for route in inspected.routes:
             for module, name in route.sites:
@@ -306,13 +324,28 @@ def _place(model: nn.Module, inspected: _Inspected, plan: OwnerPlan, comm: Comm,
         raise
 
 
-def _own(model: nn.Module, inspected: _Inspected, plan: OwnerPlan, comm: Comm, *, keep: bool) -> None:
-    _share_initial_values(model, inspected.routes, comm)
+def _own(
+    model: nn.Module,
+    inspected: _Inspected,
+    plan: OwnerPlan,
+    comm: Comm,
+    initialize: Initialize | None,
+    *,
+    keep: bool,
+) -> None:
+    packed = _pack(inspected, plan, comm)
+    masters = _share_initial_values(model, [w for _, weights in packed for w in weights], comm, initialize)
     modules = {r.block: r.block_module for r in inspected.routes}
     blocks: list[Block] = []
-    for dtype, weights in _pack(inspected, plan, comm):
+    for dtype, weights in packed:
         reduce_dtype = inspected.policy.reduce_dtype or torch.promote_types(dtype, torch.float32)
-        buffer = OwnedBuffer(weights, comm, comm_dtype=dtype, reduce_dtype=reduce_dtype, keep=keep)
+        buffer = OwnedBuffer(
+            [(weight, masters.pop(weight.fqn)) for weight in weights],
+            comm,
+            comm_dtype=dtype,
+            reduce_dtype=reduce_dtype,
+            keep=keep,
+        )
         by_block: dict[str, list[OwnedMatrix]] = {}
         for weight, matrix in zip(weights, buffer.matrices, strict=True):
             by_block.setdefault(weight.block, []).append(matrix)
@@ -332,21 +365,45 @@ def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, obje
         by = "" if r.spec == MatrixSpec() else f" by {r.spec}"
         route = f"Muon in block {r.block}{by}" if r.muon else "AdamW"
         frozen = "" if r.param.requires_grad else ", frozen"
-        items.append((f"parameter {r.fqn!r}", f"{tuple(r.param.shape)}, {r.param.dtype}, {route}{frozen}"))
+        items.append(
+            (f"parameter {r.fqn!r}", f"{tuple(r.param.shape)}, {r.param.dtype}, {route}{frozen}{_where(r.param)}")
+        )
     for name, buffer in model.named_buffers():
-        items.append((f"buffer {canonical_fqn(name)!r}", f"{tuple(buffer.shape)}, {buffer.dtype}"))
+        items.append((f"buffer {canonical_fqn(name)!r}", f"{tuple(buffer.shape)}, {buffer.dtype}{_where(buffer)}"))
     return items
 
 
-def _share_initial_values(model: nn.Module, routes: Sequence[Route], comm: Comm) -> None:
-    """Broadcast everything that dmuon does not own; owned matrices follow when they are placed."""
-    if comm.world == 1:
-        return
-    tensors = [*map(local_tensor, [*(r.param for r in routes if not r.muon), *model.buffers()])]
-    with torch.no_grad():
-        for tensor, value in zip(tensors, from_first_rank(tensors, comm, "broadcast of initial values"), strict=True):
-            if comm.position:
-                tensor.detach().copy_(value)
+def _where(tensor: Tensor) -> str:
+    return ", on the meta device" if tensor.is_meta else ""
+
+
+def _share_initial_values(
+    model: nn.Module, weights: Sequence[Weight], comm: Comm, initialize: Initialize | None
+) -> dict[str, Tensor]:
+    """Make the first rank's values everyone's; returns the masters of this rank by name. Collective."""
+    by_tensor = {id(weight.param): weight for weight in weights}
+    masters: dict[str, Tensor] = {}
+    replaced: dict[int, Tensor] = {}
+    for tensor, value in _initial_values(model, comm, initialize):
+        weight = by_tensor.get(id(tensor))
+        if weight is not None:
+            masters[weight.fqn] = initial_master(value, weight, comm)
+        elif tensor.is_meta:
+            replaced[id(tensor)] = replacement(tensor, value, comm.device)
+        elif comm.position:
+            with torch.no_grad():
+                local_tensor(tensor).detach().copy_(value)
+    put(model, replaced)
+    return masters
+
+
+def _initial_values(model: nn.Module, comm: Comm, initialize: Initialize | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every parameter and buffer, with the first rank's value of its local part."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    values = from_first_rank([*map(local_tensor, tensors)], comm, "broadcast of initial values")
+    yield from zip(tensors, values, strict=True)
+    if is_on_meta(model):
+        yield from values_of_meta(model, comm, initialize)
 
 
 def _pack(inspected: _Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torch.dtype, list[Weight]]]:

@@ -86,6 +86,10 @@ class Weight:
         """Whether it is made of several matrices, or of one that is stored otherwise."""
         return self.parts[0].region is not None
 
+    def owned_at(self, position: Position) -> tuple[Part, ...]:
+        """The parts that the data-parallel rank at ``position`` owns."""
+        return tuple(part for part in self.parts if part.owner == position)
+
 
 @dataclass(slots=True, eq=False)
 class OwnedMatrix:
@@ -262,16 +266,14 @@ class OwnedMatrix:
         return result
 
 
-def own(weight: Weight, whole: Tensor, value: Tensor, comm: Comm) -> OwnedMatrix:
+def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatrix:
     """Make the forms of ``weight`` and give its resting form to the modules.
 
     Args:
         whole: memory of what one data-parallel rank computes with, in that shape.
-        value: to begin with, in that shape; the same on all data-parallel ranks.
+        master: what this rank owns of it, as :func:`initial_master` makes it.
     """
     param, sharding = weight.param, weight.tensor
-    mine = tuple(part for part in weight.parts if part.owner == comm.position)
-    master = _initial_master(value, weight, mine)
     mesh = comm.mesh if sharding is None else comm.tensor_mesh
     placements = [*[Shard(0)] * comm.mesh.ndim, *tensor_placements(sharding)]
     wrapper = owned_tensor(master, mesh, param.shape, fqn=weight.fqn, owners=weight.owners, placements=placements)
@@ -284,7 +286,9 @@ def own(weight: Weight, whole: Tensor, value: Tensor, comm: Comm) -> OwnedMatrix
         filled = sharding.wrap(filled, param.shape)
     full = whole_parameter(filled, rest)
     sites = [(weakref.ref(module), name) for module, name in weight.sites]
-    matrix = OwnedMatrix(weight.fqn, param.shape, weight.parts, mine, rest, full, sharding, _sites=sites)
+    matrix = OwnedMatrix(
+        weight.fqn, param.shape, weight.parts, weight.owned_at(comm.position), rest, full, sharding, _sites=sites
+    )
     matrix.place(rest)
     move_hooks(param, rest)
     remember_spec(rest, spec_of(param))
@@ -319,8 +323,9 @@ def resting(param: nn.Parameter) -> nn.Parameter:
     return rest
 
 
-def _initial_master(value: Tensor, weight: Weight, mine: Sequence[Part]) -> Tensor:
+def initial_master(value: Tensor, weight: Weight, comm: Comm) -> Tensor:
     """A copy of what this rank owns of ``value``, in fp32 or wider."""
+    mine = weight.owned_at(comm.position)
     dtype = torch.promote_types(value.dtype, torch.float32)
     with torch.no_grad():
         if weight.is_split:

@@ -132,12 +132,6 @@ def check_parameters(model: nn.Module, routes: Sequence[Route], data_parallel: S
     tensors: list[tuple[str, torch.Tensor]] = [(f"parameter {r.fqn!r}", r.param) for r in routes]
     tensors += [(f"buffer {canonical_fqn(name)!r}", buffer) for name, buffer in model.named_buffers()]
     for name, tensor in tensors:
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device; materialize the model (to_empty and its initialization) before "
-                "dedicate_params"
-            )
-    for name, tensor in tensors:
         if hasattr(tensor, "ds_id"):
             raise ValueError(
                 f"{name} is managed by DeepSpeed ZeRO; pass a plain model to dedicate_params and train without it"

@@ -268,14 +268,6 @@ EVERYWHERE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: changed(lambda m: setattr(m.blocks[2].mix, "weight", m.blocks[0].mix.weight)),
         ValueError, r"'blocks\.0\.mix\.weight' is shared by blocks blocks\.0, blocks\.2; untie it",
     ),
-    "meta device": (
-        lambda: refused(build().to("meta")),
-        ValueError, "parameter 'embed.weight' is on the meta device; materialize",
-    ),
-    "meta buffer": (
-        lambda: changed(lambda m: m.register_buffer("table", torch.zeros(3, device="meta"))),
-        ValueError, "buffer 'table' is on the meta device; materialize",
-    ),
     "parametrized": (
         lambda: changed(lambda m: nn.utils.parametrizations.orthogonal(m.blocks[0].mix)),
         ValueError, r"'blocks\.0\.mix\.parametrizations\.weight\.original' is parametrized by _Orthogonal",

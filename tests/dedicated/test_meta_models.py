@@ -1,0 +1,305 @@
+"""Models on the meta device: the first rank initializes some modules at a time, and no rank holds the whole."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from harness.assertions import assert_same_tensors, raised_by
+from harness.on_ranks import on_ranks
+from harness.topologies import LAYOUTS, lay
+from harness.toy import OPTIONS, build
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import dmuon
+from dmuon.check.topologies import full_state, tensor_parallel
+from dmuon.comm.monitor import CollectiveError
+from dmuon.dedicated import initial_values
+from dmuon.platform.torch_private import local_tensor
+
+
+class Angles(nn.Module):
+    """A buffer that no checkpoint has, one that all have, integers, and nothing that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.empty(3), persistent=False)
+        self.register_buffer("scales", torch.empty(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.normal_(self.angles)
+        self.scales.copy_(torch.rand(3))
+        self.count.fill_(7)
+
+
+def network() -> nn.Module:
+    model = build()
+    model.blocks[1].register_module("angles", Angles())
+    model.blocks[2].norm.weight.requires_grad_(False)
+    model.blocks[0].mix.weight.requires_grad_(False)
+    return model
+
+
+def on_meta(tied: bool = False) -> nn.Module:
+    """Its shapes alone."""
+    model = network().to("meta")
+    if tied:
+        model.head.weight = model.embed.weight
+    return model
+
+
+def initialized(model: nn.Module, tied: bool, seed: int) -> nn.Module:
+    """What a single process has: all materialized, then each module initialized, in their order."""
+    model.to_empty(device="cpu")
+    if tied:
+        model.head.weight = model.embed.weight
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            module.reset_parameters()
+    return model
+
+
+def alone(tied: bool = False, seed: int = 3) -> nn.Module:
+    return initialized(on_meta(tied), tied, seed)
+
+
+@pytest.mark.pitfall("P79")
+@pytest.mark.parametrize(
+    ("world", "name", "tied", "nbytes"),
+    [
+        (1, "1d-1-two-lines", False, 3000),
+        (2, "1d", False, 3000),
+        (2, "1d-two-lines", True, 1),
+        (2, "ddp-2", False, 2**28),
+        pytest.param(4, "hsdp", False, 3000, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks()
+def test_values_are_those_of_one_process_that_initializes_all_modules(
+    rank: int, world: int, name: str, tied: bool, nbytes: int
+) -> None:
+    expected = alone(tied)
+    model = on_meta(tied)
+    torch.manual_seed(3 + rank)
+    with mock.patch.object(initial_values, "BUCKET_BYTES", nbytes):
+        laid = lay(name, model)
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    if LAYOUTS[name].fsdp is False:
+        assert (model.head.weight is model.embed.weight) == tied
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == [
+        "blocks.0.mix.weight",
+        "blocks.2.norm.weight",
+    ]
+    assert_same_tensors(full_state(model), dict(expected.state_dict()))
+    assert torch.equal(model.blocks[1].angles.angles, expected.blocks[1].angles.angles)
+    reference = lay(name, alone(tied))
+    for each in (laid, reference):
+        optimizer = dmuon.Muon(each.model, **OPTIONS)
+        for step in range(2):
+            each.backward(step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_tensors(full_state(model), full_state(reference.model))
+
+
+def numbered(module: nn.Module) -> None:
+    """As a program that knows DTensors: all parts of the same numbers."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        value = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape) / 100
+        if isinstance(tensor, DTensor):
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(value)
+
+
+@on_ranks(4)
+def test_a_function_initializes_what_tensor_parallelism_has_split(rank: int, world: int) -> None:
+    model = build().to("meta")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    tensor_parallel(model, mesh["tp"])
+    dmuon.dedicate_params(model, mesh["shard"], costs="flops", initialize=numbered)
+    expected = build()
+    with torch.no_grad():
+        for module in expected.modules():
+            numbered(module)
+    assert_same_tensors(full_state(model), dict(expected.state_dict()))
+
+
+@on_ranks(2)
+def test_parts_of_a_fused_tensor_go_to_their_owners(rank: int, world: int) -> None:
+    spec = dmuon.MatrixSpec(parts=(9, 20))
+
+    def select(fqn: str, module: nn.Module, param: nn.Parameter) -> Any:
+        return spec if fqn.endswith("up.weight") else ...
+
+    model = on_meta()
+    torch.manual_seed(3)
+    plan = dmuon.dedicate_params(
+        model,
+        init_device_mesh("cpu", (world,)),
+        costs="flops",
+        select=select,
+        initialize=lambda module: module.reset_parameters(),
+    )
+    assert {plan.owners[f"blocks.{b}.up.weight[{i}]"] for b in range(3) for i in range(2)} == {0, 1}
+    assert_same_tensors(full_state(model), dict(alone().state_dict()))
+
+
+def live_bytes() -> int:
+    gc.collect()
+    storages = {}
+    for obj in gc.get_objects():
+        if issubclass(type(obj), Tensor) and not obj.is_meta:
+            storage = local_tensor(obj).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.pitfall("P79")
+@on_ranks(2)
+def test_no_rank_ever_has_more_than_it_keeps_and_two_rounds(rank: int, world: int) -> None:
+    bucket = 40_000
+    model = build(layers=12, hidden=512).to("meta")
+    whole = sum(p.nbytes for p in model.parameters())
+    before, most = live_bytes(), 0
+
+    def initialize(module: nn.Module) -> None:
+        nonlocal most
+        module.reset_parameters()  # type: ignore[operator]
+        most = max(most, live_bytes() - before)
+
+    with mock.patch.object(initial_values, "BUCKET_BYTES", bucket):
+        plan = dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops", initialize=initialize)
+    owned = sum(local_tensor(p).nbytes for p in model.parameters())
+    assert owned < 0.6 * whole, plan.summary()
+    assert most <= owned + 2 * bucket + 4096, f"{most} B, of which {owned} B stay; the model has {whole} B"
+    assert (most > 0) == (rank == 0), "one rank initializes"
+
+
+@on_ranks(2)
+def test_a_failure_of_the_first_rank_ends_all_and_leaves_the_model_as_it_was(rank: int, world: int) -> None:
+    def initialize(module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            raise OSError("no such file")
+        module.reset_parameters()  # type: ignore[operator]
+
+    model = on_meta()
+    params = dict(model.named_parameters())
+    mesh = init_device_mesh("cpu", (world,))
+    raised = raised_by(lambda: dmuon.dedicate_params(model, mesh, costs="flops", initialize=initialize))
+    if rank == 0:
+        says = r"initializing module 'blocks\.0\.norm' \(LayerNorm\) failed: no such file"
+        assert raised.matches(RuntimeError, says), raised
+    else:
+        assert raised.matches(CollectiveError, "initializing 'embed' and what follows was given up, because rank 0"), (
+            raised
+        )
+    assert all(dict(model.named_parameters())[name] is param for name, param in params.items())
+    torch.manual_seed(3)
+    dmuon.dedicate_params(model, mesh, costs="flops")
+    assert_same_tensors(full_state(model), dict(alone().state_dict()))
+
+
+@on_ranks(2)
+def test_what_nobody_initializes_is_nan_and_named_until_a_checkpoint_is_loaded(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    saved = alone()
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    torch.distributed.broadcast_object_list(folder)
+    dcp.save(saved.state_dict(), checkpoint_id=folder[0])
+    model = on_meta()
+
+    def initialize(module: nn.Module) -> None:
+        if isinstance(module, Angles):
+            module.angles.fill_(1.0)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dmuon.dedicate_params(model, mesh, costs="flops", initialize=initialize)
+    told = [str(w.message) for w in caught if "without values" in str(w.message)]
+    assert len(told) == (rank == 0)
+    assert not told or told[0].startswith(
+        "initializing the model left 'embed.weight', 'blocks.0.norm.weight', 'blocks.0.norm.bias', "
+    )
+    assert torch.isnan(model.embed.weight).all() and (model.blocks[1].angles.angles == 1).all()
+    assert all(torch.isnan(local_tensor(p)).all() for p in dmuon.owned_parameters(model))
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=folder[0])
+    set_model_state_dict(model, state)
+    assert_same_tensors(full_state(model), dict(saved.state_dict()))
+    assert (Path(folder[0]) / ".metadata").exists()
+
+
+def without_reset() -> nn.Module:
+    model = on_meta()
+    model.blocks[0].register_module("table", nn.ParameterList([nn.Parameter(torch.empty(3, device="meta"))]))
+    return model
+
+
+def half_there() -> nn.Module:
+    model = on_meta()
+    model.blocks[0].up.bias = nn.Parameter(torch.zeros(29))
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any], type[Exception], str]] = {
+    "no reset_parameters": (
+        lambda rank: without_reset(), {}, ValueError,
+        r"modules 'blocks\.0\.table' \(ParameterList\) are on the meta device and have no reset_parameters\(\)",
+    ),
+    "half of a module": (
+        lambda rank: half_there(), {}, ValueError, r"module 'blocks\.0\.up' has parameters on the meta device and",
+    ),
+    "no function": (
+        lambda rank: on_meta(), {"initialize": "normal"}, TypeError, "must be a function of a module, got str",
+    ),
+    "nothing to do": (
+        lambda rank: build(), {"initialize": numbered}, ValueError, "nothing of this one is there: its values are kept",
+    ),
+    "one rank's model": (
+        lambda rank: on_meta() if rank else alone(), {}, ValueError, r"parameter 'embed\.weight'.*on the meta device",
+    ),
+    "one rank's function": (
+        lambda rank: on_meta(), {"initialize": "of rank 0"}, ValueError, "option initialize",
+    ),
+}  # fmt: skip
+
+
+@on_ranks(2)
+def test_what_cannot_be_initialized_is_refused_on_every_rank(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for name, (make, options, error, match) in REFUSED.items():
+        if options.get("initialize") == "of rank 0":
+            options = {"initialize": numbered if rank == 0 else None}
+        model = make(rank)
+        raised = raised_by(partial(dmuon.dedicate_params, model, mesh, costs="flops", **options))
+        assert raised.matches(error, match), (name, raised)
+
+
+@on_ranks(2)
+def test_a_function_that_changes_what_a_module_holds_is_told(rank: int, world: int) -> None:
+    def initialize(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(torch.zeros(2, 2))
+
+    mesh = init_device_mesh("cpu", (world,))
+    raised = raised_by(lambda: dmuon.dedicate_params(on_meta(), mesh, costs="flops", initialize=initialize))
+    if rank == 0:
+        assert raised.matches(RuntimeError, r"'weight' is not what it was: \(13, 13\), torch.float32 on cpu"), raised
+    else:
+        assert raised.matches(CollectiveError, "was given up, because rank 0"), raised

@@ -19,7 +19,7 @@ from .newton_schulz import iteration_flops, newton_schulz_flops, orthogonalize, 
 from .normalization import normalize
 from .replay import drop_graphs
 from .squares import Squares
-from .storage import HALF, carrier_dtype, storage_dtype
+from .storage import HALF, MIXED, Storage, carrier_dtype, storage_dtype, storage_spans
 from .streams import is_capturing, streams_in_place, streams_of
 from .symmetric import symmetric_product
 from .update import apply_update_, momentum_update, muon_update_, normalized_momentum, update_scale
@@ -27,12 +27,14 @@ from .variant import Variant, adapted, alternatives, backend_fault, batch_size, 
 
 __all__ = [
     "HALF",
+    "MIXED",
     "PRESETS",
     "QUINTICS",
     "Arithmetic",
     "Iteration",
     "Polynomial",
     "Squares",
+    "Storage",
     "Variant",
     "adapted",
     "alternatives",
@@ -59,6 +61,7 @@ __all__ = [
     "run",
     "safe_restarts",
     "storage_dtype",
+    "storage_spans",
     "streams_in_place",
     "streams_of",
     "symmetric_product",

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias, overload
 import torch
 
 from .squares import SQUARES, Squares
+from .storage import MIXED, Storage, storage_spans
 
 Coefficients: TypeAlias = "tuple[tuple[float, float, float], ...]"
 Polynomial: TypeAlias = "Coefficients | Squares"
@@ -188,9 +189,22 @@ def amplification(coefficients: Coefficients, restarts: Sequence[int]) -> float:
     )
 
 
-def is_safe(coefficients: Coefficients, restarts: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether the Gram form in ``dtype`` storage keeps amplified rounding noise below the limit."""
-    return _noise(coefficients, restarts, dtype) <= _SAFE[dtype]
+def is_safe(coefficients: Coefficients, restarts: Sequence[int], storage: Storage) -> bool:
+    """Whether the Gram form in ``storage`` keeps amplified rounding noise below the limit.
+
+    Where the dtype changes, it must restart: what it carries on is ``X``.
+    """
+    spans = storage_spans(storage, len(coefficients))
+    changes = {start for _, start, _ in spans[1:]}
+    return changes <= set(restarts) and all(
+        _noise(coefficients[start:stop], span_restarts(restarts, start, stop), dtype) <= _SAFE[dtype]
+        for dtype, start, stop in spans
+    )
+
+
+def span_restarts(restarts: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
+    """Those inside the steps from ``start`` to ``stop``, counted from ``start``."""
+    return tuple(restart - start for restart in restarts if start < restart < stop)
 
 
 def _noise(coefficients: Coefficients, restarts: Sequence[int], dtype: torch.dtype) -> float:
@@ -198,61 +212,64 @@ def _noise(coefficients: Coefficients, restarts: Sequence[int], dtype: torch.dty
 
 
 @lru_cache(maxsize=256)
-def safe_restarts(coefficients: Polynomial, dtype: torch.dtype) -> tuple[int, ...]:
-    """The fewest restarts that are accurate in ``dtype``; among equals, the least amplification, and then the latest.
+def safe_restarts(coefficients: Polynomial, storage: Storage) -> tuple[int, ...]:
+    """The fewest restarts that are accurate in ``storage``; among equals, the least amplification, and then the latest.
 
     A restart ``i`` comes before the 0-based step ``i``. At five steps in fp16 and fp32: ``(3,)`` for classic, whose
     steps are all equal, else ``(2,)``; bench/numerics.py compares them on its stress set. Of squares, before each
-    block but the first.
+    block but the first. In mixed storage every step in bf16 is a block of its own: a step of the standard form.
     """
     if isinstance(coefficients, Squares):
         return tuple(range(1, len(coefficients.blocks)))
+    if not isinstance(storage, torch.dtype):
+        (dtype, _, stop), *_ = storage_spans(storage, len(coefficients))
+        return (*safe_restarts(coefficients[:stop], dtype), *range(stop, len(coefficients)))
     every = tuple(range(1, len(coefficients)))
     for count in range(len(every)):
         latest = reversed(list(itertools.combinations(every, count)))  # of equals, min takes the first
         best = min(latest, key=lambda r: amplification(coefficients, r))
-        if _noise(coefficients, best, dtype) <= _TARGET[dtype]:
+        if _noise(coefficients, best, storage) <= _TARGET[storage]:
             return best
     return every  # nothing is left to amplify
 
 
-def check_storage(coefficients: Polynomial, dtype: torch.dtype) -> None:
-    """Raise ``ValueError`` where ``coefficients`` have no form that is safe in ``dtype``.
+def check_storage(coefficients: Polynomial, storage: Storage) -> None:
+    """Raise ``ValueError`` where ``coefficients`` have no form that is safe in ``storage``.
 
     In bf16 blocks of squares take singular values of the stress set (bench/numerics.py) out of range. Quintics have the
     standard form there, which multiplies ``X`` after every step.
     """
-    if isinstance(coefficients, Squares) and dtype == torch.bfloat16:
+    if isinstance(coefficients, Squares) and storage in (torch.bfloat16, MIXED):
         raise ValueError(
-            f"coefficients='{coefficients.name}' is not safe in {dtype}, whose rounding its long blocks amplify; use "
+            f"coefficients='{coefficients.name}' is not safe in {storage}, whose rounding its long blocks amplify; use "
             "torch.float16, or coefficients='polar_express'"
         )
 
 
-def restarts_hold(restarts: tuple[int, ...], coefficients: Polynomial, dtype: torch.dtype) -> bool:
+def restarts_hold(restarts: tuple[int, ...], coefficients: Polynomial, storage: Storage) -> bool:
     """Whether a Gram form with these restarts, which may be of other coefficients, computes these safely."""
     if isinstance(coefficients, Squares):
-        return restarts == safe_restarts(coefficients, dtype)
-    return max(restarts, default=0) < len(coefficients) and is_safe(coefficients, restarts, dtype)
+        return restarts == safe_restarts(coefficients, storage)
+    return max(restarts, default=0) < len(coefficients) and is_safe(coefficients, restarts, storage)
 
 
 def checked_restarts(
-    restarts: Literal["auto"] | Sequence[int], coefficients: Polynomial, dtype: torch.dtype
+    restarts: Literal["auto"] | Sequence[int], coefficients: Polynomial, storage: Storage
 ) -> tuple[int, ...]:
     """``restarts`` as a tuple, chosen by ``safe_restarts`` if ``"auto"``.
 
     Raises:
-        ValueError: not strictly increasing indices inside ``1 … steps-1``, unsafe in ``dtype``, or other than those
+        ValueError: not strictly increasing indices inside ``1 … steps-1``, unsafe in ``storage``, or other than those
             that squares have by themselves; or as :func:`check_storage`.
     """
-    check_storage(coefficients, dtype)
+    check_storage(coefficients, storage)
     if isinstance(restarts, str):
         if restarts != "auto":
             raise ValueError(f"restarts={restarts!r} is unknown; use 'auto' or step indices such as (2,)")
-        return safe_restarts(coefficients, dtype)
+        return safe_restarts(coefficients, storage)
     schedule = tuple(restarts)
     if isinstance(coefficients, Squares):
-        if schedule != safe_restarts(coefficients, dtype):
+        if schedule != safe_restarts(coefficients, storage):
             raise ValueError(
                 f"restarts={schedule!r} are not those of coefficients='{coefficients.name}', which begins each of its "
                 "blocks with one; use restarts='auto'"
@@ -263,10 +280,13 @@ def checked_restarts(
         raise ValueError(f"restarts={schedule!r} must be step indices from 1 to {steps - 1}; or use restarts='auto'")
     if any(later <= earlier for earlier, later in itertools.pairwise(schedule)):
         raise ValueError(f"restarts={schedule!r} must be strictly increasing; or use restarts='auto'")
-    if not is_safe(coefficients, schedule, dtype):
+    if not is_safe(coefficients, schedule, storage):
+        if isinstance(storage, torch.dtype):
+            why = f"amplified rounding noise {_noise(coefficients, schedule, storage):.2g} is above {_SAFE[storage]:g}"
+        else:
+            why = "it must restart where bf16 begins, and seldom have two steps without one from there on"
         raise ValueError(
-            f"restarts={schedule!r} is unsafe for these coefficients in {dtype}: amplified rounding noise "
-            f"{_noise(coefficients, schedule, dtype):.2g} is above {_SAFE[dtype]:g}; use restarts='auto' "
-            f"({safe_restarts(coefficients, dtype)!r}) or method='standard'"
+            f"restarts={schedule!r} is unsafe for these coefficients in {storage}: {why}; use restarts='auto' "
+            f"({safe_restarts(coefficients, storage)!r}) or method='standard'"
         )
     return schedule

@@ -15,14 +15,14 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from .arithmetic import make_arithmetic
-from .coefficients import Polynomial, coefficient_sequence
-from .iteration import Workspace, iterate, make_iteration
+from .arithmetic import Arithmetic, make_arithmetic
+from .coefficients import Polynomial, coefficient_sequence, span_restarts
+from .iteration import Iteration, Workspace, iterate, make_iteration
 from .normalization import check_eps, normalize
 from .precision import full_precision
 from .replay import replayed
 from .squares import Squares
-from .storage import storage_dtype
+from .storage import Storage, storage_dtype, storage_spans
 from .variant import Backend, Method, Variant, adapted, choose_variant, relative_cost, squares_cost, variant_fault
 
 CoefficientsArg: TypeAlias = "str | Sequence[float] | Sequence[Sequence[float]]"
@@ -36,7 +36,7 @@ def orthogonalize(
     steps: int = 5,
     method: Method = "auto",
     restarts: Literal["auto"] | Sequence[int] = "auto",
-    dtype: torch.dtype | None = None,
+    dtype: Storage | None = None,
     backend: Backend = "auto",
     eps: float = 0.0,
     variant: Variant | None = None,
@@ -57,7 +57,7 @@ def orthogonalize(
             fewest that are safe for these coefficients in ``dtype``; others select the Gram form.
         dtype: dtype that intermediate matrices are stored in; products of halves accumulate in fp32. ``None``:
             fp64 for fp64 input, else fp32 on CPU and fp16 elsewhere. On CPU fp16 is emulated, and bf16 where the CPU
-            does not multiply it.
+            does not multiply it. ``"mixed"``, on CPU: the first two steps in fp32, the others in bf16.
         backend: what computes products whose result is symmetric: ``"torch"`` all of it, ``"split"`` (CPU) block
             rows up to the diagonal, ``"triton"`` (CUDA) lower tiles; ``"auto"`` by rule.
         eps: lower clamp of the norm; 0 is exact.
@@ -108,7 +108,7 @@ def run(
     x: Tensor,  # (k, m, n)
     variant: Variant,
     coefficients: Polynomial,
-    storage: torch.dtype,
+    storage: Storage,
 ) -> Tensor:  # (k, m, n)
     """Orthogonalize matrices that :func:`normalize` made, piece by piece; ``x`` is overwritten or returned.
 
@@ -119,19 +119,43 @@ def run(
     if variant.replay:
         eager = replace(variant, replay=False)
         return replayed(lambda source: run(source, eager, coefficients, storage), x, (eager, coefficients, storage))
-    arithmetic = make_arithmetic(variant, x.device, storage)
-    iteration = make_iteration(variant, coefficients, storage)
+    spans = _spans(variant, coefficients, storage, x.device)
     with full_precision(x.device):
         if variant.piece >= len(x):
-            return iterate(x if len(x) > 1 else x[0], iteration, arithmetic).view(x.shape)
-        workspace: Workspace | None = None
+            return _through(x if len(x) > 1 else x[0], spans, None).to(x.dtype).view(x.shape)
+        workspaces: list[Workspace] = []
         for piece in torch.split(x, variant.piece):
             source = piece if len(piece) > 1 else piece[0]
-            if workspace is None or workspace.spare.shape != source.shape:  # the last piece may be smaller
-                workspace = Workspace(torch.empty_like(source), [])
-            result = iterate(source, iteration, arithmetic, workspace)
+            if not workspaces or workspaces[0].spare.shape != source.shape:  # the last piece may be smaller
+                empty = (torch.empty_like(source, dtype=arithmetic.carrier) for _, arithmetic in spans)
+                workspaces = [Workspace(spare, []) for spare in empty]
+            result = _through(source, spans, workspaces)
             if result is not source:
                 source.copy_(result)
+    return x
+
+
+def _spans(
+    variant: Variant, coefficients: Polynomial, storage: Storage, device: torch.device
+) -> list[tuple[Iteration, Arithmetic]]:
+    """What computes the steps that are stored in one dtype, one after the other."""
+    if isinstance(storage, torch.dtype):
+        return [(make_iteration(variant, coefficients, storage), make_arithmetic(variant, device, storage))]
+    assert not isinstance(coefficients, Squares)
+    found = []
+    for dtype, start, stop in storage_spans(storage, len(coefficients)):
+        own = replace(variant, restarts=span_restarts(variant.restarts, start, stop))
+        found.append((make_iteration(own, coefficients[start:stop], dtype), make_arithmetic(own, device, dtype)))
+    return found
+
+
+def _through(
+    x: Tensor, spans: Sequence[tuple[Iteration, Arithmetic]], workspaces: Sequence[Workspace] | None
+) -> Tensor:
+    for index, (iteration, arithmetic) in enumerate(spans):
+        if index:
+            x = arithmetic.round_(x.to(arithmetic.carrier))
+        x = iterate(x, iteration, arithmetic, workspaces[index] if workspaces else None)
     return x
 
 
@@ -139,7 +163,7 @@ def _usable(
     variant: Variant,
     shape: tuple[int, int],
     coefficients: Polynomial,
-    storage: torch.dtype,
+    storage: Storage,
     device: torch.device,
 ) -> Variant:
     """``variant`` with restarts that are safe for these coefficients.
@@ -154,7 +178,7 @@ def _usable(
 
 
 def newton_schulz_flops(
-    shape: tuple[int, int], coefficients: CoefficientsArg, steps: int, dtype: torch.dtype | None, device: torch.device
+    shape: tuple[int, int], coefficients: CoefficientsArg, steps: int, dtype: Storage | None, device: torch.device
 ) -> int:
     """Operations that :func:`orthogonalize` takes for one fp32 matrix of ``shape``, with whole products."""
     storage = storage_dtype(torch.float32, device, dtype)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .storage import carrier_dtype
+from .storage import Storage, carrier_dtype, first_dtype
 from .streams import streams_of
 
 # Matrices that must be scaled first: so many elements at a time, which bounds the scaled copy.
@@ -23,7 +23,7 @@ def check_eps(eps: float) -> None:
 
 def normalize(
     x: Tensor,  # (k, m, n)
-    storage: torch.dtype,
+    storage: Storage,
     eps: float,
     *,
     out: Tensor | None = None,
@@ -49,7 +49,8 @@ def normalize(
         torch.mul(x, factor[:, None, None], out=out)
     else:
         norms = _normalize_at_any_scale(x, compute, eps, out)
-    return (out if carrier == storage else out.copy_(out.to(storage))), norms
+    first = first_dtype(storage)
+    return (out if carrier == first else out.copy_(out.to(first))), norms
 
 
 def _normalize_at_any_scale(x: Tensor, compute: torch.dtype, eps: float, out: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .coefficients import coefficient_sequence
 from .newton_schulz import CoefficientsArg, run
 from .normalization import check_eps, normalize
-from .storage import carrier_dtype, storage_dtype
+from .storage import Storage, carrier_dtype, storage_dtype
 from .streams import is_capturing
 from .variant import Variant, choose_variant
 
@@ -85,7 +85,7 @@ def normalized_momentum(
     *,
     beta: float,
     nesterov: bool,
-    storage: torch.dtype,
+    storage: Storage,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # (k, m, n), (k,)
     """:func:`momentum_update`, divided by the norm and rounded to ``storage`` once: what ``run`` takes.
@@ -152,7 +152,7 @@ def muon_update_(
     eps: float = 0.0,
     coefficients: CoefficientsArg = "polar_express",
     steps: int = 5,
-    dtype: torch.dtype | None = None,
+    dtype: Storage | None = None,
     variant: Variant | None = None,
 ) -> None:
     """One Muon update of ``k`` matrices: ``normalized_momentum``, Newton–Schulz, ``apply_update_``.

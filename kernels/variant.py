@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from .coefficients import Polynomial, checked_restarts, restarts_hold
+from .coefficients import Polynomial, checked_restarts, restarts_hold, span_restarts
 from .squares import Squares
-from .storage import HALF
+from .storage import HALF, Storage, storage_spans
 from .symmetric_cpu import worth_splitting
 from .symmetric_tiles import TileConfig, candidates
 from .symmetric_triton import symmetric_product, unsupported
@@ -40,6 +40,9 @@ _REPLAY_BYTES = 1 << 25
 # Below this side, or below this many tiles a multiprocessor, cuBLAS is taken unless a measurement says otherwise.
 _TRITON_LEAST_SIDE = 1024
 _TRITON_WAVES = 2
+
+# CPUs that multiply bf16: the time of a product in it over that in fp32, by `python bench/newton_schulz.py --halves`.
+_BF16_COST = 0.45
 
 # What a product with a symmetric result costs, relative to a whole one.
 _SYMMETRIC_COST = {"torch": 1.0, "split": 0.7, "triton": 0.5}
@@ -110,7 +113,7 @@ def choose_variant(
     shape: tuple[int, int],
     k: int,
     coefficients: Polynomial,
-    dtype: torch.dtype,
+    dtype: Storage,
     device: torch.device,
     *,
     method: Method = "auto",
@@ -142,7 +145,7 @@ def choose_variant(
 
 
 def alternatives(
-    shape: tuple[int, int], k: int, coefficients: Polynomial, dtype: torch.dtype, device: torch.device
+    shape: tuple[int, int], k: int, coefficients: Polynomial, dtype: Storage, device: torch.device
 ) -> Iterator[Callable[[Variant], tuple[Variant, ...]]]:
     """What a tuner tries, one dimension after the other: each function gives the rivals of the best so far.
 
@@ -161,7 +164,7 @@ def alternatives(
         )
 
     def tiles(best: Variant) -> tuple[Variant, ...]:
-        if best.backend != "triton":
+        if best.backend != "triton" or not isinstance(dtype, torch.dtype):
             return ()
         capability = torch.cuda.get_device_capability(device)
         return tuple(replace(best, tile=str(c)) for c in candidates(min(shape), max(shape), dtype, capability)[1:])
@@ -181,7 +184,7 @@ def alternatives(
 
 
 def adapted(
-    variant: Variant, shape: tuple[int, int], coefficients: Polynomial, dtype: torch.dtype, device: torch.device
+    variant: Variant, shape: tuple[int, int], coefficients: Polynomial, dtype: Storage, device: torch.device
 ) -> Variant:
     """``variant``, measured with some coefficients, for others: restarts by the rule where its own are unsafe."""
     if variant.method == "standard" or restarts_hold(variant.restarts, coefficients, dtype):
@@ -199,10 +202,12 @@ def batch_size(shape: tuple[int, int], k: int, device: torch.device) -> int:
     return min(k, _largest_piece(shape, device))
 
 
-def backend_fault(backend: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
+def backend_fault(backend: Backend, device: torch.device, dtype: Storage) -> str | None:
     """Why ``backend`` cannot run on ``device`` in ``dtype``, or ``None`` if it can."""
     if backend == "split":
         return None if device.type == "cpu" else f"it splits products on the CPU, the matrix is on {device.type}"
+    if backend == "triton" and not isinstance(dtype, torch.dtype):
+        return f"{dtype!r} is for CPUs"
     if backend == "triton":
         return unsupported(device, dtype) or _build_fault(device, dtype)
     return None
@@ -221,21 +226,21 @@ def _build_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def variant_fault(variant: Variant, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> str | None:
+def variant_fault(variant: Variant, shape: tuple[int, int], device: torch.device, dtype: Storage) -> str | None:
     """Why ``variant`` cannot run matrices of ``shape`` on ``device`` in ``dtype``, or ``None`` if it can."""
     fault = backend_fault(variant.backend, device, dtype)
     if fault is not None:
         return fault
     if variant.replay and device.type != "cuda":
         return f"CUDA graphs are not replayed on {device.type}"
-    if variant.tile and device.type == "cuda":
+    if variant.tile and device.type == "cuda" and isinstance(dtype, torch.dtype):
         capability = torch.cuda.get_device_capability(device)
         if TileConfig.parse(variant.tile) not in candidates(min(shape), max(shape), dtype, capability):
             return f"tile {variant.tile} is for another device or dtype than compute capability {capability} in {dtype}"
     return None
 
 
-def require_backend(backend: Backend, device: torch.device, dtype: torch.dtype) -> None:
+def require_backend(backend: Backend, device: torch.device, dtype: Storage) -> None:
     """Raise ``ValueError`` unless ``backend`` is one, and runs on ``device`` in ``dtype``."""
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
@@ -249,9 +254,18 @@ def relative_cost(
     steps: int,
     restarts: Sequence[int] | None,
     backend: Backend = "torch",
-    dtype: torch.dtype = torch.float32,
+    dtype: Storage = torch.float32,
 ) -> float:
-    """Multiply-adds for one matrix, a product with symmetric result counted as what it takes with ``backend``."""
+    """Multiply-adds for one matrix, a product with symmetric result counted as what it takes with ``backend``.
+
+    In mixed storage those in bf16 count as the fp32 ones that take as long.
+    """
+    if not isinstance(dtype, torch.dtype):
+        return sum(
+            (_BF16_COST if of_span in HALF else 1.0)
+            * relative_cost(shape, stop - start, restarts and span_restarts(restarts, start, stop), backend, of_span)
+            for of_span, start, stop in storage_spans(dtype, steps)
+        )
     small, large = min(shape), max(shape)
     half = _SYMMETRIC_COST[backend]
     wide, square = small * small * large, small**3
@@ -290,7 +304,7 @@ def _largest_piece(shape: tuple[int, int], device: torch.device, held: int = _SQ
 
 
 def _usual_backend(
-    shape: tuple[int, int], k: int, dtype: torch.dtype, device: torch.device, fused: bool
+    shape: tuple[int, int], k: int, dtype: Storage, device: torch.device, fused: bool
 ) -> Literal["torch", "split", "triton"]:
     """``fused``: of products that have several addends, which Triton adds in the same launch."""
     small, large = min(shape), max(shape)

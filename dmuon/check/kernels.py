@@ -13,6 +13,9 @@ from torch import Tensor
 from dmuon.check.report import Reading
 from dmuon.check.stage import Stage
 from dmuon.kernels import (
+    MIXED,
+    Squares,
+    Storage,
     apply_update_,
     backend_fault,
     coefficient_sequence,
@@ -26,7 +29,8 @@ from dmuon.planning.profiler import nearly_singular
 # Of the largest entry: one rounding to the dtype; in fp32 one chain of sums an element, which grows with its length.
 _PRODUCT = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
 # Of Newton–Schulz on Gaussian matrices, of the whole: half precision is amplified where singular values are small.
-_ORTHOGONAL = {torch.float16: 2e-2, torch.bfloat16: 5e-2, torch.float32: 2e-4}
+_ORTHOGONAL: dict[Storage, float] = {torch.float16: 2e-2, torch.bfloat16: 5e-2, torch.float32: 2e-4, MIXED: 2e-2}
+_SQUARES: dict[Storage, float] = {torch.float16: 4e-2, torch.float32: 2e-4}
 _GROWTH = 0.06  # of the largest singular value over that of fp64
 _VECTORS, _POWERS = 4, 30
 _PASS = 1e-6
@@ -50,13 +54,20 @@ def _checks(device: torch.device, scale: int) -> Iterator[tuple[str, Check]]:
     """What each is of, and the check; what carries the most comes first."""
     methods: tuple[Method, ...] = ("standard", "gram")
     for (m, n), dtype, method in product(_SHAPES, _ORTHOGONAL, methods):
-        if dtype == torch.bfloat16 and method == "gram":
+        if (dtype == torch.bfloat16 and method == "gram") or (dtype == MIXED and device.type != "cpu"):
             continue  # no rule takes it
         m, n = m // scale, n // scale
         for backend in _backends(device, dtype):
             yield (
                 f"{method} {_name(dtype)} {backend} {m}x{n}",
                 partial(_orthogonal, device, m, n, dtype, method, backend),
+            )
+    for (m, n), dtype in product(_SHAPES, _SQUARES):
+        m, n = m // scale, n // scale
+        for backend in _backends(device, dtype):
+            yield (
+                f"squares {_name(dtype)} {backend} {m}x{n}",
+                partial(_orthogonal, device, m, n, dtype, "gram", backend, "squares"),
             )
     m, n = 1000 // scale, 3001 // scale
     for dtype in _UPDATE:
@@ -69,7 +80,7 @@ def _checks(device: torch.device, scale: int) -> Iterator[tuple[str, Check]]:
             yield f"product {_name(dtype)} {backend} {k}x{m}x{p}", partial(_product, device, k, m, p, dtype, backend)
 
 
-def _backends(device: torch.device, dtype: torch.dtype) -> list[Backend]:
+def _backends(device: torch.device, dtype: Storage) -> list[Backend]:
     """Those that run there."""
     backends: tuple[Backend, ...] = ("torch", "split", "triton")
     return [backend for backend in backends if backend_fault(backend, device, dtype) is None]
@@ -80,23 +91,30 @@ def _gaussian(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
 
 
 def _orthogonal(
-    device: torch.device, m: int, n: int, dtype: torch.dtype, method: Method, backend: Backend
+    device: torch.device,
+    m: int,
+    n: int,
+    dtype: Storage,
+    method: Method,
+    backend: Backend,
+    preset: str = "polar_express",
 ) -> list[Reading]:
-    """Distance to the standard form in fp64, and the largest singular value, that of stress matrices included."""
-    x, exact = _stressed(device, m, n)
-    found = orthogonalize(x, method=method, backend=backend, dtype=dtype)
+    """Distance to the polynomial in fp64, and the largest singular value, that of stress matrices included."""
+    x, exact = _stressed(device, m, n, preset)
+    found = orthogonalize(x, coefficients=preset, method=method, backend=backend, dtype=dtype)
+    limit = (_SQUARES if preset == "squares" else _ORTHOGONAL)[dtype]
     most, largest = (_largest_singular_value(each.float()) for each in (exact, found))
     return [
-        Reading("kernels", "against fp64", _relative(found[:2], exact[:2]), _ORTHOGONAL[dtype], "relative error"),
+        Reading("kernels", "against fp64", _relative(found[:2], exact[:2]), limit, "relative error"),
         Reading("kernels", "stress matrices", largest, most + _GROWTH, "largest singular value"),
     ]
 
 
 @lru_cache(maxsize=1)  # of one shape: many checks of it follow each other
-def _stressed(device: torch.device, m: int, n: int) -> tuple[Tensor, Tensor]:
+def _stressed(device: torch.device, m: int, n: int, preset: str) -> tuple[Tensor, Tensor]:
     """Two Gaussian and three nearly singular matrices, and what fp64 makes of them."""
     x = torch.cat([_gaussian(device, 2, m, n), *nearly_singular((m, n), device)])
-    exact = _newton_schulz(x.double().mT).mT if m > n else _newton_schulz(x.double())  # on the small side
+    exact = _newton_schulz(x.double().mT, preset).mT if m > n else _newton_schulz(x.double(), preset)
     return x, exact
 
 
@@ -162,10 +180,20 @@ def _update(device: torch.device, m: int, n: int, dtype: torch.dtype) -> list[Re
     return [Reading("kernels", "change of the weights", _relative(change, exact), _UPDATE[dtype], "relative error")]
 
 
-def _newton_schulz(x: Tensor) -> Tensor:
+def _newton_schulz(x: Tensor, preset: str = "polar_express") -> Tensor:
     """In fp64, by its formula."""
     x = x / x.flatten(1).norm(dim=1)[:, None, None]
-    for a, b, c in coefficient_sequence("polar_express", 5):
+    sequence = coefficient_sequence(preset, 5)
+    if isinstance(sequence, Squares):
+        for block in sequence.blocks:
+            stored = [x @ x.mT]
+            for one in block:
+                added = sum(factor * s for factor, s in zip(one.addends, stored, strict=False))
+                identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+                stored.append(one.square * stored[-1] @ stored[-1] + added + one.identity * identity)
+            x = stored[-1] @ x
+        return x
+    for a, b, c in sequence:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x
@@ -175,5 +203,5 @@ def _relative(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: Storage) -> str:
     return str(dtype).removeprefix("torch.")

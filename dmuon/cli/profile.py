@@ -15,7 +15,7 @@ import torch
 
 from dmuon.cli.arguments import FAILED, BadArgument, Parser, count, positive, require_target
 from dmuon.cli.figures import cost_table, draw_costs
-from dmuon.kernels import PRESETS
+from dmuon.kernels import MIXED, PRESETS, Storage
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import (
     CacheKey,
@@ -31,7 +31,7 @@ from dmuon.planning.profiler import MAX_BATCH, measure, settled, timing_bar, use
 from dmuon.platform.files import save_png
 from dmuon.solver import Shape
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES: Mapping[str, Storage] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "mixed": MIXED}
 _SAMPLE = 5  # entries that --check times again
 _TOLERANCE = 1.5  # clocks and neighbours on the machine stay below this; another device or kernel rarely does
 _RUN = ("dtype", "coefficients", "steps")

@@ -27,7 +27,7 @@ def loading_fault(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, A
         return "the state dict has no param_groups and state; pass what an optimizer's state_dict() returned"
     fault = _group_mismatch(saved, groups)
     for index, (theirs, ours) in enumerate(zip(saved, groups, strict=False)):
-        fault = fault or _option_fault(index, completed(theirs, ours))
+        fault = fault or _option_fault(index, {**completed(theirs, ours), "params": ours["params"]})
         if fault is None and not ours["use_muon"]:
             rows = zip(theirs["params"], ours["params"], strict=True)
             faults = (_state_fault(states.get(key, {}), param) for key, param in rows)

@@ -18,7 +18,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.residency import dedicated_residencies
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
-from dmuon.kernels import is_capturing
+from dmuon.kernels import Storage, is_capturing
 from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, spec_of
 from dmuon.model.routing import Select
@@ -73,7 +73,8 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: ``"polar_express"``, ``"you"``, ``"classic"``, ``"squares"``, or one or several ``(a, b, c)``.
         ns_steps: Newton-Schulz steps; ``"squares"`` stands for five.
         eps: lower clamp of the norm that scales a matrix before Newton-Schulz; 0 is exact.
-        ns_dtype: dtype of Newton-Schulz; ``None`` is fp16 on CUDA and fp32 on the CPU.
+        ns_dtype: dtype of Newton-Schulz; ``None``: fp16 on CUDA, fp32 on the CPU. ``"mixed"``, on the CPU: the first
+            two steps in fp32, the others in bf16.
         adjust_lr_fn: factor on ``lr`` by shape: ``"match_rms_adamw"``, ``"original"`` (``None`` is that too, as in
             ``torch.optim.Muon``), ``"spectral"``, or ``f((m, n)) -> float``.
         adamw_lr: ``None`` means ``lr``.
@@ -105,7 +106,7 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: str | tuple[Any, ...] = "polar_express",
         ns_steps: int = 5,
         eps: float = 0.0,
-        ns_dtype: torch.dtype | None = None,
+        ns_dtype: Storage | None = None,
         adjust_lr_fn: str | Callable[[Any], float] | None = "match_rms_adamw",
         adamw_lr: float | Tensor | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),

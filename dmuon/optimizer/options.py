@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.kernels import check_storage, coefficient_sequence, update_scale
+from dmuon.kernels import MIXED, check_storage, coefficient_sequence, storage_dtype, update_scale
 from dmuon.platform.options import check_flag, is_integer
 
 MUON_OPTIONS = (
@@ -105,16 +105,22 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
 
 def _check_muon_options(group: Mapping[str, Any]) -> None:
     check_flag("nesterov", group["nesterov"])
-    if group["ns_dtype"] is not None and not isinstance(group["ns_dtype"], torch.dtype):
-        raise TypeError(f"ns_dtype must be a torch.dtype or None, got {group['ns_dtype']!r}")
+    ns_dtype = group["ns_dtype"]
+    if ns_dtype is not None and ns_dtype != MIXED and not isinstance(ns_dtype, torch.dtype):
+        raise TypeError(f"ns_dtype must be a torch.dtype, {MIXED!r} or None, got {ns_dtype!r}")
+    for kind in {p.device.type for p in group["params"]} - {"meta"}:
+        try:
+            storage_dtype(torch.float32, torch.device(kind), ns_dtype)
+        except (TypeError, ValueError) as fault:
+            raise type(fault)(f"ns_{fault}") from None
     if is_integer(group["ns_steps"]) and group["ns_steps"] > MOST_NS_STEPS:
         raise ValueError(
             f"ns_steps must be at most {MOST_NS_STEPS}, got {group['ns_steps']}: five steps orthogonalize, and each "
             "more costs as much as they do"
         )
     coefficients = coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
-    if group["ns_dtype"] is not None:
-        check_storage(coefficients, group["ns_dtype"])
+    if ns_dtype is not None:
+        check_storage(coefficients, ns_dtype)
     update_scale(group["adjust_lr_fn"], (2, 2))
 
 

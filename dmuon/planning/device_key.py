@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from dmuon.kernels import check_storage, coefficient_sequence, newton_schulz_flops
+from dmuon.kernels import MIXED, Storage, check_storage, coefficient_sequence, newton_schulz_flops, storage_dtype
 from dmuon.planning.cost_cache import CacheKey, CostCacheError
 from dmuon.solver import Shape
 
@@ -25,7 +25,7 @@ class NsOptions:
 
     coefficients: str | tuple[float, ...] | tuple[tuple[float, ...], ...] = "polar_express"
     steps: int = 5
-    dtype: torch.dtype | None = None
+    dtype: Storage | None = None
 
     def flops(self, shape: Shape, device: torch.device) -> int:
         """Operations of one run on one matrix of ``shape``."""
@@ -35,8 +35,8 @@ class NsOptions:
 def device_key(device: torch.device, options: NsOptions) -> CacheKey:
     """What timings on ``device`` with ``options`` are valid for."""
     coefficients = coefficient_sequence(options.coefficients, options.steps)  # validates both
-    if options.dtype is not None:
-        check_storage(coefficients, options.dtype)
+    storage = storage_dtype(torch.float32, device, options.dtype)
+    check_storage(coefficients, storage)
     named = isinstance(options.coefficients, str)
     name, sm_count, cuda, driver = _cpu_name(), 0, "", ""
     if device.type == "cuda":
@@ -45,14 +45,13 @@ def device_key(device: torch.device, options: NsOptions) -> CacheKey:
         cuda, driver = torch.version.cuda or torch.version.hip or "", _driver_version()
     elif device.type != "cpu":
         name = f"{device.type} {torch.get_device_module(device.type).get_device_name(device)}"
-    default = torch.float32 if device.type == "cpu" else torch.float16
     return CacheKey(
         device=name,
         sm_count=sm_count,
         driver=driver,
         torch=torch.__version__,
         cuda=cuda,
-        dtype=str(options.dtype or default).removeprefix("torch."),
+        dtype=str(storage).removeprefix("torch."),
         kernels=_kernel_digest(),
         coefficients=str(options.coefficients) if named else repr(coefficients),
         steps=options.steps,
@@ -66,8 +65,8 @@ def options_of(key: CacheKey, name: str) -> NsOptions:
         CostCacheError: the key describes no run that this version can time; names file, field and remedy.
     """
     remedy = "measure anew with dmuon-profile"
-    dtype = getattr(torch, key.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype: Storage | None = MIXED if key.dtype == MIXED else getattr(torch, key.dtype, None)
+    if dtype != MIXED and not isinstance(dtype, torch.dtype):
         raise CostCacheError(f"cost cache {name}: field 'key.dtype' is {key.dtype!r}, no dtype of torch; {remedy}")
     try:
         coefficients = ast.literal_eval(key.coefficients) if key.coefficients.startswith("(") else key.coefficients

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.publication import fills_wait
 from dmuon.dedicated.residency import Dedicated
 from dmuon.dedicated.runtime import Runtime
-from dmuon.kernels import storage_dtype
+from dmuon.kernels import Storage
 from dmuon.layout.parcels import travels
 from dmuon.optimizer.muon import Muon
 from dmuon.step.batches import make_batches
@@ -101,13 +102,13 @@ def expected_memory(runtime: Runtime) -> Memory:
 
 
 def expected_traffic(
-    runtime: Runtime, micro_batches: int = 1, *, reductions: int = 1, ns_dtype: torch.dtype | None = None
+    runtime: Runtime, micro_batches: int = 1, *, reductions: int = 1, ns_dtype: Storage | None = None, ns_steps: int = 5
 ) -> Traffic:
     """Collectives of one step: forward and backward of every micro-batch, and ``step()``.
 
     Args:
         reductions: backwards that reduce gradients; the others accumulate.
-        ns_dtype: as given to ``dmuon.Muon``; tensor-parallel updates return in it.
+        ns_dtype, ns_steps: as given to ``dmuon.Muon``; tensor-parallel updates return as the last step leaves them.
     """
     comm = runtime.comm
     calls: Counter[str] = Counter()
@@ -128,17 +129,17 @@ def expected_traffic(
             count("publish", 1, buffer.layout.column, parts, _itemsize(buffer))
             count("reduce", reductions, buffer.layout.column, parts, buffer.reduce_dtype.itemsize)
     if comm.tensor is not None:
-        _count_exchanges(runtime, ns_dtype, calls, nbytes)
+        _count_exchanges(runtime, {"ns_dtype": ns_dtype, "ns_steps": ns_steps}, calls, nbytes)
     return Traffic(dict(calls), dict(nbytes))
 
 
-def _count_exchanges(runtime: Runtime, ns_dtype: torch.dtype | None, calls: Counter[str], nbytes: Counter[str]) -> None:
+def _count_exchanges(runtime: Runtime, group: Mapping[str, Any], calls: Counter[str], nbytes: Counter[str]) -> None:
     residency = Dedicated(runtime, [])
     batches, _ = make_batches(residency.tasks(), torch.device("meta"))
     for round_ in residency.rounds([batches]):
         if not isinstance(round_, ExchangedRound):
             continue
-        back = storage_dtype(round_.batches[0].dtype, runtime.comm.device, ns_dtype)
+        back = wire_dtype(group, round_.batches[0].dtype, runtime.comm.device)
         one = _RoundBytes.of(round_, back.itemsize)
         calls["exchange"] += one.calls
         nbytes["exchange"] += one.received + one.returned

@@ -16,6 +16,7 @@ from dmuon.dedicated.dedication import Dedication, dedication_of, dedications
 from dmuon.dedicated.matrix import resting
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime
+from dmuon.kernels import storage_dtype, storage_spans
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
@@ -69,7 +70,7 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
     for dedication in dedicated:
         lines += ["", *_runtime(dedication.runtime), *_rest(model), "", dedication.plan.report()]
     if optimizer is not None:
-        lines += [*_warnings(optimizer), *_last_step(optimizer)]
+        lines += [*_warnings(optimizer), "", *_newton_schulz(optimizer), *_last_step(optimizer)]
     return "\n".join(lines)
 
 
@@ -306,6 +307,19 @@ def _runtime(runtime: Runtime) -> list[str]:
         f"{mib(memory.standins)}, kept buffers {mib(memory.kept)}, largest buffer {mib(memory.largest)}",
         f"this rank sends in a step of one micro-batch: {sent or 'nothing'}",
     ]
+
+
+def _newton_schulz(optimizer: Muon) -> list[str]:
+    """Coefficients, and how many steps in which dtype."""
+    lines = []
+    for group in optimizer.param_groups:
+        if group["use_muon"] and group["params"]:
+            momentum = torch.promote_types(group["params"][0].dtype, torch.float32)
+            storage = storage_dtype(momentum, group["params"][0].device, group["ns_dtype"])
+            spans = storage_spans(storage, group["ns_steps"])
+            steps = ", ".join(f"{stop - start} steps in {dtype}" for dtype, start, stop in spans)
+            lines.append(f"Newton-Schulz: {group['ns_coefficients']}, {steps}")
+    return sorted(set(lines))
 
 
 def _last_step(optimizer: Muon) -> list[str]:

@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 
 from dmuon.kernels import (
     Polynomial,
+    Storage,
     Variant,
     adapted,
     apply_update_,
@@ -25,6 +26,7 @@ from dmuon.kernels import (
     normalized_momentum,
     run,
     storage_dtype,
+    storage_spans,
     update_scale,
     variant_fault,
 )
@@ -142,11 +144,11 @@ def apply(
 
 
 def wire_dtype(group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which updates travel: that whose values Newton–Schulz leaves, also where tensors are wider.
+    """The dtype in which updates travel: that of Newton–Schulz's last step, also where tensors are wider.
 
     So it is the same on all ranks, of whose CPUs only some may multiply it.
     """
-    return storage_dtype(dtype, device, group["ns_dtype"])
+    return storage_spans(storage_dtype(dtype, device, group["ns_dtype"]), group["ns_steps"])[-1][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class _Choice:
     """How Newton–Schulz runs."""
 
     sequence: Polynomial
-    storage: torch.dtype
+    storage: Storage
     variant: Variant
 
     @classmethod
@@ -194,7 +196,7 @@ def _variant(
     shape: tuple[int, int],
     k: int,
     coefficients: Polynomial,
-    storage: torch.dtype,
+    storage: Storage,
     device: torch.device,
 ) -> Variant:
     """The planned variant, made safe for these coefficients. Without one that can run here, the rule's choice."""

@@ -73,6 +73,13 @@ def test_a_models_batches_are_no_larger_than_it_has_matrices(run, tmp_path):
     assert batches(tmp_path / "out.json") == {(16, 16): (1, 2, 4, 8), (16, 64): (1, 2, 4)}
 
 
+def test_mixed_steps_are_timed_and_checked(run, tmp_path):
+    out = tmp_path / "out.json"
+    assert run("--shapes", "32x64", "--max-batch", "1", "--out", out, "--budget", "5", "--dtype", "mixed").status == 0
+    assert CostCache.load(out).key == device_key(CPU, NsOptions(dtype="mixed"))
+    assert "valid on cpu, exactly" in run("--check", out).out
+
+
 @pytest.mark.pitfall("P10")
 def test_options_reach_the_key_and_a_check_reads_them_there(run, tmp_path):
     out, options = tmp_path / "out.json", ("--dtype", "fp16", "--coefficients", "you", "--steps", "4")

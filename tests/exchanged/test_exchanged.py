@@ -104,13 +104,13 @@ def test_steps_equal_single_process(ranks: RankPool, name: str, steps: int) -> N
     ranks(LAYOUTS[name].world, trajectory, name, steps, timeout=200 if steps == 100 else 60)
 
 
-def bf16_on_unlike_cpus(rank: int, _world: int, name: str) -> None:
+def bf16_on_unlike_cpus(rank: int, _world: int, name: str, dtype: Any) -> None:
     """Only the last rank's CPU multiplies bf16: updates travel as it all the same."""
     multiplies = storage.cpu_multiplies_bf16
     storage.cpu_multiplies_bf16 = lambda: rank == _world - 1
     make_arithmetic.cache_clear()
     try:
-        weights, calls = run(lay(name, toy(name)), 3, ns_dtype=torch.bfloat16)
+        weights, calls = run(lay(name, toy(name)), 3, ns_dtype=dtype)
     finally:
         storage.cpu_multiplies_bf16 = multiplies
         make_arithmetic.cache_clear()
@@ -122,9 +122,11 @@ def bf16_on_unlike_cpus(rank: int, _world: int, name: str) -> None:
         assert (weight - exact[key]).norm() <= 0.1 * change, key
 
 
-@pytest.mark.parametrize("name", ["fsdp2-2", "tp"])
-def test_ranks_of_which_one_multiplies_bf16_exchange_it(ranks: RankPool, name: str) -> None:
-    ranks(LAYOUTS[name].world, bf16_on_unlike_cpus, name)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fsdp2-2", "mixed"), ("fsdp2-2", torch.bfloat16), ("tp", "mixed"), ("1d", "mixed")]
+)
+def test_ranks_of_which_one_multiplies_bf16_exchange_it(ranks: RankPool, name: str, dtype: Any) -> None:
+    ranks(LAYOUTS[name].world, bf16_on_unlike_cpus, name, dtype)
 
 
 @pytest.mark.slow

@@ -289,7 +289,7 @@ def iteration_of(monkeypatch, x: torch.Tensor, **options) -> Iteration:
     seen = []
     real = newton_schulz.iterate
     with monkeypatch.context() as patch:
-        patch.setattr(newton_schulz, "iterate", lambda x, i, a: seen.append(i) or real(x, i, a))
+        patch.setattr(newton_schulz, "iterate", lambda x, i, *rest: seen.append(i) or real(x, i, *rest))
         orthogonalize(x, **options)
     assert len(seen) == 1
     return seen[0]

@@ -16,9 +16,11 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.oracle import reference_weights
 from harness.toy import OPTIONS, build, train
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmuon
-from dmuon.optimizer.options import describe
+from dmuon.optimizer.loading import loading_fault
+from dmuon.optimizer.options import check_options, describe
 
 NONSENSE = [
     (0, "lr", -5.0), (0, "lr", math.inf), (0, "lr", math.nan), (0, "lr", 10**400), (0, "lr", torch.tensor(-1.0)),
@@ -156,3 +158,27 @@ def test_a_description_does_not_tell_types_of_one_number_apart() -> None:
     rates = [1.0, 1, torch.tensor(1.0), torch.tensor([1.0]).squeeze(), numpy.float32(1.0), True + 0.0]
     assert len({describe(dmuon.Muon(build(), lr=lr).param_groups) for lr in rates}) == 1
     assert len({describe(dmuon.Muon(build(), lr=lr).param_groups) for lr in (0.0, -0.0)}) == 1
+
+
+def test_mixed_is_saved_loaded_and_edited_like_other_dtypes() -> None:
+    optimizer = dmuon.Muon(build(), ns_dtype="mixed", **OPTIONS)
+    twin = dmuon.Muon(build(), **OPTIONS)
+    twin.load_state_dict(optimizer.state_dict())
+    assert [g["ns_dtype"] for g in twin.param_groups if g["use_muon"]] == ["mixed"]
+    assert [g["ns_dtype"] for g in copy.deepcopy(optimizer).param_groups if g["use_muon"]] == ["mixed"]
+    spoiled = optimizer.state_dict()
+    spoiled["param_groups"][0]["ns_dtype"] = torch.int32
+    with pytest.raises(ValueError, match=r"group 0 of the saved optimizer: ns_dtype=torch.int32 is not supported"):
+        twin.load_state_dict(spoiled)
+
+
+def test_mixed_is_refused_for_parameters_on_cuda() -> None:
+    """When it is built, loaded or edited, on all ranks: not in a step, where some may have no matrix to run."""
+    group = {**dmuon.Muon(build(), **OPTIONS).param_groups[0], "ns_dtype": "mixed"}
+    check_options(group)
+    with FakeTensorMode():
+        group["params"] = [torch.empty(4, 4, device="cuda")]
+    with pytest.raises(ValueError, match="ns_dtype='mixed' is for CPUs, and the matrices are on cuda"):
+        check_options(group)
+    saved = {"param_groups": [{**group, "params": [0]}], "state": {}}
+    assert "ns_dtype='mixed' is for CPUs" in str(loading_fault(saved, [{**group, "ns_dtype": None}]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.pool import RankPool
@@ -21,13 +22,13 @@ SLACK_BYTES = 2048  # votes, norms, and numbers of AdamW: none of them grows wit
 
 
 def count_step(
-    _rank: int, _world: int, name: str, together: bool, prefetch: int, chunk_bytes: int
+    _rank: int, _world: int, name: str, together: bool, prefetch: int, chunk_bytes: int, dtype: Any = None
 ) -> tuple[dict[str, int], dict[str, int], int, int]:
     """What was counted, what the formula says, rounds, and bytes of the largest matrix."""
     model = build(layers=4, hidden=509)
     laid = lay(name, model)
     config = dmuon.create_dtensor_config(together, prefetch, costs="flops", chunk_bytes=chunk_bytes)
-    optimizer = dmuon.Muon(model, distributed_config=config)
+    optimizer = dmuon.Muon(model, distributed_config=config, ns_dtype=dtype)
     in_flight = []
     for step in range(4):  # the least: a thread of gloo may keep what has arrived for a moment
         laid.backward(step)
@@ -92,3 +93,12 @@ def test_memory_in_flight_grows_with_prefetching_and_not_with_the_number_of_roun
         # A round of one matrix keeps at most it, its update, and a copy of what of them is sent.
         for prefetch, nbytes in largest.items():
             assert nbytes <= (2 + 3 * (prefetch + bool(prefetch))) * matrix + SLACK_BYTES, largest
+
+
+def test_updates_of_mixed_steps_travel_in_bf16(ranks: RankPool) -> None:
+    """As the last step leaves them: half of the bytes, also where tensors hold them in fp32."""
+    of_fp32, of_mixed = (ranks(2, count_step, "fsdp2-2", True, 0, 2**28, dtype) for dtype in (None, "mixed"))
+    for (found, budget, _, _), (_, whole, _, _) in zip(of_mixed, of_fp32, strict=True):
+        assert found["sent"] == budget["sent_before"] + budget["sent_after"]
+        assert found["received"] == budget["received_before"] + budget["received_after"]
+        assert budget["sent_before"] == whole["sent_before"] and budget["sent_after"] * 2 == whole["sent_after"] > 0

@@ -40,6 +40,16 @@ def test_tensors_that_are_several_matrices_say_which() -> None:
             assert f"{shapes.count([m, n])} of {m}x{n}" in line
 
 
+def test_what_is_computed_in_which_dtype_is_told() -> None:
+    model = build()
+    text = dmuon.explain(model, dmuon.Muon(model, ns_dtype="mixed", **OPTIONS))
+    assert "Newton-Schulz: classic, 2 steps in torch.float32, 3 steps in torch.bfloat16\n" in text
+    model = build()
+    assert "Newton-Schulz: you, 4 steps in torch.float32" in dmuon.explain(
+        model, dmuon.Muon(model, **{**OPTIONS, "ns_coefficients": "you", "ns_steps": 4})
+    )
+
+
 def test_groups_of_ones_own_are_told_as_they_are() -> None:
     """Of a model that the policy refuses, too; and what is in no group."""
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 12), nn.Linear(4, 4)), nn.Linear(4, 4))

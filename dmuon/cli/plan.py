@@ -21,6 +21,7 @@ from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.files import save_png
 from dmuon.simulation.hardware import HARDWARE, Hardware, hardware
 from dmuon.simulation.network import Topology
+from dmuon.simulation.pools import plan_pools, pooled
 from dmuon.simulation.prediction import Prediction, predict
 from dmuon.simulation.wave_model import describe, wave_costs
 from dmuon.simulation.workload import Workload
@@ -36,7 +37,6 @@ from dmuon.solver import (
     Shape,
     SolveOptions,
     baseline,
-    plan,
 )
 
 _percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
@@ -45,6 +45,26 @@ _COMPARE = (*BASELINES, "milp")
 _UNPREDICTED = (
     "no step time is predicted: the costs are another device's than any preset; pass --device to combine them"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """The pipeline stage that computes longest.
+
+    Attributes:
+        number: from 1.
+        bubble: seconds in which it waits for others, as a part of its forward and backward.
+    """
+
+    number: int
+    count: int
+    bubble: float
+
+    def __str__(self) -> str:
+        return (
+            f"stage {self.number} of {self.count}, which computes longest; it waits for the others for "
+            f"{self.bubble:.1%} of its forward and backward"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +79,11 @@ class _Question:
     topology: Topology
     workload: Workload | None
     efficiency: float | None
+    stage: _Stage | None
 
     def solve(self, options: SolveOptions) -> Plan:
         step = None if self.workload is None else self.step
-        return plan(self.matrices, self.ranks, self.costs.table, options, predict=step)
+        return plan_pools(self.matrices, self.ranks, self.costs.table, options, predict=step)
 
     def step(self, result: Plan) -> float:
         """Predicted seconds of a dedicated step."""
@@ -79,6 +100,7 @@ class _Question:
             speeds={rank.index: rank.speed for rank in self.ranks if rank.speed != 1},
             efficiency=self.efficiency,
             target=target,
+            bubble=None if self.stage is None else self.stage.bubble,
         )
 
 
@@ -92,10 +114,16 @@ def _run(arguments: argparse.Namespace) -> int:
         if path is not None:
             require_target(flag, path, suffix)
     question = _question(arguments)
+    if arguments.json is not None and arguments.pp * arguments.ep > 1:
+        raise BadArgument(
+            "--json: pipeline stages and expert groups are dedicated on their own, and have no plan in common; leave "
+            "--json out, or plan the ranks of one of them"
+        )
     started = time.perf_counter()
     result = question.solve(question.options)
     seconds = time.perf_counter() - started
     lines = [
+        *([] if question.stage is None else [str(question.stage)]),
         f"costs: {question.costs.source}",
         result.report(),
         _memory(question, result),
@@ -127,6 +155,9 @@ def _parser() -> Parser:
     grid.add_argument("--nodes", type=count, metavar="N", help="machines (default: as many as the device's nodes fill)")
     grid.add_argument("--replicate", type=count, default=1, metavar="N", help="HSDP replicas (default: 1)")
     grid.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
+    grid.add_argument("--ep", type=count, default=1, metavar="N", help="ranks that divide the experts (default: 1)")
+    grid.add_argument("--pp", type=count, default=1, metavar="N", help="pipeline stages (default: 1)")
+    grid.add_argument("--micro-batches", type=count, metavar="N", help="of a pipeline in one step (default: 4 a stage)")
     grid.add_argument(
         "--memory-gib", type=positive, metavar="X", help="most fp32 masters and momentum per rank (default: no limit)"
     )
@@ -181,6 +212,10 @@ def _question(arguments: argparse.Namespace) -> _Question:
     topology = _topology(arguments, machine)
     shapes = read_model(arguments.model)
     matrices = tuple(Matrix(m.name, m.rows, m.cols, m.block, 2 * m.rows * m.cols) for m in shapes)  # bf16 travels
+    workload = Workload.from_config(
+        arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
+    )
+    workload, matrices, stage = _staged(arguments, workload, matrices)
     costs = _costs(arguments.costs, machine, matrices)
     if topology.tp > 1:
         table = costs.table.with_transfer({shape: _gather_ns(shape, machine, topology) for shape in costs.table.costs})
@@ -194,24 +229,37 @@ def _question(arguments: argparse.Namespace) -> _Question:
         spread_cap=arguments.spread_cap,
         byte_slack=arguments.byte_slack / 100,
     )
-    workload = None
-    if arguments.costs == "wave" or arguments.device is not None:
-        workload = Workload.from_config(
-            arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
-        )
-    ranks = _ranks(arguments, topology)
-    return _Question(matrices, ranks, costs, options, machine, topology, workload, arguments.efficiency)
+    matrices, ranks = pooled(matrices, _ranks(arguments, topology), topology)
+    predicted = workload if arguments.costs == "wave" or arguments.device is not None else None
+    return _Question(matrices, ranks, costs, options, machine, topology, predicted, arguments.efficiency, stage)
+
+
+def _staged(
+    arguments: argparse.Namespace, workload: Workload, matrices: tuple[Matrix, ...]
+) -> tuple[Workload, tuple[Matrix, ...], _Stage | None]:
+    """What the longest pipeline stage computes, and its matrices; everything without a pipeline."""
+    if arguments.pp == 1:
+        return workload, matrices, None
+    stages = workload.stages(arguments.pp)
+    number = max(range(len(stages)), key=lambda i: (stages[i].flops, stages[i].elements))
+    blocks = {block.name for block in stages[number].blocks}
+    bubble = (arguments.pp - 1) / (arguments.micro_batches or 4 * arguments.pp)
+    mine = tuple(m for m in matrices if m.block in blocks)
+    return stages[number], mine, _Stage(number + 1, arguments.pp, bubble)
 
 
 def _topology(arguments: argparse.Namespace, machine: Hardware) -> Topology:
-    per_node = min(machine.gpus_per_node, arguments.world)
+    if arguments.world % arguments.pp:
+        raise BadArgument(f"--pp {arguments.pp} does not divide --world {arguments.world}; change one of them")
+    world = arguments.world // arguments.pp
+    per_node = min(machine.gpus_per_node, world)
     if arguments.nodes is not None:
         if arguments.world % arguments.nodes:
             raise BadArgument(
                 f"--nodes {arguments.nodes} does not divide --world {arguments.world}; change one of them"
             )
-        per_node = arguments.world // arguments.nodes
-    return Topology(arguments.world, gpus_per_node=per_node, replicate=arguments.replicate, tp=arguments.tp)
+        per_node = min(arguments.world // arguments.nodes, world)
+    return Topology(world, gpus_per_node=per_node, replicate=arguments.replicate, tp=arguments.tp, ep=arguments.ep)
 
 
 def _ranks(arguments: argparse.Namespace, topology: Topology) -> tuple[Rank, ...]:

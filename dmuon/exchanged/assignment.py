@@ -45,7 +45,7 @@ def plan(layouts: Layouts, last: Layouts | None = None) -> Layouts:
     options = layouts.recipe.options
     plans: dict[Ranks, OwnerPlan] = {}
     for ranks, domain in layouts.domains.items():
-        matrices, pools = _matrices(layouts, ranks)
+        matrices, pools = shared_matrices(layouts, ranks)
         if not matrices:
             continue
         old = last.plans.get(ranks) if last is not None and last.recipe.options == options else None
@@ -66,7 +66,7 @@ def _tell(plan: OwnerPlan, ranks: Ranks) -> None:
         _log.debug("loads, batches and variants of what is exchanged:\n%s", plan.report())
 
 
-def _matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[frozenset[str]] | None]:
+def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[frozenset[str]] | None]:
     """What the ranks share, and what each of them may own; None: all of it."""
     matrices: list[Matrix] = []
     pools: list[set[str]] = [{""} for _ in ranks]

@@ -76,11 +76,32 @@ class Groups:
         return np.asarray(np.maximum.reduceat(times[self._order], self._starts)[self._ids])
 
 
-class Simulation:
-    """Resources of every rank and the time at which each is free.
+class _Link:
+    """When a link carries bytes, on every rank: until when, and the last time before that it idled."""
 
-    A resource is whatever serves one operation at a time, in the order in which operations are submitted: a stream, or
-    a link that several streams share.
+    def __init__(self, ranks: int) -> None:
+        self._free, self._idle_from, self._idle_to = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+
+    def earliest(self, ready: Times, busy: float | Times) -> Times:
+        """From when on it could carry something for ``busy`` seconds that is ready at ``ready``."""
+        start = np.maximum(ready, self._idle_from)
+        return np.where(start + busy <= self._idle_to, start, np.maximum(ready, self._free))
+
+    def hold(self, start: Times, busy: float | Times) -> None:
+        """Carry something from ``start`` on."""
+        end = start + busy
+        before = end <= self._idle_to  # while it idled
+        idles = ~before & (start > self._free)
+        self._idle_from = np.where(before, end, np.where(idles, self._free, self._idle_from))
+        self._idle_to = np.where(idles, start, self._idle_to)
+        self._free = np.where(before, self._free, np.maximum(self._free, end))
+
+
+class Simulation:
+    """Streams of every rank and the time at which each is free, and links that streams share.
+
+    A stream serves one operation at a time, in the order in which operations are submitted. A link does as well, but
+    what is ready sooner passes what still waits for its own stream.
 
     Args:
         contention: how much longer computation takes while a collective is under way, as a part of the time of both.
@@ -96,6 +117,7 @@ class Simulation:
         self.ranks = ranks
         self.spans: list[Span] = []
         self._free: dict[str, Times] = {}
+        self._links: dict[str, _Link] = {}
         self._contention = contention
         self._arrived = np.zeros(ranks)  # the last of all collectives that have started
         self._sigma = noise.sigma
@@ -106,13 +128,13 @@ class Simulation:
                 raise ValueError(f"slowdown: there is no rank {rank} among {ranks}; use 0 … {ranks - 1}")
             self._slowdown[rank] = factor
 
-    def now(self, resource: str) -> Times:
-        """When everything submitted to ``resource`` so far has ended."""
-        return self._free[resource].copy() if resource in self._free else np.zeros(self.ranks)
+    def now(self, stream: str) -> Times:
+        """When everything submitted to ``stream`` so far has ended."""
+        return self._free[stream].copy() if stream in self._free else np.zeros(self.ranks)
 
-    def wait(self, resource: str, times: Times) -> None:
-        """Whatever is submitted to ``resource`` from here starts no earlier than ``times``."""
-        self._free[resource] = np.maximum(self.now(resource), times)
+    def wait(self, stream: str, times: Times) -> None:
+        """Whatever is submitted to ``stream`` from here starts no earlier than ``times``."""
+        self._free[stream] = np.maximum(self.now(stream), times)
 
     def compute(self, name: str, seconds: float | Times) -> Times:
         """Run on the compute stream, with each rank's noise and slowdown; returns the ends."""
@@ -125,7 +147,7 @@ class Simulation:
 
     def run(
         self,
-        resources: tuple[str, ...],
+        streams: tuple[str, ...],
         name: str,
         seconds: float | Times,
         *,
@@ -133,24 +155,26 @@ class Simulation:
         after: Iterable[Times] = (),
         groups: Groups | None = None,
     ) -> Times:
-        """Submit an operation that holds all ``resources`` for ``seconds``; returns the ends.
+        """Submit an operation that holds all ``streams`` for ``seconds``; returns the ends.
 
         Args:
-            resources: the first is the stream that a timeline shows.
+            streams: a timeline shows the first.
             seconds: one duration, or one per rank.
             links: seconds for which each link is busy from the start on: that of bytes, while latency passes.
             after: ends of what it waits for.
             groups: for a collective: its members start together.
         """
-        start = latest(*(self.now(resource) for resource in (*resources, *links)), *after)
+        start = latest(*map(self.now, streams), *after)
+        for link, busy in links.items():
+            start = self._links.setdefault(link, _Link(self.ranks)).earliest(start, busy)
         if groups is not None:
             start = groups.latest(start)
         end: Times = start + seconds
-        for resource in resources:
-            self._free[resource] = end
+        for stream in streams:
+            self._free[stream] = end
         for link, busy in links.items():
-            self._free[link] = start + busy
+            self._links[link].hold(start, busy)
         if links:
             self._arrived = np.maximum(self._arrived, end)
-        self.spans.append(Span(resources[0], name, start, end))
+        self.spans.append(Span(streams[0], name, start, end))
         return end

@@ -16,8 +16,9 @@ class AdamW:
     """FSDP2 over everything, and AdamW.
 
     Gathers run beside computation, one unit ahead: a unit's gather waits for the copy-out of the one before. One
-    reduce-scatter may be on its way when the next starts. With replicas an all-reduce over them follows. Where ranks
-    divide the experts, these are a unit of their own, and nothing computes while tokens go to experts and back.
+    reduce-scatter of each group may be on its way when the next starts. With replicas an all-reduce over them follows.
+    Where ranks divide the experts, these are a unit of their own, and nothing computes while tokens go to experts and
+    back.
 
     Attributes:
         keeps: weights stay whole from forward to backward.
@@ -32,7 +33,7 @@ class AdamW:
         self.rings = {name: self.topology.ring(i) for name, i in ids.items()}
         self._gathers: dict[str, Times] = {}
         self._copied = np.zeros(sim.ranks)
-        self._scatter: Times | None = None
+        self._scatters: dict[str, Times] = {}
         self._replicated = np.zeros(sim.ranks)
 
     def units(self, block: Block) -> list[tuple[str, float]]:
@@ -81,10 +82,10 @@ class AdamW:
         self._scatter_gradients(self.workload.blocks[index])
 
     def finish_backward(self) -> None:
-        if self._scatter is not None:
-            self.sim.wait(COMPUTE, self._scatter)
+        for scattered in self._scatters.values():
+            self.sim.wait(COMPUTE, scattered)
         self.sim.wait(COMPUTE, self._replicated)
-        self._scatter = None
+        self._scatters = {}
 
     def update(self) -> None:
         self._adamw([unit for b in (*self.workload.blocks, self.workload.ends) for unit in self.units(b)])
@@ -148,14 +149,15 @@ class AdamW:
         for group, elements in self.units(block):
             if not elements:
                 continue
-            if self._scatter is not None:
-                self.sim.wait(COMPUTE, self._scatter)
+            if group in self._scatters:
+                self.sim.wait(COMPUTE, self._scatters[group])
             self.pack(elements)
             nbytes = elements * self.workload.reduce_bytes
             way = self.way("reduce_scatter", group, nbytes)
-            self._scatter = self.travel("FSDP2 reduce", "reduce-scatter", group, way, self.sim.now(COMPUTE))
+            scattered = self.travel("FSDP2 reduce", "reduce-scatter", group, way, self.sim.now(COMPUTE))
+            self._scatters[group] = scattered
             way = self.way("all_reduce", "replicate", nbytes / self.rings[group].size)
-            self._replicated = self.travel("FSDP2 all-reduce", "all-reduce", "replicate", way, self._scatter)
+            self._replicated = self.travel("FSDP2 all-reduce", "all-reduce", "replicate", way, scattered)
 
     def pack(self, elements: float) -> None:
         """Copy a block's gradients into what travels."""

@@ -93,8 +93,9 @@ class Topology:
         """Per kind of group, the group of every rank.
 
         ``"shard"``: those that share a replica and a tensor-parallel index; ``"replicate"``: those that hold the same
-        shard; ``"data"``: those that differ in their data only. ``"expert shard"``: those of ``"shard"`` that shard the
-        same experts; ``"experts"``: those of it that hold all experts together, and send each other tokens.
+        shard; ``"data"``: those that differ in their data only; ``"all"``: everybody. ``"expert shard"``: those of
+        ``"shard"`` that shard the same experts; ``"experts"``: those of it that hold all experts together, and send
+        each other tokens.
         """
         replica, shard, tp = self.coordinates()
         row = replica * self.tp + tp
@@ -102,6 +103,7 @@ class Topology:
             "shard": row,
             "replicate": shard * self.tp + tp,
             "data": tp,
+            "all": np.zeros_like(tp),
             "expert shard": row * self.ep + shard % self.ep,
             "experts": row * (self.shard // self.ep) + shard // self.ep,
         }
@@ -165,11 +167,12 @@ class AlphaBeta:
 
     Broadcasts from several owners leave in one launch, and go around at the same time: one lap, and a hop more for the
     start of each further one. Reductions do the same. All-gathers that are called one after the other each go around.
-    A rank of an all-to-all starts one message after the other.
+    A rank of an all-to-all starts one message after the other, ``message_s`` each.
     """
 
     intra: Link
     inter: Link
+    message_s: float = _MESSAGE_S
 
     @classmethod
     def of(cls, hardware: Hardware) -> AlphaBeta:
@@ -202,4 +205,4 @@ class AlphaBeta:
                 return Travel(2 * calls * min(around, tree), 2 * part * busy)
             case "all_to_all":
                 link = self.intra if ring.nodes == 1 else self.inter
-                return Travel(link.latency_s + calls * _MESSAGE_S, nbytes / link.bandwidth)
+                return Travel(link.latency_s + calls * self.message_s, nbytes / link.bandwidth)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import Literal
 
+from dmuon.simulation.exchange import schedule
 from dmuon.simulation.hardware import Hardware
 from dmuon.simulation.network import AlphaBeta, Topology
 from dmuon.simulation.programs import PROGRAMS, ProgramName, simulate
@@ -98,7 +99,7 @@ class Prediction:
         guessed = len(shapes & set(costs.estimated))
         lines = [
             f"predicted step, {topology.world} × {self.device}, {_plural(topology.nodes, 'node')} "
-            f"(replicate {topology.replicate} × shard {topology.shard} × tp {topology.tp}), "
+            f"(replicate {topology.replicate} × shard {topology.shard} × tp {topology.tp}{_experts(topology)}), "
             f"{workload.tokens:,} tokens per rank; Newton–Schulz costs "
             + (f"estimated for {guessed} of {_plural(len(shapes), 'shape')}" if guessed else "measured"),
             f"{'program':<16}{'step ms':>10}{'fwd+bwd':>10}{'NS':>9}{'exposed':>9}{'vs AdamW':>10}{'vs gather':>11}",
@@ -129,12 +130,14 @@ def predict(
     speeds: Mapping[int, float] | None = None,
     efficiency: float | None = None,
     target: float | None = 0.01,
+    bubble: float | None = None,
 ) -> Prediction:
     """Predict one step of every program, and what would bring dedicated owners within ``target`` of AdamW.
 
     Args:
         speeds: of ranks that are slower or faster than ``hardware``.
         efficiency: part of the peak that forward and backward reach; ``None`` takes that of large matrix products.
+        bubble: of a pipeline stage, the part of its forward and backward in which it waits for others.
 
     Raises:
         ValueError: arguments that do not belong together, an efficiency outside (0, 1], or a
@@ -142,7 +145,9 @@ def predict(
     """
     if target is not None and not (math.isfinite(target) and target > 0):
         raise ValueError(f"target={target!r} must be a positive part of AdamW's step, or None")
-    scenario = Scenario(workload, plan, costs, Machine.of(hardware, efficiency), topology, speeds or {})
+    machine = Machine.of(hardware, efficiency)
+    once = bubble is not None
+    scenario = Scenario(workload, plan, costs, machine, topology, speeds or {}, gathers_once=once, bubble=bubble or 0.0)
     times = {name: _program_time(name, scenario) for name in PROGRAMS}
     result = Prediction(times, scenario, hardware.device.name, target, ())
     if target is None or result.overhead < target:
@@ -150,15 +155,22 @@ def predict(
     return replace(result, changes=find_changes(scenario, target))
 
 
+def _experts(topology: Topology) -> str:
+    return f", experts over {topology.ep}" if topology.ep > 1 else ""
+
+
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("s" if count != 1 else "")
 
 
 def _program_time(name: ProgramName, scenario: Scenario) -> ProgramTime:
-    forward_backward = scenario.workload.flops / scenario.topology.tp / scenario.machine.flops_per_s
+    forward_backward = scenario.forward_backward_s
     ns = 0.0
     if name == "gather":
         ns = sum(batches(scenario, stored_shapes(scenario.plan.matrices)))
+    elif name == "exchanged":
+        planned = schedule(scenario)
+        ns = float((planned.alone + sum(round_.ns for round_ in planned.rounds)).max())
     elif name != "adamw":
         slowness = [1 / scenario.speeds.get(rank, 1.0) for rank in range(scenario.topology.world)]
         ns = float((ns_chunks(scenario).sum(axis=0) * slowness).max())
@@ -196,11 +208,11 @@ def find_changes(scenario: Scenario, target: float) -> tuple[Change, ...]:
 
     def bandwidth(factor: float) -> Scenario:
         intra, inter = (replace(k, bandwidth=k.bandwidth * factor) for k in (network.intra, network.inter))
-        return replace(scenario, machine=replace(scenario.machine, network=AlphaBeta(intra, inter)))
+        return replace(scenario, machine=replace(scenario.machine, network=replace(network, intra=intra, inter=inter)))
 
     def latency(factor: float) -> Scenario:
         intra, inter = (replace(k, latency_s=k.latency_s / factor) for k in (network.intra, network.inter))
-        return replace(scenario, machine=replace(scenario.machine, network=AlphaBeta(intra, inter)))
+        return replace(scenario, machine=replace(scenario.machine, network=replace(network, intra=intra, inter=inter)))
 
     def ranks(factor: float) -> Scenario:
         world, replicate = grid.world * int(factor), grid.replicate * (int(factor) if grid.replicate > 1 else 1)

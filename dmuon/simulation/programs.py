@@ -1,8 +1,10 @@
-"""One training step of four programs, operation by operation as they run, on the engine of ``dmuon.simulation.engine``.
+"""One training step of five programs, operation by operation as they run, on the engine of ``dmuon.simulation.engine``.
 
 ``dedicated``       as the dedicated residency runs it: one block is prefetched, two reductions are on their way. One
                     difference: the runtime publishes the first block after its own update, this after the last one.
 ``dedicated keep``  the same with ``reshard_after_forward=False``: all blocks are published at once.
+``exchanged``       FSDP2; pieces of momentum travel to one owner and those of its update back, in the rounds that the
+                    run time makes of the model.
 ``gather``          FSDP2; every rank gathers every momentum matrix, orthogonalizes all, and applies its own shard.
 ``adamw``           FSDP2 with AdamW on everything.
 
@@ -11,8 +13,12 @@ does not keep another stream from the link. With replicas, gradients are reduced
 to the owner. New weights are published over the replicas while the next forward runs. With tensor parallelism, matrices
 are divided over its ranks; the cost table has to include the gathers of what Newton–Schulz reads.
 
-Not modelled: launches on the host (it runs ahead), activation collectives of tensor parallelism, expert parallelism,
-clipping, the allocator, and computation that communication beside it slows down.
+Where ranks divide the experts (``ep``), these are sharded and owned among those that hold the same ones, and tokens
+travel before and after them while nothing computes. A pipeline stage is a model of its own that gathers its weights
+once, and waits for the others as long as ``Scenario.bubble`` says.
+
+Not modelled: launches on the host (it runs ahead), activation collectives of tensor and pipeline parallelism, experts
+that get more tokens than others, clipping, and the allocator.
 """
 
 from __future__ import annotations
@@ -25,8 +31,9 @@ from dmuon.simulation.engine import COMPUTE, Noise, Simulation, Span
 from dmuon.simulation.fsdp import AdamW, Gather
 from dmuon.simulation.owners import Dedicated, DedicatedKeep
 from dmuon.simulation.scenario import Scenario
+from dmuon.simulation.sharded import Exchanged
 
-ProgramName = Literal["dedicated", "dedicated keep", "gather", "adamw"]
+ProgramName = Literal["dedicated", "dedicated keep", "exchanged", "gather", "adamw"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +73,14 @@ def simulate(name: ProgramName, scenario: Scenario, noise: Noise | None = None, 
             sim.spans.clear()  # keeps the update before the window, which publishes into it
         program.step()
         ends.append(float(sim.now(COMPUTE).max()))
-    return StepTrace((ends[-1] - ends[0]) / steps, (ends[-3], ends[-2]), tuple(sim.spans))
+    idle = scenario.bubble * scenario.forward_backward_s
+    return StepTrace((ends[-1] - ends[0]) / steps + idle, (ends[-3], ends[-2]), tuple(sim.spans))
 
 
 PROGRAMS: Mapping[ProgramName, type[AdamW]] = {
     "dedicated": Dedicated,
     "dedicated keep": DedicatedKeep,
+    "exchanged": Exchanged,
     "gather": Gather,
     "adamw": AdamW,
 }

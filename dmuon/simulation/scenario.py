@@ -68,6 +68,7 @@ class Scenario:
             down forward and backward too.
         merge_bytes: as in ``CommOptions``: neighbouring blocks of dedicated weights communicate together up to so many.
         gathers_once: weights stay whole from forward to backward, as pipeline stages with several micro-batches do.
+        bubble: seconds in which a pipeline stage waits for others, as a part of its forward and backward.
 
     Raises:
         ValueError: plan, costs, workload and topology that do not belong together.
@@ -81,6 +82,12 @@ class Scenario:
     speeds: Mapping[int, float] = field(default_factory=dict)
     merge_bytes: int = 0
     gathers_once: bool = False
+    bubble: float = 0.0
+
+    @property
+    def forward_backward_s(self) -> float:
+        """Computation of forward and backward on one rank."""
+        return self.workload.flops / self.topology.tp / self.machine.flops_per_s
 
     def __post_init__(self) -> None:
         if self.plan.world != self.topology.world:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -13,6 +14,7 @@ from dmuon.model.config import ModelConfig, expert_count, matrices_of
 from dmuon.platform.options import is_integer
 
 _NORMS_PER_BLOCK = 2
+_NUMBERED = re.compile(r"\.experts\.(?:(?P<number>\d+)\.|.*\[(?P<matrix>\d+)\]$)")
 _BACKWARD = 2  # products per forward product: one for the input's gradient, one for the weight's
 
 
@@ -198,6 +200,12 @@ def _check_count(name: str, value: object) -> None:
 def is_expert(name: str) -> bool:
     """Whether a matrix of this name is a routed expert."""
     return ".experts." in name
+
+
+def expert_number(name: str) -> int | None:
+    """The number in the name of an expert, of the matrix in its stack or of the module; None for what is no expert."""
+    found = _NUMBERED.search(name)
+    return int(found["number"] or found["matrix"]) if found else None
 
 
 def _experts(config: ModelConfig, matrices: Iterable[MatrixShape]) -> tuple[int, int]:

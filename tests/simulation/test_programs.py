@@ -17,11 +17,12 @@ from dmuon.simulation.engine import Noise
 from dmuon.simulation.hardware import HARDWARE
 from dmuon.simulation.network import NOTHING, AlphaBeta, Collective, Ring, Topology, Travel
 from dmuon.simulation.plot import draw_scaling, draw_timeline, pick_ranks
+from dmuon.simulation.pools import plan_pools, pooled
 from dmuon.simulation.prediction import Prediction, overhead, predict
 from dmuon.simulation.programs import PROGRAMS, ProgramName, simulate
 from dmuon.simulation.scenario import Machine, Scenario, ns_chunks
 from dmuon.simulation.workload import Block, Workload
-from dmuon.solver import CostTable, Matrix, Plan, SolveOptions, plan
+from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
 
 SECOND = 10**9
 
@@ -36,7 +37,9 @@ class Fixed:
         return NOTHING if ring.size == 1 else Travel(0.0, calls * self.figures[kind])
 
 
-SLOW = Fixed({"broadcast": 3.0, "reduce": 5.0, "all_gather": 4.0, "reduce_scatter": 6.0, "all_reduce": 1.0})
+SLOW = Fixed(
+    {"broadcast": 3.0, "reduce": 5.0, "all_gather": 4.0, "reduce_scatter": 6.0, "all_reduce": 1.0, "all_to_all": 2.0}
+)
 FREE = Fixed(dict.fromkeys(SLOW.figures, 0.0))
 
 
@@ -80,6 +83,8 @@ REDUCING = Fixed(SLOW.figures | {"broadcast": 0.0, "reduce": 50.0, "all_reduce":
         # Gather b0 4; the last block is gathered anew for backward; reduce-scatter of b0 6.
         ("adamw", TWO, 4 + 20 + 4 + 40 + 6),
         ("gather", TWO, 4 + 20 + 4 + 40 + 6 + 2 * 4 + 2 * 7),
+        # As AdamW; both momenta go to their owners in one all-to-all with one other rank, and both updates back.
+        ("exchanged", TWO, 4 + 20 + 4 + 40 + 6 + 2 + 7 + 2),
         # The next forward waits for the slowest owner.
         ("dedicated", case(0, 0), 3 + 20 + 3 + 40 + 5 + 1 + 2 * 7),
         # Two reductions may be on their way. Backward ends at 50 + 20 + …: b3's reduction starts at 60, each takes 50
@@ -116,6 +121,43 @@ def test_merged_blocks_communicate_as_one() -> None:
 
 def test_replicas_fill_nothing() -> None:
     assert "fill" not in {span.name for span in simulate("dedicated", case(0, 1, replicate=2)).spans}
+
+
+def experts(world: int, ep: int, **grid: int) -> Scenario:
+    """One block: a 4 × 4 matrix and eight experts in one tensor, which ranks divide; tokens take 2 s each way."""
+    names = ["b0.w", *(f"b0.mlp.experts.up[{i}]" for i in range(8))]
+    matrices = tuple(Matrix(name, 4, 4, "b0") for name in sorted(names))
+    costs = CostTable({(4, 4): {1: 7 * SECOND}})
+    topology = Topology(world, ep=ep, **grid)
+    owners = plan_pools(*pooled(matrices, [Rank(i) for i in range(world)], topology), costs, SolveOptions())
+    block = Block("b0", 10.0, 20.0, 9 * 16, 0, 8 * 16, 64.0)
+    workload = Workload((block,), Block("ends", 0.0, 0.0, 0, 0), 1)
+    return Scenario(workload, owners, costs, Machine(1.0, math.inf, math.inf, SLOW), topology)
+
+
+@pytest.mark.parametrize(
+    ("name", "ep", "seconds"),
+    [
+        # Tokens there and back before forward and backward, three messages of 2 s each; each rank has two experts for
+        # itself. Gather and reduce-scatter the shared matrix: 4 forward, 4 backward, 6.
+        ("adamw", 4, 4 + (12 + 10) + 4 + (12 + 20) + 6),
+        # One rank owns the shared matrix beside two experts: 3 broadcast, 5 reduced, votes 1, three batches.
+        ("dedicated", 4, 3 + (12 + 10) + 3 + (12 + 20) + 5 + 1 + 3 * 7),
+        # Its own experts need no exchange. The shared matrix arrives meanwhile: three messages of 2 s, and three back.
+        ("exchanged", 4, 4 + (12 + 10) + 4 + (12 + 20) + 6 + 2 * 7 + 7 + 6),
+        # Two ranks share four experts: another gather beside the first, by the same link. One message of tokens.
+        ("adamw", 2, 2 * 4 + (4 + 10) + 2 * 4 + (4 + 20) + 2 * 6),
+    ],
+)
+def test_experts_by_hand(name: ProgramName, ep: int, seconds: float) -> None:
+    assert simulate(name, experts(4, ep)).step_s == pytest.approx(seconds)
+
+
+def test_a_pipeline_stage_gathers_once_and_waits_for_the_others() -> None:
+    stage = replace(TWO, gathers_once=True, bubble=0.5)
+    # 60 s of forward and backward, half of it again in the bubble.
+    assert simulate("adamw", stage).step_s == pytest.approx(4 + 20 + 40 + 6 + 30)
+    assert simulate("dedicated", stage).step_s == simulate("dedicated keep", stage).step_s
 
 
 @pytest.mark.parametrize(("rank", "seconds"), [(0, 2 * (90 + 14)), (1, 2 * 90 + 2 * 7)])
@@ -182,7 +224,8 @@ def test_all_durations_scale_the_step(llama: Path) -> None:
     workload, owners, costs, topology = inputs(llama, 16)
     hardware = HARDWARE["h200"]
     slower = AlphaBeta(
-        *(replace(k, latency_s=3 * k.latency_s, bandwidth=k.bandwidth / 3) for k in (hardware.intra, hardware.inter))
+        *(replace(k, latency_s=3 * k.latency_s, bandwidth=k.bandwidth / 3) for k in (hardware.intra, hardware.inter)),
+        message_s=3 * AlphaBeta.of(hardware).message_s,
     )
     machine = Machine.of(hardware)
     thrice = Machine(

@@ -53,6 +53,29 @@ def test_recomputation_is_one_more_forward_of_the_blocks_only(tmp_path: Path) ->
     assert again.flops - plain.flops == sum(block.forward_flops for block in plain.blocks)
 
 
+@pytest.mark.parametrize("field", ["num_local_experts", "n_routed_experts", "num_experts"])
+def test_experts_are_counted_under_any_name_that_transformers_writes(tmp_path: Path, field: str) -> None:
+    renamed = {name: value for name, value in MOE.items() if name != "num_experts"} | {field: 8}
+    assert workload(tmp_path, renamed) == workload(tmp_path, MOE)
+
+
+def test_experts_and_their_tokens_by_hand(tmp_path: Path) -> None:
+    (block,) = workload(tmp_path, MOE).blocks
+    assert block.expert_elements == 8 * 3 * 4 * 8
+    assert block.dispatch_bytes == 6 * 2 * 8 * 2  # six tokens to two experts each, of width 8 in two bytes
+    assert workload(tmp_path, SMALL_LLAMA).blocks[0].expert_elements == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_stages_are_the_model_in_parts(tmp_path: Path, count: int) -> None:
+    model = workload(tmp_path, SMALL_LLAMA | {"num_hidden_layers": 3})
+    stages = model.stages(count)
+    assert [block for stage in stages for block in stage.blocks] == list(model.blocks)
+    assert sum(stage.elements for stage in stages) == model.elements
+    assert sum(stage.flops for stage in stages) == pytest.approx(model.flops)
+    assert stages[-1].ends.forward_flops == model.ends.forward_flops
+
+
 def test_a_token_meets_its_share_of_the_experts(tmp_path: Path) -> None:
     (block,) = workload(tmp_path, MOE).blocks
     attention, router, expert = 2 * 8 * 8 + 2 * 4 * 8, 8 * 8, 3 * 4 * 8

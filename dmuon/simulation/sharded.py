@@ -1,0 +1,76 @@
+"""One step of the exchanged residency: FSDP2 moves all weights, and ``step()`` brings pieces to owners and back."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from dmuon.simulation.engine import COMPUTE, Simulation, Times
+from dmuon.simulation.exchange import MASTER_BYTES, UPDATE_BYTES, Load, RoundLoad, schedule
+from dmuon.simulation.fsdp import AdamW
+from dmuon.simulation.network import Ring
+from dmuon.simulation.scenario import Scenario
+from dmuon.step.rounds import prefetch_windows
+
+_PREFETCH = 1  # as create_dtensor_config's default
+_FOLD_BYTES = 4 + 2 * MASTER_BYTES  # of an element: its gradient and its momentum read, this written
+_APPLY_BYTES = UPDATE_BYTES + 2 * MASTER_BYTES
+
+
+class Exchanged(AdamW):
+    """Rounds of batches: the next one is gathered and the last one scattered while one is orthogonalized."""
+
+    def __init__(self, sim: Simulation, scenario: Scenario) -> None:
+        super().__init__(sim, scenario)
+        self._schedule = schedule(scenario)
+
+    def update(self) -> None:
+        rounds = self._schedule.rounds
+        windows = prefetch_windows([0] * len(rounds), _PREFETCH)
+        gathered: dict[int, Times] = {}
+        leaving: deque[tuple[RoundLoad, Times]] = deque()
+
+        def start(turns: range | list[int]) -> None:
+            for turn in turns:
+                if turn not in gathered:
+                    self._elementwise("momentum", rounds[turn], _FOLD_BYTES + 2 * MASTER_BYTES)
+                    gathered[turn] = self._send("gather", rounds[turn].gather)
+
+        def finish() -> None:
+            round_, arrived = leaving.popleft()
+            self.sim.wait(COMPUTE, arrived)
+            self._elementwise("apply", round_, _APPLY_BYTES)
+
+        if self._schedule.alone.any():
+            start(range(min(_PREFETCH, len(rounds))))
+            self.sim.compute("ns", self._schedule.alone)
+        for turn, round_ in enumerate(rounds):
+            start(windows[turn])
+            self.sim.wait(COMPUTE, gathered[turn])
+            self.sim.compute("ns", round_.ns)
+            leaving.append((round_, self._send("scatter", round_.scatter)))
+            while len(leaving) > 1:
+                finish()
+        self._adamw(self.others())
+        while leaving:
+            finish()
+
+    def _elementwise(self, name: str, round_: RoundLoad, nbytes: int) -> None:
+        self.sim.compute(name, round_.parts * (nbytes / self.machine.copy_bytes_per_s))
+
+    def _send(self, name: str, load: Load) -> Times:
+        """An all-to-all; what stays in a node and what leaves it are on their way at once."""
+        network, ring = self.machine.network, self.rings["all"]
+        near = network.travel("all_to_all", Ring(ring.size, 1), load.near, load.messages)
+        far = network.travel("all_to_all", ring, load.far, load.messages)
+        if not load.messages:
+            return self.sim.now(COMPUTE)
+        slower = far if load.far and far.seconds > near.seconds else near
+        link = f"{ring.link if load.far else 'intra'} link"
+        return self.sim.run(
+            self.beside(("exchange",)),
+            name,
+            slower.seconds,
+            links={link: slower.busy},
+            after=(self.sim.now(COMPUTE),),
+            groups=self.groups["all"],
+        )

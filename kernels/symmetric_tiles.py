@@ -11,17 +11,33 @@ import torch
 # Bytes that a tensor descriptor's base address and strides must be multiples of.
 DESCRIPTOR_ALIGNMENT = 16
 
+# Elements that a descriptor loads along one dimension, at most.
+_BOX = 256
+
+# Of one multiprocessor, of one thread at most, and below which no product is worth its spills.
+_REGISTERS, _MOST_REGISTERS, _FEWEST_REGISTERS = 1 << 16, 248, 32
+
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
     """How the kernel is tiled and launched.
 
-    ``block`` is the side of a square result tile and ``block_k`` the depth of one product; ``descriptors``
-    selects the persistent variant that loads through tensor descriptors (capability 9.0 and later), ``group``
-    the number of tile rows that run together. As a string: ``"128x64w8s4dg8"`` (``"d"`` with descriptors).
+    As a string: ``"128x64w8s4g8"``, and behind the stages ``"d"`` for descriptors, ``"h"`` for two halves, ``"r2"`` for
+    two resident programs and ``"p"`` for persistent ones: ``"128x64w8s3dr2pg8"``.
+
+    Attributes:
+        block: side of a square of the result.
+        block_k: depth of one product.
+        warps, stages: of a program.
+        descriptors: loads and stores go through tensor descriptors (capability 9.0 and later).
+        group: tile rows that run together.
+        halves: with 2, a tile is two squares next to each other, which needs a quarter less of the operands.
+        resident: programs that a multiprocessor's registers must suffice for: while one stores, another multiplies.
+        persistent: so many programs a multiprocessor compute all tiles, in turns that are fixed at the start. Otherwise
+            each computes one, and a multiprocessor that something else holds delays nobody.
 
     Raises:
-        ValueError: sizes that are no powers of two, or out of range.
+        ValueError: sizes that are no powers of two, or out of range; or what needs descriptors without them.
     """
 
     block: int
@@ -30,20 +46,32 @@ class TileConfig:
     stages: int
     descriptors: bool = False
     group: int = 8
+    halves: int = 1
+    resident: int = 1
+    persistent: bool = False
 
     def __post_init__(self) -> None:
-        for name, low, high in (("block", 16, 256), ("block_k", 16, 256), ("warps", 1, 32)):
+        for name, low, high in (("block", 16, 256), ("block_k", 16, 256), ("warps", 1, 32), ("halves", 1, 2)):
             value = getattr(self, name)
             if not low <= value <= high or value & (value - 1):
                 raise ValueError(f"{name}={value} must be a power of two from {low} to {high}")
-        for name, low, high in (("stages", 1, 16), ("group", 1, 1024)):
+        for name, low, high in (("stages", 1, 16), ("group", 1, 1024), ("resident", 1, 16)):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name}={value} must be from {low} to {high}")
+        if (self.halves > 1 or self.persistent) and not self.descriptors:
+            raise ValueError("halves and persistent programs must be with descriptors")
+        if self.halves > 1 and self.persistent:  # Triton 3.6 does not compile it for capability 10.0
+            raise ValueError("halves must be without persistent programs")
+        if self.halves * self.block > _BOX:
+            raise ValueError(f"halves={self.halves} of block={self.block} must be at most {_BOX} together")
+        if self.registers is not None and self.registers < _FEWEST_REGISTERS:
+            raise ValueError(f"resident={self.resident} must be fewer, of {self.warps} warps each")
 
     def __str__(self) -> str:
-        descriptors = "d" if self.descriptors else ""
-        return f"{self.block}x{self.block_k}w{self.warps}s{self.stages}{descriptors}g{self.group}"
+        resident = f"r{self.resident}" if self.resident > 1 else ""
+        letters = f"{'d' * self.descriptors}{'h' * (self.halves > 1)}{resident}{'p' * self.persistent}"
+        return f"{self.block}x{self.block_k}w{self.warps}s{self.stages}{letters}g{self.group}"
 
     @classmethod
     def parse(cls, text: str) -> TileConfig:
@@ -52,11 +80,38 @@ class TileConfig:
         Raises:
             ValueError: ``text`` is no config's string.
         """
-        match = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(d?)g(\d+)", text, re.ASCII)
+        pattern = r"(\d+)x(\d+)w(\d+)s(\d+)(d?)(h?)(?:r([2-9]|1\d))?(p?)g(\d+)"
+        match = re.fullmatch(pattern, text, re.ASCII)
         if match is None:
             raise ValueError(f"{text!r} is no tile config; one looks like '128x64w8s4dg8'")
-        block, block_k, warps, stages, descriptors, group = match.groups()
-        return cls(int(block), int(block_k), int(warps), int(stages), bool(descriptors), int(group))
+        block, block_k, warps, stages, descriptors, wide, resident, persistent, group = match.groups()
+        return cls(
+            int(block),
+            int(block_k),
+            int(warps),
+            int(stages),
+            descriptors=bool(descriptors),
+            group=int(group),
+            halves=2 if wide else 1,
+            resident=int(resident or 1),
+            persistent=bool(persistent),
+        )
+
+    @property
+    def registers(self) -> int | None:
+        """The most that a thread may take for ``resident`` programs; ``None`` where one alone needs no bound."""
+        if self.resident == 1:
+            return None
+        return min(_MOST_REGISTERS, _REGISTERS // (self.resident * self.warps * 32) // 8 * 8)
+
+    def tiles(self, m: int) -> int:
+        """Tiles of one matrix of side ``m``; of halves, the last row of them may be outside of it."""
+        side = -(-m // (self.halves * self.block))
+        return side * (side + 1) // 2 * self.halves
+
+    def programs(self, tiles: int, processors: int) -> int:
+        """How many are launched for so many ``tiles`` on a device of so many multiprocessors."""
+        return min(tiles, self.resident * processors) if self.persistent else tiles
 
 
 # Without descriptors, strides that are multiples of this many elements make vector loads; Triton looks no closer.
@@ -76,17 +131,24 @@ def candidates(m: int, p: int, dtype: torch.dtype, capability: tuple[int, int]) 
         # descriptors, whose layout in shared memory makes it spill.
         return TileConfig(64, 32, 8, 3), TileConfig(64, 16, 4, 3)
     vectors = m % _VECTOR == 0 and p % _VECTOR == 0
-    large = [TileConfig(128, 64, 8, 4), TileConfig(128, 64, 8, 3)] if vectors else []
-    small = [TileConfig(64, 64, 4, 4)] if vectors else [UNALIGNED, TileConfig(64, 64, 8, 3)]
     if capability[0] not in (9, 10):
-        if vectors:
-            large = [large[1], large[0], TileConfig(128, 32, 8, 4)]
-            small = [small[0], TileConfig(64, 64, 4, 3)]
+        large = [TileConfig(128, 64, 8, 3), TileConfig(128, 64, 8, 4), TileConfig(128, 32, 8, 4)] if vectors else []
+        small = [TileConfig(64, 64, 4, 4), TileConfig(64, 64, 4, 3, resident=4)] if vectors else [UNALIGNED]
+        small += [] if vectors else [TileConfig(64, 64, 8, 3)]
     elif (m * dtype.itemsize) % DESCRIPTOR_ALIGNMENT == 0 and (p * dtype.itemsize) % DESCRIPTOR_ALIGNMENT == 0:
-        large = [TileConfig(128, 64, 8, 4, True), TileConfig(128, 64, 8, 3, True), *large[:1]]
-        small = [TileConfig(64, 64, 4, 4, True), TileConfig(64, 64, 4, 3, True)]
-        # With 4 warps and both operands transposed, capability 10.0 spills.
-        small.append(TileConfig(64, 64, 8, 4) if vectors else UNALIGNED)
+        large = [
+            TileConfig(128, 64, 8, 4, descriptors=True, halves=2),
+            TileConfig(128, 64, 8, 3, descriptors=True, resident=2),
+            TileConfig(128, 64, 8, 4, descriptors=True, persistent=True),
+            *([TileConfig(128, 64, 8, 4)] if vectors else []),
+        ]
+        # With 4 warps and both operands transposed, capability 10.0 spills through pointers.
+        small = [
+            TileConfig(64, 64, 4, 3, descriptors=True, resident=4),
+            TileConfig(64, 64, 8, 4) if vectors else UNALIGNED,
+        ]
+    else:
+        large, small = [], [UNALIGNED, TileConfig(64, 64, 8, 3)]
     if m <= 64:
         return tuple(small)
     return (*small, *large) if m <= 512 else (*large, *small)

@@ -206,8 +206,7 @@ def _plan(
             raise ValueError(f"config {config} uses tensor descriptors, but {reason}; pass a config without them")
     if config is None and views is None:
         chosen = pointer_config(m, p, a.dtype, steps, aligned)
-    side = -(-m // chosen.block)
-    tiles = side * (side + 1) // 2
+    tiles = chosen.tiles(m)
     total = k * tiles
     if total >= _MAX_PROGRAMS or tiles >= _MAX_TILES:
         raise ValueError(f"{k} matrices of side {m} are too many tiles of {chosen.block}; split the batch")
@@ -216,13 +215,14 @@ def _plan(
         shape=shape,
         sizes=(m, p),
         total=total,
-        grid=(total if views is None else min(total, _processors(a.device)),),
+        grid=(chosen.programs(total, _processors(a.device)),),
         strides=(0,) * 12 if views else (*a_steps, *b_steps, *(c_steps or zeros), *d_steps),
         extents=(extents[0], extents[1], extents[2], extents[3]),
         c_like_out=c_steps == d_steps,
         views=views,
         options={
             "BLOCK": chosen.block,
+            "HALVES": chosen.halves,
             "BLOCK_K": chosen.block_k,
             "GROUP": chosen.group,
             "DESCRIPTORS": views is not None,
@@ -231,9 +231,13 @@ def _plan(
             "B_K_MAJOR": views is None or b_steps[1] == 1,
             "EVEN_K": views is not None or p % chosen.block_k == 0,
             "ADDENDS": count,
+            # Of half precision, one addend has room in the registers, unless another program needs them.
+            "EARLY": count > 0 and views is None and a.dtype in _HALF and chosen.resident == 1,
             "IDENTITY": adds_identity,
+            "PERSISTENT": chosen.persistent,
             "num_warps": chosen.warps,
             "num_stages": chosen.stages,
+            "maxnreg": chosen.registers,
             "enable_fp_fusion": True,  # the default, but Triton 3.9 warns unless told
         },
     )
@@ -341,7 +345,7 @@ def _views(sizes: tuple[int, int, int], steps: _Steps, config: TileConfig) -> tu
     k, m, p = sizes
     shapes = ((m, p), (p, m), (m, m), (m, m))
     square = (config.block, config.block)
-    blocks = ((config.block, config.block_k), (config.block_k, config.block), square, square)
+    blocks = ((config.block, config.block_k), (config.block_k, config.halves * config.block), square, square)
     views: list[_View | None] = []
     for (rows, cols), (block_rows, block_cols), strides in zip(shapes, blocks, steps, strict=True):
         if strides is None:

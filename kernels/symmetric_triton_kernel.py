@@ -62,18 +62,19 @@ def _accumulate_pointers(
 @triton.jit
 def _accumulate_descriptors(
     a, b, batch, row, col, p,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
+    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
 ):  # fmt: skip
-    accumulator = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    accumulator = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
     for start in tl.range(0, p, BLOCK_K):
         if A_K_MAJOR:
             x = a.load([batch, row, start]).reshape(BLOCK, BLOCK_K)
         else:
             x = tl.trans(a.load([batch, start, row]).reshape(BLOCK_K, BLOCK))
         if B_K_MAJOR:
-            y = tl.trans(b.load([batch, col, start]).reshape(BLOCK, BLOCK_K))
+            y = tl.trans(b.load([batch, col, start]).reshape(WIDTH, BLOCK_K))
         else:
-            y = b.load([batch, start, col]).reshape(BLOCK_K, BLOCK)
+            y = b.load([batch, start, col]).reshape(BLOCK_K, WIDTH)
         accumulator = tl.dot(x, y, accumulator, input_precision="ieee")
     return accumulator
 
@@ -122,15 +123,19 @@ def _finish(
         else:
             addend = _load_addend(c0, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
         result += beta0 * addend.to(tl.float32)
-    if ADDENDS > 1:
-        addend = _load_addend(c1, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
-        result += beta1 * addend.to(tl.float32)
-    if ADDENDS > 2:
-        addend = _load_addend(c2, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
-        result += beta2 * addend.to(tl.float32)
-    if ADDENDS > 3:
-        addend = _load_addend(c3, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
-        result += beta3 * addend.to(tl.float32)
+    # Each in a branch of its own, which is always taken: of several, the compiler would hold all tiles at once.
+    if ADDENDS > 1:  # noqa: SIM102
+        if beta1 != 0.0:
+            addend = _load_addend(c1, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+            result += beta1 * addend.to(tl.float32)
+    if ADDENDS > 2:  # noqa: SIM102
+        if beta2 != 0.0:
+            addend = _load_addend(c2, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+            result += beta2 * addend.to(tl.float32)
+    if ADDENDS > 3:  # noqa: SIM102
+        if beta3 != 0.0:
+            addend = _load_addend(c3, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+            result += beta3 * addend.to(tl.float32)
     rows, cols = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     if IDENTITY:
         result = tl.where(row + rows == col + cols, result + identity, result)
@@ -150,33 +155,51 @@ def _compute_tile(
     index, a, b, c0, c1, c2, c3, d, m, p,
     a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
     alpha, beta0, beta1, beta2, beta3, identity,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BLOCK: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr,
     A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    ADDENDS: tl.constexpr, IDENTITY: tl.constexpr,
+    ADDENDS: tl.constexpr, EARLY: tl.constexpr, IDENTITY: tl.constexpr,
 ):  # fmt: skip
-    side = tl.cdiv(m, BLOCK)
-    tiles = side * (side + 1) // 2
+    WIDTH: tl.constexpr = HALVES * BLOCK
+    side = tl.cdiv(m, WIDTH)
+    tiles = side * (side + 1) // 2 * HALVES
     batch = index // tiles
-    tile_row, tile_col = lower_tile(index % tiles, side, GROUP)
-    row, col = tile_row * BLOCK, tile_col * BLOCK
+    local = index % tiles
+    tile_row, tile_col = lower_tile(local // HALVES, side, GROUP)
+    row, col = (tile_row * HALVES + local % HALVES) * BLOCK, tile_col * WIDTH
 
-    # On its way while the product is computed, which has registers to spare for one in half precision.
-    EARLY: tl.constexpr = ADDENDS > 0 and not DESCRIPTORS and c0.dtype.element_ty.primitive_bitwidth == 16
     early = 0
     if DESCRIPTORS:
-        product = _accumulate_descriptors(a, b, batch, row, col, p, BLOCK, BLOCK_K, A_K_MAJOR, B_K_MAJOR)
+        depth = p if HALVES == 1 else tl.where(row < m, p, 0)
+        product = _accumulate_descriptors(
+            a, b, batch, row, col, depth, BLOCK, WIDTH, BLOCK_K, A_K_MAJOR, B_K_MAJOR
+        )  # fmt: skip
     else:
         if EARLY:
+            # On its way while the product is computed.
             early = _load_addend(c0, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
         # Offsets of a large batch, and of far rows in it, do not fit 32 bits.
         a += batch.to(tl.int64) * a_batch
         b += batch.to(tl.int64) * b_batch
         rows, cols = row + tl.arange(0, BLOCK), col + tl.arange(0, BLOCK)
         product = _accumulate_pointers(a, b, rows, cols, m, p, a_row, a_inner, b_inner, b_col, BLOCK, BLOCK_K, EVEN_K)
-    _finish(
-        product, early, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
-        alpha, beta0, beta1, beta2, beta3, identity, BLOCK, DESCRIPTORS, ADDENDS, EARLY, IDENTITY,
-    )  # fmt: skip
+
+    if HALVES == 1:
+        _finish(
+            product, early, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
+            alpha, beta0, beta1, beta2, beta3, identity, BLOCK, DESCRIPTORS, ADDENDS, EARLY, IDENTITY,
+        )  # fmt: skip
+    elif row < m:  # the last pair of tile rows may be one row
+        left, right = product.reshape(BLOCK, 2, BLOCK).permute(0, 2, 1).split()
+        _finish(
+            left, early, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
+            alpha, beta0, beta1, beta2, beta3, identity, BLOCK, DESCRIPTORS, ADDENDS, EARLY, IDENTITY,
+        )  # fmt: skip
+        if col < row:  # not above the diagonal
+            _finish(
+                right, early, c0, c1, c2, c3, d, batch, row, col + BLOCK, m,
+                c_batch, c_row, c_col, d_batch, d_row, d_col,
+                alpha, beta0, beta1, beta2, beta3, identity, BLOCK, DESCRIPTORS, ADDENDS, EARLY, IDENTITY,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["total", "alpha", "beta0", "beta1", "beta2", "beta3", "identity"])
@@ -184,30 +207,33 @@ def symmetric_product_kernel(
     a, b, c0, c1, c2, c3, d, total, m, p,
     a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
     alpha, beta0, beta1, beta2, beta3, identity,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BLOCK: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr,
     A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    ADDENDS: tl.constexpr, IDENTITY: tl.constexpr,
+    ADDENDS: tl.constexpr, EARLY: tl.constexpr, IDENTITY: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """``D = alpha A B + Σ beta_i C_i + identity I`` on the lower ``BLOCK`` tiles of ``total / tiles`` matrices, each
-    stored twice.
+    """``D = alpha A B + Σ beta_i C_i + identity I`` on the lower tiles of ``total / tiles`` matrices.
+
+    Each is stored twice. A tile is ``HALVES`` squares of side ``BLOCK`` next to each other. Of two, the right
+    one is left out where it is
+    above the diagonal.
 
     ``a`` ``(k, m, p)``, ``b`` ``(k, p, m)``, ``c_i`` and ``d`` ``(k, m, m)`` are pointers with strides in
-    elements, one program a tile; or, if ``DESCRIPTORS``, tensor descriptors (strides unused), and each
-    program takes every ``num_programs``-th tile. All ``c_i`` have the same strides; from ``ADDENDS`` on they are
-    ``None``. ``identity`` is read if ``IDENTITY``.
+    elements or, if ``DESCRIPTORS``, tensor descriptors (strides unused). One program computes one tile or, if
+    ``PERSISTENT``, every ``num_programs``-th. All ``c_i`` have the same strides; from ``ADDENDS`` on they are
+    ``None``. ``EARLY`` reads ``c0`` before the product, through pointers. ``identity`` is read if ``IDENTITY``.
     """
-    if DESCRIPTORS:
+    if PERSISTENT:
         for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
             _compute_tile(
                 index, a, b, c0, c1, c2, c3, d, m, p,
                 a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
                 alpha, beta0, beta1, beta2, beta3, identity,
-                BLOCK, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, ADDENDS, IDENTITY,
+                BLOCK, HALVES, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, ADDENDS, EARLY, IDENTITY,
             )  # fmt: skip
     else:
         _compute_tile(
             tl.program_id(0), a, b, c0, c1, c2, c3, d, m, p,
             a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
             alpha, beta0, beta1, beta2, beta3, identity,
-            BLOCK, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, ADDENDS, IDENTITY,
+            BLOCK, HALVES, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, ADDENDS, EARLY, IDENTITY,
         )  # fmt: skip

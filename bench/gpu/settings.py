@@ -14,6 +14,8 @@ from dmuon.kernels import backend_fault
 from dmuon.kernels.symmetric_tiles import TileConfig, candidates
 from gpu.journal import Journal
 
+_DRY = ("16x16w4s2g8", "16x16w4s2dg8", "16x16w4s2dhg8", "16x16w4s2dpg8")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -33,7 +35,7 @@ class Settings:
     def configs(self) -> Callable[[int, int, torch.dtype], Sequence[TileConfig]]:
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (9, 0)
         if self.scale > 1:
-            return lambda m, p, dtype: (TileConfig(16, 16, 4, 2), TileConfig(16, 16, 4, 2, True))
+            return lambda m, p, dtype: tuple(map(TileConfig.parse, _DRY))
         return lambda m, p, dtype: candidates(m, p, dtype, capability)
 
     def medians(

@@ -6,6 +6,7 @@ Close to fp64, symmetric and repeatable bitwise, inputs untouched, and what else
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from dmuon.kernels.symmetric_triton_kernel import lower_tile, triangular_root
 
 POINTERS = TileConfig(32, 16, 4, 2, group=2)
 DESCRIPTORS = TileConfig(32, 16, 4, 2, descriptors=True, group=2)
+WIDE = TileConfig(32, 16, 4, 2, descriptors=True, group=2, halves=2)
+PERSISTENT = TileConfig(32, 16, 4, 2, descriptors=True, group=2, persistent=True)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
 
 
@@ -60,7 +63,14 @@ def fault() -> str:
 pytestmark = [pytest.mark.pitfall("P43", "P44", "P45"), pytest.mark.skipif(bool(fault()), reason=fault())]
 
 
-@pytest.fixture(params=[POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
+@pytest.fixture(
+    params=[
+        pytest.param(POINTERS, id="pointers"),
+        pytest.param(DESCRIPTORS, id="descriptors"),
+        pytest.param(WIDE, id="halves", marks=pytest.mark.slow),
+        pytest.param(PERSISTENT, id="persistent", marks=pytest.mark.slow),
+    ]
+)
 def config(request):
     return request.param
 
@@ -160,6 +170,22 @@ def test_several_addends_and_the_identity(config, dtype, count):
         target.copy_(kept)
 
 
+@pytest.mark.parametrize("config", [WIDE, PERSISTENT], ids=["halves", "persistent"])
+@pytest.mark.parametrize("rows", [8, 64, 72, 104, 200])
+def test_wide_tiles_and_persistent_programs(config, rows):
+    """Even and odd numbers of tile rows, and ragged ones; more tiles than programs; with addends, in place."""
+    x = gaussian(2, rows, 40).half()
+    check(x, x.mT, config=config)
+    a, b = commuting(2, rows, rows, dtype=torch.float16)
+    addends = [a, b, a + b]
+    exact = 0.5 * a.double() @ b.double() + 0.3 * torch.eye(rows, dtype=torch.float64)
+    exact += sum(beta * c.double() for beta, c in zip((1.5, -0.5, 0.25), addends, strict=True))
+    options = {"alpha": 0.5, "beta": (1.5, -0.5, 0.25), "identity": 0.3, "b_symmetric": True, "config": config}
+    found = symmetric_product(a.clone(), b.clone(), addends, **options)
+    assert close(found, exact) and torch.equal(found, found.mT)
+    assert torch.equal(symmetric_product(a.clone(), b.clone(), addends, **options, out=b), found)
+
+
 def test_an_addend_without_weight_is_not_read(config):
     s, c = commuting(48, 48, dtype=torch.float16)
     nan = torch.full_like(c, torch.nan)
@@ -193,7 +219,7 @@ def test_nan_stays_in_its_matrix(config, dtype):
 
 def test_many_super_rows(config, dtype):
     x = gaussian(128, 16).to(dtype)
-    check(x, x.mT, config=TileConfig(16, 16, 4, 2, descriptors=config.descriptors, group=3))
+    check(x, x.mT, config=replace(config, block=16, group=3))
 
 
 def test_strides_without_a_unit_stride():

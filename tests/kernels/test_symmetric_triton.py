@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from aot import INSTRUCTION, PROCESSORS, SHARED_MEMORY, compile_product, recording, resources
+from aot import INSTRUCTION, PROCESSORS, SHARED_MEMORY, Resources, compile_product, recording, resources
 
 from dmuon.kernels import symmetric_triton as triton_symmetric
 from dmuon.kernels.symmetric_tiles import TileConfig, candidates, default_config
@@ -19,13 +20,17 @@ from dmuon.kernels.symmetric_triton import symmetric_product, unsupported
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("nn", "nt", "tn", "tt")
+POINTERS = TileConfig(128, 64, 8, 4)
+WIDE = TileConfig(128, 64, 8, 4, descriptors=True, halves=2)
+TWO = TileConfig(128, 64, 8, 3, descriptors=True, resident=2)
 
 
-def _check_resources(config: TileConfig, dtype: torch.dtype, arch: int, **options: object) -> None:
+def _check_resources(config: TileConfig, dtype: torch.dtype, arch: int, **options: object) -> Resources:
     used = compile_product(config, dtype, arch, **options)
     assert used.spill_bytes == 0, (config, arch, used.registers)
     assert used.shared_bytes <= SHARED_MEMORY[arch], (config, arch)
     assert used.instruction == ("none" if dtype == torch.float32 else INSTRUCTION[arch])
+    return used
 
 
 def _compiled(config: TileConfig, arch: int, adds: int = 0) -> Any:
@@ -51,10 +56,23 @@ def test_four_addends_and_the_identity_build_without_spills(arch, side):
     _check_resources(config, torch.float16, arch, adds=4, identity=0.5, sizes=(512, 512))
 
 
-@pytest.mark.parametrize("descriptors", [False, True])
+@pytest.mark.parametrize("config", [POINTERS, WIDE, TWO], ids=str)
 @pytest.mark.parametrize("layouts", LAYOUTS)
-def test_every_layout_uses_the_matrix_instruction(layouts, descriptors):
-    _check_resources(TileConfig(128, 64, 8, 4, descriptors), torch.float16, 90, layouts=layouts)
+def test_every_layout_uses_the_matrix_instruction(layouts, config):
+    _check_resources(config, torch.float16, 90, layouts=layouts)
+
+
+@pytest.mark.parametrize("adds", [0, 1, 4])
+@pytest.mark.parametrize("arch", [90, 100])
+def test_two_programs_fit_on_a_multiprocessor(arch, adds):
+    """So that one multiplies while the other stores."""
+    assert _check_resources(TWO, torch.float16, arch, adds=adds, identity=0.5, sizes=(512, 512)).blocks == 2
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_wide_tiles_build_without_spills(arch):
+    for adds in (0, 1, 4):
+        _check_resources(WIDE, torch.float16, arch, adds=adds, identity=0.5, sizes=(512, 512))
 
 
 @pytest.mark.slow
@@ -65,7 +83,8 @@ def test_every_candidate_builds_without_spills(arch, dtype):
         for layouts in LAYOUTS if dtype == torch.float16 else ("nt",):
             _check_resources(config, dtype, arch, layouts=layouts)
         if dtype == torch.float16:
-            _check_resources(config, dtype, arch, adds=4, identity=0.5, sizes=(512, 512))
+            used = _check_resources(config, dtype, arch, adds=4, identity=0.5, sizes=(512, 512))
+            assert used.blocks >= config.resident or arch not in (80, 90, 100), (config, arch)
     for config in candidates(2047, 2047, dtype, divmod(arch, 10)):
         _check_resources(config, dtype, arch, sizes=(511, 1023))
 
@@ -81,7 +100,7 @@ def test_default_does_not_spill_where_strides_or_addresses_forbid_vectors(offset
 @pytest.mark.parametrize("arch", [90, 100])
 def test_only_tiles_on_the_diagonal_are_mirrored_in_place(arch):
     """Elsewhere the transpose is a matter of names: the store takes it as it is."""
-    ir = _compiled(TileConfig(128, 64, 8, 4, True), arch).asm["ttgir"]
+    ir = _compiled(TWO, arch).asm["ttgir"]
     before, _, branches = ir[ir.rindex("scf.for") :].partition("tt.trans")[2].partition("scf.if")
     diagonal, _, elsewhere = branches.partition("} else {")
     assert "convert_layout" in diagonal
@@ -111,14 +130,18 @@ def test_coefficients_and_batch_sizes_share_one_kernel(descriptors):
 
 
 @pytest.mark.pitfall("P47")
-def test_grid_is_persistent_with_descriptors_only():
+def test_a_program_takes_one_tile_unless_it_is_persistent():
+    """Then as many run as fit, and never more than there are tiles."""
     x = torch.empty(40, 128, 64, dtype=torch.float16)
+    small = TileConfig(64, 64, 4, 3)
+    descriptors = replace(small, descriptors=True)
+    persistent = replace(descriptors, persistent=True)
     with recording(90) as recorder:
-        for descriptors in (False, True):
-            symmetric_product(x, x.mT, config=TileConfig(64, 64, 4, 3, descriptors))
-        symmetric_product(x[:4], x[:4].mT, config=TileConfig(64, 64, 4, 3, True))
-    assert recorder.grids == [(40 * 3,), (PROCESSORS,), (4 * 3,)]
-    assert ["cp.async.bulk.tensor" in kernel.asm["ptx"] for kernel in recorder.kernels] == [False, True, True]
+        for config in (small, descriptors, replace(descriptors, halves=2), persistent, replace(persistent, resident=2)):
+            symmetric_product(x, x.mT, config=config)
+        symmetric_product(x[:4], x[:4].mT, config=persistent)
+    assert recorder.grids == [(40 * 3,), (40 * 3,), (40 * 2,), (PROCESSORS,), (40 * 3,), (4 * 3,)]
+    assert ["cp.async.bulk.tensor" in kernel.asm["ptx"] for kernel in recorder.kernels] == [False, *[True] * 5]
 
 
 @pytest.mark.pitfall("P47")
@@ -164,17 +187,35 @@ def test_candidates_are_few_distinct_and_survive_printing(capability, dtype, siz
 
 def test_config_prints_compactly():
     assert str(TileConfig(128, 64, 8, 3, descriptors=True)) == "128x64w8s3dg8"
+    assert str(WIDE) == "128x64w8s4dhg8"
+    assert str(TWO) == "128x64w8s3dr2g8"
+    assert str(replace(TWO, persistent=True)) == "128x64w8s3dr2pg8"
     assert str(TileConfig(64, 32, 4, 2, group=4)) == "64x32w4s2g4"
 
 
-@pytest.mark.parametrize("text", ["", "128x64", "128x64w8s3dg8 ", "-128x64w8s3g8", "128x64w8s3xg8", "١28x64w8s3g8"])
+@pytest.mark.parametrize(
+    "text", ["", "128x64", "128x64w8s3dg8 ", "-128x64w8s3g8", "128x64w8s3xg8", "128x64w8s3r1g8", "١28x64w8s3g8"]
+)
 def test_unreadable_config_is_refused(text):
     with pytest.raises(ValueError, match="is no tile config"):
         TileConfig.parse(text)
 
 
 @pytest.mark.parametrize(
-    "text", ["96x64w8s3g8", "8x64w8s3g8", "512x64w8s3g8", "128x64w3s3g8", "128x64w8s0g8", "128x64w8s3g0"]
+    "text",
+    [
+        "96x64w8s3g8",
+        "8x64w8s3g8",
+        "512x64w8s3g8",
+        "128x64w3s3g8",
+        "128x64w8s0g8",
+        "128x64w8s3g0",
+        "128x64w8s3hg8",  # two halves without descriptors
+        "128x64w8s3pg8",
+        "128x64w8s3dhpg8",
+        "256x64w8s3dhg8",
+        "128x64w32s3dr3g8",
+    ],
 )
 def test_impossible_config_is_refused(text):
     with pytest.raises(ValueError, match="must be"):

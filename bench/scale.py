@@ -5,6 +5,9 @@ builds, trains, saves and loads, in the chosen residency. Of each phase it print
 were started, and MiB by which memory had grown at most; then the exponents of growth, between the least and the most
 ranks, and matrices. ``--counts yes`` prints calls of functions instead of seconds, which no other work disturbs.
 
+``experts`` are stacks over groups of 8 ranks: each group has as many matrices as are given, sharded within it, and
+nothing of the others'. Only the optimizer runs there.
+
     python bench/scale.py --ranks 8,64,1024 --matrices 224,2048 --json bench/results/scale.json
 """
 
@@ -31,10 +34,12 @@ from common.pretended import pretend
 from common.results import origin, write_json
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 import dmuon
 
-DEDICATED, EXCHANGED = "dedicated", "exchanged"
+DEDICATED, EXCHANGED, EXPERTS = "dedicated", "exchanged", "experts"
+GROUP = 8  # ranks that hold the same experts
 BLOCKS = 32
 SIDE = 16
 LATER = 3  # steps after the first, of which the median counts
@@ -44,13 +49,13 @@ LATER = 3  # steps after the first, of which the median counts
 class Settings:
     ranks: str = "8,64,256,1024"
     matrices: str = "224"
-    residency: str = "both"
+    residency: str = "all"
     counts: str = "no"
     json: str | None = None
 
     @property
     def residencies(self) -> Sequence[str]:
-        return (DEDICATED, EXCHANGED) if self.residency == "both" else (self.residency,)
+        return (DEDICATED, EXCHANGED, EXPERTS) if self.residency == "all" else (self.residency,)
 
 
 class Block(nn.Module):
@@ -134,6 +139,19 @@ def measure(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str,
     """Of one life of a model on rank 0, by phase. Once in a process."""
     torch.set_num_threads(1)
     meter = Meter(pretend(ranks), calls)
+    if residency == EXPERTS:
+        model = experts(ranks, matrices)
+        with meter.phase("build"):
+            optimizer = dmuon.Muon(
+                [{"params": [*model.parameters()], "use_muon": True}],
+                distributed_config=dmuon.create_dtensor_config(costs="flops"),
+            )
+        for number in range(1 + LATER):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            with meter.phase("step" if number else "first step"):
+                optimizer.step()
+        return save_and_load(meter, optimizer)
     mesh = init_device_mesh("cpu", (ranks,))
     model = nn.Sequential(*(Block(matrices // BLOCKS) for _ in range(BLOCKS)))
     gc.collect()
@@ -159,12 +177,30 @@ def measure(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str,
             optimizer.step()
         with meter.phase(f"{later}zero_grad"):
             optimizer.zero_grad()
-    saved = {}
-    for what, part in (("optimizer", optimizer), ("model", model)):
+    return save_and_load(meter, optimizer, model)
+
+
+def experts(ranks: int, matrices: int) -> nn.Module:
+    """A stack for each block, of which this rank has its part of the rows of its group's experts."""
+    mesh = init_device_mesh("cpu", (ranks // GROUP, GROUP), mesh_dim_names=("ep", "fsdp"))
+    here = matrices // BLOCKS
+    whole = torch.Size((here * (ranks // GROUP), SIDE, SIDE))
+    model = nn.ParameterList()
+    for _ in range(BLOCKS):
+        local = torch.randn(here, SIDE // GROUP, SIDE)
+        stack = DTensor.from_local(local, mesh, [Shard(0), Shard(1)], shape=whole, stride=(SIDE * SIDE, SIDE, 1))
+        model.append(nn.Parameter(stack))
+    gc.collect()
+    return model
+
+
+def save_and_load(meter: Meter, optimizer: dmuon.Muon, *modules: nn.Module) -> dict[str, Phase]:
+    """Of each phase the median."""
+    for what, part in (("optimizer", optimizer), *(("model", module) for module in modules)):
         with meter.phase(f"save {what}"):
-            saved[what] = part.state_dict()
+            saved = part.state_dict()
         with meter.phase(f"load {what}"):
-            part.load_state_dict(saved[what])
+            part.load_state_dict(saved)
     return {name: sorted(times, key=lambda phase: phase.work)[len(times) // 2] for name, times in meter.phases.items()}
 
 
@@ -231,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         __doc__,
         argv,
         least={},
-        choices={"residency": (DEDICATED, EXCHANGED, "both"), "counts": ("yes", "no")},
+        choices={"residency": (DEDICATED, EXCHANGED, EXPERTS, "all"), "counts": ("yes", "no")},
     )
     try:
         ranks, matrices = ([int(n) for n in text.split(",")] for text in (settings.ranks, settings.matrices))
@@ -239,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--ranks and --matrices must be numbers, separated by commas")
     if min(ranks) < 2 or min(matrices) < BLOCKS:
         parser.error(f"--ranks must be at least 2, --matrices at least {BLOCKS}")
+    if EXPERTS in settings.residencies and any(count % GROUP for count in ranks):
+        parser.error(f"--ranks must be multiples of {GROUP} for experts")
     calls = settings.counts == "yes"
     cases: dict[Case, dict[str, Phase]] = {}
     for residency in settings.residencies:

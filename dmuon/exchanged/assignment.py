@@ -77,7 +77,7 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
             m, n = placed.layout.shape
             matrices.append(Matrix(label, m, n, "", m * n * _WIRE_BYTES))
             continue
-        for share, numbers in numbered(placed.layout, spec_of(param)):
+        for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
             if len(share.holders) == 1:
                 continue
             pool = "" if len(share.holders) == len(ranks) else f"ranks {share.holders}"
@@ -131,7 +131,7 @@ def planned_owners(layouts: Layouts, rank: GlobalRank) -> dict[int, GlobalRank]:
         elif is_one_matrix(param):
             owners[index] = placed.ranks[layouts.plans[placed.ranks].owners[label]]
         else:
-            owners[index] = _owners_of_several(layouts, param, label, placed)[0]
+            owners[index] = next(iter(_owners_of_several(layouts, param, label, placed).values()), rank)
     return owners
 
 
@@ -140,7 +140,7 @@ def _owners_of_several(layouts: Layouts, param: Tensor, label: str, placed: Para
     planned = layouts.plans[placed.ranks].owners if placed.ranks in layouts.plans else {}
     return {
         number: placed.ranks[planned.get(_of_several(label, number), share.holders[0])]
-        for share, numbers in numbered(placed.layout, spec_of(param))
+        for share, numbers in numbered(placed.layout, spec_of(param), placed.first)
         for number in numbers
     }
 
@@ -169,7 +169,7 @@ def tasks(layouts: Layouts, owners: Sequence[GlobalRank], rank: GlobalRank) -> l
             result.append(_task(layouts, index, shared, None, (0,)))
             continue
         planned = _owners_of_several(layouts, param, label, placed)
-        if placed.ranks not in layouts.plans or planned[0] != owner:
+        if placed.ranks not in layouts.plans or owner not in [*planned.values()][:1]:
             planned = dict.fromkeys(planned, owner)
         result += _tasks_of_several(layouts, index, placed, planned, rank)
     return result
@@ -219,7 +219,7 @@ def _tasks_of_several(
     domain, position = layouts.domains[placed.ranks], position_in(placed.ranks, rank)
     offset = 0  # in the local stack
     before: Share | None = None
-    for share, numbers in numbered(placed.layout, spec_of(param)):
+    for share, numbers in numbered(placed.layout, spec, placed.first):
         if before is not None and before.start != share.start and position in before.holders:
             offset += before.stop - before.start
         before = share

@@ -57,7 +57,8 @@ def exchange_for(
     kind, recipe = _kind(config)
     layouts: Layouts | None = None
     if recipe is not None:
-        layouts = state[LAYOUTS] = lay_out(recipe, params, names, device=device, last=old)
+        among_holders = kind is LayoutExchange
+        layouts = state[LAYOUTS] = lay_out(recipe, params, names, device=device, last=old, among_holders=among_holders)
     fault: Exception | None = None
     match config.assign_fn:
         case AssignByLayout(own) if layouts is not None and own is recipe:
@@ -70,17 +71,19 @@ def exchange_for(
             if layouts is not None and planned is not None and planned.alike(layouts):
                 layouts = replace(layouts, plans=planned.plans)
     domains: list[tuple[Domain, list[Tensor]]] = []
+    exchanged: list[tuple[Domain, list[Tensor]]] = []
     if layouts is not None:
         domains = [(domain, layouts.members(domain)) for domain in layouts.domains.values()]
+        exchanged = [(domain, layouts.exchanged(domain)) for domain in layouts.domains.values()]
     elif (domain := _domain_of_users(config, params, device, last)) is not None:
-        domains = [(domain, list(params))]
+        domains = exchanged = [(domain, list(params))]
         stranger = next((i for i, owner in enumerate(owners) if owner not in domain.ranks), None)
         if stranger is not None and fault is None:
             fault = ValueError(
                 f"Invalid rank {owners[stranger]} for parameter {names[stranger]!r}: state['process_group'] has ranks "
                 f"{list(domain.ranks)}, one of which must own it"
             )
-    _require_same_owners(domains, params, names if layouts is None else layouts.labels, owners, fault)
+    _require_same_owners(exchanged, params, names if layouts is None else layouts.labels, owners, fault)
     domains = domains if params else []  # no other rank has any either
     return kind(config, list(params), list(names), owners, layouts, domains, layouts or state[LAYOUTS], copies)
 
@@ -321,11 +324,11 @@ class LayoutExchange(Exchange):
     def repeated(self) -> list[str]:
         names = {id(param): name for param, name in zip(self.params, self.names, strict=True)}
         ranks = [set(domain.ranks) for domain, _ in self.domains]
+        placed = zip(self.params, self.layouts.placed, strict=True)
         return [
             names[id(param)]
-            for (_, members), own in zip(self.domains, ranks, strict=True)
-            for param in members
-            if isinstance(param, DTensor) and any(own < other for other in ranks)
+            for param, one in placed
+            if one is not None and isinstance(param, DTensor) and any(set(one.whole.ranks) < other for other in ranks)
         ]
 
     def shared(self) -> list[Sharing]:
@@ -335,12 +338,15 @@ class LayoutExchange(Exchange):
         for domain, members in self.domains:
             matrices: list[tuple[Tensor, int | None, tuple[int, int]]] = []
             for param in members:
-                layout = placed[id(param)]
-                assert layout is not None, "several ranks hold it"
-                for share, numbers in numbered(layout.layout, spec_of(param)):
+                one = placed[id(param)]
+                assert one is not None, "several ranks hold it"
+                if one.whole.ranks != domain.ranks:
+                    continue
+                for share, numbers in numbered(one.whole.layout, spec_of(param)):
                     m, n = share.layout.shape
                     matrices += [(param, None if is_one_matrix(param) else number, (m, n)) for number in numbers]
-            sharings.append(Sharing(domain.group, domain.device, matrices))
+            if matrices:
+                sharings.append(Sharing(domain.group, domain.device, matrices))
         return sharings
 
     def loads(self) -> list[Sequence[int]]:

@@ -278,6 +278,7 @@ class GatherByLayout:
         placed = layouts.placed[index]
         if placed is None:
             return local
+        placed = placed.whole
         parcel = whole_parcel(placed, dst_rank, "update")
         return redistribute(parcel.to_owner, local, layouts.domains[placed.ranks], local, "gather of one matrix")
 
@@ -308,6 +309,7 @@ class RedistributeByLayout:
         if placed is None:
             assert update is not None
             return update
+        placed = placed.whole
         parcel = whole_parcel(placed, src_rank, "update")
         domain, what = layouts.domains[placed.ranks], "scatter of one matrix"
         part = redistribute(parcel.from_owner, update, domain, local, what)

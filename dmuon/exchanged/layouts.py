@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.process_groups import this_rank
-from dmuon.layout.parameters import ParameterLayout, place, place_dtensor, place_replicated
+from dmuon.layout.parameters import (
+    ParameterLayout,
+    part_among_holders,
+    place,
+    place_dtensor,
+    place_replicated,
+    placed_by_mesh,
+)
 from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import GlobalRank, RankGrid, Ranks, ShardDims, listed
 from dmuon.model.matrix_spec import spec_of
@@ -87,9 +94,22 @@ class Layouts:
     plans: Mapping[Ranks, OwnerPlan] = field(default_factory=dict)
 
     def members(self, domain: Domain) -> list[Tensor]:
-        """The parameters that the ranks of ``domain`` share."""
+        """The parameters that the ranks of ``domain`` share, also those of which some of them exchange a part."""
         pairs = zip(self.params, self.placed, strict=True)
-        return [param for param, placed in pairs if placed is not None and placed.ranks == domain.ranks]
+        return [
+            param
+            for param, placed in pairs
+            if placed is not None and domain.ranks in (placed.ranks, placed.whole.ranks)
+        ]
+
+    def exchanged(self, domain: Domain) -> list[Tensor]:
+        """The parameters of which the ranks of ``domain`` exchange matrices."""
+        pairs = zip(self.params, self.placed, strict=True)
+        return [
+            param
+            for param, placed in pairs
+            if placed is not None and domain.ranks == placed.ranks and (placed.is_part or placed.stack is None)
+        ]
 
     def alike(self, other: Layouts) -> bool:
         """Whether both are of the same parameters, which lie as they did."""
@@ -103,6 +123,7 @@ def lay_out(
     *,
     device: torch.device | None = None,
     last: Layouts | None = None,
+    among_holders: bool = False,
 ) -> Layouts:
     """Find where ``params`` lie, connect the ranks that share them, and agree with them on all of it.
 
@@ -111,6 +132,8 @@ def lay_out(
     Args:
         device: of the ranks' communication if there are no parameters.
         last: of the same optimizer before; its process groups are used again.
+        among_holders: the matrices of a stack are exchanged by the ranks that hold them, where these are some of those
+            that share the stack.
 
     Raises:
         ValueError: on all ranks that share parameters, by the name of the one that cannot be placed or that lies
@@ -131,6 +154,11 @@ def lay_out(
             whole = make_domain(recipe.grid.ranks, device or torch.device("cpu"))
         placed = _placed_on_grid(recipe, recipe.grid, whole, params, names)
     placed = [None if one is None or len(one.ranks) == 1 else one for one in placed]
+    if among_holders:
+        placed = [
+            one if one is None or spec_of(param).flattened else part_among_holders(one, this_rank())
+            for param, one in zip(params, placed, strict=True)
+        ]
 
     open_domains = {} if last is None else dict(last.domains)
     if whole is not None:
@@ -138,8 +166,14 @@ def lay_out(
     domains: dict[Ranks, Domain] = {}
     labels = list(names)
     described: dict[Ranks, list[tuple[str, str]]] = {}
-    for ranks in sorted({one.ranks for one in placed if one is not None}):
-        members = [(i, one) for i, one in enumerate(placed) if one is not None and one.ranks == ranks]
+    for ranks in sorted({ranks for one in placed if one is not None for ranks in (one.ranks, one.whole.ranks)}):
+        members = [
+            (i, of_domain)
+            for i, one in enumerate(placed)
+            if one is not None
+            for of_domain in ((one.whole, one) if one.is_part else (one.whole,))
+            if of_domain.ranks == ranks
+        ]
         domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[members[0][0]]).device)
         for number, (i, _) in enumerate(members):
             labels[i] = _label(names[i], number, ranks)
@@ -175,10 +209,13 @@ def _placed_alone(
 
 
 def _suspected(param: Tensor) -> ParameterLayout | None:
-    """The ranks of a parameter that cannot be placed, as copies; None where that is not known either."""
+    """Where a parameter that cannot be placed seems to lie, for its ranks to hear of it; None if that is unknown."""
     if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is None:
         return None
-    return place_replicated(param, sorted(set(param.device_mesh.mesh.flatten().tolist())))
+    try:
+        return placed_by_mesh(param)
+    except ValueError:
+        return place_replicated(param, sorted(set(param.device_mesh.mesh.flatten().tolist())))
 
 
 def _placed_on_grid(

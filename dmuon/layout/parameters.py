@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from dmuon.layout.shards import ShardLayout, layout_from_shapes, layout_of
+from dmuon.layout.shards import Piece, ShardLayout, cells, layout_from_shapes, layout_of
 from dmuon.layout.topology import COPIES, ROLES, GlobalRank, RankGrid, Ranks, ShardDims
 from dmuon.platform.torch_private import local_tensor
 
@@ -25,10 +25,24 @@ class ParameterLayout:
     Attributes:
         ranks: ascending.
         layout: pieces in the order of ``ranks``; its shape is the global one.
+        first: of a part of a stack, the number of its first matrix in the stack.
+        stack: of such a part, where all of the stack lies.
     """
 
     ranks: Ranks
     layout: ShardLayout
+    first: int = 0
+    stack: ParameterLayout | None = None
+
+    @property
+    def whole(self) -> ParameterLayout:
+        """Of all of the tensor."""
+        return self.stack or self
+
+    @property
+    def is_part(self) -> bool:
+        """Whether some of the ranks of a stack hold these matrices, and the others do not."""
+        return self.stack is not None and self.ranks != self.stack.ranks
 
 
 def place_dtensor(param: DTensor, name: str, rank: GlobalRank) -> ParameterLayout:
@@ -42,6 +56,7 @@ def place_dtensor(param: DTensor, name: str, rank: GlobalRank) -> ParameterLayou
             shape than torch gives it.
     """
     mesh, placements = param.device_mesh, param.placements
+    line = _line_of(mesh)
 
     def fault(what: str) -> ValueError:
         over = mesh.mesh.tolist() if mesh.mesh.numel() <= 32 else f"{mesh.mesh.flatten()[0]} to {mesh.mesh.max()}"
@@ -49,24 +64,76 @@ def place_dtensor(param: DTensor, name: str, rank: GlobalRank) -> ParameterLayou
 
     if any(isinstance(placement, Partial) for placement in placements):
         raise fault(": no rank has its elements before they are reduced; redistribute it to Shard or Replicate")
-    line = _line_of(mesh)
     if line.twice:
         raise fault(f": ranks {list(line.twice)} are named twice; name each rank once")
     if rank not in line.ranks:
         raise fault(f", without this rank, {rank}; give each rank only the parameters that it has a part of")
     try:
-        layout = layout_of(param.shape, line.sizes, placements)
+        placed = placed_by_mesh(param)
     except ValueError as error:
         raise fault(f": {error}") from None
-    if line.order is not None:
-        layout = _reordered(layout, line.order)
-    expected, shape = layout.pieces[line.ranks.index(rank)].shape, tuple(local_tensor(param).shape)
+    expected, shape = placed.layout.pieces[line.ranks.index(rank)].shape, tuple(local_tensor(param).shape)
     if expected != shape:
         raise fault(
             f": the local tensor of rank {rank} has shape {shape}, torch's chunks have {expected}; "
             "make it with distribute_tensor, or pass plain shards with shard_dims=…"
         )
-    return ParameterLayout(line.ranks, layout)
+    return placed
+
+
+def placed_by_mesh(param: DTensor) -> ParameterLayout:
+    """Where torch puts the elements of a DTensor.
+
+    Raises:
+        ValueError: for placements that leave no rank with elements of it, or that it lacks the dimension for.
+    """
+    line = _line_of(param.device_mesh)
+    layout = layout_of(param.shape, line.sizes, param.placements)
+    return ParameterLayout(line.ranks, layout if line.order is None else _reordered(layout, line.order))
+
+
+def part_among_holders(placed: ParameterLayout, rank: GlobalRank) -> ParameterLayout:
+    """The matrices of a stack that some ranks hold among themselves, and ``rank`` with them, as a stack of these ranks.
+
+    ``placed`` itself, on all ranks, unless every matrix belongs to such a group of several ranks, none to two, and the
+    matrices of each group are neighbours: as with expert parallelism over one dimension of a mesh, and shards of the
+    experts over another. A rank that holds none has a stack of none.
+    """
+    groups = _groups_of_holders(placed.layout)
+    if not groups or len(groups[0][0]) == len(placed.ranks):
+        return placed
+    position = placed.ranks.index(rank)
+    for members, first, layout in groups:
+        if position in members:
+            return ParameterLayout(Ranks(placed.ranks[i] for i in members), layout, first, placed)
+    nothing = Piece(((), (), ()))
+    layout = ShardLayout((0, *placed.layout.shape[1:]), (nothing,) * len(placed.ranks), placed.layout.replicas)
+    return ParameterLayout(placed.ranks, layout, 0, placed)
+
+
+@lru_cache(maxsize=256)
+def _groups_of_holders(layout: ShardLayout) -> tuple[tuple[tuple[int, ...], int, ShardLayout], ...]:
+    """The positions of each group, its first matrix and the layout of its matrices; none unless it is as above."""
+    if len(layout.shape) != 3:
+        return ()
+    spans: dict[tuple[int, ...], tuple[int, int]] = {}
+    for cell in cells(layout):
+        start, stop = spans.get(cell.holders, (cell.start, cell.start))
+        if stop != cell.start or len(cell.holders) < 2:
+            return ()
+        spans[cell.holders] = start, cell.stop
+    if sum(map(len, spans)) != len({position for members in spans for position in members}):
+        return ()
+    groups = []
+    for members, (start, stop) in spans.items():
+        shifted = [
+            Piece((tuple((a - start, b - start) for a, b in piece.runs[0]), *piece.runs[1:]))
+            for piece in (layout.pieces[i] for i in members)
+        ]
+        numbers = {copy: number for number, copy in enumerate(sorted({layout.replicas[i] for i in members}))}
+        replicas = tuple(numbers[layout.replicas[i]] for i in members)
+        groups.append((members, start, ShardLayout((stop - start, *layout.shape[1:]), tuple(shifted), replicas)))
+    return tuple(groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,7 +285,7 @@ def _elsewhere(optimizer: Muon, names: Mapping[int, str]) -> Iterator[MatrixRow]
             continue
         plan, local = layouts.plans.get(placed.ranks), local_tensor(param)
         momentum = torch.promote_types(local.dtype, torch.float32)
-        for share, numbers in numbered(placed.layout, spec_of(param)):
+        for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
             owner = placed.ranks[share.holders[0]]
             if len(share.holders) > 1 or owner == this_rank():
                 continue

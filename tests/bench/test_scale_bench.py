@@ -17,6 +17,7 @@ RANKS, MATRICES = (8, 512), 64
 # Exponents of calls of functions, with ranks. Some lists of all ranks are made once for all matrices that lie alike.
 MOST = {"build": 0.35, "save optimizer": 0.25, "load optimizer": 0.35, "load model": 0.2}
 MOST_OF_ANY_OTHER = 0.05
+MOST_OF_EXPERTS = {"load optimizer": 0.4}  # a digest from each rank, beside little else
 
 
 @pytest.fixture
@@ -37,7 +38,8 @@ def test_calls_of_one_rank_hardly_grow_with_ranks(bench: ModuleType, tmp_path: P
     for residency, phase in {key[:2] for key in rows}:
         few, many = (rows[residency, phase, ranks] for ranks in RANKS)
         grown = bench.exponent(RANKS, [few["work"], many["work"]])
-        assert grown <= MOST.get(phase, MOST_OF_ANY_OTHER), f"{residency}, {phase}: {few} to {many}"
+        most = MOST | MOST_OF_EXPERTS if residency == bench.EXPERTS else MOST
+        assert grown <= most.get(phase, MOST_OF_ANY_OTHER), f"{residency}, {phase}: {few} to {many}"
         if "save" in phase or "load" in phase:
             assert many["collectives"] <= 4, f"{residency}, {phase}: {many}"
         if phase != "build":
@@ -45,7 +47,7 @@ def test_calls_of_one_rank_hardly_grow_with_ranks(bench: ModuleType, tmp_path: P
 
 
 def test_sizes_that_mean_nothing_are_refused(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--ranks", "1"], ["--matrices", "many"], ["--residency", "elsewhere"]):
+    for arguments in (["--ranks", "1"], ["--ranks", "12"], ["--matrices", "many"], ["--residency", "elsewhere"]):
         with pytest.raises(SystemExit) as exit:
             bench.main(arguments)
         assert exit.value.code == 2

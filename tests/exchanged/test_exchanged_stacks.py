@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import assert_equal_weights
+from harness.assertions import assert_equal_weights, raised_by
 from harness.dtensors import no_whole_tensors, noise, parameter, placements_of
 from harness.hand_laid import Weights
 from harness.on_ranks import on_ranks, over_ranks
@@ -18,7 +18,7 @@ from harness.toy import DECAY, OPTIONS, VOCAB, WIDTH, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import dmuon
@@ -116,6 +116,81 @@ def test_experts_without_tokens_on_one_rank_have_a_zero_gradient(rank: int, worl
             grad[3:] = 0.0
         weights.step(optimizer, [None if len(idle) == world else grad])
     weights.check(optimizer)
+
+
+def groups_of_experts() -> tuple[Any, Any]:
+    """Expert parallelism over two pairs of ranks, whose experts are sharded within the pair."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+    return mesh, [Shard(0), Shard(1)]
+
+
+@pytest.mark.pitfall("P79")
+@pytest.mark.parametrize("experts", [4, 3, 1])
+@on_ranks(4)
+def test_experts_are_exchanged_by_the_ranks_that_hold_them_and_no_others(rank: int, world: int, experts: int) -> None:
+    """Beside a matrix of all ranks. Three experts are two and one; of one expert a pair of ranks has nothing."""
+    mesh, placements = groups_of_experts()
+    weights = Weights()
+    stack = weights.shard(0, (experts, 6, 4), mesh, placements)
+    weights.shard(1, (7, 5), mesh, [Shard(0), Shard(1)])
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops", prefetch_count=2))
+    pair = (0, 1) if rank < 2 else (2, 3)
+    first, count = (0, -(-experts // 2)) if rank < 2 else (-(-experts // 2), experts // 2)
+    exchange = optimizer._exchange
+    assert exchange is not None
+    tasks = [task for task in exchange.tasks() if task.param is stack]
+    assert {task.shared.domain.ranks for task in tasks if task.shared} == ({pair} if count else set())
+    assert sorted(number for task in tasks for number in task.numbers) == [*range(first, first + count)]
+    if count:
+        owners = exchange.layouts.plans[pair].owners
+        assert {name.rpartition("[")[2] for name in owners} == {f"{n}]" for n in range(first, first + count)}
+    group = next((domain.group for domain, _ in exchange.domains if domain.ranks == pair), None)
+    calls = 0
+    for step in range(STEPS):
+        grads = weights.give()
+        with no_whole_tensors(), Traffic() as traffic:
+            calls += weights.step(optimizer, grads)
+        if step and group is not None and count:
+            assert traffic.over(group, votes=False).operations == 2, "to the owners and back"
+            whole = 4 * 6 * 4 * count
+            assert traffic.over(group, votes=False).nbytes <= 2 * whole
+    weights.check(optimizer)
+    assert over_ranks(calls) == STEPS * (experts + 1)
+    assert optimizer.state[stack]["momentum_buffer"].shape == stack.shape
+
+
+@pytest.mark.pitfall("P19", "P48", "P79")
+@on_ranks(4)
+def test_experts_of_ranks_without_a_gradient_are_updated_if_other_experts_have_one(rank: int, world: int) -> None:
+    mesh, placements = groups_of_experts()
+    weights = Weights()
+    stack = weights.shard(0, (4, 6, 4), mesh, placements)
+    optimizer = weights.optimizer(create_dtensor_config(costs="flops"))
+    for idle in ([], [2, 3], [0, 1, 2], [0, 1, 2, 3]):
+        (grad,) = weights.give()
+        assert grad is not None
+        if idle == [2, 3]:
+            grad[2:] = 0.0
+        elif idle == [0, 1, 2]:
+            grad[:2], grad[2:, :3] = 0.0, 0.0
+        if rank in idle:
+            stack.grad = None
+        weights.step(optimizer, [None if len(idle) == world else grad])
+    weights.check(optimizer)
+
+
+@pytest.mark.pitfall("P79")
+@on_ranks(4)
+def test_a_fault_in_one_group_of_experts_ends_all_ranks(rank: int, world: int) -> None:
+    mesh, placements = groups_of_experts()
+    stack = parameter(noise(0, 4, 6, 4), mesh, placements)
+    matrix = parameter(noise(1, 6, 4), mesh, [Shard(0), Replicate()])
+    if rank == 3:
+        local = nn.Parameter(torch.zeros(2, 1, 4))
+        stack = nn.Parameter(DTensor.from_local(local.data, mesh, placements, shape=stack.shape, stride=stack.stride()))
+    raised = raised_by(lambda: dmuon.Muon([{"params": [stack, matrix], "use_muon": True}], **OPTIONS))
+    says = r"the local tensor of rank 3 has shape \(2, 1, 4\), torch's chunks have \(2, 3, 4\)"
+    assert raised.matches(ValueError, says), raised
 
 
 # -- a model --------------------------------------------------------------------------------------------------------

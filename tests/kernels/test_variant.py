@@ -81,7 +81,7 @@ def test_what_this_device_cannot_run_says_why(monkeypatch):
     monkeypatch.setattr(variant_module, "unsupported", lambda device, dtype: None)
     monkeypatch.setattr(variant_module, "_build_fault", lambda device, dtype: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    tiled = Variant("gram", (2,), "triton", 1, "128x64w8s4dg8")
+    tiled = Variant("gram", (2,), "triton", 1, "128x64w8s4dpg8")
     shape = (1024, 4096)
     assert "another device or dtype than compute capability (8, 0)" in variant_fault(tiled, shape, CUDA, torch.float16)
     pointers = replace(tiled, tile="128x64w8s4g8")

@@ -12,6 +12,9 @@ of CPU time over rounds in which the programs take turns, each on cold caches, a
 the standard form in fp64 with the same coefficients. Targets are checked in a summary; `--check` makes them the exit
 code. `--products` instead measures symmetric products by halves (`dmuon.kernels.symmetric_cpu`) against full ones, and
 `--squares` the preset of two blocks of squares against the Gram form and what the rule takes with Polar Express.
+`--small` measures single matrices from 16 x 16 on against plain loops, on warm caches, which is where calls count; and
+`--halves` bf16 and mixed precision against the routines of torch.optim.Muon and, where it is installed, of
+gram-newton-schulz, the error of each from the standard form in fp64 with its own coefficients beside its time.
 
     python bench/newton_schulz.py --models ../shared/models --json X.json --markdown X.md
 """
@@ -19,10 +22,13 @@ code. `--products` instead measures symmetric products by halves (`dmuon.kernels
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import itertools
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,7 +43,8 @@ from planner_gaps import matrices_of
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from dmuon.kernels import coefficient_sequence, orthogonalize
+from dmuon.kernels import choose_variant, coefficient_sequence, orthogonalize
+from dmuon.kernels.storage import cpu_multiplies_bf16
 from dmuon.kernels.symmetric_cpu import split_product, worth_splitting
 
 STEPS = 5
@@ -49,6 +56,9 @@ LARGE = ((1024, 1024), (1024, 2048), (1024, 3584), (1024, 4096), (1024, 5504), (
 BATCHED_ROWS = 384  # shapes of at most so many rows are also measured as a batch, which is what the optimizer has
 BATCH = 8
 CACHE_BYTES = 32 << 20
+
+SMALL = ((16, 16), (16, 64), (16, 256), (32, 32), (32, 128), (64, 64), (64, 256), (128, 128), (128, 512), (256, 256))
+HALVES = ((128, 128), (256, 256), (256, 1024), (512, 512), (512, 1792), (1024, 1024), (1024, 4096))
 
 PRODUCT_ROWS = (256, 384, 448, 512, 640, 768, 896, 1024, 1536, 2048)
 
@@ -236,6 +246,90 @@ def squares(rounds: int, seconds: float) -> None:
         print(f"| {m} | {alpha * m} | {' | '.join(cells)} | {len(samples['squares'])} |", flush=True)
 
 
+def torch_in_fp32(x: Tensor, coefficients: Coefficients) -> Tensor:
+    """The operations of torch.optim.Muon's routine, one by one, in the dtype of ``x``."""
+    x = x.clone()
+    x.div_(x.norm().clamp(min=1e-7))
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def small(rounds: int, seconds: float) -> None:
+    """Single small matrices: the better plain loop's time over ours, medians of ratios of neighbours in time."""
+    print(f"{describe(origin())}\n\nwarm caches, microseconds; ratio: the better plain loop's median over ours\n")
+    print("| m | n | standard | torch's, in fp32 | ours | ratio | form | rounds |\n|--:|--:|--:|--:|--:|--:|---|--:|")
+    polar = coefficient_sequence("polar_express", STEPS)
+    for m, n in SMALL:
+        x = torch.randn(m, n, generator=torch.Generator().manual_seed(m * n))
+        work: dict[str, Callable[[], object]] = {
+            "standard": partial(standard, x, polar),
+            "torch": partial(torch_in_fp32, x, polar),
+            "ours": partial(orthogonalize, x),
+        }
+        with torch.no_grad():
+            samples = cold_samples(work, torch.device("cpu"), 4096, rounds, seconds)
+        us = {name: 1e3 * value for name, value in medians(samples).items()}
+        ratio = min(
+            statistics.median(a / b for a, b in zip(samples[name], samples["ours"], strict=True))
+            for name in ("standard", "torch")
+        )
+        form = str(choose_variant((m, n), 1, polar, x.dtype, x.device)).rsplit(" by", 1)[0]
+        cells = [f"{us[name]:.0f}" for name in work]
+        print(f"| {m} | {n} | {' | '.join(cells)} | {ratio:.2f} | {form} | {len(samples['ours'])} |", flush=True)
+
+
+def peers(x: Tensor) -> dict[str, tuple[Callable[[], Tensor], Coefficients]]:
+    """Routines of others that run here, and their coefficients."""
+    classic = coefficient_sequence("classic", STEPS)
+    found: dict[str, tuple[Callable[[], Tensor], Coefficients]] = {
+        "torch bf16": (partial(torch_muon, x, classic), classic)
+    }
+    if importlib.util.find_spec("gram_newton_schulz") is not None:
+        module = importlib.import_module("gram_newton_schulz.gram_newton_schulz")
+        routine = module.GramNewtonSchulz(ns_use_kernels=False, compile_kwargs=None)
+        found["gram-newton-schulz fp16"] = (partial(routine, x), routine.ns_coefficients)
+    return found
+
+
+def halves(rounds: int, seconds: float) -> None:
+    """bf16 and mixed over fp32 and over routines of others: medians of ratios of neighbours in time, cold caches."""
+    print(f"{describe(origin())}\n\nCPU multiplies bf16: {cpu_multiplies_bf16()}; ms (error)\n")
+    polar = coefficient_sequence("polar_express", STEPS)
+    heads: list[str] = []
+    for m, n in HALVES:
+        x = torch.randn(m, n, generator=torch.Generator().manual_seed(m * n))
+        work = {
+            "fp32": (partial(orthogonalize, x), polar),
+            "mixed": (partial(orthogonalize, x, dtype="mixed"), polar),
+            "bf16": (partial(orthogonalize, x, dtype=torch.bfloat16), polar),
+            **peers(x),
+        }
+        if not heads:
+            ratios = ("mixed/fp32", "bf16/fp32", "mixed/torch", "bf16/torch")
+            heads = ["m", "n", *work, *ratios, "rounds"]
+            print(f"| {' | '.join(heads)} |\n|{'--:|' * len(heads)}", flush=True)
+        error = {}
+        for name, (run, coefficients) in work.items():
+            exact = standard(x.double(), coefficients)
+            error[name] = float((run().double() - exact).norm() / exact.norm())
+        programs: dict[str, Callable[[], object]] = {name: run for name, (run, _) in work.items()}
+        late = programs.pop("gram-newton-schulz fp16", None)  # minutes where the CPU does not multiply fp16
+        samples = cold_samples(programs, torch.device("cpu"), CACHE_BYTES, rounds, seconds)
+        if late is not None:
+            start = time.thread_time()
+            late()
+            samples["gram-newton-schulz fp16"] = [1e3 * (time.thread_time() - start)]
+        ms = medians(samples)
+        cells = [f"{ms[name]:.3g} ({error[name]:.0e})" for name in work]
+        for ours, other in itertools.product(("mixed", "bf16"), ("fp32", "torch bf16")):
+            ratio = statistics.median(a / b for a, b in zip(samples[ours], samples[other], strict=True))
+            cells.append(f"{ratio:.2f}")
+        cells[-3], cells[-2] = cells[-2], cells[-3]  # over fp32 first
+        print(f"| {m} | {n} | {' | '.join(cells)} | {len(samples['fp32'])} |", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path("../shared/models"), help="folder of config.json files")
@@ -245,6 +339,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="stop a shape after this, and 3 rounds (default: 3)")
     parser.add_argument("--products", action="store_true", help="measure symmetric products only")
     parser.add_argument("--squares", action="store_true", help="measure blocks of squares only")
+    parser.add_argument("--small", action="store_true", help="measure single small matrices only")
+    parser.add_argument("--halves", action="store_true", help="measure bf16 and mixed precision only")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -255,9 +351,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.products:
         products(arguments.rounds, arguments.seconds)
         return 0
-    if arguments.squares:
-        squares(arguments.rounds, arguments.seconds)
-        return 0
+    for mode, chosen in ((squares, arguments.squares), (small, arguments.small), (halves, arguments.halves)):
+        if chosen:
+            mode(arguments.rounds, arguments.seconds)
+            return 0
     shapes = shapes_of(arguments.models, arguments.scale, not arguments.no_large)
     if not shapes:
         parser.error(f"--models {arguments.models}: no *.json with matrices there")

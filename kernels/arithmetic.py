@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -48,9 +47,11 @@ class Arithmetic:
         ``out`` may be neither ``a`` nor ``b``.
         """
         if c is None:
-            return self.round_(torch.matmul(a, b, out=out))
-        fused = torch.addmm if a.ndim == 2 else torch.baddbmm
-        return self.round_(fused(c, a, b, beta=beta, alpha=alpha, out=out))
+            result = torch.matmul(a, b, out=out)
+        else:
+            fused = torch.addmm if a.ndim == 2 else torch.baddbmm
+            result = fused(c, a, b, beta=beta, alpha=alpha, out=out)
+        return result if self.storage == self.carrier else self.round_(result)
 
     def symmetric(
         self,
@@ -69,6 +70,11 @@ class Arithmetic:
         ``A (B A)`` that would make ``A (A B)``, which rounding takes out of range.
         """
         return self.product(a, b, c, alpha=alpha, beta=beta, out=out)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether results are torch's own, whole and as torch rounds them."""
+        return type(self) is Arithmetic and self.storage == self.carrier
 
     def square(
         self,
@@ -176,7 +182,6 @@ class TritonArithmetic(Arithmetic):
         return symmetric_product(x, x.mT, out=out, config=self.tile)
 
 
-@lru_cache(maxsize=4096)
 def make_arithmetic(variant: Variant, device: torch.device, storage: torch.dtype) -> Arithmetic:
     """What ``variant`` multiplies with."""
     carrier = carrier_dtype(device, storage)

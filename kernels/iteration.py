@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -32,7 +31,6 @@ class Iteration:
     whole_v: bool = False
 
 
-@lru_cache(maxsize=4096)
 def make_iteration(variant: Variant, coefficients: Polynomial, storage: torch.dtype) -> Iteration:
     """What ``variant`` computes."""
     return Iteration(coefficients, variant.method, variant.restarts, storage, whole_v=whole_v(variant.backend, storage))
@@ -63,9 +61,11 @@ def iterate(x: Tensor, iteration: Iteration, arithmetic: Arithmetic, workspace: 
     The result is in ``x`` or in the workspace's ``spare``, and both are overwritten. Beside these two, intermediate
     matrices take four squares of the small side, or with blocks of squares as many as the longest has.
     """
+    steps = iteration.coefficients
+    if iteration.method == "standard" and arithmetic.is_plain and not isinstance(steps, Squares):
+        return _plain_steps(x, steps, workspace)
     workspace = workspace or Workspace(torch.empty_like(x), [])
     spare = workspace.spare
-    steps = iteration.coefficients
     if isinstance(steps, Squares):
         for squares in steps.blocks:
             x, spare = _block_of_squares(x, squares, arithmetic, spare, workspace), x
@@ -80,6 +80,36 @@ def iterate(x: Tensor, iteration: Iteration, arithmetic: Arithmetic, workspace: 
     for start, stop in itertools.pairwise((0, *iteration.restarts, len(steps))):
         block = steps[start:stop]
         x, spare = _gram_block(x, block, arithmetic, iteration.whole_v and start > 0, spare, workspace), x
+    return x
+
+
+def _plain_steps(x: Tensor, steps: Coefficients, workspace: Workspace | None) -> Tensor:
+    """Steps of the standard form, by torch's functions: calls take as long as small products, so that none is wrapped.
+
+    As above, in ``x`` or the spare matrix of the workspace.
+    """
+    side = min(x.shape[-2:])
+    wide = x.shape[-2] == side
+    r = z = None
+    if workspace is not None:
+        r, z = workspace.square(), workspace.square()
+    r = x.new_empty((*x.shape[:-2], side, side)) if r is None else r
+    z = torch.empty_like(r) if z is None else z
+    spare = torch.empty_like(x) if workspace is None else workspace.spare
+    multiply, add = (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
+    x_t, spare_t, z_t = x.mT, spare.mT, z.mT
+    for a, b, c in steps:
+        if wide:
+            multiply(x, x_t, out=r)
+            add(r, r, r, beta=b, alpha=c, out=z)
+            add(x, z, x, beta=a, out=spare)
+        else:
+            multiply(x_t, x, out=r)
+            add(r, r, r, beta=b, alpha=c, out=z)
+            add(x, x, z_t, beta=a, out=spare)
+        x, x_t, spare, spare_t = spare, spare_t, x, x_t
+    if workspace is not None:
+        workspace.release(r, z)
     return x
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import torch
@@ -28,7 +29,6 @@ from .variant import Backend, Method, Variant, adapted, choose_variant, relative
 CoefficientsArg: TypeAlias = "str | Sequence[float] | Sequence[Sequence[float]]"
 
 
-@torch.no_grad()
 def orthogonalize(
     x: Tensor,
     *,
@@ -98,10 +98,13 @@ def orthogonalize(
         )
     else:
         variant = _usable(variant, shape, sequence, storage, x.device)
-    if x.numel() == 0:
+    x = x.detach()  # no graph; less than entering no_grad takes
+    if not x.numel():
         return torch.empty_like(x)
-    normalized, _ = normalize(x.reshape(k, *shape), storage, eps)
-    return run(normalized, variant, sequence, storage).to(x.dtype).reshape(x.shape)
+    normalized, _ = normalize(x.unsqueeze(0) if x.ndim == 2 else x.reshape(k, *shape), storage, eps)
+    result = run(normalized, variant, sequence, storage)
+    result = result if result.dtype == x.dtype else result.to(x.dtype)
+    return result.squeeze(0) if x.ndim == 2 else result.reshape(x.shape)
 
 
 def run(
@@ -121,8 +124,11 @@ def run(
         return replayed(lambda source: run(source, eager, coefficients, storage), x, (eager, coefficients, storage))
     spans = _spans(variant, coefficients, storage, x.device)
     with full_precision(x.device):
+        if x.shape[0] == 1:  # it may be small, where every call counts
+            result = iterate(x[0], *spans[0]) if len(spans) == 1 else _through(x[0], spans, None)
+            return (result if result.dtype == x.dtype else result.to(x.dtype)).unsqueeze(0)
         if variant.piece >= len(x):
-            return _through(x if len(x) > 1 else x[0], spans, None).to(x.dtype).view(x.shape)
+            return _through(x, spans, None).to(x.dtype)
         workspaces: list[Workspace] = []
         for piece in torch.split(x, variant.piece):
             source = piece if len(piece) > 1 else piece[0]
@@ -135,18 +141,19 @@ def run(
     return x
 
 
+@lru_cache(maxsize=4096)
 def _spans(
     variant: Variant, coefficients: Polynomial, storage: Storage, device: torch.device
-) -> list[tuple[Iteration, Arithmetic]]:
+) -> tuple[tuple[Iteration, Arithmetic], ...]:
     """What computes the steps that are stored in one dtype, one after the other."""
     if isinstance(storage, torch.dtype):
-        return [(make_iteration(variant, coefficients, storage), make_arithmetic(variant, device, storage))]
+        return ((make_iteration(variant, coefficients, storage), make_arithmetic(variant, device, storage)),)
     assert not isinstance(coefficients, Squares)
     found = []
     for dtype, start, stop in storage_spans(storage, len(coefficients)):
         own = replace(variant, restarts=span_restarts(variant.restarts, start, stop))
         found.append((make_iteration(own, coefficients[start:stop], dtype), make_arithmetic(own, device, dtype)))
-    return found
+    return tuple(found)
 
 
 def _through(

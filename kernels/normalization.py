@@ -12,6 +12,8 @@ from .streams import streams_of
 
 # Matrices that must be scaled first: so many elements at a time, which bounds the scaled copy.
 _CHUNK = 1 << 22
+# What norms are computed in as it is.
+_ITSELF = (torch.float32, torch.float64)
 # Norms between these come from entries whose squares are in fp32's range, but for some that are too small to matter.
 _SAFE_NORMS = (1e-10, 1e18)
 
@@ -33,23 +35,28 @@ def normalize(
     Zero stays exact zero. A norm is not finite where an entry is not. The cast is last: fp16 has no 1e-8. ``out`` may
     be ``x``.
     """
+    if x.shape[0] == 1 and x.dtype == storage and x.dtype in _ITSELF and streams_of(x.device) is None and x.numel():
+        norms = _norms_of_rows(x)  # of one matrix, which may be small: a dozen operations take as long as it does
+        norm: float = norms.item()
+        if _SAFE_NORMS[0] < norm < _SAFE_NORMS[1]:
+            return torch.mul(x, 1 / max(norm, eps), out=out), norms
     compute = torch.promote_types(x.dtype, torch.float32)
-    carrier = carrier_dtype(x.device, storage)
-    if out is None:
-        out = torch.empty(x.shape, dtype=carrier, device=x.device)
+    carrier, first = carrier_dtype(x.device, storage), first_dtype(storage)
     if not x.numel():
+        out = torch.empty_like(x, dtype=carrier) if out is None else out
         return out, torch.zeros(len(x), dtype=torch.float64, device=x.device)
     safe = False
-    if streams_of(x.device) is None:  # numbers: a dozen small operations take as long as a small matrix
-        norms = _norms_of_rows(x.to(compute))
+    if streams_of(x.device) is None:  # as above
+        norms = _norms_of_rows(x if x.dtype == compute else x.to(compute))
         numbers = norms.tolist()
         safe = all(_SAFE_NORMS[0] < norm < _SAFE_NORMS[1] for norm in numbers)
+    if out is None:
+        out = torch.empty(x.shape, dtype=carrier, device=x.device)
     if safe:
         factor = torch.tensor([1 / max(norm, eps) for norm in numbers], dtype=compute)
         torch.mul(x, factor[:, None, None], out=out)
     else:
         norms = _normalize_at_any_scale(x, compute, eps, out)
-    first = first_dtype(storage)
     return (out if carrier == first else out.copy_(out.to(first))), norms
 
 

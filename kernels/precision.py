@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+def full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Products on ``device`` are exact but for rounding their results: fp32 is not rounded to TF32 or bf16 before,
     halves accumulate in fp32 wholly, and autocast is off.
 
@@ -20,17 +19,17 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """
     kind = device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False), full_precision(device):
-            yield
-        return
-    with ExitStack() as stack:
-        for setting in (_FP32, _HALVES) if kind == "cuda" else (_FP32,):
-            setting.enter()
-            stack.callback(setting.leave)
+        return _without_autocast(device)
+    return _FP32_AND_HALVES if kind == "cuda" else _FP32
+
+
+@contextmanager
+def _without_autocast(device: torch.device) -> Iterator[None]:
+    with torch.autocast(device.type, enabled=False), full_precision(device):
         yield
 
 
-class _Shared:
+class _Shared(AbstractContextManager[None]):
     """A setting of the process that is changed as long as any thread is inside.
 
     Args:
@@ -43,17 +42,38 @@ class _Shared:
         self._inside = 0
         self._restore: Callable[[], None] = _nothing
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             if not self._inside:
                 self._restore = self._change()
             self._inside += 1
 
-    def leave(self) -> None:
+    def __exit__(self, *_raised: object) -> None:
         with self._lock:
             self._inside -= 1
             if not self._inside:
                 self._restore()
+
+
+class _Both(AbstractContextManager[None]):
+    """Of two settings; holds no state, so that threads may share it."""
+
+    def __init__(self, first: _Shared, second: _Shared) -> None:
+        self._first, self._second = first, second
+
+    def __enter__(self) -> None:
+        self._first.__enter__()
+        try:
+            self._second.__enter__()
+        except BaseException:
+            self._first.__exit__()
+            raise
+
+    def __exit__(self, *_raised: object) -> None:
+        try:
+            self._second.__exit__()
+        finally:
+            self._first.__exit__()
 
 
 def _nothing() -> None: ...
@@ -105,3 +125,4 @@ def _whole_halves() -> Callable[[], None]:
 
 _FP32 = _Shared(_ieee_fp32)
 _HALVES = _Shared(_whole_halves)
+_FP32_AND_HALVES = _Both(_FP32, _HALVES)

@@ -41,6 +41,10 @@ _REPLAY_BYTES = 1 << 25
 _TRITON_LEAST_SIDE = 1024
 _TRITON_WAVES = 2
 
+# On the CPU a call takes as long as so many multiply-adds in fp32; and of the Gram form, whose calls are wrapped, more.
+_CPU_CALL = 1e5
+_GRAM_CALL = 2.0
+
 # CPUs that multiply bf16: the time of a product in it over that in fp32, by `python bench/newton_schulz.py --halves`.
 _BF16_COST = 0.45
 
@@ -137,8 +141,9 @@ def choose_variant(
     if isinstance(coefficients, Squares):  # one form, which both names mean
         method = "gram" if method == "auto" else method
     elif method == "auto":
-        gram = relative_cost(shape, len(coefficients), schedule, backend, dtype)
-        cheaper = gram < relative_cost(shape, len(coefficients), None, backend, dtype)
+        call = _CPU_CALL / min(k, _largest_piece(shape, device)) if device.type == "cpu" else 0.0
+        gram = relative_cost(shape, len(coefficients), schedule, backend, dtype, call)
+        cheaper = gram < relative_cost(shape, len(coefficients), None, backend, dtype, call)
         method = "gram" if explicit or (cheaper and dtype != torch.bfloat16) else "standard"
     held = max(map(len, coefficients.blocks)) if isinstance(coefficients, Squares) else _SQUARES
     return Variant(method, schedule if method == "gram" else (), backend, _largest_piece(shape, device, held))
@@ -255,28 +260,32 @@ def relative_cost(
     restarts: Sequence[int] | None,
     backend: Backend = "torch",
     dtype: Storage = torch.float32,
+    call: float = 0.0,
 ) -> float:
     """Multiply-adds for one matrix, a product with symmetric result counted as what it takes with ``backend``.
 
-    In mixed storage those in bf16 count as the fp32 ones that take as long.
+    ``call`` is added for each operation of a matrix, of the standard form; the Gram form's cost more. In mixed storage
+    products in bf16 count as the fp32 ones that take as long.
     """
     if not isinstance(dtype, torch.dtype):
-        return sum(
-            (_BF16_COST if of_span in HALF else 1.0)
-            * relative_cost(shape, stop - start, restarts and span_restarts(restarts, start, stop), backend, of_span)
-            for of_span, start, stop in storage_spans(dtype, steps)
-        )
+        total = 0.0
+        for of_span, start, stop in storage_spans(dtype, steps):
+            own = restarts and span_restarts(restarts, start, stop)
+            factor = _BF16_COST if of_span in HALF else 1.0
+            total += factor * relative_cost(shape, stop - start, own, backend, of_span, call / factor)
+        return total
     small, large = min(shape), max(shape)
     half = _SYMMETRIC_COST[backend]
     wide, square = small * small * large, small**3
     if restarts is None:
-        return steps * (half * (wide + square) + wide)
+        return steps * (half * (wide + square) + wide + 3 * call)
     blocks = len(restarts) + 1
     # Per block: XXᵀ and QX. Per step: R²; except a block's first: QZ; except a block's last: RZ and ZV.
     inner = steps - blocks
     ends = (*restarts[1:], steps)
     whole = sum(stop - start > 1 for start, stop in zip(restarts, ends, strict=True)) if whole_v(backend, dtype) else 0
-    return blocks * (half * wide + wide) + (half * (steps + 3 * inner - whole) + whole) * square
+    calls = _GRAM_CALL * call * (3 * blocks + steps + 3 * inner)
+    return blocks * (half * wide + wide) + (half * (steps + 3 * inner - whole) + whole) * square + calls
 
 
 def squares_cost(shape: tuple[int, int], squares: Squares, backend: Backend = "torch") -> float:

@@ -32,7 +32,7 @@ from dmuon import create_dtensor_config, create_processgroup_config
 from dmuon.check.accounting import Amount, Traffic
 from dmuon.check.model import Block, Network, Size, is_matrix, loss_of, shard
 from dmuon.check.topologies import full_state
-from dmuon.kernels.arithmetic import make_arithmetic
+from dmuon.kernels.newton_schulz import _spans
 from dmuon.layout.parcels import travels
 
 storage = importlib.import_module("dmuon.kernels.storage")
@@ -108,12 +108,12 @@ def bf16_on_unlike_cpus(rank: int, _world: int, name: str, dtype: Any) -> None:
     """Only the last rank's CPU multiplies bf16: updates travel as it all the same."""
     multiplies = storage.cpu_multiplies_bf16
     storage.cpu_multiplies_bf16 = lambda: rank == _world - 1
-    make_arithmetic.cache_clear()
+    _spans.cache_clear()
     try:
         weights, calls = run(lay(name, toy(name)), 3, ns_dtype=dtype)
     finally:
         storage.cpu_multiplies_bf16 = multiplies
-        make_arithmetic.cache_clear()
+        _spans.cache_clear()
     assert_same_over_ranks(weights)
     assert [over_ranks(of_step) for of_step in calls] == [matrices(name)] * 3
     start, exact = full_state(toy(name)), expected("tp" not in name, 3)

@@ -297,7 +297,7 @@ def iteration_of(monkeypatch, x: torch.Tensor, **options) -> Iteration:
 
 @pytest.mark.pitfall("P10", "P47")
 def test_each_option_changes_what_it_names(monkeypatch):
-    wide, square = torch.randn(16, 64), torch.randn(16, 16)
+    wide, square = torch.randn(64, 256), torch.randn(16, 16)
     default = iteration_of(monkeypatch, wide)
     assert default == Iteration(coefficient_sequence("polar_express", 5), "gram", (2,), torch.float32)
     assert iteration_of(monkeypatch, square).method == "standard"
@@ -315,7 +315,7 @@ def test_each_option_changes_what_it_names(monkeypatch):
 
 @pytest.mark.pitfall("P10")
 def test_results_differ_where_options_differ():
-    x = torch.randn(16, 64)
+    x = torch.randn(64, 256)
     results = [
         orthogonalize(x, **options)
         for options in (

@@ -116,6 +116,9 @@ def test_kernels_that_do_not_build_are_named_and_not_taken(monkeypatch):
 def test_the_rule_on_cpu():
     assert rule((64, 64)).method == "standard" and rule((64, 256)).method == "gram"
     assert rule((64, 256)).restarts == (2,)
+    assert rule((16, 64)).method == "standard", "more calls take longer than the products that they spare"
+    assert rule((16, 64), 64).method == "gram", "a batch has as many calls as one matrix"
+    assert rule((16, 1024), 64).method == "gram"
     assert rule((64, 64), 100).piece == 16, "as many as stay in the cache"
     assert rule((64, 256)).backend == "torch" and rule((1024, 4096)).backend == "split"
     assert rule((1024, 1024)).method == "standard" and rule((1024, 1408)).method == "gram"

@@ -1,6 +1,8 @@
 """Simulated training steps: the error against the real runtime on CPU ranks, and scaling to 1024 GPUs.
 
 python bench/simulate.py --validate
+python bench/simulate.py --fit
+python bench/simulate.py --table config.json ... --json bench/results/scaling-h200.json
 python bench/simulate.py --scaling config.json --hardware h200 --out docs/scaling-llama-3-8b.png
 """
 
@@ -15,9 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from common.fit import fit
+from common.fit import report as fit_report
 from common.programs import Sizes
 from common.ranks import run_ranks
 from common.results import write_json
+from common.scaling import Grid, scaling
 from common.validation import report, validate
 
 from dmuon.model.config import read_model
@@ -32,6 +37,7 @@ from dmuon.simulation.wave_model import wave_costs
 from dmuon.simulation.workload import Workload
 from dmuon.solver import CostTable, Matrix, Shape, SolveOptions, plan
 
+_FIT = Path(__file__).parent / "results" / "simulation-fit.json"
 _RESULT = Path(__file__).parent / "results" / "simulation-cpu-2ranks.json"
 
 
@@ -72,13 +78,13 @@ def point(scenario: Scenario, args: argparse.Namespace) -> Point:
     world = scenario.topology.world
     slow = {world // 2: args.straggler}
 
-    def under(*noises: Noise) -> dict[str, float]:
+    def under(*noises: Noise | None) -> dict[str, float]:
         steps = {name: [simulate(name, scenario, noise, steps=4).step_s for noise in noises] for name in PROGRAMS}
         return {name: 1e3 * float(np.mean(seconds)) for name, seconds in steps.items()}
 
     noisy = under(*(Noise(args.noise, seed=seed) for seed in range(args.seeds)))
     straggling = under(*(Noise(args.noise, slow, seed) for seed in range(args.seeds)))
-    return Point(world, scenario.topology.replicate, under(Noise()), noisy, straggling)
+    return Point(world, scenario.topology.replicate, under(None), noisy, straggling)
 
 
 def scaling_table(points: list[Point], args: argparse.Namespace) -> str:
@@ -144,8 +150,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--validate", action="store_true", help="hold the simulation against CPU ranks")
+    mode.add_argument("--fit", action="store_true", help="fit dmuon/simulation/terms.py to published and real steps")
+    mode.add_argument("--table", type=Path, nargs="+", metavar="MODEL.json", help="what is recommended at every size")
     mode.add_argument("--scaling", type=Path, metavar="MODEL.json", help="predict 8 … 1024 ranks for a config.json")
     parser.add_argument("--out", type=Path, help="JSON of --validate; PNG of --scaling, its JSON goes to bench/results")
+    parser.add_argument("--json", type=Path, help="of --table (default: bench/results/scaling-HARDWARE.json)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of --validate (default 15)")
     parser.add_argument("--quantile", type=float, default=0.5, help="of samples of --validate (default 0.5, medians)")
     for name in ("layers", "width", "context", "batch"):
@@ -173,6 +182,16 @@ def main(argv: list[str] | None = None) -> int:
             sizes = {name: getattr(args, name) for name in ("layers", "width", "context", "batch", "rounds")}
             settings = Sizes(**sizes, warmup=1)
             run_ranks(settings.world, worker, settings, args.quantile, args.out or _RESULT)
+        elif args.fit:
+            result = fit()
+            print(fit_report(result), flush=True)
+            write_json(args.out or _FIT, {"date": time.strftime("%Y-%m-%d"), **result})
+        elif args.table:
+            settings = Grid(args.hardware, tuple(args.worlds), args.tokens, args.sequence, args.recompute)
+            write_json(
+                args.json or _RESULT.with_name(f"scaling-{args.hardware}.json"),
+                {"date": time.strftime("%Y-%m-%d"), **scaling(args.table, settings)},
+            )
         else:
             args.out = args.out or Path(f"scaling-{args.scaling.stem}-{args.hardware}.png")
             run_scaling(args)

@@ -97,7 +97,7 @@ def validate(rank: int, sizes: Sizes, quantile: float) -> dict[str, Any]:
             flops_per_s=1.0,  # the workload holds seconds
             copy_bytes_per_s=1 / constants["copy per byte"],
             adamw_elements_per_s=1 / constants["adamw per element"],
-            network=MeasuredNetwork({kind: _alpha_beta(constants, kind) for kind in get_args(Collective)}),
+            network=MeasuredNetwork({kind: alpha_beta(constants, kind) for kind in get_args(Collective)}),
             communication_computes=True,
         ),
         topology=Topology(sizes.world, gpus_per_node=sizes.world),
@@ -219,7 +219,7 @@ def workload(model: GPT, sizes: Sizes, constants: dict[str, float]) -> Workload:
     return Workload(tuple(blocks), ends, sizes.tokens, param_bytes=4, reduce_bytes=4)
 
 
-def _alpha_beta(constants: dict[str, float], kind: Collective) -> tuple[float, float]:
+def alpha_beta(constants: dict[str, float], kind: Collective) -> tuple[float, float]:
     """Latency and seconds per byte, from the times of a small and a large message."""
     small, large = constants[f"{kind} small"], constants[f"{kind} large"]
     per_byte = max(0.0, large - small) / (_LARGE - _SMALL)

@@ -23,6 +23,7 @@ from dmuon.simulation.hardware import HARDWARE, Hardware, hardware
 from dmuon.simulation.network import Topology
 from dmuon.simulation.pools import plan_pools, pooled
 from dmuon.simulation.prediction import Prediction, predict
+from dmuon.simulation.recommendation import recommend
 from dmuon.simulation.wave_model import describe, wave_costs
 from dmuon.simulation.workload import Workload
 from dmuon.solver import (
@@ -136,7 +137,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if question.workload is None:
         lines += ["", _UNPREDICTED]
     else:
-        lines += ["", question.predict(result, arguments.target / 100).report()]
+        prediction = question.predict(result, None if arguments.recommend else arguments.target / 100)
+        lines += ["", prediction.report()]
+        if arguments.recommend:
+            lines += ["", recommend(prediction.scenario, question.machine.device.memory).report()]
     print("\n".join(lines), flush=True)  # before anything is written: a full disk must not cost the report
     if arguments.png is not None:
         save_png(draw_plan(result, f"{arguments.model} over {question.topology.world} ranks"), arguments.png)
@@ -200,6 +204,7 @@ def _parser() -> Parser:
         "--target", type=positive, default=1.0, metavar="PERCENT", help="overhead to explain (default: 1)"
     )
     out = parser.add_argument_group("output")
+    out.add_argument("--recommend", action="store_true", help="compare meshes, residencies and merging, and say which")
     out.add_argument("--json", type=Path, metavar="PATH", help="write the plan, as dedicate_params(plan=PATH) reads it")
     out.add_argument("--png", type=Path, metavar="PATH", help="draw loads per rank and the spread of the blocks")
     out.add_argument("--owners", action="store_true", help="list the owner of every matrix")

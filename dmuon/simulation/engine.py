@@ -104,7 +104,8 @@ class Simulation:
     what is ready sooner passes what still waits for its own stream.
 
     Args:
-        contention: how much longer computation takes while a collective is under way, as a part of the time of both.
+        contention: how much longer computation takes while what contends with it is under way, as a part of the time
+            of both.
 
     Raises:
         ValueError: no rank, or a straggler that does not exist.
@@ -119,7 +120,7 @@ class Simulation:
         self._free: dict[str, Times] = {}
         self._links: dict[str, _Link] = {}
         self._contention = contention
-        self._arrived = np.zeros(ranks)  # the last of all collectives that have started
+        self._arrived = np.zeros(ranks)  # the last of what contends and has started
         self._sigma = noise.sigma
         self._random = np.random.default_rng(noise.seed)
         self._slowdown = np.ones(ranks)
@@ -154,6 +155,7 @@ class Simulation:
         links: Mapping[str, float | Times] = _NO_LINKS,
         after: Iterable[Times] = (),
         groups: Groups | None = None,
+        contends: bool = False,
     ) -> Times:
         """Submit an operation that holds all ``streams`` for ``seconds``; returns the ends.
 
@@ -163,6 +165,7 @@ class Simulation:
             links: seconds for which each link is busy from the start on: that of bytes, while latency passes.
             after: ends of what it waits for.
             groups: for a collective: its members start together.
+            contends: computation beside it takes longer.
         """
         start = latest(*map(self.now, streams), *after)
         for link, busy in links.items():
@@ -174,7 +177,7 @@ class Simulation:
             self._free[stream] = end
         for link, busy in links.items():
             self._links[link].hold(start, busy)
-        if links:
+        if contends:
             self._arrived = np.maximum(self._arrived, end)
         self.spans.append(Span(streams[0], name, start, end))
         return end

@@ -6,10 +6,11 @@ import numpy as np
 
 from dmuon.simulation.engine import COMPUTE, Groups, Simulation, Times, latest
 from dmuon.simulation.network import NOTHING, Collective, Travel
-from dmuon.simulation.scenario import Scenario, batches, stored_shapes
+from dmuon.simulation.scenario import Scenario, batches, stored_shapes, tensors
 from dmuon.simulation.workload import Block, is_expert
 
 MASTER_BYTES = 4
+_EVERYBODYS = ("FSDP2 gather", "FSDP2 reduce", "FSDP2 all-reduce", "tokens")  # streams of AdamW's step too
 
 
 class AdamW:
@@ -41,6 +42,10 @@ class AdamW:
         experts = block.expert_elements if self.topology.ep > 1 else 0
         shared = (block.matrix_elements - experts) / self.topology.tp + block.other_elements
         return [("shard", shared), ("expert shard", experts / self.topology.ep / self.topology.tp)]
+
+    def host_s(self) -> float:
+        """Seconds of the host for one step on the busiest rank, which it spends ahead of the device."""
+        return self.machine.terms.host_module_s * tensors(self.scenario.plan.matrices)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -103,8 +108,9 @@ class AdamW:
         link = f"{self.rings[group].link} link"
         groups = self.groups[group]
         return self.sim.run(
-            self.beside((stream,)), name, way.seconds, links={link: way.busy}, after=after, groups=groups
-        )
+            self.beside((stream,)), name, way.seconds, links={link: way.busy}, after=after, groups=groups,
+            contends=stream not in _EVERYBODYS,
+        )  # fmt: skip
 
     def beside(self, resources: tuple[str, ...]) -> tuple[str, ...]:
         """What an operation of communication holds: the compute stream too, where the machine has nothing else."""

@@ -17,8 +17,8 @@ Where ranks divide the experts (``ep``), these are sharded and owned among those
 travel before and after them while nothing computes. A pipeline stage is a model of its own that gathers its weights
 once, and waits for the others as long as ``Scenario.bubble`` says.
 
-Not modelled: launches on the host (it runs ahead), activation collectives of tensor and pipeline parallelism, experts
-that get more tokens than others, clipping, and the allocator.
+Jitter, contention and host time are terms of their own (``dmuon.simulation.terms``). Not modelled: activation
+collectives of tensor and pipeline parallelism, experts that get more tokens than others, clipping, and the allocator.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ class StepTrace:
 def simulate(name: ProgramName, scenario: Scenario, noise: Noise | None = None, *, steps: int = 3) -> StepTrace:
     """Run ``steps`` steps (at least 3) after a first one that has nothing to overlap with, and average them.
 
+    The host runs ahead of the device: a step takes as long as the slower of the two.
+
+    Args:
+        noise: how ranks differ; ``None`` is the jitter of the machine's terms.
+
     Raises:
         ValueError: an unknown program, or too few steps.
     """
@@ -61,11 +66,12 @@ def simulate(name: ProgramName, scenario: Scenario, noise: Noise | None = None, 
         raise ValueError(f"program {name!r} is unknown; use one of {', '.join(PROGRAMS)}")
     if steps < 3:
         raise ValueError(f"steps={steps} must be at least 3")
-    noise = noise or Noise()
+    terms = scenario.machine.terms
+    noise = noise or Noise(terms.jitter)
     slowdown = {rank: 1 / speed for rank, speed in scenario.speeds.items()}
     for rank, factor in noise.slowdown.items():
         slowdown[rank] = slowdown.get(rank, 1.0) * factor
-    sim = Simulation(scenario.topology.world, replace(noise, slowdown=slowdown))
+    sim = Simulation(scenario.topology.world, replace(noise, slowdown=slowdown), terms.contention)
     program = PROGRAMS[name](sim, scenario)
     ends = []
     for step in range(steps + 1):
@@ -74,7 +80,8 @@ def simulate(name: ProgramName, scenario: Scenario, noise: Noise | None = None, 
         program.step()
         ends.append(float(sim.now(COMPUTE).max()))
     idle = scenario.bubble * scenario.forward_backward_s
-    return StepTrace((ends[-1] - ends[0]) / steps + idle, (ends[-3], ends[-2]), tuple(sim.spans))
+    step_s = max((ends[-1] - ends[0]) / steps, program.host_s()) + idle
+    return StepTrace(step_s, (ends[-3], ends[-2]), tuple(sim.spans))
 
 
 PROGRAMS: Mapping[ProgramName, type[AdamW]] = {

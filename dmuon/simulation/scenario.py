@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dmuon.simulation.hardware import Hardware
 from dmuon.simulation.network import AlphaBeta, Network, Topology
+from dmuon.simulation.terms import FITTED, NO_TERMS, Terms
 from dmuon.simulation.workload import Block, Workload, is_expert
 from dmuon.solver import CostTable, Matrix, Plan
 
@@ -28,6 +29,7 @@ class Machine:
         network: how long collectives take.
         ns_scale: factor on every cost of Newton–Schulz.
         communication_computes: communication takes the compute stream, as on CPU ranks with one core each.
+        terms: what operations alone leave out.
     """
 
     flops_per_s: float
@@ -36,9 +38,10 @@ class Machine:
     network: Network
     ns_scale: float = 1.0
     communication_computes: bool = False
+    terms: Terms = NO_TERMS
 
     @classmethod
-    def of(cls, hardware: Hardware, efficiency: float | None = None) -> Machine:
+    def of(cls, hardware: Hardware, efficiency: float | None = None, terms: Terms = FITTED) -> Machine:
         """Rates of a preset.
 
         Args:
@@ -56,6 +59,7 @@ class Machine:
             device.memory_bandwidth,
             device.memory_bandwidth / _ADAMW_BYTES,
             AlphaBeta.of(hardware),
+            terms=terms,
         )
 
 
@@ -136,6 +140,11 @@ def batches(scenario: Scenario, counts: Mapping[tuple[int, int], int]) -> list[f
         seconds += [costs.cost(shape, costs.chunk(shape)) * scale] * whole
         seconds += [costs.cost(shape, rest) * scale] * bool(rest)
     return seconds
+
+
+def tensors(matrices: Iterable[Matrix]) -> int:
+    """Weights of which the matrices are made: those of a fused tensor or of a stack count once."""
+    return len({m.name.partition("[")[0] for m in matrices})
 
 
 def owned_elements(scenario: Scenario, experts: bool) -> list[NDArray[np.float64]]:

@@ -8,7 +8,7 @@ from dmuon.simulation.engine import COMPUTE, Simulation, Times
 from dmuon.simulation.exchange import MASTER_BYTES, UPDATE_BYTES, Load, RoundLoad, schedule
 from dmuon.simulation.fsdp import AdamW
 from dmuon.simulation.network import Ring
-from dmuon.simulation.scenario import Scenario
+from dmuon.simulation.scenario import Scenario, tensors
 from dmuon.step.rounds import prefetch_windows
 
 _PREFETCH = 1  # as create_dtensor_config's default
@@ -22,6 +22,10 @@ class Exchanged(AdamW):
     def __init__(self, sim: Simulation, scenario: Scenario) -> None:
         super().__init__(sim, scenario)
         self._schedule = schedule(scenario)
+
+    def host_s(self) -> float:
+        exchanged = tensors(self.scenario.plan.matrices) * self.machine.terms.host_exchanged_s
+        return super().host_s() + exchanged
 
     def update(self) -> None:
         rounds = self._schedule.rounds
@@ -73,4 +77,5 @@ class Exchanged(AdamW):
             links={link: slower.busy},
             after=(self.sim.now(COMPUTE),),
             groups=self.groups["all"],
+            contends=True,
         )

@@ -32,8 +32,17 @@ def test_prints_plan_costs_and_predicted_step(plan: Callable[..., Any]) -> None:
     assert done.out.startswith("costs: estimated: wave model of H200\n28 matrices in 4 blocks over 4 ranks\nmakespan")
     assert "estimated for 3 of 3 shapes" in done.out
     assert done.row("dedicated keep") and done.row("adamw")
-    step, forward_backward, *_ = map(float, done.row("dedicated").split()[-5:-3])
+    step, forward_backward = map(float, done.row("dedicated ").split()[1:3])
     assert step >= forward_backward > 0
+
+
+def test_recommends_a_mesh_and_says_why(plan: Callable[..., Any]) -> None:
+    done = plan("--world", 16, "--method", "greedy", "--recommend")
+    assert done.status == 0, done.err
+    assert "ways to train, predicted; over the best AdamW" in done.out
+    assert {row.split()[3] for row in done.out.splitlines() if row.split()[1:2] == ["×"]} == {"dedicated", "exchanged"}
+    assert "recommended, because" in done.out
+    assert done.out.splitlines()[-1].lstrip().startswith("mesh = init_device_mesh")
 
 
 def test_writes_the_plan_that_it_reports_and_leaves_nothing_else(plan: Callable[..., Any], tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def test_a_link_is_free_again_while_latency_passes() -> None:
 
 def test_a_collective_under_way_slows_computation_beside_it() -> None:
     sim = Simulation(2, contention=0.5)
-    sim.run(("fill",), "fill", 4.0, links={"link": 1.0})
+    sim.run(("gather",), "gather", 9.0, links={"link": 1.0})
+    sim.run(("fill",), "fill", 3.0, links={"link": 1.0}, contends=True)  # from 1 to 4
     assert sim.compute("a", 3.0)[0] == 3.0 * 1.5
     assert sim.compute("b", 3.0)[0] == 4.5 + 3.0
 

@@ -1,0 +1,278 @@
+"""Fits the terms of the simulation to published steps and to records of real runs here, and says how far it is off."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.programs import Sizes, initial_model
+from common.published import CASES, Case
+from common.validation import PROGRAMS as MEASURED
+from common.validation import MeasuredNetwork, alpha_beta, workload
+from dmuon.model.config import read_model
+from dmuon.simulation.network import Collective, Topology
+from dmuon.simulation.pools import plan_pools, pooled
+from dmuon.simulation.programs import ProgramName, simulate
+from dmuon.simulation.scenario import Machine, Scenario
+from dmuon.simulation.terms import Terms
+from dmuon.simulation.wave_model import wave_costs
+from dmuon.simulation.workload import Workload
+from dmuon.solver import CostTable, Matrix, Rank, SolveOptions, plan
+
+RESULTS = Path(__file__).parents[1] / "results"
+_JITTER = (0.0, 0.02, 0.05)
+_CONTENTION = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
+_SEQUENCE = 4096
+_HALF = 0.5  # of the peak, which AdamW's step should be near to
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A case as predicted.
+
+    Attributes:
+        error: predicted less published.
+        left_out: the error with terms that were fitted to all the others.
+    """
+
+    name: str
+    program: str
+    over: str
+    published: float
+    predicted: float
+    error: float
+    left_out: float
+    fitted: bool
+    source: str
+    tokens: int = 0
+    efficiency: float = 0.0
+
+
+# -- published steps ------------------------------------------------------------------------------------------------
+
+
+def scenario_of(case: Case) -> tuple[Scenario, float]:
+    """The case with as many tokens as its source says or implies, and its efficiency; without terms."""
+    machine = case.machine
+    topology = Topology(gpus_per_node=min(machine.gpus_per_node, case.grid["world"]), **case.grid)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(case.config))
+        shapes = read_model(path)
+        model = Workload.from_config(path, tokens=_SEQUENCE, sequence=_SEQUENCE)
+    stage = max(model.stages(case.pp), key=lambda s: (s.flops, s.elements))
+    blocks = {block.name for block in stage.blocks}
+    matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in shapes if m.block in blocks]
+    costs = wave_costs(machine.device, Counter(m.shape for m in matrices))
+    owned, ranks = pooled(matrices, [Rank(i, i // topology.gpus_per_node) for i in range(topology.world)], topology)
+    owners = plan_pools(owned, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0))
+    bubble = (case.pp - 1) / case.micro_batches if case.pp > 1 else 0.0
+    base = Scenario(
+        stage, owners, costs, Machine.of(machine, terms=Terms()), topology, gathers_once=case.once, bubble=bubble
+    )
+    peak = machine.device.peak_flops
+    if case.muon_share is not None:
+        newton = sum(5 * (4 * m.rows * m.cols + 2 * min(m.rows, m.cols) ** 2) * min(m.rows, m.cols) for m in shapes)
+        per_gpu = newton / (topology.world * case.pp) / case.muon_share
+        sequences = max(1, round(per_gpu / (model.flops / case.pp)))
+    elif case.over_s is not None:
+        reached = stage.flops / (case.over_s * peak)  # by one sequence
+        sequences = max(1, round(_HALF / reached))
+    else:
+        sequences = 2
+    base = replace(base, workload=stage.scaled(sequences))
+    if case.over_flops is not None:
+        return base, sequences * model.flops / case.pp / case.over_flops
+    return base, case.over_s or 0.0
+
+
+def overhead(case: Case, base: Scenario, over_s: float, terms: Terms) -> tuple[float, float]:
+    """Predicted ``program`` over ``over``, less 1, at the efficiency by which ``over`` takes as long as published."""
+    peak = case.machine.device.peak_flops
+    efficiency = _HALF
+
+    def at(efficiency: float) -> Scenario:
+        return replace(base, machine=Machine.of(case.machine, efficiency, terms))
+
+    for _ in range(3 if over_s else 0):
+        step = simulate(case.over, at(efficiency)).step_s
+        computes = base.workload.flops * (1 + base.bubble) / peak / efficiency
+        efficiency = min(1.0, efficiency * computes / max(computes + over_s - step, 0.05 * computes))
+    found = at(efficiency)
+    return simulate(case.program, found).step_s / simulate(case.over, found).step_s - 1, efficiency
+
+
+def fit_published(host: Terms) -> tuple[Terms, float, list[Outcome]]:
+    """Jitter and contention of least squares, the error of what was left out, and every case."""
+    grid = [replace(host, jitter=j, contention=c) for j, c in itertools.product(_JITTER, _CONTENTION)]
+    found: list[list[tuple[float, float]]] = []
+    bases = []
+    for case in CASES:
+        base, over_s = scenario_of(case)
+        bases.append(base)
+        found.append([overhead(case, base, over_s, terms) for terms in grid])
+        print(
+            f"{case.name}: {base.workload.tokens:,} tokens, {found[-1][0][0]:+.1%} … {found[-1][-1][0]:+.1%}",
+            flush=True,
+        )
+    errors = np.array([[p - case.published for p, _ in row] for case, row in zip(CASES, found, strict=True)])
+    fitted = np.array([case.fitted for case in CASES])
+
+    def best(rows: Sequence[bool]) -> int:
+        return int(np.argmin((errors[rows] ** 2).sum(axis=0)))
+
+    chosen = best(fitted)
+    outcomes = []
+    for i, case in enumerate(CASES):
+        others = fitted.copy()
+        others[i] = False
+        predicted, efficiency = found[i][chosen]
+        outcomes.append(
+            Outcome(
+                case.name, case.program, case.over, case.published, predicted, predicted - case.published,
+                float(errors[i, best(others)]), case.fitted, case.source, bases[i].workload.tokens, efficiency,
+            )
+        )  # fmt: skip
+    left_out = [o.left_out for o in outcomes if o.fitted]
+    return grid[chosen], float(np.sqrt(np.mean(np.square(left_out)))), outcomes
+
+
+# -- real runs here -------------------------------------------------------------------------------------------------
+
+
+def fit_host() -> Terms:
+    """Host time of one rank, by least squares over ``bench/results/scale.json``."""
+    rows = json.loads((RESULTS / "scale.json").read_text())["rows"]
+    runs: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault((row["residency"], row["ranks"], row["matrices"]), {})[row["phase"]] = row
+    phases = ("forward", "backward", "step", "zero_grad")
+    dedicated, spent = [], []
+    module, exchanged = [], []
+    for (residency, ranks, count), of_phase in runs.items():
+        work = {phase: of_phase[phase]["work"] for phase in phases}
+        if residency == "dedicated":
+            calls = sum(of_phase[phase]["collectives"] for phase in phases)
+            dedicated.append((count, calls, count / ranks))
+            spent.append(sum(work.values()))
+        else:
+            exchanged.append(work["step"] / count)
+            if ranks <= 64:  # beyond that the shards of so small matrices are empty
+                module.append((work["forward"] + work["backward"] + work["zero_grad"]) / count)
+    weights = 1 / np.array(spent)  # relative errors
+    table = np.array(dedicated, dtype=float) * weights[:, None]
+    solved = _nonnegative(table, np.array(spent) * weights)
+    per_module = min(float(np.median(module)), float(solved[0]))
+    return Terms(
+        host_module_s=per_module,
+        host_weight_s=float(solved[0]) - per_module,
+        host_call_s=float(solved[1]),
+        host_owned_s=float(solved[2]),
+        host_exchanged_s=float(np.median(exchanged)),
+    )
+
+
+def _nonnegative(table: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Least squares without negative factors, by trying every set of those that are 0."""
+    best, least = np.zeros(table.shape[1]), float((values**2).sum())
+    for used in itertools.product((False, True), repeat=table.shape[1]):
+        if any(used):
+            some = np.linalg.lstsq(table[:, used], values, rcond=None)[0]
+            rest = float(((table[:, used] @ some - values) ** 2).sum())
+            if (some >= 0).all() and rest < least:
+                best, least = np.zeros(table.shape[1]), rest
+                best[list(used)] = some
+    return best
+
+
+def measured_here() -> list[Outcome]:
+    """Steps of two CPU ranks, with constants that were measured there; no term is fitted to them."""
+    record = json.loads((RESULTS / "simulation-cpu-2ranks.json").read_text())
+    constants = dict(record["constants_s"])
+    for size in ("small", "large"):
+        constants[f"all_to_all {size}"] = constants[f"all_gather {size}"]  # was not measured there
+    kinds: tuple[Collective, ...] = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    sizes = Sizes(**{name: record["settings"][name] for name in ("layers", "width", "context", "batch")})
+    model = initial_model(sizes)
+    work = workload(model, sizes, constants)
+    matrices = [
+        Matrix(name, *p.shape, ".".join(name.split(".")[:2]))
+        for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("blocks.")
+    ]  # fmt: skip
+    steps = json.loads((RESULTS / "step-modes-cpu.json").read_text())["samples_ms"]
+    flops = CostTable.from_flops({m.shape for m in matrices})
+    scale = np.median(steps["N"]) * 1e6 / sum(flops.cost(m.shape, 1) for m in matrices)
+    machine = Machine(
+        1.0, 1 / constants["copy per byte"], 1 / constants["adamw per element"],
+        MeasuredNetwork({kind: alpha_beta(constants, kind) for kind in kinds}), float(scale), True,
+    )  # fmt: skip
+    owners = plan(matrices, sizes.world, flops)
+    base = Scenario(work, owners, flops, machine, Topology(sizes.world, sizes.world))
+    predicted = {name: simulate(name, base).step_s for name in (*MEASURED.values(), _EXCHANGED)}
+    exchange = {
+        name: one["step"] / 1e3
+        for name, one in json.loads((RESULTS / "exchange-cpu.json").read_text())["programs"].items()
+    }
+    medians = {name: float(np.median(values)) / 1e3 for name, values in steps.items()}
+    found = []
+    for file, seconds in (("simulation-cpu-2ranks", record["measured_s"]), ("step-modes-cpu", medians)):
+        for name, program in MEASURED.items():
+            if program != "adamw":
+                found.append(_here(file, program, seconds[name], seconds["fsdp2 + adamw"], predicted))
+    for program, name in (
+        ("dedicated", "dedicated"),
+        ("gather", "gather-then-compute"),
+        (_EXCHANGED, "exchanged async 1"),
+    ):
+        found.append(_here("exchange-cpu", program, exchange[name], exchange["fsdp2 + adamw"], predicted))
+    return found
+
+
+_EXCHANGED: ProgramName = "exchanged"
+
+
+def _here(file: str, program: str, step: float, over: float, predicted: dict[Any, float]) -> Outcome:
+    measured, found = step / over - 1, predicted[program] / predicted["adamw"] - 1
+    error = found - measured
+    return Outcome("2 CPU ranks", program, "adamw", measured, found, error, error, False, f"bench/results/{file}.json")
+
+
+# -- all ------------------------------------------------------------------------------------------------------------
+
+
+def fit() -> dict[str, Any]:
+    """Terms, error, and every case."""
+    terms, error, published = fit_published(fit_host())
+    here = measured_here()
+    return {
+        "terms": asdict(terms),
+        "error": error,
+        "error_here": float(np.sqrt(np.mean([o.error**2 for o in here]))),
+        "cases": [asdict(o) for o in (*published, *here)],
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """The fit as text for people."""
+    lines = [f"{'case':<40}{'program':<16}{'over':<8}{'measured':>9}{'predicted':>10}{'error':>8}{'left out':>9}"]
+    for case in result["cases"]:
+        lines.append(
+            f"{case['name']:<40}{case['program']:<16}{case['over']:<8}{case['published']:>+9.1%}"
+            f"{case['predicted']:>+10.1%}{case['error']:>+8.1%}{case['left_out']:>+9.1%}"
+        )
+    terms = ", ".join(f"{name}={value:.3g}" for name, value in result["terms"].items())
+    lines += [
+        "",
+        f"terms: {terms}",
+        f"error of a published case that was left out, root mean square: {result['error']:.4f}",
+        f"error of two CPU ranks here: {result['error_here']:.4f}",
+    ]
+    return "\n".join(lines)

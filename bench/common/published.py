@@ -1,0 +1,141 @@
+"""Steps that others have published: Muon with owners beside AdamW, on GPUs that nobody has here.
+
+What is not published is stated here: batch sizes are those by which AdamW's step reaches about half of the peak, or
+that the published share of Newton–Schulz implies; the efficiency is that by which AdamW's step takes as long as
+published. So only what Muon adds is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dmuon.simulation.hardware import Hardware, hardware
+from dmuon.simulation.programs import ProgramName
+
+_X_SQUARE = (
+    "github.com/X-Square-Robot/dmuon, README.md at commit 001f5826527b: medians on 128 A800, sequences of 4096 tokens; "
+    "another implementation of dedicated owners"
+)
+_NVIDIA = (
+    "developer.nvidia.com/blog/advancing-emerging-optimizers-for-accelerated-llm-training-with-nvidia-megatron, Table "
+    "1: model TFLOP/s per GPU, GB300, MXFP8; another implementation, layer-wise, with AdamW's collectives"
+)
+_CANZONA = "arXiv 2602.06079, abstract: against a synchronous layer-wise baseline, on 256 GPUs that it does not name"
+
+
+def _llama(kind: str, hidden: int, inner: int, layers: int, heads: int, shared: int, vocab: int, **rest: Any) -> dict:  # type: ignore[type-arg]
+    return {
+        "model_type": kind, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": shared, "vocab_size": vocab, "tie_word_embeddings": True,
+    } | rest  # fmt: skip
+
+
+def _tower(name: str, hidden: int, inner: int, layers: int, heads: int, shared: int, width: int, gated: bool) -> dict:  # type: ignore[type-arg]
+    return {
+        "name": name, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
+        "num_attention_heads": heads, "num_key_value_heads": shared, "head_dim": width, "gated_mlp": gated,
+    }  # fmt: skip
+
+
+QWEN_1_5B = _llama("qwen2", 1536, 8960, 28, 12, 2, 151936)
+QWEN_7B = _llama("qwen2", 3584, 18944, 28, 28, 4, 152064, tie_word_embeddings=False)
+QWEN_VL_3B = _llama("qwen2", 2048, 11008, 36, 16, 2, 151936)
+LLAMA_3B = _llama("llama", 3072, 8192, 28, 24, 8, 128256)
+LLAMA_8B = _llama("llama", 4096, 14336, 32, 32, 8, 128256, tie_word_embeddings=False)
+QWEN_32B = _llama("qwen3", 5120, 25600, 64, 64, 8, 151936, head_dim=128, tie_word_embeddings=False)
+PI0 = {
+    "model_type": "towers",
+    "towers": [
+        _tower("siglip", 1152, 4304, 27, 16, 16, 72, False),
+        _tower("gemma", 2048, 16384, 18, 8, 1, 256, True),
+        _tower("action", 1024, 4096, 18, 8, 1, 256, True),
+    ],
+}
+QWEN_30B = _llama(
+    "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, tie_word_embeddings=False, moe_intermediate_size=768,
+    num_experts=128, num_experts_per_tok=8,
+)  # fmt: skip
+KIMI_K2 = _llama(
+    "deepseek_v3", 7168, 18432, 61, 64, 64, 163840, tie_word_embeddings=False, moe_intermediate_size=2048,
+    first_k_dense_replace=1, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128, n_routed_experts=384, n_shared_experts=1, num_experts_per_tok=8,
+)  # fmt: skip
+
+_A800 = hardware("a800")
+# GB300 NVL72: 72 GPUs share NVLink, of which a job takes 64. From NVIDIA's data sheet: 2.5 PFLOP/s in bf16, dense, of
+# which Newton–Schulz is made; 8 TB/s, of which nine tenths are achieved; NVLink 5 at 900 GB/s each way, of which NCCL
+# gets the part that it gets of NVLink 4; one 800 Gb/s adapter per GPU.
+_GB300 = hardware(
+    "h200", device_sms=160, device_peak_flops=2.5e15, device_memory_bandwidth=7.2e12, device_memory=288 * 10**9,
+    intra_bandwidth=740e9, inter_bandwidth=92e9, gpus_per_node=64,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One published pair of steps.
+
+    Attributes:
+        over: the program that ``program`` is compared with.
+        published: step of ``program`` over that of ``over``, less 1.
+        over_s: published seconds of ``over``; None where ``over_flops`` says it.
+        over_flops: published model FLOP/s of one GPU with ``over``.
+        muon_share: published FLOPs of Newton–Schulz over those of the model, which tell the tokens.
+        once: weights are gathered once a step, as with ``reshard_after_forward=False``.
+        fitted: whether terms are fitted to it; otherwise it is only compared.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    machine: Hardware
+    program: ProgramName
+    published: float
+    source: str
+    over: ProgramName = "adamw"
+    over_s: float | None = None
+    over_flops: float | None = None
+    muon_share: float | None = None
+    grid: Mapping[str, int] = field(default_factory=dict)
+    pp: int = 1
+    micro_batches: int = 16
+    once: bool = False
+    fitted: bool = True
+
+
+def _x_square(name: str, config: Mapping[str, Any], flat: tuple[int, int], replicated: tuple[int, int]) -> list[Case]:
+    """Milliseconds of AdamW and of dmuon: weights kept and sharded over all ranks, and sharded in each node."""
+
+    def case(kind: str, steps: tuple[int, int], **rest: Any) -> Case:
+        over, step = steps
+        return Case(
+            f"{name}, {kind}", config, _A800, published=step / over - 1, source=_X_SQUARE, over_s=over / 1e3, **rest
+        )
+
+    return [
+        case("FSDP, kept", flat, program="dedicated keep", once=True, grid={"world": 128}),
+        case("HSDP", replicated, program="dedicated", grid={"world": 128, "replicate": 16}),
+    ]
+
+
+CASES = (
+    *_x_square("Qwen2.5-1.5B, 128 A800", QWEN_1_5B, (623, 634), (657, 634)),
+    *_x_square("Qwen2.5-7B, 128 A800", QWEN_7B, (1233, 1229), (1246, 1334)),
+    *_x_square("Llama-3.2-3B, 128 A800", LLAMA_3B, (1168, 1166), (1192, 1165)),
+    *_x_square("Llama-3.1-8B, 128 A800", LLAMA_8B, (1271, 1372), (1348, 1412)),
+    *_x_square("Pi0, 128 A800", PI0, (1587, 1659), (1630, 1652)),
+    *_x_square("WallX (Qwen2.5-VL-3B), 128 A800", QWEN_VL_3B, (1690, 1790), (1492, 1522)),
+    Case(
+        "Qwen3-30B-A3B, 8 GB300", QWEN_30B, _GB300, "dedicated", 713 / 686 - 1, _NVIDIA, over_flops=713e12,
+        muon_share=35 / 686, grid={"world": 8, "ep": 8},
+    ),
+    Case(
+        "Kimi K2, 256 GB300", KIMI_K2, _GB300, "dedicated", 1051 / 1029 - 1, _NVIDIA, over_flops=1051e12,
+        muon_share=51 / 1029, grid={"world": 64, "ep": 64}, pp=4, once=True,
+    ),
+    Case(
+        "Qwen3-32B, 256 GPUs (as H100)", QWEN_32B, hardware("h100"), "dedicated", 1 / 1.57 - 1, _CANZONA, over="gather",
+        grid={"world": 256, "replicate": 32}, fitted=False,
+    ),
+)  # fmt: skip

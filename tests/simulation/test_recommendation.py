@@ -1,0 +1,129 @@
+"""What is recommended, and why: all meshes, the error, memory, and a line that can be pasted."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from harness.configs import LLAMA_8B, written
+
+from dmuon.model.config import read_model
+from dmuon.simulation.hardware import HARDWARE
+from dmuon.simulation.network import Topology
+from dmuon.simulation.programs import simulate
+from dmuon.simulation.recommendation import Recommendation, meshes, recommend
+from dmuon.simulation.scenario import Machine, Scenario
+from dmuon.simulation.terms import ERROR, FITTED, NO_TERMS, Terms, verdict
+from dmuon.simulation.workload import Workload
+from dmuon.solver import CostTable, Matrix, SolveOptions, plan
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE = HARDWARE["h200"]
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+    path = written(tmp_path_factory.mktemp("models"), LLAMA_8B | {"num_hidden_layers": 4})
+    matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in read_model(path)]
+    costs = CostTable.from_flops({m.shape for m in matrices})
+    owners = plan(matrices, 64, costs, SolveOptions(method="greedy"))
+    workload = Workload.from_config(path, tokens=8192, sequence=4096)
+    return Scenario(workload, owners, costs, Machine.of(DEVICE), Topology(64))
+
+
+@pytest.fixture(scope="module")
+def found(scenario: Scenario) -> Recommendation:
+    return recommend(scenario, DEVICE.device.memory, error=0.02)
+
+
+def test_every_mesh_in_both_residencies(found: Recommendation) -> None:
+    assert {(way.topology.replicate, way.residency) for way in found.ways} == {
+        (replicate, residency) for replicate in (1, 8) for residency in ("dedicated", "exchanged")
+    }
+
+
+def test_what_is_taken_holds_least_of_what_is_equal(found: Recommendation) -> None:
+    fastest = min(way.step_s for way in found.ways if way.fits)
+    equal = [way for way in found.ways if way.fits and way.step_s < fastest * 1.02]
+    assert sorted(way.nbytes for way in found.equal) == sorted(way.nbytes for way in equal)
+    assert found.taken.nbytes == min(way.nbytes for way in equal)
+    assert found.overhead == pytest.approx(found.taken.step_s / found.adamw_s - 1)
+
+
+def test_the_baseline_is_the_best_adamw(found: Recommendation, scenario: Scenario) -> None:
+    alone = [simulate("adamw", replace(scenario, topology=t)).step_s for t in meshes(scenario.topology)]
+    assert found.adamw_s <= min(alone)
+
+
+def test_the_line_is_code_over_all_ranks(found: Recommendation) -> None:
+    for way in found.ways:
+        tree = ast.parse(way.code())
+        sizes = next(node for node in ast.walk(tree) if isinstance(node, ast.Tuple))
+        product = 1
+        for size in sizes.elts:
+            product *= ast.literal_eval(size)
+        assert product == 64
+    assert found.report().splitlines()[-1].strip() == found.taken.code()
+
+
+def test_what_does_not_fit_is_not_recommended(found: Recommendation, scenario: Scenario) -> None:
+    least, most = (bound(way.nbytes for way in found.ways) for bound in (min, max))
+    memory = (least + most) / 2 / 0.6
+    tight = recommend(scenario, memory, error=0.02)
+    assert tight.taken.fits and not all(way.fits for way in tight.ways)
+    assert tight.report().count("does not fit") == sum(not way.fits for way in tight.ways)
+    assert "none of them fits" in recommend(scenario, 1.0).report()
+
+
+def test_meshes_hold_all_ranks_and_divide_experts() -> None:
+    for given in (Topology(64), Topology(48), Topology(4), Topology(64, tp=2), Topology(64, ep=16)):
+        for mesh in meshes(given):
+            assert mesh.replicate * mesh.shard * mesh.tp == given.world
+            assert mesh.shard % mesh.ep == 0
+
+
+def test_below_the_error_nobody_wins() -> None:
+    assert verdict(0.029, 0.03) == verdict(-0.029, 0.03) == "equal"
+    assert verdict(0.05, 0.03) == "+5.0% ± 3.0%"
+
+
+def test_a_slow_host_makes_the_step_longer(scenario: Scenario) -> None:
+    def step(terms: Terms) -> float:
+        return simulate("adamw", replace(scenario, machine=Machine.of(DEVICE, terms=terms))).step_s
+
+    assert step(Terms(host_module_s=1e-6)) == step(NO_TERMS)  # it runs ahead
+    assert step(Terms(host_module_s=1.0)) == 28.0  # a second for each weight
+    assert step(Terms(jitter=0.1)) > step(NO_TERMS)
+
+
+def test_contention_is_of_owners_alone(scenario: Scenario) -> None:
+    quiet, slowed = (
+        replace(scenario, machine=Machine.of(DEVICE, terms=terms)) for terms in (NO_TERMS, Terms(contention=0.3))
+    )
+    assert simulate("adamw", slowed).step_s == simulate("adamw", quiet).step_s
+    assert simulate("dedicated", slowed).step_s > simulate("dedicated", quiet).step_s
+
+
+def test_terms_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="jitter=-1 must be at least 0"):
+        Terms(jitter=-1)
+
+
+def test_terms_are_those_of_the_fit() -> None:
+    """``python bench/simulate.py --fit`` wrote them."""
+    fit = json.loads((ROOT / "bench/results/simulation-fit.json").read_text())
+    assert asdict(FITTED) == pytest.approx(fit["terms"], rel=0.01)
+    assert pytest.approx(fit["error"], abs=6e-4) == ERROR
+    left_out = [case["left_out"] for case in fit["cases"] if case["fitted"]]
+    assert fit["error"] == pytest.approx((sum(e * e for e in left_out) / len(left_out)) ** 0.5)
+    assert all(case["source"] for case in fit["cases"])
+
+
+def test_the_table_is_written_to_be_read(found: Recommendation) -> None:
+    lines = found.report().splitlines()
+    assert lines[0].startswith("ways to train, predicted; over the best AdamW") and "± 2.0%" in lines[0]
+    assert len(lines) == 2 + len(found.ways) + 2
+    assert "recommended, because" in lines[-2]

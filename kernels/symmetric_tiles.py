@@ -114,6 +114,9 @@ class TileConfig:
         return min(tiles, self.resident * processors) if self.persistent else tiles
 
 
+# What a tile takes beside its product, in units of :func:`_relative_time`: for all of it, and for each square.
+_FIRST, _STORE, _ADDEND = 70, 70, 50
+
 # Without descriptors, strides that are multiples of this many elements make vector loads; Triton looks no closer.
 _VECTOR = 16
 
@@ -122,7 +125,7 @@ UNALIGNED = TileConfig(64, 32, 4, 3)
 
 
 def candidates(m: int, p: int, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[TileConfig, ...]:
-    """At most six configs worth measuring for ``(m, p)`` times ``(p, m)``; the first is the default.
+    """At most six configs worth measuring for ``(m, p)`` times ``(p, m)``.
 
     Each builds without spills and fits the shared memory of ``capability`` (``(8, 0)``, ``(9, 0)``, ...).
     """
@@ -154,14 +157,51 @@ def candidates(m: int, p: int, dtype: torch.dtype, capability: tuple[int, int]) 
     return (*small, *large) if m <= 512 else (*large, *small)
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """``k`` products of ``(m, p)`` and ``(p, m)`` with so many ``addends``, on so many multiprocessors."""
+
+    k: int
+    m: int
+    p: int
+    dtype: torch.dtype
+    addends: int
+    processors: int
+
+
+def default_config(work: Work, capability: tuple[int, int]) -> TileConfig:
+    """The config used without measurement: of those that are not persistent, the one that should be done first.
+
+    While communication holds multiprocessors, tiles that were dealt out before would wait for these.
+    """
+    configs = [each for each in candidates(work.m, work.p, work.dtype, capability) if not each.persistent]
+    if work.dtype == torch.float32:
+        return configs[0]
+    # What a result costs, over what its operands do: matrix instructions have become faster than the L2 cache.
+    area = 0.6 if capability[0] in (9, 10) else 1.4
+    return min(configs, key=lambda config: _relative_time(config, work, area))
+
+
 def pointer_config(
-    m: int, p: int, dtype: torch.dtype, strides: Iterable[tuple[int, int, int] | None], aligned: bool
-) -> TileConfig:
+    work: Work, strides: Iterable[tuple[int, int, int] | None], aligned: bool
+) -> TileConfig:  # fmt: skip
     """The config used without descriptors; ``aligned`` says whether addresses are multiples of 16 bytes."""
     vectors = aligned and all(s == 1 or s % _VECTOR == 0 for steps in strides if steps for s in steps)
-    return default_config(m, p, dtype, (8, 0)) if vectors or dtype == torch.float32 else UNALIGNED
+    return default_config(work, (8, 0)) if vectors or work.dtype == torch.float32 else UNALIGNED
 
 
-def default_config(m: int, p: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
-    """The config used without measurement."""
-    return candidates(m, p, dtype, capability)[0]
+def _relative_time(config: TileConfig, work: Work, area: float) -> float:
+    """Until the multiprocessor with the most tiles is done. 1: it loads the operands of a square of 128, one deep.
+
+    The same terms as bench/product_model.py, which knows the devices: a tile's product, and the rest of it, which is
+    hidden behind the products of programs beside it.
+    """
+    side = config.block / 128
+    product = work.p * max(area * side * side * config.halves, side * (1 + config.halves) / 2)
+    waited = work.addends - (work.addends > 0 and not config.descriptors and config.resident == 1)
+    rest = _FIRST + config.halves * (_STORE + _ADDEND * waited)
+    most = -(-work.k * config.tiles(work.m) // work.processors)
+    together = min(most, config.resident)
+    full, left = divmod(most, max(1, together))
+    time = full * max(together * product, product + rest) + (left > 0) * max(left * product, product + rest)
+    return time + rest * (together > 1)

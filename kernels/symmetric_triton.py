@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .symmetric_tiles import DESCRIPTOR_ALIGNMENT, TileConfig, default_config, pointer_config
+from .symmetric_tiles import DESCRIPTOR_ALIGNMENT, TileConfig, Work, default_config, pointer_config
 
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (*_HALF, torch.float32)
@@ -194,7 +194,8 @@ def _plan(
     d_steps = _rows_contiguous(d_steps)
 
     capability = _capability(a.device)
-    chosen = default_config(m, p, a.dtype, capability) if config is None else config
+    work = Work(k, m, p, a.dtype, count, _processors(a.device))
+    chosen = default_config(work, capability) if config is None else config
     steps = (a_steps, b_steps, c_steps, d_steps)
     views: tuple[_View | None, ...] | None = None
     if chosen.descriptors:
@@ -205,7 +206,7 @@ def _plan(
         elif config is not None:
             raise ValueError(f"config {config} uses tensor descriptors, but {reason}; pass a config without them")
     if config is None and views is None:
-        chosen = pointer_config(m, p, a.dtype, steps, aligned)
+        chosen = pointer_config(work, steps, aligned)
     tiles = chosen.tiles(m)
     total = k * tiles
     if total >= _MAX_PROGRAMS or tiles >= _MAX_TILES:

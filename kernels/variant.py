@@ -172,7 +172,7 @@ def alternatives(
         if best.backend != "triton" or not isinstance(dtype, torch.dtype):
             return ()
         capability = torch.cuda.get_device_capability(device)
-        return tuple(replace(best, tile=str(c)) for c in candidates(min(shape), max(shape), dtype, capability)[1:])
+        return tuple(replace(best, tile=str(c)) for c in candidates(min(shape), max(shape), dtype, capability))
 
     def pieces(best: Variant) -> tuple[Variant, ...]:
         if device.type != "cpu":

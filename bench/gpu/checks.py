@@ -22,7 +22,9 @@ from gpu.settings import Settings, relative
 POLAR = coefficient_sequence("polar_express", 5)
 # A device adds the products of one element one by one: in fp32 a long diagonal of XXᵀ is off by 3e-6 then.
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
-PRODUCTS = ((1024, 1024, 2), (1000, 1000, 2), (777, 1999, 1), (1024, 4096, 3))
+# Even and odd numbers of tile rows, ragged ones, and what descriptors cannot read.
+PRODUCTS = ((1024, 1024, 2), (1000, 1000, 2), (1112, 1112, 2), (777, 1999, 1), (1024, 4096, 3))
+SUM = (1.5, -0.5, 0.25, -2.0)  # weights of addends
 SHAPES = ((1024, 1024), (1024, 1536), (1024, 4096), (4096, 1024))
 # Hard spectra of bench/numerics.py: (m, n, seed, every how many kinds).
 STRESS = ((96, 224, 9, 1), (128, 512, 13, 2), (256, 512, 15, 3))
@@ -91,7 +93,7 @@ def products(settings: Settings) -> Iterator[Check]:
             for config in settings.configs(m, p, dtype):
                 if config.descriptors and (m * dtype.itemsize % 16 or p * dtype.itemsize % 16):
                     continue
-                for name in ("XXᵀ", "RS+R"):
+                for name in ("XXᵀ", "RS+R", "S²+ΣS+I"):
                     what = f"{name} {k}x{m}x{p} {dtype} {config}"
                     yield Check(what, limit, partial(_product, factors, name, config))
 
@@ -105,11 +107,31 @@ def _factors(settings: Settings, shape: tuple[int, int, int], dtype: torch.dtype
 
 def _product(factors: Callable[[], tuple[Tensor, Tensor, Tensor]], name: str, config: TileConfig) -> Found:
     x, r, s = factors()
+    if name == "S²+ΣS+I":
+        return _sum(r, s, config)
     a, b, c = (x, x.mT, None) if name == "XXᵀ" else (r, s, r)
     exact = 0.5 * (a.double() @ b.double())
     exact = exact if c is None else exact - 1.5 * c.double()
     exact = torch.tril(exact) + torch.tril(exact, -1).mT  # fp16 factors commute nearly only
     d = symmetric_product(a, b, c, alpha=0.5, beta=-1.5, b_symmetric=c is not None, config=config)
+    return _against(d, exact)
+
+
+def _sum(r: Tensor, s: Tensor, config: TileConfig) -> Found:
+    """What blocks of squares compute: four addends and the identity, written over one of them."""
+    kept = s.clone()
+    addends = (r, s, r, kept)
+    exact = 0.5 * (s.double() @ s.double()) + 0.3 * torch.eye(s.shape[-1], dtype=torch.float64, device=s.device)
+    exact += sum(weight * c.double() for weight, c in zip(SUM, addends, strict=True))
+    return _against(
+        symmetric_product(
+            s, s, addends, alpha=0.5, beta=SUM, identity=0.3, out=kept, b_symmetric=True, config=config
+        ),
+        exact,
+    )  # fmt: skip
+
+
+def _against(d: Tensor, exact: Tensor) -> Found:
     error = ((d.double() - exact).abs().max() / exact.abs().max()).item()
     return Found(error, torch.equal(d, d.mT))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from common.results import write_json
 
-SECTIONS = ("checks", "products", "shapes", "models", "targets", "faults")
+SECTIONS = ("checks", "products", "sums", "shapes", "models", "targets", "faults")
 
 
 class DeviceLost(RuntimeError):

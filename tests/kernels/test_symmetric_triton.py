@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from aot import INSTRUCTION, PROCESSORS, SHARED_MEMORY, Resources, compile_product, recording, resources
 
 from dmuon.kernels import symmetric_triton as triton_symmetric
-from dmuon.kernels.symmetric_tiles import TileConfig, candidates, default_config
+from dmuon.kernels.symmetric_tiles import TileConfig, Work, candidates, default_config
 from dmuon.kernels.symmetric_triton import symmetric_product, unsupported
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -23,6 +23,12 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 POINTERS = TileConfig(128, 64, 8, 4)
 WIDE = TileConfig(128, 64, 8, 4, descriptors=True, halves=2)
 TWO = TileConfig(128, 64, 8, 3, descriptors=True, resident=2)
+
+
+def _default(
+    k: int, m: int, p: int, dtype: torch.dtype, capability: tuple[int, int], addends: int = 0, processors: int = 132
+) -> TileConfig:
+    return default_config(Work(k, m, p, dtype, addends, processors), capability)
 
 
 def _check_resources(config: TileConfig, dtype: torch.dtype, arch: int, **options: object) -> Resources:
@@ -45,14 +51,14 @@ def _compiled(config: TileConfig, arch: int, adds: int = 0) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_default_config_builds_without_spills(arch, dtype, side):
-    _check_resources(default_config(side, side, dtype, divmod(arch, 10)), dtype, arch)
+    _check_resources(_default(4, side, side, dtype, divmod(arch, 10)), dtype, arch)
 
 
 @pytest.mark.parametrize("side", [256, 2048])
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_four_addends_and_the_identity_build_without_spills(arch, side):
     """What the longest sum of the blocks of squares takes."""
-    config = default_config(side, side, torch.float16, divmod(arch, 10))
+    config = _default(4, side, side, torch.float16, divmod(arch, 10), addends=4)
     _check_resources(config, torch.float16, arch, adds=4, identity=0.5, sizes=(512, 512))
 
 
@@ -180,9 +186,30 @@ def test_candidates_are_few_distinct_and_survive_printing(capability, dtype, siz
     assert 1 <= len(configs) <= 6
     assert len(set(configs)) == len(configs)
     assert [TileConfig.parse(str(config)) for config in configs] == list(configs)
-    assert default_config(*sizes, dtype, capability) == configs[0]
+    assert all(_default(k, *sizes, dtype, capability, addends) in configs for k in (1, 50) for addends in (0, 4))
     if capability < (9, 0):
         assert not any(config.descriptors for config in configs)
+
+
+@pytest.mark.parametrize(
+    ("k", "m", "chosen"),
+    [
+        (4, 4096, "128x64w8s4dhg8"),  # each tile loads three quarters of what its squares would alone
+        (1, 4096, "128x64w8s3dr2g8"),  # exactly four a multiprocessor; 272 wide tiles would be a third round
+        (1, 2048, "128x64w8s4dhg8"),  # one round of wide tiles, of squares two
+        (1, 512, "64x64w4s3dr4g8"),  # 10 squares of 128 would leave most multiprocessors without one
+    ],
+)
+def test_the_default_leaves_few_multiprocessors_waiting(k, m, chosen):
+    assert str(_default(k, m, m, torch.float16, (9, 0))) == chosen
+
+
+@pytest.mark.parametrize("addends", [0, 1, 4])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_no_default_lets_a_busy_multiprocessor_hold_up_a_product(capability, addends):
+    """What communicates takes some of them: tiles that were dealt out before would wait for these."""
+    for k, m in ((1, 512), (1, 8192), (3, 1000), (4, 4096), (64, 1024)):
+        assert not _default(k, m, m, torch.float16, capability, addends).persistent
 
 
 def test_config_prints_compactly():

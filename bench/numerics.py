@@ -31,7 +31,17 @@ import torch
 from common.results import origin, write_report
 from torch import Tensor
 
-from dmuon.kernels import PRESETS, QUINTICS, Squares, coefficient_sequence
+from dmuon.kernels import (
+    MIXED,
+    PRESETS,
+    QUINTICS,
+    Squares,
+    Storage,
+    Variant,
+    carrier_dtype,
+    coefficient_sequence,
+    run,
+)
 from dmuon.kernels.arithmetic import Arithmetic, SplitArithmetic
 from dmuon.kernels.coefficients import safe_restarts
 from dmuon.kernels.iteration import Iteration, iterate
@@ -260,6 +270,31 @@ def library_forms() -> Iterator[Form]:
             yield form(f"{name}, V whole", torch.float16, restarts, True, True)
 
 
+@dataclass(frozen=True, slots=True)
+class OnCpu(Form):
+    """As the library runs ``storage`` on the CPU that this program runs on, with whole products."""
+
+    storage: Storage = MIXED
+
+    def run(self, x: Tensor, steps: Steps | Squares) -> Tensor:
+        assert not isinstance(steps, Squares)
+        quintics = tuple((a, b, c) for a, b, c in steps)
+        method: Literal["standard", "gram"] = "standard" if self.restarts is None else "gram"
+        variant = Variant(method, self.restarts or (), "torch", len(x))
+        return run(x.to(carrier_dtype(x.device, self.storage)), variant, quintics, self.storage)
+
+
+def cpu_forms() -> Iterator[Form]:
+    """bf16 and mixed storage, which save time on CPUs that multiply bf16."""
+    bf16 = torch.bfloat16
+    yield OnCpu("standard bf16, on this CPU", bf16, None, (20, 10), False, storage=bf16)
+    yield OnCpu("standard mixed, on this CPU", bf16, None, (20, 10), False)
+    for restarts in ((2, 3, 4), (2, 3)):
+        square, wide = (round(2 * relative_cost((1, n), 5, restarts)) for n in (1, 2))
+        name = f"r{','.join(map(str, restarts))} mixed, on this CPU"
+        yield OnCpu(name, bf16, restarts, (wide - square, 2 * square - wide), False)
+
+
 def squares_forms() -> Iterator[Form]:
     """How the library runs blocks of squares: sums with each addend rounded, or in the product, rounded once."""
     for dtype, halves in (
@@ -418,6 +453,7 @@ def report(results: Sequence[Quality], ideals: dict[str, float], count: int, mac
         "restart, a whole product that is read as it is; so the library runs fp16 on GPUs. σmin is over",
         f"directions whose singular value was ≥ {SMALL:g} of the Frobenius norm. Errors are relative to the exact",
         "polynomial of the fp64 singular values. Cost in half products of m³ multiply-adds; α = long side / short.",
+        "On this CPU: bf16 multiplied as such where the CPU does; mixed: two steps in fp32, the others in bf16.",
         f"Safe: no NaN, and σmax ≤ exact σmax + {MARGIN}.",
         "",
         "## Cheapest safe variant with half products",
@@ -472,7 +508,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     count = sum(len(batch.names) for batch in batches)
     results, ideals = [], {}
     cases: list[tuple[str, Form, Steps | Squares]] = [
-        (preset, form, coefficient_sequence(preset, 5)) for preset in QUINTICS for form in library_forms()
+        (preset, form, coefficient_sequence(preset, 5))
+        for preset in QUINTICS
+        for form in (*library_forms(), *cpu_forms())
     ]
     cases += [(SQUARES.name, form, SQUARES) for form in squares_forms()]
     cases += [(HIGHER, form, steps) for form, steps in higher_degree_forms()]

@@ -22,7 +22,7 @@ from .squares import Squares
 from .storage import HALF, MIXED, Storage, carrier_dtype, storage_dtype, storage_spans
 from .streams import is_capturing, streams_in_place, streams_of
 from .symmetric import symmetric_product
-from .update import apply_update_, momentum_update, muon_update_, normalized_momentum, update_scale
+from .update import apply_update_, momentum_update, muon_update_, normalized, normalized_momentum, update_scale
 from .variant import Variant, adapted, alternatives, backend_fault, batch_size, choose_variant, variant_fault
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "muon_update_",
     "newton_schulz_flops",
     "normalize",
+    "normalized",
     "normalized_momentum",
     "orthogonalize",
     "run",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, TypeAlias, overload
@@ -130,7 +131,7 @@ def _is_triple(row: object) -> bool:
     return (
         isinstance(row, Sequence)
         and len(row) == 3
-        and all(isinstance(v, (int, float)) and math.isfinite(v) for v in row)
+        and all(isinstance(v, (int, float)) and abs(v) <= sys.float_info.max for v in row)
     )
 
 
@@ -170,7 +171,7 @@ def _minimax_quintic(lower: float, upper: float) -> tuple[float, float, float]:
         points = (lower, inner, outer, upper)
         rows = [[s, s**3, s**5, sign] for s, sign in zip(points, (1.0, -1.0, 1.0, -1.0), strict=True)]
         solved = torch.linalg.solve(
-            torch.tensor(rows, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+            torch.tensor(rows, dtype=torch.float64, device="cpu"), torch.ones(4, dtype=torch.float64, device="cpu")
         ).tolist()
         a, b, c, new_error = (float(v) for v in solved)
         if abs(error - new_error) <= 1e-15:

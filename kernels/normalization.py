@@ -53,7 +53,7 @@ def normalize(
     if out is None:
         out = torch.empty(x.shape, dtype=carrier, device=x.device)
     if safe:
-        factor = torch.tensor([1 / max(norm, eps) for norm in numbers], dtype=compute)
+        factor = torch.tensor([1 / max(norm, eps) for norm in numbers], dtype=compute, device=x.device)
         torch.mul(x, factor[:, None, None], out=out)
     else:
         norms = _normalize_at_any_scale(x, compute, eps, out)

@@ -64,7 +64,7 @@ def momentum_update(
 
     ``momentum ← beta · momentum + (1 - beta) · grad``; the result is that, or with ``nesterov`` the same
     average of the gradient and the new momentum. It is a new tensor in momentum's dtype; gradients are not
-    modified.
+    modified. One pass on CUDA.
 
     Raises:
         ValueError: momentum not fp32 or fp64, or a gradient of another shape than its momentum.
@@ -72,6 +72,10 @@ def momentum_update(
     _check_momentum(grads, momentum)
     update = torch.empty_like(momentum, memory_format=torch.contiguous_format)
     if not grads:  # of which torch makes an error
+        return update
+    fused = _fused(momentum)
+    if fused is not None and fused.unsupported(grads, momentum) is None and momentum.dtype == torch.float32:
+        fused.momentum_update(grads, momentum, beta=beta, nesterov=nesterov, out=update)
         return update
     torch._foreach_copy_(list(update.unbind(0)), list(grads))
     momentum.lerp_(update, 1 - beta)
@@ -110,6 +114,31 @@ def normalized_momentum(
     update = momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
     in_place = update.dtype == carrier_dtype(update.device, storage)
     return normalize(update, storage, eps, out=update if in_place else None)
+
+
+@torch.no_grad()
+def normalized(
+    x: Tensor,  # (k, m, n)
+    *,
+    storage: Storage,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # (k, m, n), (k,)
+    """Gathered matrices, divided by their norms and rounded to ``storage`` once, and the norms in fp64.
+
+    On CUDA two passes: one sums squares, the other divides.
+
+    Raises:
+        ValueError: ``eps`` negative or not finite.
+    """
+    check_eps(eps)
+    fused = _fused(x)
+    matrices = list(x.unbind(0))
+    if fused is not None and matrices and fused.unsupported(matrices, x) is None and x.dtype == torch.float32:
+        norms = fused.norms_of(x)
+        out = torch.empty(x.shape, dtype=carrier_dtype(x.device, storage), device=x.device)
+        fused.normalized_update(matrices, x, norms, beta=0.0, nesterov=False, eps=eps, out=out)
+        return out, norms
+    return normalize(x, storage, eps)
 
 
 @torch.no_grad()
@@ -213,6 +242,8 @@ def _triton_update(device: torch.device) -> ModuleType | None:
         matrix, stacked = torch.ones(4, 4, device=device), torch.ones(1, 4, 4, device=device)
         norms = triton_update.momentum_norms([matrix], stacked, beta=0.5, nesterov=True)
         triton_update.normalized_update([matrix], stacked, norms, beta=0.5, nesterov=True, eps=0.0, out=stacked.clone())
+        triton_update.momentum_update([matrix], stacked, beta=0.5, nesterov=True, out=stacked.clone())
+        triton_update.norms_of(stacked)
         triton_update.apply_update([matrix], stacked, lr=0.1, weight_decay=0.1, scale=1.0)
     except Exception as error:  # whatever a compiler may raise
         warnings.warn(

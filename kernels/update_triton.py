@@ -36,7 +36,7 @@ _LAUNCH = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 # One compiled kernel for all values: Triton would specialize on integers that are 1 or multiples of 16, and on
 # addresses that are. Only ALIGNED says so here. Floats must arrive as such, or their type would differ too.
-_RUN_TIME = ("grads", "momentum", "partials", "norms", "out", "weights", "update", "numel", "tiles")
+_RUN_TIME = ("grads", "momentum", "partials", "norms", "out", "weights", "update", "x", "numel", "tiles")
 _MINIMUM_CAPABILITY = (8, 0)
 
 
@@ -148,6 +148,62 @@ def normalized_update(
     increment_version(out)
 
 
+def momentum_update(
+    grads: Sequence[Tensor],  # k of (m, n), fp32, fp16 or bf16
+    momentum: Tensor,  # (k, m, n), fp32
+    *,
+    beta: float,
+    nesterov: bool,
+    out: Tensor,  # (k, m, n), fp32, fp16 or bf16
+) -> None:
+    """Fold gradients into ``momentum`` in place as :func:`momentum_norms` does; write what to orthogonalize to ``out``.
+
+    For matrices of which a rank has a part, whose norms are of the whole.
+
+    Raises:
+        ValueError: momentum not fp32, ``out`` of another shape than momentum, or :func:`unsupported` tensors.
+    """
+    _check_momentum(grads, momentum)
+    k, numel, tiles = _tiles(momentum)
+    _check(_unfit("out", [out], momentum.shape, momentum.device))
+    if not k * tiles:
+        return
+    table, aligned = _addresses([*grads], [momentum, out])
+    with torch.cuda.device_of(momentum):
+        _fold_kernel[(k * tiles,)](
+            table,
+            momentum,
+            out,
+            float(1 - beta),
+            float(beta),
+            numel,
+            tiles,
+            NESTEROV=nesterov,
+            GRAD=_DTYPES[grads[0].dtype],
+            ALIGNED=aligned,
+            BLOCK=_BLOCK,
+            **_LAUNCH,
+        )
+    increment_version(momentum)
+    increment_version(out)
+
+
+def norms_of(x: Tensor) -> Tensor:  # (k, m, n), fp32, fp16 or bf16 -> (k,), fp64
+    """Frobenius norms of stacked matrices, as :func:`momentum_norms` has them.
+
+    Raises:
+        ValueError: :func:`unsupported` tensors.
+    """
+    _check(unsupported(list(x.unbind(0)), x))
+    k, numel, tiles = _tiles(x)
+    partials = torch.empty((k, tiles), dtype=torch.float64, device=x.device)
+    if partials.numel():
+        aligned = x.data_ptr() % 16 == 0 and numel % 16 == 0
+        with torch.cuda.device_of(x):
+            _norm_kernel[(k * tiles,)](x, partials, numel, tiles, ALIGNED=aligned, BLOCK=_BLOCK, **_LAUNCH)
+    return partials.sum(dim=1).sqrt_()
+
+
 def apply_update(
     params: Sequence[Tensor],  # k of (m, n), fp32, fp16 or bf16
     update: Tensor,  # (k, m, n), fp32, fp16 or bf16
@@ -206,6 +262,44 @@ def _momentum_kernel(
     tl.store(momentum_tile, average, mask=mask)
     update = _lerp(grad, average, beta) if NESTEROV else average
     tl.store(partials + tl.program_id(0), _square_sum(update))
+
+
+@triton.jit(do_not_specialize=_RUN_TIME)
+def _fold_kernel(
+    grads: tl.tensor,  # (k,) addresses
+    momentum: tl.tensor,  # (k, numel)
+    out: tl.tensor,  # (k, numel)
+    grad_weight: float,
+    beta: float,
+    numel: tl.tensor,
+    tiles: tl.tensor,
+    NESTEROV: tl.constexpr,
+    GRAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
+    momentum_tile = _stacked_tile(momentum, matrix, numel, start, ALIGNED, BLOCK)
+    grad = tl.load(_tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0).to(tl.float32)
+    average = _lerp(tl.load(momentum_tile, mask=mask, other=0.0), grad, grad_weight)
+    tl.store(momentum_tile, average, mask=mask)
+    update = _lerp(grad, average, beta) if NESTEROV else average
+    out_tile = _stacked_tile(out, matrix, numel, start, ALIGNED, BLOCK)
+    tl.store(out_tile, update.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_RUN_TIME)
+def _norm_kernel(
+    x: tl.tensor,  # (k, numel)
+    partials: tl.tensor,  # (k, tiles), fp64
+    numel: tl.tensor,
+    tiles: tl.tensor,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
+    values = tl.load(_stacked_tile(x, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
+    tl.store(partials + tl.program_id(0), _square_sum(values.to(tl.float32)))
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)

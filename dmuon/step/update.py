@@ -22,7 +22,7 @@ from dmuon.kernels import (
     choose_variant,
     coefficient_sequence,
     momentum_update,
-    normalize,
+    normalized,
     normalized_momentum,
     run,
     storage_dtype,
@@ -83,7 +83,7 @@ def orthogonalize_whole(group: Mapping[str, Any], batch: Batch, x: Tensor, timer
     """Orthogonalize whole matrices that were gathered, ``(k, m, n)``; their memory may be reused."""
     choice = _Choice.of(group, batch, len(x), x.dtype, x.device)
     with timer.phase("momentum"):
-        normal, norms = normalize(x, choice.storage, group["eps"])
+        normal, norms = normalized(x, storage=choice.storage, eps=group["eps"])
     with timer.phase("ns"):
         update = run(normal, choice.variant, choice.sequence, choice.storage)
     return Orthogonalized(Done(batch.labels(0, len(batch.params)), batch.shape, choice.variant, norms), update)

@@ -124,3 +124,21 @@ def test_unsafe_restarts_are_refused_with_the_remedy(preset, restarts, dtype):
 def test_malformed_restarts_are_refused(restarts):
     with pytest.raises(ValueError, match="restarts="):
         orthogonalize(torch.randn(8, 16), restarts=restarts)
+
+
+def test_a_default_device_of_the_users_changes_nothing():
+    """Under ``torch.device("meta")``, say: coefficients are computed, and matrices divided, where they are."""
+    steps = 17  # nobody else's: what was computed is kept
+    x = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(0))
+    expected = [orthogonalize(x, coefficients=preset) for preset in ("you", "squares")]
+    with torch.device("meta"):
+        sequence = coefficient_sequence("polar_express", steps)
+        found = [orthogonalize(x, coefficients=preset) for preset in ("you", "squares")]
+    assert len(sequence) == steps
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), float("inf"), float("nan")])
+def test_numbers_that_no_float_has_are_refused(number):
+    with pytest.raises(ValueError, match="is no sequence of finite"):
+        coefficient_sequence((1.0, number, 0.5), 3)

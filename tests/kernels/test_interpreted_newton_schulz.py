@@ -10,7 +10,15 @@ pytest.importorskip("triton")
 import zoo
 from zoo import gaussian, relative
 
-from dmuon.kernels import Variant, coefficient_sequence, muon_update_, orthogonalize
+from dmuon.kernels import (
+    Variant,
+    coefficient_sequence,
+    momentum_update,
+    muon_update_,
+    normalized,
+    normalized_momentum,
+    orthogonalize,
+)
 from dmuon.kernels import arithmetic as products_module
 from dmuon.kernels import symmetric_triton as triton_symmetric
 from dmuon.kernels import update as update_module
@@ -22,7 +30,7 @@ from dmuon.kernels.symmetric_tiles import TileConfig
 TILES = ("32x32w4s2g8", "32x32w4s2dg8")
 SLOW_SHAPES = [pytest.param(shape, marks=pytest.mark.slow) for shape in ((1, 40, 24), (1, 32, 32), (1, 33, 70))]
 POLAR = coefficient_sequence("polar_express", 5)
-PASSES = ["momentum_norms", "normalized_update", "apply_update"]
+PASSES = ["momentum_norms", "normalized_update", "apply_update", "momentum_update", "norms_of"]
 
 
 @pytest.fixture
@@ -103,6 +111,22 @@ def test_in_fp16_singular_values_of_nearly_singular_matrices_stay_in_range(tile)
     assert (torch.linalg.matrix_norm(ours.double(), 2) <= 1.1236 + 0.06).all()
 
 
+@pytest.mark.pitfall("P47")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_is_exchanged_takes_a_pass_before_and_two_after(launches, dtype):
+    """On each rank its part of the momentum, and on the owner the gathered matrices: the bits of one that has all."""
+    grads, momentum, whole = list(gaussian(2, 24, 40)), gaussian(2, 24, 40, seed=1), gaussian(2, 24, 40, seed=1)
+    update = momentum_update(grads, momentum, beta=0.95, nesterov=True)
+    x, norms = normalized(update, storage=dtype)
+    assert launches == ["momentum_update", "norms_of", "normalized_update"]
+    expected, of_whole = normalized_momentum(grads, whole, beta=0.95, nesterov=True, storage=dtype)
+    assert torch.equal(x, expected) and torch.equal(norms, of_whole) and torch.equal(momentum, whole)
+    launches.clear()
+    double, _ = normalized(update.double(), storage=torch.float64)
+    assert not launches, "other dtypes go torch's way"
+    assert relative(double, update / norms[:, None, None]) <= 1e-6
+
+
 @pytest.mark.pitfall("P38", "P47")
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 1e-4), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -117,6 +141,6 @@ def test_the_update_takes_three_fused_passes_and_keeps_nan_in_its_matrix(launche
     wanted = [p.double() * (1 - 0.02 * 0.1) - 0.02 * 0.5 * o for p, o in zip(params, exact, strict=True)]
     options = {"lr": 0.02, "weight_decay": 0.1, "beta": 0.95, "nesterov": nesterov, "scale": 0.5, "dtype": dtype}
     muon_update_(params, grads, momentum, **options, variant=Variant("gram", (2,), "triton", 8, TILES[0]))
-    assert [name for name in launches if name != "symmetric"] == PASSES
+    assert [name for name in launches if name != "symmetric"] == PASSES[:3]
     assert max(relative(params[i], wanted[i]) for i in (0, 2)) <= limit
     assert params[1].isnan().all()

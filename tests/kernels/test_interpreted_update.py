@@ -22,8 +22,10 @@ from dmuon.kernels.update_triton import (
     apply_update,
     momentum_norms,
     normalized_update,
+    norms_of,
     unsupported,
 )
+from dmuon.kernels.update_triton import momentum_update as fused_momentum_update
 
 _MARGIN = 7.0
 
@@ -216,6 +218,32 @@ def test_momentum_norm_and_update_equal_fp64_and_nothing_else_changes(name):
     single = [run_single(case, value, row) for value, row in zip(values, start, strict=True)]
     for batched, rows in zip((after, norms, out), zip(*single, strict=True), strict=True):
         assert same(batched, torch.stack(rows)), "a batch equals second runs of its matrices alone"
+
+
+@pytest.mark.pitfall("P32", "P35", "P38", "P39", "P44", "P45")
+@pytest.mark.parametrize("name", MOMENTUM_CASES)
+def test_a_part_is_folded_and_the_whole_divided_as_in_one(name):
+    """What an exchanged matrix takes: momentum and update in one pass, then norm and division of what was gathered."""
+    case = MOMENTUM_CASES[name]
+    values, start = inputs(case)
+    options = {"beta": case.beta, "nesterov": case.nesterov}
+    whole, expected = start.clone(), torch.zeros(start.shape, dtype=case.out)
+    norms = momentum_norms(values, whole, **options)
+    normalized_update(values, whole, norms, eps=case.eps, out=expected, **options)
+
+    buffers = Buffers(case.offset)
+    grads = [buffers.place(value) for value in values]
+    momentum, update = buffers.place(start), buffers.place(torch.zeros_like(start))
+    version = momentum._version, update._version
+    fused_momentum_update(grads, momentum, out=update, **options)
+    assert (momentum._version, update._version) == (version[0] + 1, version[1] + 1)
+    assert same(momentum, whole), "the same bits as the pass that sums squares"
+    assert all(same(grad, value) for grad, value in zip(grads, values, strict=True))
+    assert same(norms_of(update), norms)
+    out = buffers.place(torch.zeros(start.shape, dtype=case.out))
+    normalized_update(list(update.unbind(0)), update, norms, beta=0.0, nesterov=False, eps=case.eps, out=out)
+    assert same(out, expected)
+    assert buffers.margins_intact()
 
 
 def run_single(case: MomentumCase, grad: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:

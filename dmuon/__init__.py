@@ -20,6 +20,7 @@ from dmuon.optimizer.record import MatrixRecord
 from dmuon.optimizer.stats import StepStats
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.report.explain import explain
+from dmuon.report.stragglers import rebalanced_plan
 from dmuon.step.record import MatrixStats
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ __all__ = [
     "no_sync",
     "owned_parameters",
     "param_groups",
+    "rebalanced_plan",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
     "solver",

@@ -51,6 +51,7 @@ from dmuon.model.matrix_spec import MatrixSpec, remember_spec
 from dmuon.model.routing import Route, Select, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
+from dmuon.planning.rank_traits import RankChoice
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.platform.log import logger
 from dmuon.platform.options import check_flag
@@ -74,6 +75,7 @@ def dedicate_params(
     costs: Costs = None,
     solve: SolveOptions | None = None,
     plan: PlanSource = None,
+    ranks: RankChoice = None,
     comm: CommOptions | None = None,
     initialize: Initialize | None = None,
 ) -> OwnerPlan:
@@ -112,6 +114,8 @@ def dedicate_params(
             (rank 0 reads it), instead of measuring and solving. It must hold this model's names, shapes and blocks for
             this number of ranks, and excludes ``costs`` and ``solve``. A resumed run that reuses its plan computes the
             same batches, and so the same bits.
+        ranks: ``"measured"`` times a product on every rank, and looks what memory is free, so that a slower or fuller
+            rank owns less; ``"alike"`` does not; None does it on devices, unless ``costs`` or ``plan`` is given.
         comm: transport, prefetching, merging of small blocks, timeout; never changes a result.
         initialize: ``initialize(module)`` gives values to the tensors that a module itself holds, for a model on the
             meta device, such as a transformers model's ``_init_weights``; default: ``module.reset_parameters()``.
@@ -133,7 +137,7 @@ def dedicate_params(
     group = lasting.keep(make_group(mesh.device_type, [topology.ranks], "group", options.timeout))
 
     def inspect() -> _Inspected:
-        check_options(costs, solve, plan)
+        check_options(costs, solve, plan, ranks)
         policy = checked_policy(mp_policy)
         check_flag("reshard_after_forward", reshard_after_forward)
         if not (comm is None or isinstance(comm, CommOptions)):
@@ -144,6 +148,7 @@ def dedicate_params(
             "mp_policy": f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}",
             "costs": "flops" if costs == "flops" else type(costs).__name__,  # what decides who must take part
             "plan": describe_source(plan),
+            "ranks": ranks,
             "comm": options,
             "initialize": "a function" if initialize is not None else None,
         }
@@ -155,14 +160,22 @@ def dedicate_params(
                 remember_spec(route.param, route.spec)
         check_parameters(model, routes, topology.ranks)
         tensor_mesh = tensor_mesh_of(routes)
-        ranks = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
-        return _Inspected(routes, policy, tensor_mesh, _describe(model, routes, common), (HostShare.here(), ranks))
+        split_over = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
+        seat = (HostShare.here(), split_over)
+        return _Inspected(routes, policy, tensor_mesh, _describe(model, routes, common), seat)
 
     try:
         inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
         context, hosts = _connect(mesh, topology, group, groups, options, inspected, seats)
         result = make_plan(
-            inspected.matrices(), context.control, context.device, costs=costs, solve=solve, plan=plan, hosts=hosts
+            inspected.matrices(),
+            context.control,
+            context.device,
+            costs=costs,
+            solve=solve,
+            plan=plan,
+            hosts=hosts,
+            ranks=ranks,
         )
         _place(model, inspected, result, context, initialize, keep=not reshard_after_forward)
         _tell(result, context, "are freed" if reshard_after_forward else "stay")

@@ -20,6 +20,7 @@ from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.planning.agreed_plan import make_plan
 from dmuon.planning.cost_lookup import link_ns_per_byte
 from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.planning.rank_traits import RankChoice
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import local_tensor
@@ -93,7 +94,14 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
 def _planned(
     domain: Domain, matrices: list[Matrix], pools: list[frozenset[str]] | None, options: LayoutOptions
 ) -> OwnerPlan:
-    shares: list[HostShare] = agree(domain.group, None, HostShare.here())
+    said: list[tuple[HostShare, RankChoice]] = agree(domain.group, None, (HostShare.here(), options.ranks))
+    shares = [share for share, _ in said]
+    other = next((rank for rank, (_, ranks) in zip(domain.ranks, said, strict=True) if ranks != said[0][1]), None)
+    if other is not None:
+        raise ValueError(
+            f"rank {other} was given ranks={said[position_in(domain.ranks, other)][1]!r}, and rank {domain.ranks[0]} "
+            f"ranks={said[0][1]!r}; give all of them the same"
+        )
     if domain.device.type == "cpu":
         warn_if_oversubscribed(shares, domain.position)
     per_byte = _NOMINAL_NS_PER_BYTE if options.costs == "flops" else link_ns_per_byte(domain)
@@ -106,6 +114,7 @@ def _planned(
         hosts=[share.host for share in shares],
         pools=pools,
         ns_per_byte=per_byte,
+        ranks=options.ranks,
     )
 
 

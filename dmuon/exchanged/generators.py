@@ -24,6 +24,7 @@ from dmuon.exchanged.config import LAYOUTS, DistributedConfig
 from dmuon.exchanged.layouts import CHUNK_BYTES, SMALL_PARAM_NUMEL, LayoutOptions, LayoutRecipe, Layouts, lay_out
 from dmuon.layout.topology import GlobalRank, ShardDims, grid_of_mesh
 from dmuon.planning.agreed_plan import Costs
+from dmuon.planning.rank_traits import RankChoice
 from dmuon.platform.options import check_integer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import SolveOptions
@@ -39,6 +40,7 @@ def create_dtensor_config(
     solve: SolveOptions | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     small_param_numel_threshold: int = SMALL_PARAM_NUMEL,
+    ranks: RankChoice = None,
 ) -> DistributedConfig:
     """For DTensor parameters on any mesh: their placements say which pieces lie where. Plain tensors stay local.
 
@@ -56,11 +58,13 @@ def create_dtensor_config(
         chunk_bytes: most bytes of whole matrices, in the dtype of momentum, that an owner gets at once; more than one
             matrix is never taken beyond it.
         small_param_numel_threshold: matrices of at most so many elements share rounds up to ``chunk_bytes``.
+        ranks: ``"measured"`` times a product on every rank, and looks what memory is free, so that a slower or fuller
+            rank owns less; ``"alike"`` does not; None does it on devices, unless ``costs`` is given.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of its range.
     """
-    options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold)
+    options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold, ranks)
     return _config(LayoutRecipe(options=options), async_gpu_parallelism, prefetch_count)
 
 
@@ -79,6 +83,7 @@ def create_processgroup_config(
     solve: SolveOptions | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     small_param_numel_threshold: int = SMALL_PARAM_NUMEL,
+    ranks: RankChoice = None,
 ) -> DistributedConfig:
     """For process groups of the user's own, each of which holds this rank. Collective over them.
 
@@ -99,7 +104,7 @@ def create_processgroup_config(
     groups = {"fsdp": fsdp_pg, "tp": tp_pg, "dp": dp_pg, "ep": ep_pg, "cp": cp_pg, "pp": pp_pg}
     alone = not dist.is_initialized() and all(group is None for group in groups.values())
     grid = None if alone else grid_of_groups(groups)  # before anything that one rank alone may refuse
-    options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold)
+    options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold, ranks)
     config = _config(LayoutRecipe(grid, shard_dims, options=options), async_gpu_parallelism, prefetch_count)
     config.state["process_groups"] = {role: group for role, group in groups.items() if group is not None}
     return config
@@ -116,6 +121,7 @@ def create_devicemesh_config(
     solve: SolveOptions | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     small_param_numel_threshold: int = SMALL_PARAM_NUMEL,
+    ranks: RankChoice = None,
 ) -> DistributedConfig:
     """For a device mesh: one name per dimension says what it is for.
 
@@ -130,7 +136,7 @@ def create_devicemesh_config(
     """
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a torch.distributed DeviceMesh, got {type(device_mesh).__name__}")
-    options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold)
+    options = LayoutOptions(costs, solve, chunk_bytes, small_param_numel_threshold, ranks)
     recipe = LayoutRecipe(grid_of_mesh(device_mesh, mesh_dim_names, this_rank()), shard_dims, options=options)
     config = _config(recipe, async_gpu_parallelism, prefetch_count)
     config.state["device_mesh"] = device_mesh
@@ -156,6 +162,7 @@ def create_auto_config(
     solve: SolveOptions | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     small_param_numel_threshold: int = SMALL_PARAM_NUMEL,
+    ranks: RankChoice = None,
 ) -> DistributedConfig:
     """For process groups, with one dimension for all plain parameters that a group cuts. Collective over the groups.
 
@@ -186,6 +193,7 @@ def create_auto_config(
         solve=solve,
         chunk_bytes=chunk_bytes,
         small_param_numel_threshold=small_param_numel_threshold,
+        ranks=ranks,
     )
     if pp_stage_id is not None:
         config.state |= {"pp_stage_id": pp_stage_id, "pp_num_stages": pp_num_stages}

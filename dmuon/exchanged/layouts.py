@@ -27,6 +27,7 @@ from dmuon.layout.topology import GlobalRank, RankGrid, Ranks, ShardDims, listed
 from dmuon.model.matrix_spec import spec_of
 from dmuon.planning.agreed_plan import Costs, check_options
 from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.planning.rank_traits import RankChoice
 from dmuon.platform.options import check_integer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import SolveOptions
@@ -48,9 +49,10 @@ class LayoutOptions:
     solve: SolveOptions | None = None
     chunk_bytes: int = CHUNK_BYTES
     small_param_numel_threshold: int = SMALL_PARAM_NUMEL
+    ranks: RankChoice = None
 
     def __post_init__(self) -> None:
-        check_options(self.costs, self.solve, None)
+        check_options(self.costs, self.solve, None, self.ranks)
         check_integer("chunk_bytes", self.chunk_bytes, 1)
         check_integer("small_param_numel_threshold", self.small_param_numel_threshold, 0)
 

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from dmuon.comm.agreement import agree
-from dmuon.comm.process_groups import named
+from dmuon.comm.process_groups import named, ranks_of
 from dmuon.comm.waiting import run_awaited
 from dmuon.planning.cost_lookup import FoundCosts, find_costs
 from dmuon.planning.owner_plan import AGAIN, SOLVED, OwnerPlan, PlanSource, reason_of
+from dmuon.planning.rank_traits import Limits, RankChoice, RankTraits, check_choice, is_wanted, limits_of, tell
 from dmuon.platform.log import logger
 from dmuon.solver import CostTable, Matrix, Rank, SolveOptions
 from dmuon.solver import plan as solve_plan
@@ -26,7 +27,7 @@ _log = logger(__name__)
 Costs = Literal["flops"] | str | os.PathLike[str] | CostTable | None
 
 
-def check_options(costs: object, solve: object, plan: object) -> None:
+def check_options(costs: object, solve: object, plan: object, ranks: object = None) -> None:
     """Raise TypeError or ValueError for a value, or values together, that :func:`make_plan` cannot take."""
     if not (costs is None or isinstance(costs, (str, os.PathLike, CostTable))):
         raise TypeError(
@@ -36,7 +37,8 @@ def check_options(costs: object, solve: object, plan: object) -> None:
         raise TypeError(f"solve must be a dmuon.solver.SolveOptions, got {type(solve).__name__}")
     if not (plan is None or isinstance(plan, (str, os.PathLike, OwnerPlan))):
         raise TypeError(f"plan must be None, a dmuon.OwnerPlan or the path of one, got {type(plan).__name__}")
-    for name, value in (("costs", costs), ("solve", solve)):
+    check_choice(ranks)
+    for name, value in (("costs", costs), ("solve", solve), ("ranks", ranks)):
         if plan is not None and value is not None:
             raise ValueError(f"{name}= says how to plan, and plan= is a plan already; leave one of them out")
 
@@ -59,6 +61,7 @@ def make_plan(
     hosts: Sequence[str],
     pools: Sequence[frozenset[str]] | None = None,
     ns_per_byte: float = 0.0,
+    ranks: RankChoice = None,
 ) -> OwnerPlan:
     """Find costs and solve, or take ``plan``, on rank 0; broadcast, and verify. Collective over ``group``.
 
@@ -66,6 +69,7 @@ def make_plan(
         hosts: the host name of every rank; equal names are one node.
         pools: of every rank, the pools whose matrices it may own; None: all of them.
         ns_per_byte: what a byte of a matrix costs its owner, beside Newton–Schulz.
+        ranks: whether they are taken as alike, or measured.
 
     Raises:
         ValueError: on every rank, when the costs are unusable, the solver failed, or the plan does not fit
@@ -75,13 +79,20 @@ def make_plan(
     matrices = tuple(matrices)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     measured = None if plan is not None else _find_costs(matrices, group, device, costs)
+    limits = [Limits()] * world
+    if plan is None and world > 1 and is_wanted(ranks, costs, device):
+        limits = limits_of(_measured_ranks(group, device), matrices)
+        if rank == 0:
+            tell(ranks_of(group), limits)
 
     def choose() -> list[Any]:
         """Error, document and origin, on rank 0."""
         if rank != 0:
             return [None, None, None]
         try:
-            chosen = _choose(matrices, measured, solve or SolveOptions(), plan, hosts, pools, ns_per_byte)
+            chosen = _choose(
+                matrices, measured, solve or SolveOptions(), plan, _ranks(hosts, pools, limits), ns_per_byte
+            )
             return [None, chosen.to_json(), chosen.origin]
         except Exception as fault:  # every rank must hear of it, whatever it is
             return [reason_of(fault), None, None]
@@ -112,8 +123,7 @@ def _choose(
     measured: FoundCosts | None,
     options: SolveOptions,
     plan: PlanSource,
-    hosts: Sequence[str],
-    pools: Sequence[frozenset[str]] | None,
+    ranks: Sequence[Rank],
     ns_per_byte: float,
 ) -> OwnerPlan:
     """The plan that is given, or one from measured costs."""
@@ -122,7 +132,7 @@ def _choose(
         if ns_per_byte:
             table = table.with_transfer({m.shape: round(ns_per_byte * m.nbytes) for m in matrices})
         start = time.perf_counter()
-        solution = solve_plan(matrices, _ranks(hosts, pools), table, options)
+        solution = solve_plan(matrices, ranks, table, options)
         _log.debug(
             "planned %d matrices over %d ranks in %.3f s, at most %.2f %% above the best: %s, %s",
             len(matrices),
@@ -161,11 +171,25 @@ def _find_costs(matrices: Sequence[Matrix], group: dist.ProcessGroup, device: to
     )
 
 
-def _ranks(hosts: Sequence[str], pools: Sequence[frozenset[str]] | None) -> list[Rank]:
+def _measured_ranks(group: dist.ProcessGroup, device: torch.device) -> list[RankTraits]:
+    """Of every rank, in their order. All measure at the same time, as all compute in a step."""
+
+    def measure() -> RankTraits | Exception:
+        try:
+            return RankTraits.here(device)
+        except Exception as fault:  # of the device: the other ranks must not wait
+            return fault
+
+    found = run_awaited(group, device, "measuring ranks", measure)
+    return agree(group, found, None) if isinstance(found, Exception) else agree(group, None, found)
+
+
+def _ranks(hosts: Sequence[str], pools: Sequence[frozenset[str]] | None, limits: Sequence[Limits]) -> list[Rank]:
     """Nodes are numbered in the order of their first rank."""
     nodes = {host: node for node, host in enumerate(dict.fromkeys(hosts))}
     return [
-        Rank(index, node=nodes[host], pools=None if pools is None else pools[index]) for index, host in enumerate(hosts)
+        Rank(index, nodes[host], limit.speed, limit.memory, None if pools is None else pools[index])
+        for index, (host, limit) in enumerate(zip(hosts, limits, strict=True))
     ]
 
 

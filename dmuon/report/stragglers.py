@@ -1,0 +1,124 @@
+"""Ranks that are slower in a step than the plan takes them for, and the plan that would suit them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn as nn
+
+from dmuon.comm.agreement import agree
+from dmuon.comm.waiting import run_awaited
+from dmuon.dedicated.dedication import require_dedicated
+from dmuon.optimizer.muon import Muon
+from dmuon.planning.owner_plan import OwnerPlan, reason_of
+from dmuon.planning.rank_traits import Limits, rounded
+from dmuon.platform.host import HostShare
+from dmuon.platform.log import logger
+from dmuon.solver import Rank, SolveOptions
+from dmuon.solver import plan as solve_plan
+
+_log = logger(__name__)
+_PHASES = ("ns", "ns in backward")
+
+
+def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | None = None) -> OwnerPlan:
+    """The plan that suits ranks as fast as they were in the last step: a straggler owns less.
+
+    Compares the time that Newton–Schulz took on each rank with what its matrices cost by the plan; ranks within 10 % of
+    the median count as alike. The log names the others. Nothing moves: save the plan, and give it to the next run,
+    ``dedicate_params(model, mesh, plan=…)``, which loads any checkpoint. Waits for an accelerator. Collective over the
+    ranks of ``model``.
+
+    Args:
+        model: as it was given to ``dedicate_params``.
+        solve: options of the solver.
+
+    Returns:
+        The model's own plan, if no rank differs.
+
+    Raises:
+        ValueError: on every rank: the model was not dedicated, the plan does not know its costs, no step was taken yet,
+            or the solver found nothing.
+    """
+    dedications = require_dedicated(model)
+    if len(dedications) > 1:
+        raise ValueError("several models inside of this one were dedicated; ask for the plan of one of them")
+    plan, comm = dedications[0].plan, dedications[0].runtime.comm
+    seconds = sum(optimizer.last_step.seconds.get(phase, 0.0) for phase in _PHASES)
+    works = _work_of(plan)
+    fault = None
+    if works is None:
+        fault = "the plan of the model does not know what its matrices cost; plan it anew, without plan="
+    elif works[comm.position] and not seconds:
+        fault = "the optimizer has taken no step yet that this rank took part in; train some steps first"
+    said = agree(comm.control, fault, (comm.position, seconds, HostShare.here().host))
+    assert works is not None
+    took, hosts = [0.0] * plan.world, [""] * plan.world
+    for position, of_rank, host in said:  # with tensor parallelism, several ranks of one position
+        took[position], hosts[position] = max(took[position], of_rank), host
+    limits = [Limits(speed) for speed in speeds_of(works, took)]
+    if all(limit == Limits() for limit in limits):
+        return plan
+
+    def find() -> list[Any]:
+        """Error and document, on the first rank."""
+        if dist.get_rank(comm.control) != 0:
+            return [None, None]
+        nodes = {host: node for node, host in enumerate(dict.fromkeys(hosts))}
+        ranks = [Rank(i, nodes[host], limit.speed) for i, (host, limit) in enumerate(zip(hosts, limits, strict=True))]
+        try:
+            assert plan.costs is not None
+            found = replace(plan, solution=solve_plan(plan.matrices, ranks, plan.costs, solve or SolveOptions()))
+            _tell(comm.ranks, works, took, limits, found)
+            return [None, found.to_json()]
+        except Exception as error:  # every rank must hear of it, whatever it is
+            return [reason_of(error), None]
+
+    sent = run_awaited(comm.control, comm.device, "planning", find)
+    if dist.get_world_size(comm.control) > 1:
+        dist.broadcast_object_list(sent, group_src=0, group=comm.control)
+    error, document = sent
+    if document is None:
+        raise ValueError(f"no plan for ranks that differ: {error}")
+    return OwnerPlan.from_json(document, plan.origin)
+
+
+def speeds_of(works: Sequence[float], took: Sequence[float]) -> list[float]:
+    """Of each rank relative to the median, from what its matrices cost and what they took; 1 where it has none."""
+    rates = [work / seconds if work and seconds else None for work, seconds in zip(works, took, strict=True)]
+    known = [rate for rate in rates if rate is not None]
+    typical = statistics.median(known) if known else 1.0
+    return [1.0 if rate is None else rounded(rate / typical) for rate in rates]
+
+
+def _work_of(plan: OwnerPlan) -> list[int] | None:
+    """By position, what its matrices cost on a rank that is as fast as the costs say; None if these are not known."""
+    if plan.costs is None:
+        return None
+    works = [0] * plan.world
+    for (position, shape), count in Counter((plan.owners[m.name], m.shape) for m in plan.matrices).items():
+        works[position] += plan.costs.cost(shape, count)
+    return works
+
+
+def _tell(
+    ranks: Sequence[int], works: Sequence[int], took: Sequence[float], limits: Sequence[Limits], found: OwnerPlan
+) -> None:
+    """What a straggler takes, and the slowest rank would by the plan that was found."""
+    rate = statistics.median(seconds / work for work, seconds in zip(works, took, strict=True) if work and seconds)
+    for rank, limit, seconds in zip(ranks, limits, took, strict=True):
+        if limit != Limits():
+            _log.warning(
+                "rank %d computes at %.2f of the median speed: Newton-Schulz took %.2f ms there, and %.2f ms on the "
+                "slowest rank; by the plan that was found it would take %.2f ms on the slowest",
+                rank,
+                limit.speed,
+                1e3 * seconds,
+                1e3 * max(took),
+                1e3 * rate * found.solution.makespan_ns,
+            )

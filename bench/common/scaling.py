@@ -64,7 +64,7 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
             result = verdict(found.overhead) if taken.fits else "does not fit"
             print(
                 f"{path.stem:<18}{world:>6}{scenario.topology.ep:>4}{1e3 * found.adamw_s:>10.1f}{taken.mesh:>11} "
-                f"{taken.residency:<10}{taken.merge_bytes / 2**20:>10.0f}  {result}"
+                f"{taken.residency + (' kept' if taken.kept else ''):<15}{taken.merge_bytes / 2**20:>10.0f}  {result}"
                 f"   ({time.perf_counter() - started:.0f} s)",
                 flush=True,
             )
@@ -77,12 +77,16 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
                     "overhead": found.overhead,
                     "verdict": result,
                     "equal": len(found.equal),
+                    "mesh": taken.mesh,
+                    "residency": taken.residency,
+                    "kept": taken.kept,
                     "code": taken.code(),
                     "ways": [
                         {
                             "mesh": way.mesh,
                             "residency": way.residency,
                             "merge_bytes": way.merge_bytes,
+                            "kept": way.kept,
                             "step_ms": 1e3 * way.step_s,
                             "adamw_here_ms": 1e3 * way.adamw_s,
                             "gib": way.nbytes / 2**30,

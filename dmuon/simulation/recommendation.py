@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import numpy as np
 
 from dmuon.planning.merging import merge_bytes
 from dmuon.simulation.network import AlphaBeta, Topology
-from dmuon.simulation.programs import simulate
+from dmuon.simulation.programs import ProgramName, simulate
 from dmuon.simulation.scenario import Scenario, merged, owned_elements
 from dmuon.simulation.terms import ERROR, verdict
 
@@ -25,8 +26,9 @@ class Way:
     """One way to train.
 
     Attributes:
+        kept: whole weights stay from forward to backward (``reshard_after_forward=False``).
         step_s: predicted.
-        adamw_s: of AdamW on the same mesh.
+        adamw_s: of AdamW on the same mesh, kept likewise.
         nbytes: of weights, gradients, optimizer state and buffers on the rank that holds most.
         fits: leaves room on the device.
     """
@@ -34,6 +36,7 @@ class Way:
     topology: Topology
     residency: Residency
     merge_bytes: int
+    kept: bool
     step_s: float
     adamw_s: float
     nbytes: float
@@ -53,10 +56,11 @@ class Way:
             mesh = f'init_device_mesh("cuda", ({t.replicate},), mesh_dim_names=("replicate",))'
         else:
             mesh = f'init_device_mesh("cuda", {sizes}, mesh_dim_names={names})'.replace("'", '"')
+        kept = ", reshard_after_forward=False" if self.kept else ""
         if self.residency == "exchanged":
-            return f"mesh = {mesh}; fully_shard(model, mesh=mesh); optimizer = dmuon.Muon(model)"
+            return f"mesh = {mesh}; fully_shard(model, mesh=mesh{kept}); optimizer = dmuon.Muon(model)"
         comm = f", comm=dmuon.CommOptions(merge_bytes={self.merge_bytes})" if self.merge_bytes else ""
-        return f"mesh = {mesh}; dmuon.dedicate_params(model, mesh{comm})"
+        return f"mesh = {mesh}; dmuon.dedicate_params(model, mesh{kept}{comm})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Recommendation:
     Attributes:
         adamw_s: AdamW on the mesh that suits it best, of those that fit.
         equal: ways that fit and whose predicted steps cannot be told from the fastest.
-        taken: of these the one that holds least.
+        taken: the first of these. Nobody can tell it from the others; it is compared with an AdamW chosen likewise.
         error: of predicted overheads.
     """
 
@@ -85,22 +89,25 @@ class Recommendation:
         """The table of alternatives, and the line to paste, as text for people."""
         lines = [
             f"ways to train, predicted; over the best AdamW ({1e3 * self.adamw_s:.1f} ms), ± {self.error:.1%}:",
-            f"{'mesh':>12} {'residency':<10} {'merge MiB':>9} {'step ms':>9} {'of AdamW here':>14} {'over AdamW':>16}"
-            f" {'GiB':>7}",
+            f"{'mesh':>12} {'residency':<10} {'kept':<4} {'merge MiB':>9} {'step ms':>9} {'of AdamW here':>14} "
+            f"{'over AdamW':>16} {'GiB':>7}",
         ]
         for way in self.ways:
             mark = " <" if way is self.taken else "" if way.fits else "  does not fit"
+            over = verdict(way.step_s / self.adamw_s - 1, self.error)
             lines.append(
-                f"{way.mesh:>12} {way.residency:<10} {way.merge_bytes / 2**20:>9.0f} {1e3 * way.step_s:>9.1f} "
-                f"{way.step_s / way.adamw_s:>14.3f} {verdict(way.step_s / self.adamw_s - 1, self.error):>16} "
-                f"{way.nbytes / _GIB:>7.1f}{mark}"
+                f"{way.mesh:>12} {way.residency:<10} {'yes' if way.kept else '':<4} {way.merge_bytes / 2**20:>9.0f} "
+                f"{1e3 * way.step_s:>9.1f} {way.step_s / way.adamw_s:>14.3f} {over:>16} {way.nbytes / _GIB:>7.1f}{mark}"
             )
         if not self.taken.fits:
             return "\n".join([*lines, "none of them fits into the memory of a device: add ranks, --tp, --ep or --pp"])
-        fastest = len(self.equal) == 1
-        why = "it is the fastest that fits" if fastest else (
-            f"{len(self.equal)} ways are equal within the error of the prediction, and of these it holds least"
-        )  # fmt: skip
+        why = "it is the fastest that fits"
+        if len(self.equal) > 1:
+            least = min(self.equal, key=lambda way: way.nbytes)
+            why = (
+                f"it fits, and {len(self.equal) - 1} more are equal to it within the error of the prediction; of all "
+                f"these {least.mesh} {least.residency}{', kept' if least.kept else ''} holds least"
+            )
         lines += [f"recommended, because {why}:", f"    {self.taken.code()}"]
         return "\n".join(lines)
 
@@ -115,24 +122,22 @@ def recommend(scenario: Scenario, memory: float, error: float = ERROR) -> Recomm
     """
     ways: list[Way] = []
     best: list[tuple[bool, float]] = []
-    for topology in meshes(scenario.topology):
-        here = replace(scenario, topology=topology, merge_bytes=0)
-        merging = _merge_bytes(here)
-        together = replace(here, merge_bytes=merging)
-        adamw = min(simulate("adamw", one).step_s for one in ([here, merged(together)] if merging else [here]))
+    for topology, kept in product(meshes(scenario.topology), sorted({scenario.gathers_once, True})):
+        here = replace(scenario, topology=topology, gathers_once=kept, merge_bytes=0)
+        together = replace(here, merge_bytes=_merge_bytes(here))
+        both = [here, together] if together.merge_bytes else [here]
+        adamw = min(simulate("adamw", merged(one)).step_s for one in both)
         best.append((_adamw_bytes(here) <= _ROOM * memory, adamw))
-        dedicated = [here, together] if merging else [here]
-        for residency, one in [("dedicated", one) for one in dedicated] + [("exchanged", here)]:
-            kind: Residency = "dedicated" if residency == "dedicated" else "exchanged"
-            nbytes = _dedicated_bytes(one) if kind == "dedicated" else _exchanged_bytes(one)
-            step = simulate(kind, one).step_s
-            ways.append(Way(topology, kind, one.merge_bytes, step, adamw, nbytes, nbytes <= _ROOM * memory))
+        for residency, of_residency, held in _RESIDENCIES:
+            for one in both if residency == "dedicated" else [here]:
+                nbytes, step = held(one), simulate(of_residency, one).step_s
+                fits = nbytes <= _ROOM * memory
+                ways.append(Way(topology, residency, one.merge_bytes, kept, step, adamw, nbytes, fits))
     ways.sort(key=lambda way: (not way.fits, way.step_s))
     fitting = [way for way in ways if way.fits] or ways
     equal = tuple(way for way in fitting if way.step_s / fitting[0].step_s - 1 < error) or (fitting[0],)
-    taken = min(equal, key=lambda way: (way.nbytes, way.step_s))
     adamw_s = min([step for fits, step in best if fits] or [step for _, step in best])
-    return Recommendation(tuple(ways), adamw_s, equal, taken, error)
+    return Recommendation(tuple(ways), adamw_s, equal, equal[0], error)
 
 
 def meshes(given: Topology) -> Iterator[Topology]:
@@ -160,11 +165,11 @@ def _merge_bytes(scenario: Scenario) -> int:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _whole_block(scenario: Scenario) -> float:
-    """Elements of the largest block on one rank while it computes."""
+def _whole(scenario: Scenario) -> float:
+    """Elements of whole weights on one rank while a block computes: two of the largest, or all that are kept."""
     experts = 1 - 1 / scenario.topology.ep
-    blocks = merged(scenario).workload.blocks
-    return max(b.matrix_elements - experts * b.expert_elements for b in blocks) / scenario.topology.tp
+    blocks = [b.matrix_elements - experts * b.expert_elements for b in merged(scenario).workload.blocks]
+    return (sum(blocks) if scenario.gathers_once else 2 * max(blocks)) / scenario.topology.tp
 
 
 def _sharded(scenario: Scenario) -> tuple[float, float]:
@@ -178,26 +183,33 @@ def _sharded(scenario: Scenario) -> tuple[float, float]:
 
 
 def _adamw_bytes(scenario: Scenario) -> float:
-    """fp32 weight, gradient and two moments, and two blocks whole in what travels."""
+    """fp32 weight, gradient and two moments, and whole weights in what travels."""
     matrices, others = _sharded(scenario)
-    return 16 * (matrices + others) + 2 * scenario.workload.param_bytes * _whole_block(scenario)
+    return 16 * (matrices + others) + scenario.workload.param_bytes * _whole(scenario)
 
 
 def _exchanged_bytes(scenario: Scenario) -> float:
     """As AdamW, with one moment for matrices."""
     matrices, others = _sharded(scenario)
-    return 12 * matrices + 16 * others + 2 * scenario.workload.param_bytes * _whole_block(scenario)
+    return 12 * matrices + 16 * others + scenario.workload.param_bytes * _whole(scenario)
 
 
 def _dedicated_bytes(scenario: Scenario) -> float:
-    """Masters, gradients and momentum; stand-ins; two buffers of weights and two of gradients.
+    """Masters, gradients and momentum; stand-ins; buffers of weights, and two of gradients.
 
     As docs/communication.md says, with AdamW's state of the rest.
     """
     topology, workload = scenario.topology, scenario.workload
     held = np.sum([grid for experts in (False, True) for grid in owned_elements(scenario, experts)], axis=0)
     owned, column = float(held.max()), float(held.sum(axis=0).max())
-    standins = workload.param_bytes * column if topology.replicate > 1 else 0.0
-    block = _whole_block(scenario)
+    standins = workload.param_bytes * column if topology.replicate > 1 and not scenario.gathers_once else 0.0
+    buffers = workload.param_bytes * _whole(scenario)
+    reductions = workload.reduce_bytes * _whole(replace(scenario, gathers_once=False))
     _, others = _sharded(scenario)
-    return 12 * owned + standins + 16 * others + 2 * (workload.param_bytes + workload.reduce_bytes) * block
+    return 12 * owned + standins + 16 * others + buffers + reductions
+
+
+_RESIDENCIES: tuple[tuple[Residency, ProgramName, Callable[[Scenario], float]], ...] = (
+    ("dedicated", "dedicated", _dedicated_bytes),
+    ("exchanged", "exchanged", _exchanged_bytes),
+)

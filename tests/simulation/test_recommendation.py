@@ -36,20 +36,24 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
 
 @pytest.fixture(scope="module")
 def found(scenario: Scenario) -> Recommendation:
-    return recommend(scenario, DEVICE.device.memory, error=0.02)
+    return recommend(scenario, DEVICE.device.memory, error=0.1)
 
 
 def test_every_mesh_in_both_residencies(found: Recommendation) -> None:
-    assert {(way.topology.replicate, way.residency) for way in found.ways} == {
-        (replicate, residency) for replicate in (1, 8) for residency in ("dedicated", "exchanged")
+    assert {(way.topology.replicate, way.residency, way.kept) for way in found.ways} == {
+        (replicate, residency, kept)
+        for replicate in (1, 8)
+        for residency in ("dedicated", "exchanged")
+        for kept in (False, True)
     }
 
 
-def test_what_is_taken_holds_least_of_what_is_equal(found: Recommendation) -> None:
+def test_what_is_taken_is_equal_to_others(found: Recommendation) -> None:
     fastest = min(way.step_s for way in found.ways if way.fits)
-    equal = [way for way in found.ways if way.fits and way.step_s < fastest * 1.02]
+    equal = [way for way in found.ways if way.fits and way.step_s < fastest * 1.1]
     assert sorted(way.nbytes for way in found.equal) == sorted(way.nbytes for way in equal)
-    assert found.taken.nbytes == min(way.nbytes for way in equal)
+    assert found.taken.step_s == fastest
+    assert f"{len(equal) - 1} more are equal to it" in found.report()
     assert found.overhead == pytest.approx(found.taken.step_s / found.adamw_s - 1)
 
 
@@ -72,7 +76,7 @@ def test_the_line_is_code_over_all_ranks(found: Recommendation) -> None:
 def test_what_does_not_fit_is_not_recommended(found: Recommendation, scenario: Scenario) -> None:
     least, most = (bound(way.nbytes for way in found.ways) for bound in (min, max))
     memory = (least + most) / 2 / 0.6
-    tight = recommend(scenario, memory, error=0.02)
+    tight = recommend(scenario, memory, error=0.1)
     assert tight.taken.fits and not all(way.fits for way in tight.ways)
     assert tight.report().count("does not fit") == sum(not way.fits for way in tight.ways)
     assert "none of them fits" in recommend(scenario, 1.0).report()
@@ -124,6 +128,6 @@ def test_terms_are_those_of_the_fit() -> None:
 
 def test_the_table_is_written_to_be_read(found: Recommendation) -> None:
     lines = found.report().splitlines()
-    assert lines[0].startswith("ways to train, predicted; over the best AdamW") and "± 2.0%" in lines[0]
+    assert lines[0].startswith("ways to train, predicted; over the best AdamW") and "± 10.0%" in lines[0]
     assert len(lines) == 2 + len(found.ways) + 2
     assert "recommended, because" in lines[-2]

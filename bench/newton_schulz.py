@@ -57,6 +57,7 @@ BATCHED_ROWS = 384  # shapes of at most so many rows are also measured as a batc
 BATCH = 8
 CACHE_BYTES = 32 << 20
 
+PEER_OPERATIONS = 1 << 29  # a larger product in fp16 takes minutes where the CPU does not multiply it
 SMALL = ((16, 16), (16, 64), (16, 256), (32, 32), (32, 128), (64, 64), (64, 256), (128, 128), (128, 512), (256, 256))
 HALVES = ((128, 128), (256, 256), (256, 1024), (512, 512), (512, 1792), (1024, 1024), (1024, 4096))
 
@@ -286,7 +287,8 @@ def peers(x: Tensor) -> dict[str, tuple[Callable[[], Tensor], Coefficients]]:
     found: dict[str, tuple[Callable[[], Tensor], Coefficients]] = {
         "torch bf16": (partial(torch_muon, x, classic), classic)
     }
-    if importlib.util.find_spec("gram_newton_schulz") is not None:
+    small = min(x.shape) * x.numel() <= PEER_OPERATIONS
+    if small and importlib.util.find_spec("gram_newton_schulz") is not None:
         module = importlib.import_module("gram_newton_schulz.gram_newton_schulz")
         routine = module.GramNewtonSchulz(ns_use_kernels=False, compile_kwargs=None)
         found["gram-newton-schulz fp16"] = (partial(routine, x), routine.ns_coefficients)
@@ -298,6 +300,7 @@ def halves(rounds: int, seconds: float) -> None:
     print(f"{describe(origin())}\n\nCPU multiplies bf16: {cpu_multiplies_bf16()}; ms (error)\n")
     polar = coefficient_sequence("polar_express", STEPS)
     heads: list[str] = []
+    ratios = ("mixed/fp32", "bf16/fp32", "mixed/torch", "bf16/torch")
     for m, n in HALVES:
         x = torch.randn(m, n, generator=torch.Generator().manual_seed(m * n))
         work = {
@@ -307,7 +310,6 @@ def halves(rounds: int, seconds: float) -> None:
             **peers(x),
         }
         if not heads:
-            ratios = ("mixed/fp32", "bf16/fp32", "mixed/torch", "bf16/torch")
             heads = ["m", "n", *work, *ratios, "rounds"]
             print(f"| {' | '.join(heads)} |\n|{'--:|' * len(heads)}", flush=True)
         error = {}
@@ -315,14 +317,14 @@ def halves(rounds: int, seconds: float) -> None:
             exact = standard(x.double(), coefficients)
             error[name] = float((run().double() - exact).norm() / exact.norm())
         programs: dict[str, Callable[[], object]] = {name: run for name, (run, _) in work.items()}
-        late = programs.pop("gram-newton-schulz fp16", None)  # minutes where the CPU does not multiply fp16
+        late = programs.pop("gram-newton-schulz fp16", None)  # which would take all the time
         samples = cold_samples(programs, torch.device("cpu"), CACHE_BYTES, rounds, seconds)
         if late is not None:
             start = time.thread_time()
             late()
             samples["gram-newton-schulz fp16"] = [1e3 * (time.thread_time() - start)]
         ms = medians(samples)
-        cells = [f"{ms[name]:.3g} ({error[name]:.0e})" for name in work]
+        cells = [f"{ms[name]:.3g} ({error[name]:.0e})" if name in ms else "" for name in heads[2 : -len(ratios) - 1]]
         for ours, other in itertools.product(("mixed", "bf16"), ("fp32", "torch bf16")):
             ratio = statistics.median(a / b for a, b in zip(samples[ours], samples[other], strict=True))
             cells.append(f"{ratio:.2f}")

@@ -69,6 +69,10 @@ def measure(arch: int) -> list[Row]:
     return rows
 
 
+def version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
 def epilogue(code: str) -> int | None:
     """Instructions behind the last matrix instruction; ``None`` where there is none."""
     names = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", code, re.MULTILINE)
@@ -84,7 +88,7 @@ def format_row(row: Row) -> str:
 
 def to_markdown(rows: list[Row]) -> str:
     """Of the newest Triton; the rest is in the JSON file."""
-    newest = max((row["triton"] for row in rows), default="")
+    newest = max((row["triton"] for row in rows), key=version, default="")
     rows = [row for row in rows if row["triton"] == newest]
     dates = sorted({row["date"] for row in rows})
     lines = [
@@ -114,7 +118,7 @@ def main() -> None:
     kept = [row for row in kept if row.keys() >= set(COLUMNS)]
     renewed = {(row["triton"], row["arch"]) for row in measured}
     rows = [row for row in kept if (row["triton"], row["arch"]) not in renewed] + measured
-    rows.sort(key=lambda row: (row["triton"], int(row["arch"][2:])))
+    rows.sort(key=lambda row: (version(row["triton"]), int(row["arch"][2:])))
     write_report(arguments.out, {"rows": rows}, to_markdown(rows))
 
 

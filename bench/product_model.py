@@ -7,8 +7,9 @@ for squares and for ``X Xᵀ``, with 0, 1 and 4 addends, beside a model of cuBLA
 
 - the product: its operations at the matrix rate of one multiprocessor, or its operands at that one's share of what L2
   delivers, whichever takes longer;
-- the rest: the first load; each addend's, unless it is read before the product; half of the instructions behind the
-  last matrix instruction (a tile takes one of two branches) on four schedulers; the wait for the first of two stores.
+- the rest: the first load; each addend's, unless it is the only one and read before; half of the instructions behind
+  the last matrix instruction (a tile takes one of two branches) on four schedulers; the wait for the first of two
+  stores.
 
 Of ``r`` programs that share a multiprocessor, one's rest is hidden behind the others' products. A multiprocessor gets
 ``ceil(tiles / multiprocessors)`` tiles. Nothing is faster than operands, addends and results pass through memory once.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -96,7 +98,7 @@ def main_seconds(rows: int, cols: int, p: int, device: Device, shared: float = 1
 
 def rest_seconds(config: TileConfig, addends: int, instructions: int, device: Device) -> float:
     """What of one tile is not its product."""
-    early = addends > 0 and not config.descriptors and config.resident == 1
+    early = addends == 1 and not config.descriptors and config.resident == 1
     issued = instructions / 2 * config.warps / SCHEDULERS
     # Of each half, addends are waited for by themselves.
     waited = ADDEND * (addends - early) * config.halves + STORE * config.halves
@@ -137,15 +139,15 @@ def products() -> Iterator[Product]:
             yield Product(k, m, depth * m, addends)
 
 
+def version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
 def predictions(resources: Iterable[Row]) -> Iterator[Row]:
     """Of the newest Triton's machine code: a row for each device, product and config."""
     halves = [row for row in resources if row["dtype"] == "fp16"]
-    newest = max((tuple(map(int, row["triton"].split("."))) for row in halves), default=())
-    found = {
-        (row["arch"], row["config"], row["adds"]): row
-        for row in halves
-        if tuple(map(int, row["triton"].split("."))) == newest
-    }
+    newest = max((row["triton"] for row in halves), key=version, default="")
+    found = {(row["arch"], row["config"], row["adds"]): row for row in halves if row["triton"] == newest}
     for device, work in product(DEVICES, products()):
         chosen = default_config(
             Work(work.k, work.m, work.p, torch.float16, work.addends, device.processors),

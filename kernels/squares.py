@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .symmetric_tiles import MOST_ADDENDS
+
 
 @dataclass(frozen=True, slots=True)
 class Square:
@@ -28,11 +30,24 @@ class Squares:
         name: the preset.
         blocks: the squares of each block, in their order.
         steps: the quintic Newton–Schulz steps that they stand for.
+
+    Raises:
+        ValueError: a square without addends, with more than the kernel adds, or with some that its block has not
+            computed yet.
     """
 
     name: str
     blocks: tuple[tuple[Square, ...], ...]
     steps: int = 5
+
+    def __post_init__(self) -> None:
+        for block in self.blocks:
+            for stored, square in enumerate(block, start=1):
+                if not 1 <= len(square.addends) <= min(stored, MOST_ADDENDS):
+                    raise ValueError(
+                        f"square {stored} of a block has {len(square.addends)} addends; "
+                        f"it takes from 1 to {min(stored, MOST_ADDENDS)}"
+                    )
 
 
 # Found and proven by bench/coefficients.py.

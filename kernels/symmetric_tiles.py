@@ -11,6 +11,9 @@ import torch
 # Bytes that a tensor descriptor's base address and strides must be multiples of.
 DESCRIPTOR_ALIGNMENT = 16
 
+# Addends that the kernel has arguments for.
+MOST_ADDENDS = 4
+
 # Elements that a descriptor loads along one dimension, at most.
 _BOX = 256
 
@@ -198,7 +201,8 @@ def _relative_time(config: TileConfig, work: Work, area: float) -> float:
     """
     side = config.block / 128
     product = work.p * max(area * side * side * config.halves, side * (1 + config.halves) / 2)
-    waited = work.addends - (work.addends > 0 and not config.descriptors and config.resident == 1)
+    early = work.addends == 1 and not config.descriptors and config.resident == 1
+    waited = 0 if early else work.addends
     rest = _FIRST + config.halves * (_STORE + _ADDEND * waited)
     most = -(-work.k * config.tiles(work.m) // work.processors)
     together = min(most, config.resident)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .symmetric_tiles import DESCRIPTOR_ALIGNMENT, TileConfig, Work, default_config, pointer_config
+from .symmetric_tiles import DESCRIPTOR_ALIGNMENT, MOST_ADDENDS, TileConfig, Work, default_config, pointer_config
 
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (*_HALF, torch.float32)
@@ -21,9 +21,6 @@ _DTYPES = (*_HALF, torch.float32)
 # A program's index is an int32, and the decoding of tiles is exact to 8 · index < 2³¹.
 _MAX_PROGRAMS = 2**31
 _MAX_TILES = 2**28
-
-# Addends that the kernel has arguments for.
-MOST_ADDENDS = 4
 
 # Programs in the interpreter's persistent loop: few, so that each takes several tiles.
 _INTERPRETED_PROGRAMS = 4
@@ -72,10 +69,10 @@ def symmetric_product(
 
     Args:
         a, b: fp16, bf16 or fp32, of one dtype on one device; any strides.
-        c: symmetric; read only if ``beta`` is not zero. Of several, up to four with the same strides, each is read
+        c: symmetric; read only if its ``beta`` is not zero. Of several, up to four with the same strides are read, each
             once, and their sum is not rounded.
         alpha: scale of the product.
-        beta: scale of ``c``, or of each; without effect if ``c`` is ``None``.
+        beta: scale of ``c``, or one for each; without effect if ``c`` is ``None``.
         identity: what is added to the diagonal.
         out: where to write; ``None`` allocates. It may be ``c`` itself, or one of them. Its byte range, gaps of
             strides included, must not meet that of ``a`` or ``b``, nor in part that of a ``c``.
@@ -92,6 +89,8 @@ def symmetric_product(
     """
     addends = () if c is None else (c,) if isinstance(c, Tensor) else tuple(c)
     betas = tuple(beta) if isinstance(beta, Sequence) else (beta,) * min(1, len(addends))
+    if len(betas) != len(addends):
+        raise ValueError(f"beta has {len(betas)} factors for {len(addends)} matrices c; pass one for each")
     read = [(x, factor) for x, factor in zip(addends, betas, strict=True) if factor != 0]
     plan = _plan(
         _layout(a),
@@ -171,7 +170,7 @@ def _plan(
     b_symmetric: bool,
     config: TileConfig | None,
 ) -> _Plan:
-    shape = _check(a, b, addends, out, b_symmetric)
+    shape = _check(a, b, addends, reads, out, b_symmetric)
     k, m, p = (1, *a.shape)[-3:]
     d_strides = out.strides if out is not None else (m * m, m, 1)[-len(shape) :]
     _check_no_self_overlap(shape, d_strides)
@@ -233,7 +232,7 @@ def _plan(
             "EVEN_K": views is not None or p % chosen.block_k == 0,
             "ADDENDS": count,
             # Of half precision, one addend has room in the registers, unless another program needs them.
-            "EARLY": count > 0 and views is None and a.dtype in _HALF and chosen.resident == 1,
+            "EARLY": count == 1 and views is None and a.dtype in _HALF and chosen.resident == 1,
             "IDENTITY": adds_identity,
             "PERSISTENT": chosen.persistent,
             "num_warps": chosen.warps,
@@ -245,14 +244,20 @@ def _plan(
 
 
 def _check(
-    a: _Layout, b: _Layout, addends: tuple[_Layout, ...], out: _Layout | None, b_symmetric: bool
+    a: _Layout,
+    b: _Layout,
+    addends: tuple[_Layout, ...],
+    reads: tuple[bool, ...],
+    out: _Layout | None,
+    b_symmetric: bool,
 ) -> tuple[int, ...]:
     """Shape of the result; raises if the arguments do not fit together."""
     others = [("b", b), *(("c", c) for c in addends), *(() if out is None else (("out", out),))]
-    if len(addends) > MOST_ADDENDS:
-        raise ValueError(f"c is {len(addends)} matrices, the kernel adds up to {MOST_ADDENDS}; add some before")
-    if len({c.strides for c in addends}) > 1:
-        raise ValueError(f"c has strides {[c.strides for c in addends]}, which must agree; lay them out alike")
+    strides = [c.strides for c, is_read in zip(addends, reads, strict=True) if is_read]
+    if len(strides) > MOST_ADDENDS:
+        raise ValueError(f"c is {len(strides)} matrices, the kernel adds up to {MOST_ADDENDS}; add some before")
+    if len(set(strides)) > 1:
+        raise ValueError(f"c has strides {strides}, which must agree; lay them out alike")
     for name, x in others:
         if x.dtype != a.dtype or x.device != a.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, a is {a.dtype} on {a.device}; they must agree")

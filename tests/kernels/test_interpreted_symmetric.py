@@ -189,7 +189,8 @@ def test_wide_tiles_and_persistent_programs(config, rows):
 def test_an_addend_without_weight_is_not_read(config):
     s, c = commuting(48, 48, dtype=torch.float16)
     nan = torch.full_like(c, torch.nan)
-    found = symmetric_product(s, s, [nan, c, nan], beta=(0.0, 2.0, 0.0), config=config)
+    unread = [nan, c, nan.mT, nan, nan, nan]  # however many, and however they lie
+    found = symmetric_product(s, s, unread, beta=(0.0, 2.0, 0.0, 0.0, 0.0, 0.0), config=config)
     assert torch.equal(found, symmetric_product(s, s, c, beta=2.0, config=config))
 
 
@@ -331,6 +332,7 @@ REFUSED = {
         "no dimension of a matrix of a is contiguous",
     ),
     "five addends": (lambda: symmetric_product(X, X, [X.clone()] * 5, beta=(1.0,) * 5), "the kernel adds up to 4"),
+    "a factor for each": (lambda: symmetric_product(X, X, [X, X], beta=1.0), "beta has 1 factors for 2 matrices c"),
     "addends laid out": (
         lambda: symmetric_product(X, X, [X.clone(), X.mT], beta=(1.0, 1.0)),
         "which must agree; lay them out alike",

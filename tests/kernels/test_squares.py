@@ -22,7 +22,7 @@ from dmuon.kernels import (
 )
 from dmuon.kernels.arithmetic import SplitArithmetic
 from dmuon.kernels.iteration import Workspace, iterate, make_iteration
-from dmuon.kernels.squares import SQUARES
+from dmuon.kernels.squares import SQUARES, Square, Squares
 from dmuon.kernels.variant import squares_cost
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -43,6 +43,14 @@ def exact(x: torch.Tensor) -> torch.Tensor:
 
 def squares(x: torch.Tensor, **options: object) -> torch.Tensor:
     return orthogonalize(x, coefficients="squares", **options)
+
+
+@pytest.mark.parametrize("counts", [(0,), (2,), (1, 3), (1, 2, 3, 4, 5)])
+def test_a_square_adds_what_its_block_has_and_the_kernel_can(counts):
+    """One back end would leave out what is too much."""
+    block = tuple(Square(1.0, (1.0,) * count, 0.0) for count in counts)
+    with pytest.raises(ValueError, match=f"square {len(counts)} of a block has {counts[-1]} addends"):
+        Squares("mine", (block,))
 
 
 # -- the polynomial ------------------------------------------------------------------------------------------

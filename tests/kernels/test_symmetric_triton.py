@@ -114,7 +114,7 @@ def test_only_tiles_on_the_diagonal_are_mirrored_in_place(arch):
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_through_pointers_an_addend_is_on_its_way_while_the_product_is_computed(arch):
+def test_through_pointers_a_single_addend_is_on_its_way_while_the_product_is_computed(arch):
     config = TileConfig(128, 64, 8, 3)
     assert "ld.global" not in _compiled(config, arch).asm["ptx"]
     before, _, after = _compiled(config, arch, adds=1).asm["ptx"].partition(INSTRUCTION[arch] + ".")

@@ -155,28 +155,30 @@ def fit_host() -> Terms:
     for row in rows:
         runs.setdefault((row["residency"], row["ranks"], row["matrices"]), {})[row["phase"]] = row
     phases = ("forward", "backward", "step", "zero_grad")
-    dedicated, spent = [], []
-    module, exchanged = [], []
+    table, spent, module = [], [], []
     for (residency, ranks, count), of_phase in runs.items():
+        if residency not in ("dedicated", "exchanged"):
+            continue
         work = {phase: of_phase[phase]["work"] for phase in phases}
+        owned = count / ranks  # batches of one matrix each
         if residency == "dedicated":
             calls = sum(of_phase[phase]["collectives"] for phase in phases)
-            dedicated.append((count, calls, count / ranks))
+            table.append((count, calls, 0, owned))
             spent.append(sum(work.values()))
         else:
-            exchanged.append(work["step"] / count)
+            table.append((0, 0, count, owned))
+            spent.append(work["step"])
             if ranks <= 64:  # beyond that the shards of so small matrices are empty
                 module.append((work["forward"] + work["backward"] + work["zero_grad"]) / count)
     weights = 1 / np.array(spent)  # relative errors
-    table = np.array(dedicated, dtype=float) * weights[:, None]
-    solved = _nonnegative(table, np.array(spent) * weights)
-    per_module = min(float(np.median(module)), float(solved[0]))
+    solved = _nonnegative(np.array(table, dtype=float) * weights[:, None], np.array(spent) * weights).tolist()
+    per_module = min(float(np.median(module)), solved[0])
     return Terms(
         host_module_s=per_module,
-        host_weight_s=float(solved[0]) - per_module,
-        host_call_s=float(solved[1]),
-        host_owned_s=float(solved[2]),
-        host_exchanged_s=float(np.median(exchanged)),
+        host_weight_s=solved[0] - per_module,
+        host_call_s=solved[1],
+        host_exchanged_s=solved[2],
+        host_owned_s=solved[3],
     )
 
 

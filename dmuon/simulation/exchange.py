@@ -78,12 +78,14 @@ class RoundLoad:
         gather, scatter: before and after Newton–Schulz.
         ns: seconds of Newton–Schulz, by rank.
         parts: elements that each rank folds, packs and applies.
+        owned: batches of each rank.
     """
 
     gather: Load
     scatter: Load
     ns: Times
     parts: Times
+    owned: _Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +94,13 @@ class Schedule:
 
     Attributes:
         alone: seconds of Newton–Schulz of matrices that one rank has whole, by rank.
+        batches: of matrices that it owns or has whole, on the rank with most.
         matrices: that are exchanged.
     """
 
     rounds: tuple[RoundLoad, ...]
     alone: Times
+    batches: int
     matrices: int
 
 
@@ -104,7 +108,7 @@ def schedule(scenario: Scenario) -> Schedule:
     """What :func:`dmuon.create_dtensor_config` would do with the model of ``scenario``, whose plan it replaces."""
     pieces = _Pieces()
     layouts = _layouts(scenario)
-    alone = _alone(scenario, layouts)
+    alone, of_alone = _alone(scenario, layouts)
     loads = []
     total = 0
     if layouts.plans:
@@ -124,7 +128,8 @@ def schedule(scenario: Scenario) -> Schedule:
         ):
             total += sum(parcel.count for parcel in round_.parcels)
             loads.append(_round(scenario, pieces, round_.parcels))
-    return Schedule(tuple(loads), alone, total)
+    owned = sum((round_.owned for round_ in loads), start=of_alone)
+    return Schedule(tuple(loads), alone, int(owned.max()), total)
 
 
 # -- layouts --------------------------------------------------------------------------------------------------------
@@ -192,8 +197,8 @@ def _planned(scenario: Scenario, matrices: list[Matrix], pools: list[frozenset[s
     return OwnerPlan.from_solution(solution, FoundCosts(scenario.costs, "as given"))
 
 
-def _alone(scenario: Scenario, layouts: Layouts) -> Times:
-    """Seconds of each rank for the matrices that nobody else has a part of."""
+def _alone(scenario: Scenario, layouts: Layouts) -> tuple[Times, _Array]:
+    """Seconds of each rank for the matrices that nobody else has a part of, and its batches of them."""
     counts: list[Counter[tuple[int, int]]] = [Counter() for _ in range(scenario.topology.world)]
     for param, placed in zip(layouts.params, layouts.placed, strict=True):
         if placed is None:
@@ -202,7 +207,8 @@ def _alone(scenario: Scenario, layouts: Layouts) -> Times:
             for share, numbers in numbered(placed.layout, spec_of(param)):
                 if len(share.holders) == 1:
                     counts[share.holders[0]][_two(share.layout.shape)] += len(numbers)
-    return np.array([sum(batches(scenario, of_rank)) for of_rank in counts])
+    found = [batches(scenario, of_rank) for of_rank in counts]
+    return np.array([sum(seconds) for seconds in found]), np.array([len(seconds) for seconds in found])
 
 
 def _two(shape: Sequence[int]) -> tuple[int, int]:
@@ -215,10 +221,11 @@ def _two(shape: Sequence[int]) -> tuple[int, int]:
 def _round(scenario: Scenario, pieces: _Pieces, parcels: Sequence[Parcel]) -> RoundLoad:
     topology = scenario.topology
     world = topology.world
-    ns, parts = np.zeros(world), np.zeros(world)
+    ns, parts, owned = np.zeros(world), np.zeros(world), np.zeros(world, dtype=np.int64)
     for parcel in parcels:
         m, n = parcel.layout.shape
         ns[parcel.owner] += sum(batches(scenario, {(m, n): parcel.count}))
+        owned[parcel.owner] += 1
         at, numel = pieces.flat(parcel.pieces)
         parts[at] += parcel.count * numel
     gathers = [(parcel.owner, parcel.to_owner, parcel.to_owner.senders) for parcel in parcels]
@@ -228,6 +235,7 @@ def _round(scenario: Scenario, pieces: _Pieces, parcels: Sequence[Parcel]) -> Ro
         _load(topology, pieces, scatters, UPDATE_BYTES, to_owner=False),
         ns,
         parts,
+        owned,
     )
 
 

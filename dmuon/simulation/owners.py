@@ -14,7 +14,6 @@ from dmuon.simulation.fsdp import MASTER_BYTES, AdamW
 from dmuon.simulation.network import NOTHING, Collective, Travel, of_ranks
 from dmuon.simulation.scenario import Scenario, merged, ns_chunks, owned_elements, tensors
 from dmuon.simulation.workload import Block
-from dmuon.solver import Matrix
 
 _MAX_REDUCTIONS = 2  # as in dmuon.dedicated.runtime
 _ALIGN = 256  # bytes, as in dmuon.dedicated.buffer
@@ -106,14 +105,11 @@ class Dedicated(AdamW):
     def host_s(self) -> float:
         terms, plan = self.machine.terms, self.scenario.plan
         owners: dict[str, set[int]] = {}
-        owned: dict[int, list[Matrix]] = {}
         for m in plan.matrices:
             owners.setdefault(m.block, set()).add(plan.owners[m.name])
-            owned.setdefault(plan.owners[m.name], []).append(m)
         calls = (2 if self.keeps else 3) * sum(map(len, owners.values()))
-        most = max(map(tensors, owned.values()), default=0)
-        weights = tensors(plan.matrices)
-        host = (terms.host_module_s + terms.host_weight_s) * weights
+        most = int(np.count_nonzero(self._chunks, axis=0).max())
+        host = (terms.host_module_s + terms.host_weight_s) * tensors(plan.matrices)
         return host + terms.host_call_s * calls + terms.host_owned_s * most
 
     def units(self, block: Block) -> list[tuple[str, float]]:

@@ -109,6 +109,8 @@ class Recommendation:
                 f"these {least.mesh} {least.residency}{', kept' if least.kept else ''} holds least"
             )
         lines += [f"recommended, because {why}:", f"    {self.taken.code()}"]
+        if self.taken.topology.ep > 1:
+            lines.append("    # experts likewise, over the ranks that hold the same ones: a mesh of their own")
         return "\n".join(lines)
 
 

@@ -24,8 +24,9 @@ class Exchanged(AdamW):
         self._schedule = schedule(scenario)
 
     def host_s(self) -> float:
-        exchanged = tensors(self.scenario.plan.matrices) * self.machine.terms.host_exchanged_s
-        return super().host_s() + exchanged
+        terms = self.machine.terms
+        exchanged = terms.host_exchanged_s * tensors(self.scenario.plan.matrices)
+        return super().host_s() + exchanged + terms.host_owned_s * self._schedule.batches
 
     def update(self) -> None:
         rounds = self._schedule.rounds

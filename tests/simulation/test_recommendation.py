@@ -13,7 +13,7 @@ from harness.configs import LLAMA_8B, written
 from dmuon.model.config import read_model
 from dmuon.simulation.hardware import HARDWARE
 from dmuon.simulation.network import Topology
-from dmuon.simulation.programs import simulate
+from dmuon.simulation.programs import ProgramName, simulate
 from dmuon.simulation.recommendation import Recommendation, meshes, recommend
 from dmuon.simulation.scenario import Machine, Scenario
 from dmuon.simulation.terms import ERROR, FITTED, NO_TERMS, Terms, verdict
@@ -95,11 +95,16 @@ def test_below_the_error_nobody_wins() -> None:
 
 
 def test_a_slow_host_makes_the_step_longer(scenario: Scenario) -> None:
-    def step(terms: Terms) -> float:
-        return simulate("adamw", replace(scenario, machine=Machine.of(DEVICE, terms=terms))).step_s
+    def step(terms: Terms, name: ProgramName = "adamw") -> float:
+        return simulate(name, replace(scenario, machine=Machine.of(DEVICE, terms=terms))).step_s
 
     assert step(Terms(host_module_s=1e-6)) == step(NO_TERMS)  # it runs ahead
     assert step(Terms(host_module_s=1.0)) == 28.0  # a second for each weight
+    residencies: tuple[ProgramName, ...] = ("dedicated", "exchanged")
+    for name in residencies:  # 28 matrices over 64 ranks: a batch of one on the busiest
+        assert step(Terms(host_owned_s=9.0), name) == 9.0
+    assert step(Terms(host_exchanged_s=1.0), "exchanged") == 28.0
+    assert step(Terms(host_call_s=1.0), "dedicated") == 3 * 28.0  # two fills and a reduction for each owner of a block
     assert step(Terms(jitter=0.1)) > step(NO_TERMS)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from dmuon.simulation.engine import COMPUTE, Groups, Simulation, Times, latest
 from dmuon.simulation.network import NOTHING, Collective, Travel
-from dmuon.simulation.scenario import Scenario, batches, stored_shapes, tensors
-from dmuon.simulation.workload import Block, is_expert
+from dmuon.simulation.scenario import Scenario, batches, gathered_shapes, tensors
+from dmuon.simulation.workload import Block
 
 MASTER_BYTES = 4
 _EVERYBODYS = ("FSDP2 gather", "FSDP2 reduce", "FSDP2 all-reduce", "tokens")  # streams of AdamW's step too
@@ -184,16 +184,12 @@ class Gather(AdamW):
     """FSDP2; every rank gathers and orthogonalizes every matrix, one shape after another, then applies its rows."""
 
     def update(self) -> None:
-        matrices, ep = self.scenario.plan.matrices, self.topology.ep
-        divided = [m for m in matrices if ep > 1 and is_expert(m.name)]
-        shared = [m for m in matrices if not (ep > 1 and is_expert(m.name))]
-        for group, members, ranks in (("shard", shared, 1), ("expert shard", divided, ep)):
-            for (rows, cols), count in stored_shapes(members).items():
-                here = -(-count // ranks)
-                nbytes = rows * cols * here * MASTER_BYTES / self.topology.tp
-                way = self.way("all_gather", group, nbytes, here)
+        for group, shapes in gathered_shapes(self.scenario).items():
+            for (rows, cols), count in shapes.items():
+                nbytes = rows * cols * count * MASTER_BYTES / self.topology.tp
+                way = self.way("all_gather", group, nbytes, count)
                 gathered = self.travel("FSDP2 gather", "gather momentum", group, way, self.sim.now(COMPUTE))
                 self.sim.wait(COMPUTE, gathered)
-                for batch in batches(self.scenario, {(rows, cols): here}):
+                for batch in batches(self.scenario, {(rows, cols): count}):
                     self.sim.compute("ns", batch)
         self._adamw(self.others())

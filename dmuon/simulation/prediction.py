@@ -15,7 +15,7 @@ from dmuon.simulation.exchange import schedule
 from dmuon.simulation.hardware import Hardware
 from dmuon.simulation.network import AlphaBeta, Topology
 from dmuon.simulation.programs import PROGRAMS, ProgramName, simulate
-from dmuon.simulation.scenario import Machine, Scenario, batches, ns_chunks, stored_shapes
+from dmuon.simulation.scenario import Machine, Scenario, batches, gathered_shapes, ns_chunks
 from dmuon.simulation.terms import ERROR, verdict
 from dmuon.simulation.workload import Workload
 from dmuon.solver import CostTable, Plan, SolveOptions
@@ -175,7 +175,7 @@ def _program_time(name: ProgramName, scenario: Scenario) -> ProgramTime:
     forward_backward = scenario.forward_backward_s
     ns = 0.0
     if name == "gather":
-        ns = sum(batches(scenario, stored_shapes(scenario.plan.matrices)))
+        ns = sum(sum(batches(scenario, shapes)) for shapes in gathered_shapes(scenario).values())
     elif name == "exchanged":
         planned = schedule(scenario)
         ns = float((planned.alone + sum(round_.ns for round_ in planned.rounds)).max())

@@ -130,6 +130,14 @@ def stored_shapes(matrices: Iterable[Matrix]) -> Counter[tuple[int, int]]:
     return Counter((m.rows, m.cols) for m in matrices)
 
 
+def gathered_shapes(scenario: Scenario) -> dict[str, Counter[tuple[int, int]]]:
+    """By the group that shards them, what a rank orthogonalizes if it gathers all matrices that it has a part of."""
+    matrices, ep = scenario.plan.matrices, scenario.topology.ep
+    experts = stored_shapes(m for m in matrices if ep > 1 and is_expert(m.name))
+    shared = stored_shapes(m for m in matrices if ep == 1 or not is_expert(m.name))
+    return {"shard": shared, "expert shard": Counter({shape: -(-count // ep) for shape, count in experts.items()})}
+
+
 def batches(scenario: Scenario, counts: Mapping[tuple[int, int], int]) -> list[float]:
     """Seconds of the batches that ``counts`` matrices per stored shape make on one rank."""
     costs, scale = scenario.costs, 1e-9 * scenario.machine.ns_scale

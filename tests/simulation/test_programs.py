@@ -20,7 +20,7 @@ from dmuon.simulation.plot import draw_scaling, draw_timeline, pick_ranks
 from dmuon.simulation.pools import plan_pools, pooled
 from dmuon.simulation.prediction import Prediction, overhead, predict
 from dmuon.simulation.programs import PROGRAMS, ProgramName, simulate
-from dmuon.simulation.scenario import Machine, Scenario, ns_chunks
+from dmuon.simulation.scenario import Machine, Scenario, batches, gathered_shapes, ns_chunks
 from dmuon.simulation.terms import NO_TERMS
 from dmuon.simulation.workload import Block, Workload
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
@@ -146,12 +146,16 @@ def experts(world: int, ep: int, **grid: int) -> Scenario:
         ("dedicated", 4, 3 + (12 + 10) + 3 + (12 + 20) + 5 + 1 + 3 * 7),
         # Its own experts need no exchange. The shared matrix arrives meanwhile: three messages of 2 s, and three back.
         ("exchanged", 4, 4 + (12 + 10) + 4 + (12 + 20) + 6 + 2 * 7 + 7 + 6),
+        # Every rank orthogonalizes the shared matrix and its own experts.
+        ("gather", 4, 4 + (12 + 10) + 4 + (12 + 20) + 6 + 4 + 3 * 7),
         # Two ranks share four experts: another gather beside the first, by the same link. One message of tokens.
         ("adamw", 2, 2 * 4 + (4 + 10) + 2 * 4 + (4 + 20) + 2 * 6),
     ],
 )
 def test_experts_by_hand(name: ProgramName, ep: int, seconds: float) -> None:
-    assert simulate(name, experts(4, ep)).step_s == pytest.approx(seconds)
+    scenario = experts(4, ep)
+    assert simulate(name, scenario).step_s == pytest.approx(seconds)
+    assert sum(map(sum, (batches(scenario, shapes) for shapes in gathered_shapes(scenario).values()))) == 7 + 56 / ep
 
 
 def test_a_pipeline_stage_gathers_once_and_waits_for_the_others() -> None:

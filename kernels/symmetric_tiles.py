@@ -132,11 +132,11 @@ def candidates(m: int, p: int, dtype: torch.dtype, capability: tuple[int, int]) 
 
     Each builds without spills and fits the shared memory of ``capability`` (``(8, 0)``, ``(9, 0)``, ...).
     """
+    vectors = m % _VECTOR == 0 and p % _VECTOR == 0
     if dtype == torch.float32:
         # Exact fp32 has no matrix instruction: small tiles, as registers hold the operands too, and no
-        # descriptors, whose layout in shared memory makes it spill.
-        return TileConfig(64, 32, 8, 3), TileConfig(64, 16, 4, 3)
-    vectors = m % _VECTOR == 0 and p % _VECTOR == 0
+        # descriptors, whose layout in shared memory makes it spill. So do 8 warps that load element by element.
+        return (TileConfig(64, 32, 8, 3), TileConfig(64, 16, 4, 3)) if vectors else (TileConfig(64, 16, 4, 3),)
     if capability[0] not in (9, 10):
         large = [TileConfig(128, 64, 8, 3), TileConfig(128, 64, 8, 4), TileConfig(128, 32, 8, 4)] if vectors else []
         small = [TileConfig(64, 64, 4, 4), TileConfig(64, 64, 4, 3, resident=4)] if vectors else [UNALIGNED]

@@ -86,7 +86,7 @@ def test_wide_tiles_build_without_spills(arch):
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_every_candidate_builds_without_spills(arch, dtype):
     for config in candidates(2048, 2048, dtype, divmod(arch, 10)):
-        for layouts in LAYOUTS if dtype == torch.float16 else ("nt",):
+        for layouts in LAYOUTS if dtype == torch.float16 and arch in (80, 90, 100) else ("nt",):
             _check_resources(config, dtype, arch, layouts=layouts)
         if dtype == torch.float16:
             used = _check_resources(config, dtype, arch, adds=4, identity=0.5, sizes=(512, 512))

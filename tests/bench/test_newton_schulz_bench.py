@@ -23,7 +23,7 @@ def rows(text: str) -> list[list[str]]:
 def test_single_small_matrices_take_the_form_with_fewer_calls(monkeypatch, capsys):
     """And are not slowed by more than calls take; the bounds are wide, as the machine is shared."""
     monkeypatch.setattr(bench, "SMALL", ((16, 16), (128, 512)))
-    bench.small(60, 1.0)
+    bench.small(30, 0.2)
     (tiny, larger) = rows(capsys.readouterr().out)
     assert tiny[6] == "standard torch" and larger[6] == "gram r2 torch"
     assert float(tiny[5]) > 0.3 and float(larger[5]) > 0.7

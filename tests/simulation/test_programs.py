@@ -199,6 +199,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("models"), LLAMA_8B)
 
 
+@pytest.fixture(scope="module")
+def short_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of eight layers: what takes hundreds of simulations takes a quarter of the time."""
+    return written(tmp_path_factory.mktemp("models"), LLAMA_8B | {"num_hidden_layers": 8})
+
+
 def inputs(path: Path, world: int, **grid: int) -> tuple[Workload, Plan, CostTable, Topology]:
     matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in read_model(path)]
     costs = CostTable.from_flops({m.shape for m in matrices})
@@ -271,8 +277,8 @@ def test_1024_ranks_take_seconds(llama: Path) -> None:
     assert found.programs["dedicated"].ns_s < 0.01
 
 
-def test_changes_reach_the_target_and_no_less_would(llama: Path) -> None:
-    found = prediction(llama, 8, target=0.05)
+def test_changes_reach_the_target_and_no_less_would(short_llama: Path) -> None:
+    found = prediction(short_llama, 8, target=0.05)
     changes = {change.quantity: change for change in found.changes}
     tokens, ns = changes["tokens per rank"], changes["Newton–Schulz speed"]
     assert changes["link bandwidth"].factor is None
@@ -286,13 +292,13 @@ def test_changes_reach_the_target_and_no_less_would(llama: Path) -> None:
 
 
 @pytest.mark.pitfall("P82")
-def test_report_says_what_a_reader_needs(llama: Path) -> None:
-    text = prediction(llama, 8, target=0.01).report()
+def test_report_says_what_a_reader_needs(short_llama: Path) -> None:
+    text = prediction(short_llama, 8, target=0.01).report()
     assert "8 × H200, 1 node (replicate 1 × shard 8 × tp 1), 8,192 tokens per rank" in text
     assert "estimated for 3 of 3 shapes" in text
     assert "to come within 1.0% of AdamW" in text
     assert "link bandwidth       not reachable by this alone" in text
-    assert "(replicate 2 × shard 8 × tp 1)" in prediction(llama, 16, replicate=2).report().splitlines()[0]
+    assert "(replicate 2 × shard 8 × tp 1)" in prediction(short_llama, 16, replicate=2).report().splitlines()[0]
 
 
 def test_what_does_not_belong_together_is_named(llama: Path) -> None:

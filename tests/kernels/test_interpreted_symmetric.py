@@ -171,7 +171,7 @@ def test_several_addends_and_the_identity(config, dtype, count):
 
 
 @pytest.mark.parametrize("config", [WIDE, PERSISTENT], ids=["halves", "persistent"])
-@pytest.mark.parametrize("rows", [8, 64, 72, 104, 200])
+@pytest.mark.parametrize("rows", [8, 72, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (64, 104, 200))])
 def test_wide_tiles_and_persistent_programs(config, rows):
     """Even and odd numbers of tile rows, and ragged ones; more tiles than programs; with addends, in place."""
     x = gaussian(2, rows, 40).half()

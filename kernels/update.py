@@ -144,7 +144,7 @@ def normalized(
 @torch.no_grad()
 def apply_update_(
     params: Sequence[Tensor],  # k of (m, n)
-    update: Tensor,  # (k, m, n)
+    update: Tensor | Sequence[Tensor],  # (k, m, n), or several (j, m, n), k together
     *,
     lr: float,
     weight_decay: float,
@@ -156,15 +156,18 @@ def apply_update_(
         ValueError: a parameter of another shape than its update.
     """
     weights = list(params)
-    _check_shapes(weights, update)
+    stacks = [update] if isinstance(update, Tensor) else list(update)
+    _check_shapes(weights, stacks)
     if not weights:
         return
-    fused = _fused(update)
-    if fused is not None and fused.unsupported(weights, update) is None:
-        fused.apply_update(weights, update, lr=lr, weight_decay=weight_decay, scale=scale)
-        return
+    fused = _fused(weights[0])
+    if fused is not None:
+        stack = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
+        if fused.unsupported(weights, stack) is None:
+            fused.apply_update(weights, stack, lr=lr, weight_decay=weight_decay, scale=scale)
+            return
     torch._foreach_mul_(weights, 1 - lr * weight_decay)
-    torch._foreach_add_(weights, list(update.unbind(0)), alpha=-lr * scale)
+    torch._foreach_add_(weights, [one for stack in stacks for one in stack.unbind(0)], alpha=-lr * scale)
 
 
 @torch.no_grad()
@@ -214,16 +217,14 @@ def _check_momentum(grads: Sequence[Tensor], momentum: Tensor) -> None:
             )
 
 
-def _check_shapes(params: Sequence[Tensor], update: Tensor) -> None:
-    if update.ndim != 3 or len(params) != update.shape[0]:
-        raise ValueError(
-            f"update must be ({len(params)}, m, n) for {len(params)} parameters, got {tuple(update.shape)}"
-        )
-    for index, param in enumerate(params):
-        if param.shape != update.shape[1:]:  # add_ would broadcast
-            raise ValueError(
-                f"parameter {index} is {tuple(param.shape)}, update {tuple(update.shape[1:])}; batch equal shapes"
-            )
+def _check_shapes(params: Sequence[Tensor], stacks: Sequence[Tensor]) -> None:
+    shapes = [shape for stack in stacks for shape in [tuple(stack.shape[1:])] * len(stack)]
+    if any(stack.ndim != 3 for stack in stacks) or len(params) != len(shapes):
+        found = ", ".join(str(tuple(stack.shape)) for stack in stacks)
+        raise ValueError(f"update must be ({len(params)}, m, n) for {len(params)} parameters, got {found}")
+    for index, (param, shape) in enumerate(zip(params, shapes, strict=True)):
+        if param.shape != shape:  # add_ would broadcast
+            raise ValueError(f"parameter {index} is {tuple(param.shape)}, update {shape}; batch equal shapes")
 
 
 def _fused(tensor: Tensor) -> ModuleType | None:

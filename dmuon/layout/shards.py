@@ -25,19 +25,18 @@ class Piece:
     Attributes:
         runs: per dimension the runs of global indices, in the order in which the local tensor has them; no run is
             empty, and none continues the one before it.
+        shape: of the local tensor.
+        numel: elements in the local tensor.
     """
 
     runs: tuple[Runs, ...]
+    shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # each step asks for it
+    numel: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the local tensor."""
-        return tuple(_length(runs) for runs in self.runs)
-
-    @property
-    def numel(self) -> int:
-        """Elements in the local tensor."""
-        return prod(self.shape)
+    def __post_init__(self) -> None:
+        shape = tuple(_length(runs) for runs in self.runs)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "numel", prod(shape))
 
     def blocks(self) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """The local and the global slices of each contiguous block; none when the piece is empty."""
@@ -46,7 +45,7 @@ class Piece:
 
     def covers(self, shape: Sequence[int]) -> bool:
         """Whether this is all of a tensor of ``shape``."""
-        return self == Piece.whole(shape)
+        return self.shape == tuple(shape) and self == Piece.whole(shape)
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Piece:

@@ -14,6 +14,7 @@ from dmuon.layout.parcels import Parcel
 from dmuon.platform.torch_private import local_tensor
 
 _UNPLANNED_ELEMENTS = 2**25  # bounds the workspace where no plan sets a batch size
+_SMALL_PART = 2**16  # elements: what is elementwise takes less time than to start it
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,58 @@ class SharedBatch(Batch):
 
     domain: Domain
     parcel: Parcel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bundle:
+    """Batches of one round of whose matrices this rank has small parts that are alike.
+
+    One elementwise operation serves all of them: each batch by itself would cost more to start than to compute.
+
+    Attributes:
+        numbers: of the batches in the round.
+        momentum: of all of them, one after the other, ``(k, …)``; their ``stacked`` are parts of it.
+    """
+
+    numbers: tuple[int, ...]
+    momentum: Tensor
+
+
+def make_bundles(batches: Sequence[Batch], marks: Sequence[bool]) -> tuple[list[Bundle], dict[int, Tensor]]:
+    """Bundles of some of ``batches``, whose momentum is new: zeros.
+
+    Args:
+        marks: of each batch; those of a bundle have the same.
+
+    Returns:
+        The bundles, and by ``id`` of the parameter this rank's momentum of those in them.
+    """
+    alike: dict[object, list[int]] = {}
+    for number, (batch, mark) in enumerate(zip(batches, marks, strict=True)):
+        if batch.stacked is not None and 0 < batch.stacked[0].numel() <= _SMALL_PART:
+            kind = (
+                batch.stacked.shape[1:],
+                batch.dtype,
+                batch.params[0].dtype,
+                batch.device,
+                batch.shape,
+                batch.transposed,
+                mark,
+            )
+            alike.setdefault(kind, []).append(number)
+    bundles: list[Bundle] = []
+    momentum: dict[int, Tensor] = {}
+    for numbers in alike.values():
+        if len(numbers) == 1:
+            continue
+        members = [batches[number] for number in numbers]
+        stacks = [batch.stacked for batch in members if batch.stacked is not None]
+        joint = stacks[0].new_zeros((sum(map(len, stacks)), *stacks[0].shape[1:]))
+        for batch, part in zip(members, joint.split([*map(len, stacks)]), strict=True):
+            batch.stacked, batch.momenta = part, list(part)
+            momentum.update(zip(map(id, batch.params), batch.momenta, strict=True))
+        bundles.append(Bundle(tuple(numbers), joint))
+    return bundles, momentum
 
 
 def make_batches(tasks: Iterable[Task], device: torch.device | None = None) -> tuple[list[Batch], dict[int, Tensor]]:

@@ -19,7 +19,7 @@ from dmuon.layout.topology import position_in
 from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Task, make_batches, unplanned_batch_size
-from dmuon.step.rounds import AloneRound, Round
+from dmuon.step.rounds import AloneRound, ExchangedRound, Round
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,7 +206,11 @@ def lay_out(
             of_group, of_params = make_batches(task for task in tasks if id(task.param) in members)
             batches.append(of_group)
             momentum.update(of_params)
-        rounds += residency.rounds(batches)
+        of_residency = residency.rounds(batches)
+        for round_ in of_residency:
+            if isinstance(round_, ExchangedRound):
+                momentum.update(round_.bundle())
+        rounds += of_residency
     return rounds, momentum
 
 

@@ -12,9 +12,19 @@ from torch import Tensor
 
 from dmuon.comm.domain import Redistribution
 from dmuon.platform.streams import PhaseTimer
-from dmuon.step.batches import Batch, SharedBatch
+from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
 from dmuon.step.record import StepRecord
-from dmuon.step.update import Done, Orthogonalized, apply, folded, orthogonalize, orthogonalize_whole, wire_dtype
+from dmuon.step.update import (
+    Done,
+    Orthogonalized,
+    apply,
+    apply_together,
+    folded,
+    folded_together,
+    orthogonalize,
+    orthogonalize_whole,
+    wire_dtype,
+)
 
 
 class Round(Protocol):
@@ -105,9 +115,17 @@ class ExchangedRound:
         self.parcels = [batch.parcel for batch in batches]
         self.exchanged = any(len(parcel.holders) > 1 for parcel in self.parcels)
         self._what = what
+        self._bundles: list[Bundle] = []
         self._present: list[list[bool]] = []
         self._gathering: Redistribution | None = None
         self._scattering: Redistribution | None = None
+
+    def bundle(self) -> dict[int, Tensor]:
+        """Treat batches together whose parts here are small and alike; returns their momentum, which is new."""
+        # Apart from each other: what this rank keeps for itself must not keep what it sends.
+        owned = [batch.parcel.owner == self.domain.position for batch in self.batches]
+        self._bundles, momentum = make_bundles(self.batches, owned)
+        return momentum
 
     def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
         self._gathering = self._scattering = None  # a step before may have failed
@@ -115,11 +133,13 @@ class ExchangedRound:
         if not any(map(any, self._present)):
             return
         with timer.phase("momentum"):
-            parts = {
-                i: folded(group, batch, present_params)
-                for i, (batch, present_params) in enumerate(zip(self.batches, self._present, strict=True))
-                if self.domain.position in batch.parcel.pieces
-            }
+            parts: dict[int, Tensor] = {}
+            for bundle in self._whole_bundles():
+                members = [self.batches[i] for i in bundle.numbers]
+                parts |= zip(bundle.numbers, folded_together(group, members, bundle.momentum), strict=True)
+            for i, (batch, present_params) in enumerate(zip(self.batches, self._present, strict=True)):
+                if i not in parts and self.domain.position in batch.parcel.pieces:
+                    parts[i] = folded(group, batch, present_params)
         with timer.phase("exchange"):
             routes = [parcel.to_owner for parcel in self.parcels]
             self._gathering = Redistribution(routes, parts, self.domain, self._like(), f"gather of {self._what}")
@@ -149,10 +169,17 @@ class ExchangedRound:
         with timer.phase("exchange"):
             updates = self._scattering.wait()
         self._scattering = None
+        for bundle in self._whole_bundles():
+            members = [self.batches[i] for i in bundle.numbers]
+            apply_together(group, members, [updates.pop(i) for i in bundle.numbers], timer, record=record)
         for i, update in updates.items():
             batch = self.batches[i]
             for start, end in batch.runs(self._present[i]):
                 apply(group, batch, batch.params[start:end], update[batch.rows(start, end)], timer, record=record)
+
+    def _whole_bundles(self) -> list[Bundle]:
+        """Those of whose parameters all have a gradient somewhere."""
+        return [bundle for bundle in self._bundles if all(all(self._present[i]) for i in bundle.numbers)]
 
     def __str__(self) -> str:
         """What all ranks of the domain must agree on before data travels."""

@@ -110,6 +110,39 @@ def folded(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> T
     return out
 
 
+def folded_together(group: Mapping[str, Any], batches: Sequence[Batch], momentum: Tensor) -> list[Tensor]:
+    """:func:`folded` of a bundle, some rank of which has a gradient of each parameter.
+
+    Args:
+        momentum: of all of them, one after the other.
+    """
+    grads = [
+        torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)
+        for batch in batches
+        for p in batch.params
+    ]
+    update = momentum_update(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"])
+    return list(torch.split(update, [len(batch.params) for batch in batches]))
+
+
+def apply_together(
+    group: Mapping[str, Any],
+    batches: Sequence[Batch],
+    updates: Sequence[Tensor],
+    timer: PhaseTimer,
+    *,
+    record: StepRecord | None = None,
+) -> None:
+    """:func:`apply` to all parameters of a bundle."""
+    with timer.phase("apply"):
+        weights = [local_tensor(p).detach() for batch in batches for p in batch.params]
+        scale = update_scale(group["adjust_lr_fn"], batches[0].scaled_shape)
+        apply_update_(weights, updates, lr=group["lr"], weight_decay=group["weight_decay"], scale=scale)
+        if record is not None:
+            labels = [label for batch in batches for label in batch.labels_of(batch.params)]
+            record.note(labels, batches[0].shape, group["lr"] * scale, torch.cat([*updates]), weights)
+
+
 def apply(
     group: Mapping[str, Any],
     batch: Batch,
@@ -127,7 +160,7 @@ def apply(
         record: is told of update and weights.
     """
     with timer.phase("apply"):
-        weights = [p.detach() for p in params]
+        weights = [local_tensor(p).detach() for p in params]  # a DTensor's own detach costs forty times as much
         matrices = batch.matrices(weights)
         if scale is None:
             scale = update_scale(group["adjust_lr_fn"], batch.scaled_shape)

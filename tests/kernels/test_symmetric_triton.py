@@ -80,15 +80,20 @@ def test_wide_tiles_build_without_spills(arch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        *((arch, dtype) for arch in (80, 90, 100) for dtype in (torch.float16, torch.float32)),
+        (100, torch.bfloat16),
+    ],
+)
 def test_every_candidate_builds_without_spills(arch, dtype):
+    """Further architectures, types and layouts are in ``bench/kernel_resources.py``, which takes minutes."""
     for config in candidates(2048, 2048, dtype, divmod(arch, 10)):
-        for layouts in LAYOUTS if dtype == torch.float16 and arch in (80, 90, 100) else ("nt",):
-            _check_resources(config, dtype, arch, layouts=layouts)
+        _check_resources(config, dtype, arch)
         if dtype == torch.float16:
             used = _check_resources(config, dtype, arch, adds=4, identity=0.5, sizes=(512, 512))
-            assert used.blocks >= config.resident or arch not in (80, 90, 100), (config, arch)
+            assert used.blocks >= config.resident, (config, arch)
     for config in candidates(2047, 2047, dtype, divmod(arch, 10)):
         _check_resources(config, dtype, arch, sizes=(511, 1023))
 

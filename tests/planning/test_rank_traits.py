@@ -48,7 +48,7 @@ def test_a_fuller_rank_owns_no_more_than_its_part_of_an_even_share() -> None:
     assert counts[2] == 2 and sum(counts) == 24, "a quarter of eight"
 
 
-@given(st.lists(st.integers(950, 1050), min_size=1, max_size=9), st.integers(1, 2**40))
+@given(st.lists(st.integers(960, 1040), min_size=1, max_size=9), st.integers(1, 2**40))
 def test_noise_leaves_ranks_alike(times: list[int], free: int) -> None:
     assert limits_of([RankTraits(ns, free) for ns in times], MATRICES) == [Limits()] * len(times)
 

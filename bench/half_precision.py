@@ -144,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="some of them, fp32 among them")
     parser.add_argument("--squares-lr", type=float, default=1.0, help="of fp16 squares, over that of the others")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
@@ -151,12 +152,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = GPTConfig(arguments.layers, arguments.width, 4, arguments.context)
     corpus = load_corpus(None, config.context)
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    precisions = arguments.precisions.split(",")
+    if "fp32" not in precisions or not set(precisions) <= PRECISIONS.keys():
+        parser.error(f"--precisions must be some of {', '.join(PRECISIONS)}, and fp32 among them")
     rates = dict.fromkeys(PRECISIONS, LR) | {"fp16 squares": LR * arguments.squares_lr}
     curves = {
         precision: [
             train(precision, seed, config, corpus, arguments.steps, arguments.batch, rates[precision]) for seed in seeds
         ]
-        for precision in PRECISIONS
+        for precision in precisions
     }
     found = compare(curves)
     for name, of_seeds in curves.items():

@@ -30,7 +30,8 @@ class RankTraits:
 
     Attributes:
         product_ns: time of a product of matrices on its device.
-        free_bytes: memory of its device that nobody uses; None on a CPU, whose ranks share theirs.
+        free_bytes: memory of its device that nobody uses; None on a CPU, whose ranks share theirs, and where that is
+            unknown.
     """
 
     product_ns: int
@@ -115,6 +116,8 @@ def _free_bytes(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device.type)
+    if not hasattr(module, "mem_get_info"):  # not of every device
+        return None
     free: int = module.mem_get_info(device)[0]
     unused: int = module.memory_reserved(device) - module.memory_allocated(device)  # by torch's cache
     return free + unused

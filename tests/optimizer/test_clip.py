@@ -418,6 +418,7 @@ SLOW = (
     "tp-fsdp",
     "hsdp",
     "root replicated",
+    "owned x TP replicated",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -80,6 +81,17 @@ def test_devices_are_measured_by_default_where_costs_are(
 def test_the_measurement_is_of_this_device() -> None:
     here = RankTraits.here(CPU)
     assert here.free_bytes is None and 10_000 < here.product_ns < 10**9, "256³ multiply-adds"
+
+
+def test_memory_that_torch_keeps_for_itself_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(
+        mem_get_info=lambda device: (100, 500), memory_reserved=lambda device: 70, memory_allocated=lambda device: 50
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    monkeypatch.setattr(rank_traits, "_product_ns", lambda device: 1)
+    assert RankTraits.here(CUDA) == RankTraits(1, 120)
+    del module.mem_get_info
+    assert RankTraits.here(CUDA) == RankTraits(1, None)
 
 
 def loads(found: dmuon.OwnerPlan) -> list[int]:

@@ -106,9 +106,11 @@ def normalized_momentum(
     check_eps(eps)
     _check_momentum(grads, momentum)
     fused = _fused(momentum)
-    if fused is not None and fused.unsupported(grads, momentum) is None and momentum.dtype == torch.float32:
+    kept = carrier_dtype(momentum.device, storage)
+    fits = momentum.dtype == torch.float32 and kept != torch.float64
+    if fused is not None and fits and fused.unsupported(grads, momentum) is None:
         norms = fused.momentum_norms(grads, momentum, beta=beta, nesterov=nesterov)
-        out = torch.empty(momentum.shape, dtype=carrier_dtype(momentum.device, storage), device=momentum.device)
+        out = torch.empty(momentum.shape, dtype=kept, device=momentum.device)
         fused.normalized_update(grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, out=out)
         return out, norms
     update = momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
@@ -133,9 +135,11 @@ def normalized(
     check_eps(eps)
     fused = _fused(x)
     matrices = list(x.unbind(0))
-    if fused is not None and matrices and fused.unsupported(matrices, x) is None and x.dtype == torch.float32:
+    kept = carrier_dtype(x.device, storage)
+    fits = x.dtype == torch.float32 and kept != torch.float64
+    if fused is not None and fits and matrices and fused.unsupported(matrices, x) is None:
         norms = fused.norms_of(x)
-        out = torch.empty(x.shape, dtype=carrier_dtype(x.device, storage), device=x.device)
+        out = torch.empty(x.shape, dtype=kept, device=x.device)
         fused.normalized_update(matrices, x, norms, beta=0.0, nesterov=False, eps=eps, out=out)
         return out, norms
     return normalize(x, storage, eps)
@@ -162,7 +166,8 @@ def apply_update_(
         return
     fused = _fused(weights[0])
     if fused is not None:
-        stack = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
+        # An owner's own part is a view of the whole: all ranks must round alike, and so take one way.
+        stack = stacks[0].contiguous() if len(stacks) == 1 else torch.cat(stacks)
         if fused.unsupported(weights, stack) is None:
             fused.apply_update(weights, stack, lr=lr, weight_decay=weight_decay, scale=scale)
             return

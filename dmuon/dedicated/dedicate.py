@@ -121,7 +121,7 @@ def dedicate_params(
             meta device, such as a transformers model's ``_init_weights``; default: ``module.reset_parameters()``.
             Rank 0 calls it for some modules at a time, in the order of ``model.modules()``, and every rank keeps what
             it owns and what nobody owns: none ever holds the whole model. What it leaves alone is NaN, until a
-            checkpoint is loaded.
+            checkpoint is loaded. What writes to other modules' tensors is refused.
 
     Returns:
         The plan: owners, predicted loads, and a report.
@@ -347,7 +347,16 @@ def _own(
     keep: bool,
 ) -> None:
     packed = _pack(inspected, plan, comm)
-    masters = _share_initial_values(model, [w for _, weights in packed for w in weights], comm, initialize)
+    weights_of_all = [weight for _, weights in packed for weight in weights]
+    fault: Exception | None = None
+    try:
+        masters = _share_initial_values(model, weights_of_all, comm, initialize)
+    except Exception as error:  # what the user's function raises: tensor-parallel ranks must not go on without this one
+        fault = error
+    if comm.topology.tensor > 1:
+        agree(comm.control, fault)
+    if fault is not None:
+        raise fault
     modules = {r.block: r.block_module for r in inspected.routes}
     blocks: list[Block] = []
     for dtype, weights in packed:
@@ -413,10 +422,11 @@ def _share_initial_values(
 def _initial_values(model: nn.Module, comm: Comm, initialize: Initialize | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Every parameter and buffer, with the first rank's value of its local part."""
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-    values = from_first_rank([*map(local_tensor, tensors)], comm, "broadcast of initial values")
-    yield from zip(tensors, values, strict=True)
     if is_on_meta(model):
         yield from values_of_meta(model, comm, initialize)
+    # Behind the others: initializing a module may have changed buffers of it that were there.
+    values = from_first_rank([*map(local_tensor, tensors)], comm, "broadcast of initial values")
+    yield from zip(tensors, values, strict=True)
 
 
 def _pack(inspected: _Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torch.dtype, list[Weight]]]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dmuon.comm.context import Comm
 from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated import initial_values
 from dmuon.dedicated.initial_values import from_first_rank
 from dmuon.model.blocks import canonical_fqn
-from dmuon.platform.torch_private import local_tensor, move_hooks
+from dmuon.platform.torch_private import TorchDispatchMode, local_tensor, move_hooks, share_random_state
 
 Initialize = Callable[[nn.Module], object]
 _NAMED = 5  # at most in one message
@@ -40,11 +42,10 @@ def check_initialize(model: nn.Module, initialize: Initialize | None) -> None:
             "initialize out"
         )
     for name, module in waiting:
-        kinds = {param.is_meta for param in module.parameters(recurse=False)}
-        if len(kinds) > 1:
+        if not all(param.is_meta for param in module.parameters(recurse=False)):
             raise ValueError(
-                f"module {name or 'model'!r} has parameters on the meta device and others that are not, which "
-                "initializing would overwrite; move all of its parameters to one of them"
+                f"module {name or 'model'!r} has tensors on the meta device and parameters that are not, which "
+                "initializing would overwrite; move all of its tensors to one of them"
             )
     lacking = [
         f"{canonical_fqn(name) or 'model'!r} ({type(module).__name__})"
@@ -64,15 +65,24 @@ def values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None) 
     """Every tensor of ``model`` on the meta device, with the value (of its local part) that the first rank gave it.
 
     The first rank materializes the tensors of some modules, NaN at first, and initializes these modules, in the order
-    of ``model.modules()``; what several modules hold has the value that the last one left. No rank has more than a
-    bucket of it, besides what the caller keeps. A value may be a part of a bucket: copy what shall stay. Collective
-    over the data-parallel ranks.
+    of ``model.modules()``; what several modules hold has the value that the last one left. A method of a module, such
+    as a transformers model's ``_init_weights``, is called for modules without tensors, too: it is refused if it writes
+    to what is not there. No rank has more than a bucket of it, besides what the caller keeps. A value may be a part of
+    a bucket: copy what shall stay. Collective over the data-parallel ranks.
 
     Raises:
         RuntimeError: on the first rank: initializing a module failed, or changed what it holds.
         CollectiveError: on the others, then.
     """
-    waiting = [(name, module) for name, module in model.named_modules() if _waiting(module)]
+    of_model = isinstance(getattr(initialize, "__self__", None), nn.Module)
+    waiting = [
+        (name, module)
+        for name, module in model.named_modules()
+        if _waiting(module) or (of_model and not [*_held(module)] and is_on_meta(module))
+    ]
+    mesh = next((t.device_mesh for _, m in waiting for _, _, t in _waiting(m) if isinstance(t, DTensor)), None)
+    if mesh is not None and comm.position == 0:
+        share_random_state(mesh)
     last = {id(tensor): module for _, module in waiting for _, _, tensor in _waiting(module)}
     given: dict[int, Tensor] = {}  # on the first rank, until all modules that hold a tensor are initialized
     untouched: list[str] = []
@@ -161,7 +171,7 @@ def _initialize(
             given[id(tensor)] = _blank(tensor, device)
         store[key] = given[id(tensor)]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _NothingIsLost():  # type: ignore[no-untyped-call]
             if initialize is None:
                 module.reset_parameters()  # type: ignore[operator]
             else:
@@ -180,6 +190,19 @@ def _initialize(
             store[key] = tensor
     prefix = f"{canonical_fqn(name)}." if name else ""
     return [f"{prefix}{key}" for _, key, tensor in held if _is_blank(local_tensor(given[id(tensor)]))]
+
+
+class _NothingIsLost(TorchDispatchMode):
+    """Raises where something is written to a tensor on the meta device, which would forget it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args else None
+        if func.overloadpacket.__name__.endswith("_") and isinstance(target, Tensor) and target.is_meta:
+            raise RuntimeError(
+                "it writes to a tensor of another module, which is on the meta device still; give initialize=… a "
+                "function that writes to a module's own tensors, or materialize the model and initialize it first"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dmuon.comm.agreement import agree
 from dmuon.comm.domain import Domain
+from dmuon.comm.monitor import CollectiveError
 from dmuon.exchanged.layouts import LayoutOptions, Layouts
 from dmuon.layout.matrices import Region, Share, numbered, stack_shape
 from dmuon.layout.parameters import ParameterLayout
@@ -45,18 +46,27 @@ def plan(layouts: Layouts, last: Layouts | None = None) -> Layouts:
     """
     options = layouts.recipe.options
     plans: dict[Ranks, OwnerPlan] = {}
+    fault: Exception | None = None
     for ranks, domain in layouts.domains.items():
         matrices, pools = shared_matrices(layouts, ranks)
         if not matrices:
             continue
         old = last.plans.get(ranks) if last is not None and last.recipe.options == options else None
-        if old is None or old.matrices != tuple(matrices):
-            old = _planned(domain, matrices, pools, options)
-            if domain.position == 0:
-                _tell(old, ranks)
-        else:
+        if old is not None and old.matrices == tuple(matrices):
             _log.debug("ranks %s share the same matrices as before, and keep their plan", ranks)
-        plans[ranks] = old
+            plans[ranks] = old
+            continue
+        try:
+            plans[ranks] = _planned(domain, matrices, pools, options)
+        except CollectiveError:
+            raise
+        except Exception as error:  # the ranks of the next domains wait for this one
+            fault = fault or error
+            continue
+        if domain.position == 0:
+            _tell(plans[ranks], ranks)
+    if fault is not None:
+        raise fault
     return replace(layouts, plans=plans)
 
 
@@ -115,6 +125,7 @@ def _planned(
         pools=pools,
         ns_per_byte=per_byte,
         ranks=options.ranks,
+        held=False,
     )
 
 

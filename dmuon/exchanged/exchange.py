@@ -62,9 +62,14 @@ def exchange_for(
     fault: Exception | None = None
     match config.assign_fn:
         case AssignByLayout(own) if layouts is not None and own is recipe:
-            layouts = state[LAYOUTS] = plan(layouts, old)
-            state["assignments"] = planned_owners(layouts, this_rank())
-            owners = tuple(state["assignments"].values())
+            try:
+                layouts = state[LAYOUTS] = plan(layouts, old)
+                state["assignments"] = planned_owners(layouts, this_rank())
+                owners = tuple(state["assignments"].values())
+            except CollectiveError:
+                raise
+            except Exception as error:  # ranks that share other matrices with this one must hear of it
+                owners, fault = (GlobalRank(0),) * len(params), error
         case _:
             owners, fault = _asked(config, params)
             planned: Layouts | None = state[LAYOUTS]  # by a generated function, if the user's one has called that
@@ -140,11 +145,14 @@ def _require_same_owners(
 ) -> None:
     columns = zip(params, labels, owners, strict=True)
     described = {id(param): (f"owner of parameter {label!r}", str(owner)) for param, label, owner in columns}
-    for domain, members in domains:
-        try:
-            require_same(domain.group, domain.ranks, fault, [described[id(p)] for p in members], None)
-        except Exception as error:  # the ranks of the next domains must hear of it
-            fault = error
+    for _ in range(2):  # so that a fault reaches the domains that were asked before
+        for domain, members in domains:
+            try:
+                require_same(domain.group, domain.ranks, fault, [described[id(p)] for p in members], None)
+            except CollectiveError:
+                raise
+            except Exception as error:  # the ranks of the next domains must hear of it
+                fault = fault or error
     if fault is not None:
         raise fault
 

@@ -256,7 +256,8 @@ class AssignByLayout:
         if len(names) != len(params):
             names = [str(i) for i in range(len(params))]
         last: Layouts | None = state.get(LAYOUTS)
-        state[LAYOUTS] = plan(lay_out(self.recipe, params, names, last=last), last)
+        among_holders = last is not None and last.among_holders
+        state[LAYOUTS] = plan(lay_out(self.recipe, params, names, last=last, among_holders=among_holders), last)
         return planned_owners(state[LAYOUTS], this_rank())
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -29,7 +30,7 @@ from dmuon.planning.agreed_plan import Costs, check_options
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.planning.rank_traits import RankChoice
 from dmuon.platform.options import check_integer
-from dmuon.platform.torch_private import local_tensor
+from dmuon.platform.torch_private import default_group_is_bound, local_tensor
 from dmuon.solver import SolveOptions
 
 CHUNK_BYTES = 2**28
@@ -83,6 +84,7 @@ class Layouts:
         placed: where each parameter lies; None for one that this rank has alone.
         domains: by their ranks, those that share parameters with this one; in one order on all ranks.
         whole: all ranks of the recipe's grid, some of which may share nothing; None without a grid of several ranks.
+        among_holders: ranks that hold the same matrices of a stack exchange these among themselves.
         plans: who is to own what, by the ranks that share it; empty before they have planned.
     """
 
@@ -93,6 +95,7 @@ class Layouts:
     placed: tuple[ParameterLayout | None, ...]
     domains: Mapping[Ranks, Domain]
     whole: Domain | None
+    among_holders: bool = False
     plans: Mapping[Ranks, OwnerPlan] = field(default_factory=dict)
 
     def members(self, domain: Domain) -> list[Tensor]:
@@ -156,7 +159,8 @@ def lay_out(
             whole = make_domain(recipe.grid.ranks, device or torch.device("cpu"))
         placed = _placed_on_grid(recipe, recipe.grid, whole, params, names)
     placed = [None if one is None or len(one.ranks) == 1 else one for one in placed]
-    if among_holders:
+    among_holders = among_holders and not (dist.is_initialized() and default_group_is_bound())
+    if among_holders:  # a default group that is bound to a device allows no further groups of some ranks
         placed = [
             one if one is None or spec_of(param).flattened else part_among_holders(one, this_rank())
             for param, one in zip(params, placed, strict=True)
@@ -168,14 +172,8 @@ def lay_out(
     domains: dict[Ranks, Domain] = {}
     labels = list(names)
     described: dict[Ranks, list[tuple[str, str]]] = {}
-    for ranks in sorted({ranks for one in placed if one is not None for ranks in (one.ranks, one.whole.ranks)}):
-        members = [
-            (i, of_domain)
-            for i, one in enumerate(placed)
-            if one is not None
-            for of_domain in ((one.whole, one) if one.is_part else (one.whole,))
-            if of_domain.ranks == ranks
-        ]
+    for ranks in sorted({one.whole.ranks for one in placed if one is not None}):
+        members = [(i, one.whole) for i, one in enumerate(placed) if one is not None and one.whole.ranks == ranks]
         domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[members[0][0]]).device)
         for number, (i, _) in enumerate(members):
             labels[i] = _label(names[i], number, ranks)
@@ -188,7 +186,12 @@ def lay_out(
                 fault = fault or error
     if fault is not None:
         raise fault
-    return Layouts(recipe, tuple(params), tuple(names), tuple(labels), tuple(placed), domains, whole)
+    # Only now: a rank that has another layout would not come. What is alike as a whole is alike in its parts.
+    for ranks in sorted({one.ranks for one in placed if one is not None and one.is_part} - domains.keys()):
+        member = next(i for i, one in enumerate(placed) if one is not None and one.ranks == ranks)
+        domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[member]).device)
+    domains = dict(sorted(domains.items()))
+    return Layouts(recipe, tuple(params), tuple(names), tuple(labels), tuple(placed), domains, whole, among_holders)
 
 
 def _placed_alone(
@@ -214,10 +217,11 @@ def _suspected(param: Tensor) -> ParameterLayout | None:
     """Where a parameter that cannot be placed seems to lie, for its ranks to hear of it; None if that is unknown."""
     if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is None:
         return None
+    ranks = param.device_mesh.mesh.flatten().tolist()
     try:
-        return placed_by_mesh(param)
+        return placed_by_mesh(param) if len(set(ranks)) == len(ranks) else place_replicated(param, sorted(set(ranks)))
     except ValueError:
-        return place_replicated(param, sorted(set(param.device_mesh.mesh.flatten().tolist())))
+        return place_replicated(param, sorted(set(ranks)))
 
 
 def _placed_on_grid(

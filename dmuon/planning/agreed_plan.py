@@ -62,6 +62,7 @@ def make_plan(
     pools: Sequence[frozenset[str]] | None = None,
     ns_per_byte: float = 0.0,
     ranks: RankChoice = None,
+    held: bool = True,
 ) -> OwnerPlan:
     """Find costs and solve, or take ``plan``, on rank 0; broadcast, and verify. Collective over ``group``.
 
@@ -70,6 +71,7 @@ def make_plan(
         pools: of every rank, the pools whose matrices it may own; None: all of them.
         ns_per_byte: what a byte of a matrix costs its owner, beside Newton–Schulz.
         ranks: whether they are taken as alike, or measured.
+        held: owners hold what they own, so that free memory limits it.
 
     Raises:
         ValueError: on every rank, when the costs are unusable, the solver failed, or the plan does not fit
@@ -81,7 +83,7 @@ def make_plan(
     measured = None if plan is not None else _find_costs(matrices, group, device, costs)
     limits = [Limits()] * world
     if plan is None and world > 1 and is_wanted(ranks, costs, device):
-        limits = limits_of(_measured_ranks(group, device), matrices)
+        limits = limits_of(_measured_ranks(group, device), matrices, held=held)
         if rank == 0:
             tell(ranks_of(group), limits)
 

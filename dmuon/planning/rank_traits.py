@@ -29,18 +29,22 @@ class RankTraits:
     """What one rank measured of itself.
 
     Attributes:
-        product_ns: time of a product of matrices on its device.
+        product_ns: time of a product of matrices on its device; None where there was no memory for it.
         free_bytes: memory of its device that nobody uses; None on a CPU, whose ranks share theirs, and where that is
             unknown.
     """
 
-    product_ns: int
+    product_ns: int | None
     free_bytes: int | None
 
     @classmethod
     def here(cls, device: torch.device) -> RankTraits:
         """This rank's. The product is timed once in a process, in about 0.1 s."""
-        return cls(_product_ns(device), _free_bytes(device))
+        try:
+            product = _product_ns(device)
+        except torch.OutOfMemoryError:
+            product = None
+        return cls(product, _free_bytes(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +68,23 @@ def check_choice(choice: object) -> None:
         raise ValueError(f"ranks must be 'alike', 'measured' or None, got {choice!r}")
 
 
-def limits_of(traits: Sequence[RankTraits], matrices: Sequence[Matrix]) -> list[Limits]:
+def limits_of(traits: Sequence[RankTraits], matrices: Sequence[Matrix], *, held: bool = True) -> list[Limits]:
     """What each rank may own, by what all have measured.
 
     Speeds are relative to the median, memory to the median of what is free: a rank with less of it than the others
     may hold as much less than an even share.
+
+    Args:
+        held: owners hold masters and momentum of what they own; False leaves memory out.
     """
-    product = statistics.median(rank.product_ns for rank in traits)
-    speeds = [product / rank.product_ns for rank in traits]
-    known = [rank.free_bytes for rank in traits if rank.free_bytes is not None]
+    times = [rank.product_ns for rank in traits if rank.product_ns is not None]
+    typical_ns = statistics.median(times) if times else 1
+    speeds = [1.0 if rank.product_ns is None else typical_ns / rank.product_ns for rank in traits]
+    known = [rank.free_bytes for rank in traits if rank.free_bytes is not None and held]
     typical = statistics.median(known) if len(known) == len(traits) else 0
     share = sum(m.rows * m.cols for m in matrices) * _MASTER_AND_MOMENTUM / len(traits)
     return [
-        Limits(rounded(speed), _room(rank.free_bytes, typical, share))
+        Limits(rounded(speed), _room(rank.free_bytes if held else None, typical, share))
         for rank, speed in zip(traits, speeds, strict=True)
     ]
 
@@ -104,7 +112,7 @@ def tell(ranks: Sequence[int], limits: Sequence[Limits]) -> None:
 def _room(free: int | None, typical: float, share: float) -> int | None:
     if free is None or free >= (1 - _ALIKE) * typical:
         return None
-    return int(share * free / typical)
+    return int(share * int(free / typical * _STEPS) / _STEPS)
 
 
 @cache

@@ -17,7 +17,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
@@ -163,6 +163,23 @@ def keys_in(store: Store) -> list[str]:
 def default_group_is_bound() -> bool:
     """Whether the default process group was made for one device (``init_process_group(device_id=…)``)."""
     return dist.distributed_c10d._get_default_group().bound_device_id is not None
+
+
+def share_random_state(mesh: DeviceMesh) -> None:
+    """Let DTensors over ``mesh`` draw random numbers on some of its replicas alone. Collective over ``mesh``, 1-D.
+
+    The first random operation on a DTensor would have torch synchronize all ranks, of which some may be elsewhere. The
+    state of the first rank of ``mesh`` becomes that of the others. Nothing to do on a CPU.
+    """
+    if not _random.is_rng_supported_mesh(mesh):
+        return
+    module = torch.get_device_module(mesh.device_type)
+    group = mesh.get_group()
+    state = module.get_rng_state().to(mesh.device_type)
+    dist.broadcast(state, src=dist.get_process_group_ranks(group)[0], group=group)
+    module.set_rng_state(state.cpu())
+    if _random._rng_tracker is None:
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 def managed_by_ddp() -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from dmuon.comm.agreement import agree
+from dmuon.comm.process_groups import this_rank
 from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.dedication import require_dedicated
 from dmuon.optimizer.muon import Muon
@@ -39,7 +40,7 @@ def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | Non
         solve: options of the solver.
 
     Returns:
-        The model's own plan, if no rank differs.
+        The model's own plan, if no rank differs and it was made so. Memory is not looked at.
 
     Raises:
         ValueError: on every rank: the model was not dedicated, the plan does not know its costs, no step was taken yet,
@@ -49,32 +50,34 @@ def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | Non
     if len(dedications) > 1:
         raise ValueError("several models inside of this one were dedicated; ask for the plan of one of them")
     plan, comm = dedications[0].plan, dedications[0].runtime.comm
+    ranks = comm.topology.ranks
+    position = ranks.index(this_rank())
     seconds = sum(optimizer.last_step.seconds.get(phase, 0.0) for phase in _PHASES)
     works = _work_of(plan)
     fault = None
     if works is None:
         fault = "the plan of the model does not know what its matrices cost; plan it anew, without plan="
-    elif works[comm.position] and not seconds:
+    elif works[position] and not seconds:
         fault = "the optimizer has taken no step yet that this rank took part in; train some steps first"
-    said = agree(comm.control, fault, (comm.position, seconds, HostShare.here().host))
+    said = agree(comm.control, fault, (position, seconds, HostShare.here().host))
     assert works is not None
     took, hosts = [0.0] * plan.world, [""] * plan.world
-    for position, of_rank, host in said:  # with tensor parallelism, several ranks of one position
-        took[position], hosts[position] = max(took[position], of_rank), host
+    for at, of_rank, host in said:
+        took[at], hosts[at] = of_rank, host
     limits = [Limits(speed) for speed in speeds_of(works, took)]
-    if all(limit == Limits() for limit in limits):
-        return plan
+    if all(limit == Limits() for limit in limits) and list(plan.solution.loads_ns) == works:
+        return plan  # which takes all ranks as alike, too
 
     def find() -> list[Any]:
         """Error and document, on the first rank."""
         if dist.get_rank(comm.control) != 0:
             return [None, None]
         nodes = {host: node for node, host in enumerate(dict.fromkeys(hosts))}
-        ranks = [Rank(i, nodes[host], limit.speed) for i, (host, limit) in enumerate(zip(hosts, limits, strict=True))]
+        own = [Rank(i, nodes[host], limit.speed) for i, (host, limit) in enumerate(zip(hosts, limits, strict=True))]
         try:
             assert plan.costs is not None
-            found = replace(plan, solution=solve_plan(plan.matrices, ranks, plan.costs, solve or SolveOptions()))
-            _tell(comm.ranks, works, took, limits, found)
+            found = replace(plan, solution=solve_plan(plan.matrices, own, plan.costs, solve or SolveOptions()))
+            _tell(ranks, works, took, limits, found)
             return [None, found.to_json()]
         except Exception as error:  # every rank must hear of it, whatever it is
             return [reason_of(error), None]

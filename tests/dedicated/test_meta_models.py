@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any], type[Except
         r"modules 'blocks\.0\.table' \(ParameterList\) are on the meta device and have no reset_parameters\(\)",
     ),
     "half of a module": (
-        lambda rank: half_there(), {}, ValueError, r"module 'blocks\.0\.up' has parameters on the meta device and",
+        lambda rank: half_there(), {}, ValueError, r"module 'blocks\.0\.up' has tensors on the meta device and",
     ),
     "no function": (
         lambda rank: on_meta(), {"initialize": "normal"}, TypeError, "must be a function of a module, got str",
@@ -289,6 +289,55 @@ def test_what_cannot_be_initialized_is_refused_on_every_rank(rank: int, world: i
         model = make(rank)
         raised = raised_by(partial(dmuon.dedicate_params, model, mesh, costs="flops", **options))
         assert raised.matches(error, match), (name, raised)
+
+
+class Scaled(nn.Module):
+    """Its method initializes what its child holds, as that of transformers' GPT-2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def initialize(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+        elif isinstance(module, nn.Sequential):
+            nn.init.zeros_(module[1].weight)
+
+
+@on_ranks(2)
+def test_values_for_the_tensors_of_another_module_are_never_lost(rank: int, world: int) -> None:
+    model = Scaled().to("meta")
+    mesh = init_device_mesh("cpu", (world,))
+    raised = raised_by(lambda: dmuon.dedicate_params(model, mesh, costs="flops", initialize=model.initialize))
+    if rank == 0:
+        says = r"initializing module 'blocks\.0' \(Sequential\) failed: it writes to a tensor of another module"
+        assert raised.matches(RuntimeError, says), raised
+    else:
+        assert raised.matches(CollectiveError, "was given up, because rank 0"), raised
+
+
+@on_ranks(4)
+def test_a_failure_ends_the_tensor_parallel_ranks_of_other_replicas(rank: int, world: int) -> None:
+    """Only one of two tensor-parallel ranks fails, of the first replica."""
+    model = build().to("meta")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    tensor_parallel(model, mesh["tp"])
+
+    def initialize(module: nn.Module) -> None:
+        if rank == 1 and isinstance(module, nn.LayerNorm):
+            raise OSError("no such file")
+        numbered(module)
+
+    raised = raised_by(lambda: dmuon.dedicate_params(model, mesh["shard"], costs="flops", initialize=initialize))
+    assert raised.matches(Exception, {0: "no such file", 2: "no such file", 1: "no such file", 3: "rank 1"}[rank]), (
+        raised
+    )
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import dmuon
-from dmuon import create_dtensor_config, create_processgroup_config
+from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_config
 from dmuon.check.accounting import Traffic
 from dmuon.check.topologies import full_state
+from dmuon.exchanged import assignment
 
 SHAPES = [(5, 6, 4), (3, 4, 9), (1, 7, 7), (4, 1, 8)]
 MATRICES = [(7, 5), (9, 5)]
@@ -191,6 +193,51 @@ def test_a_fault_in_one_group_of_experts_ends_all_ranks(rank: int, world: int) -
     raised = raised_by(lambda: dmuon.Muon([{"params": [stack, matrix], "use_muon": True}], **OPTIONS))
     says = r"the local tensor of rank 3 has shape \(2, 1, 4\), torch's chunks have \(2, 3, 4\)"
     assert raised.matches(ValueError, says), raised
+
+
+@on_ranks(4)
+def test_a_rank_without_the_experts_is_told_before_their_group_connects(rank: int, world: int) -> None:
+    mesh, placements = groups_of_experts()
+    stack = parameter(noise(0, 4, 6, 4), mesh, placements)
+    matrix = parameter(noise(1, 6, 4), mesh, [Shard(0), Replicate()])
+    params = [matrix] if rank == 3 else [stack, matrix]
+    raised = raised_by(lambda: dmuon.Muon([{"params": params, "use_muon": True}], **OPTIONS))
+    assert raised.matches(ValueError, "parameter"), raised
+
+
+@on_ranks(4)
+def test_a_fault_in_planning_for_one_group_of_experts_ends_all_ranks(rank: int, world: int) -> None:
+    mesh, placements = groups_of_experts()
+    stack = parameter(noise(0, 4, 6, 4), mesh, placements)
+    matrix = parameter(noise(1, 6, 4), mesh, [Shard(0), Replicate()])
+    planned = assignment._planned
+
+    def failing(domain: Any, *args: Any) -> Any:
+        if domain.ranks == (2, 3):
+            raise ValueError("no plan for these")
+        return planned(domain, *args)
+
+    with mock.patch.object(assignment, "_planned", failing):
+        raised = raised_by(lambda: dmuon.Muon([{"params": [stack, matrix], "use_muon": True}], **OPTIONS))
+    assert raised.matches(ValueError, "no plan for these"), raised
+
+
+@on_ranks(4)
+def test_a_users_assignment_that_asks_the_generated_one_keeps_its_plan(rank: int, world: int) -> None:
+    mesh, placements = groups_of_experts()
+    stack = parameter(noise(0, 4, 6, 4), mesh, placements)
+    config = create_dtensor_config(costs="flops")
+    own = config.assign_fn
+    asked = DistributedConfig(
+        lambda params, state: own(params, state), config.gather_fn, config.redistribute_fn, config.state
+    )
+    found = []
+    for one in (create_dtensor_config(costs="flops"), asked):
+        optimizer = dmuon.Muon([{"params": [stack], "use_muon": True}], distributed_config=one, **OPTIONS)
+        assert optimizer._exchange is not None
+        tasks = optimizer._exchange.tasks()
+        found.append([(task.numbers, task.shared.parcel.owner, task.shared.domain.ranks) for task in tasks])
+    assert found[0] == found[1] and len({owner for _, owner, _ in found[0]}) == 2
 
 
 # -- a model --------------------------------------------------------------------------------------------------------

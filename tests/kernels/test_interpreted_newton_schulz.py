@@ -144,3 +144,17 @@ def test_the_update_takes_three_fused_passes_and_keeps_nan_in_its_matrix(launche
     assert [name for name in launches if name != "symmetric"] == PASSES[:3]
     assert max(relative(params[i], wanted[i]) for i in (0, 2)) <= limit
     assert params[1].isnan().all()
+
+
+def test_storage_in_fp64_takes_no_fused_normalization_which_has_none(launches):
+    grads, params = [gaussian(24, 40, seed=i) for i in range(2)], [gaussian(24, 40, seed=10 + i) for i in range(2)]
+    exact = [p.double() for p in params]
+    momentum = torch.zeros(2, 24, 40)
+    options = {"lr": 0.02, "weight_decay": 0.1, "beta": 0.95, "nesterov": True, "scale": 0.5}
+    muon_update_(params, grads, momentum, **options, dtype=torch.float64, variant=Variant("standard", (), "torch", 8))
+    assert launches == ["momentum_update"]
+    muon_update_(exact, [g.double() for g in grads], torch.zeros(2, 24, 40, dtype=torch.float64), **options)
+    assert max(relative(p, e) for p, e in zip(params, exact, strict=True)) <= 1e-6
+    x = gaussian(2, 24, 40)
+    whole, norms = normalized(x, storage=torch.float64)
+    assert whole.dtype == torch.float64 and relative(whole[0] * norms[0], x[0]) <= 1e-6

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.check.topologies import full_state
+from dmuon.check.topologies import full_state, tensor_parallel
+from dmuon.dedicated.dedication import dedications
 from dmuon.planning import rank_traits
 from dmuon.planning.rank_traits import Limits, RankTraits, is_wanted, limits_of
 from dmuon.report import stragglers
@@ -76,6 +77,23 @@ def test_devices_are_measured_by_default_where_costs_are(
     choice: rank_traits.RankChoice, costs: object, device: torch.device, wanted: bool
 ) -> None:
     assert is_wanted(choice, costs, device) is wanted
+
+
+def test_where_there_is_no_memory_to_measure_a_rank_counts_as_typical(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(device: torch.device) -> int:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(rank_traits, "_product_ns", full)
+    unknown = RankTraits.here(CPU)
+    assert unknown.product_ns is None
+    assert limits_of([unknown, RankTraits(100, None), RankTraits(100, None)], MATRICES) == [Limits()] * 3
+    assert limits_of([unknown] * 3, MATRICES) == [Limits()] * 3
+
+
+def test_free_memory_limits_only_owners_that_hold_what_they_own() -> None:
+    traits = [RankTraits(100, 80 << 30), RankTraits(100, 20 << 30), RankTraits(100, 80 << 30)]
+    assert limits_of(traits, MATRICES)[1].memory is not None
+    assert limits_of(traits, MATRICES, held=False) == [Limits()] * 3
 
 
 def test_the_measurement_is_of_this_device() -> None:
@@ -182,6 +200,24 @@ def test_a_straggler_of_a_step_is_named_with_the_plan_that_suits_it(rank: int, w
     train(model, optimizer, range(1, 3), rank, world)
     train(other, resumed, range(1, 3), rank, world)
     assert_equal_weights(full_state(other), full_state(model))
+
+
+@on_ranks(4)
+def test_with_tensor_parallelism_each_rank_is_judged_by_its_own_matrices(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    model = build(layers=6)
+    tensor_parallel(model, mesh["tp"])
+    before = dmuon.dedicate_params(model, mesh["shard"], costs="flops")
+    ranks = dedications(model)[0].runtime.comm.topology.ranks
+    assert len(ranks) == before.world == 4
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(1), rank // 2, 2)
+    took = before.solution.loads_ns[ranks.index(rank)] * 1e-9 * (2.0 if rank == 3 else 1.0)
+    slow = mock.PropertyMock(return_value=replace(optimizer.last_step, seconds={"ns": took}))
+    with mock.patch.object(dmuon.Muon, "last_step", slow), mock.patch.object(stragglers, "_log") as log:
+        after = dmuon.rebalanced_plan(model, optimizer)
+    assert [call.args[1] for call in log.warning.call_args_list] == ([3] if rank == 0 else [])
+    assert loads(after)[ranks.index(3)] < 0.7 * loads(before)[ranks.index(3)]
 
 
 def test_speeds_of_ranks_without_work_are_those_of_the_others() -> None:

@@ -25,18 +25,19 @@ class Piece:
     Attributes:
         runs: per dimension the runs of global indices, in the order in which the local tensor has them; no run is
             empty, and none continues the one before it.
-        shape: of the local tensor.
-        numel: elements in the local tensor.
     """
 
     runs: tuple[Runs, ...]
-    shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # each step asks for it
-    numel: int = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        shape = tuple(_length(runs) for runs in self.runs)
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "numel", prod(shape))
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the local tensor."""
+        return _extents(self.runs)[0]
+
+    @property
+    def numel(self) -> int:
+        """Elements in the local tensor."""
+        return _extents(self.runs)[1]
 
     def blocks(self) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """The local and the global slices of each contiguous block; none when the piece is empty."""
@@ -178,6 +179,13 @@ def cells(layout: ShardLayout) -> list[Cell]:
 
 def _length(runs: Runs) -> int:
     return sum(stop - start for start, stop in runs)
+
+
+@lru_cache(maxsize=4096)
+def _extents(runs: tuple[Runs, ...]) -> tuple[tuple[int, ...], int]:
+    """Shape and number of elements; each step asks for those of some pieces."""
+    shape = tuple(map(_length, runs))
+    return shape, prod(shape)
 
 
 def _whole(length: int) -> Runs:

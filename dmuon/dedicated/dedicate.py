@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -177,7 +178,8 @@ def dedicate_params(
             hosts=hosts,
             ranks=ranks,
         )
-        _place(model, inspected, result, context, initialize, keep=not reshard_after_forward)
+        with _all_or_nothing(inspected.routes):
+            _own(model, inspected, result, context, initialize, keep=not reshard_after_forward)
         _tell(result, context, "are freed" if reshard_after_forward else "stay")
     except BaseException:
         groups.release()  # at once: a traceback keeps them alive
@@ -318,20 +320,13 @@ def _connect(
     return context, [share.host for share in shares]
 
 
-def _place(
-    model: nn.Module,
-    inspected: _Inspected,
-    plan: OwnerPlan,
-    comm: Comm,
-    initialize: Initialize | None,
-    *,
-    keep: bool,
-) -> None:
-    """Make the first rank's values everyone's, give owners their masters and modules their hooks. Collective."""
+@contextmanager
+def _all_or_nothing(routes: Sequence[Route]) -> Iterator[None]:
+    """Whatever fails, modules hold their own parameters again: a model of which dmuon owns a part is of no use."""
     try:
-        _own(model, inspected, plan, comm, initialize, keep=keep)
-    except BaseException:  # a model of which dmuon owns a part is of no use to anyone
-        for route in inspected.routes:
+        yield
+    except BaseException:
+        for route in routes:
             for module, name in route.sites:
                 module._parameters[name] = route.param
         raise
@@ -346,6 +341,7 @@ def _own(
     *,
     keep: bool,
 ) -> None:
+    """Make the first rank's values everyone's, give owners their masters and modules their hooks. Collective."""
     packed = _pack(inspected, plan, comm)
     weights_of_all = [weight for _, weights in packed for weight in weights]
     fault: Exception | None = None

@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from common.results import origin, write_report
+from common.stress import FULL_SET, MARGIN, QUICK_SET, SMALL, Batch, stress_set
 from torch import Tensor
 
 from dmuon.kernels import (
@@ -48,28 +49,11 @@ from dmuon.kernels.iteration import Iteration, iterate
 from dmuon.kernels.squares import SQUARES
 from dmuon.kernels.variant import Backend, relative_cost, squares_cost
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
-import zoo  # type: ignore[import-not-found]
-
 # Of each step, the coefficients of s, s³, s⁵, …; or, of degree 17 in s, ``THREE_SQUARES`` numbers p s1 s2 s0 a2 a1 a0
 # c4 c2 c1 c0: with P = R² + pR, S = s1 P + s2 R + s0 I, A = S² + a2 P + a1 R + a0 I the step multiplies with
 # A² + c4 A + c2 P + c1 R + c0 I. All three products are squares of symmetric matrices, exactly symmetric.
 Steps = tuple[tuple[float, ...], ...]
 THREE_SQUARES = 11
-
-SMALL = 1e-3  # directions below this, relative to the Frobenius norm, need not reach one
-MARGIN = 0.06  # how far above the exact maximum singular values may lie
-
-# (m, n, seed, every how many kinds)
-FULL_SET = (
-    *((32, n, seed, 1) for n in (32, 48, 64, 96, 128) for seed in (0, 1, 2)),
-    *((64, n, seed, 1) for n, seed in ((64, 3), (96, 4), (128, 5), (192, 6), (256, 7))),
-    *((96, n, seed, 1) for n, seed in ((96, 8), (224, 9))),
-    *((128, n, seed, 2) for n, seed in ((128, 10), (192, 11), (256, 12), (512, 13))),
-    *((256, n, seed, 6) for n, seed in ((256, 14), (512, 15))),
-    (512, 768, 16, 12),
-)
-QUICK_SET = ((32, 32, 0, 1), (32, 64, 1, 1), (64, 128, 2, 3), (96, 384, 3, 6))
 
 # Steps of higher degree, found by minimax over s in [1e-3, 1] with a penalty on rounding noise (Adam on the parameters
 # of the three squares, many starts); each step after the first divides its input by 1.05, as the presets do.
@@ -100,73 +84,6 @@ DEGREES_9_17_17: Steps = (
     ),
     _LAST,
 )
-
-
-# -- the stress set ------------------------------------------------------------------------------------------
-
-
-def adversarial(m: int, n: int, seed: int) -> dict[str, Tensor]:
-    """Matrices whose near-null directions amplify rounding, ``(m, n)``; not normalised."""
-    generator = torch.Generator().manual_seed(seed + 1000)
-    gaussian = torch.randn(m, n, generator=generator)
-    found = {}
-    for level in (3e-2, 1e-2, 5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 1e-5):
-        found[f"dominant_tail_{level:g}"] = _spectrum(m, n, [1.0], torch.full((m - 1,), level), seed)
-    for level in (1e-3, 1e-4, 1e-5):
-        found[f"clustered_{level:g}"] = _spectrum(m, n, [1.0] * (m // 2), torch.full((m - m // 2,), level), seed)
-    for lower in (-2, -3, -5):
-        spread = 10 ** (torch.rand(m - 4, generator=generator) * (lower + 1) - 1)
-        found[f"loguniform_tail_1e{lower}"] = _spectrum(m, n, [1.0, 0.5, 0.3, 0.2], spread, seed)
-    for power in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0):
-        found[f"power_law_{power:g}"] = _spectrum(m, n, [], torch.arange(1, m + 1) ** -power, seed)
-    for rank, noise in ((1, 1e-4), (1, 1e-2), (2, 1e-3), (3, 3e-4), (4, 1e-4), (m // 4, 1e-3)):
-        low = _low_rank(m, n, rank, generator)
-        found[f"rank_{rank}_noise_{noise:g}"] = low / low.norm() + noise * gaussian / gaussian.norm()
-    for rank in (1, 4, m // 4):
-        low = _low_rank(m, n, rank, generator)
-        found[f"rank_{rank}_fp16"] = (low / low.norm()).half().float()
-        found[f"rank_{rank}_bf16"] = low.bfloat16().float()
-    found["gradient_bf16"] = (1e-4 * zoo.real_gradient(m, n, seed)).bfloat16().float()
-    found["gaussian_bf16"] = (30 * gaussian).bfloat16().float()
-    return found
-
-
-def _spectrum(m: int, n: int, head: list[float], tail: Tensor, seed: int) -> Tensor:
-    matrix: Tensor = zoo.with_spectrum(m, n, torch.cat([torch.tensor(head, dtype=torch.float64), tail.double()]), seed)
-    return matrix
-
-
-def _low_rank(m: int, n: int, rank: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(m, rank, generator=generator) @ torch.randn(rank, n, generator=generator)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Stress matrices of one shape, with their fp64 singular value decompositions."""
-
-    names: list[str]
-    x: Tensor  # (k, m, n), fp64, Frobenius norm one
-    u: Tensor  # (k, m, m)
-    sigma: Tensor  # (k, m)
-    vh: Tensor  # (k, m, n)
-
-    @property
-    def alpha(self) -> float:
-        return self.x.shape[-1] / self.x.shape[-2]
-
-
-def stress_set(plan: Sequence[tuple[int, int, int, int]]) -> list[Batch]:
-    """The matrices of ``plan``: ``(m, n, seed, stride)`` takes every ``stride``-th kind."""
-    batches = []
-    for (m, n), rows in itertools.groupby(plan, key=lambda row: row[:2]):
-        chosen: dict[str, Tensor] = {}
-        for _, _, seed, stride in rows:
-            kinds = [*zoo.matrices(m, n, seed).items(), *adversarial(m, n, seed).items()]
-            chosen |= {f"{name}/{m}x{n}/{seed}": x for name, x in kinds[seed % stride :: stride]}
-        x = torch.stack([x.double() for x in chosen.values()])
-        x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-        batches.append(Batch(list(chosen), x, *torch.linalg.svd(x, full_matrices=False)))
-    return batches
 
 
 def polynomial(sigma: Tensor, steps: Steps | Squares) -> Tensor:

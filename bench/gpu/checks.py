@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
-from numerics import MARGIN, SMALL, polynomial, stress_set
-from numerics import Batch as Stress
+from common.stress import MARGIN, SMALL, stress_set
+from common.stress import Batch as Stress
+from numerics import polynomial
 from torch import Tensor
 
 from dmuon.kernels import apply_update_, backend_fault, coefficient_sequence, normalized_momentum, orthogonalize
@@ -26,7 +27,7 @@ LIMITS = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
 PRODUCTS = ((1024, 1024, 2), (1000, 1000, 2), (1112, 1112, 2), (777, 1999, 1), (1024, 4096, 3))
 SUM = (1.5, -0.5, 0.25, -2.0)  # weights of addends
 SHAPES = ((1024, 1024), (1024, 1536), (1024, 4096), (4096, 1024))
-# Hard spectra of bench/numerics.py: (m, n, seed, every how many kinds).
+# Hard spectra of bench/common/stress.py: (m, n, seed, every how many kinds).
 STRESS = ((96, 224, 9, 1), (128, 512, 13, 2), (256, 512, 15, 3))
 DRY_STRESS = ((16, 32, 9, 5), (32, 48, 13, 9))
 

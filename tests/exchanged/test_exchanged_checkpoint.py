@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -12,28 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn as nn
 from harness.assertions import assert_close, assert_equal_weights, assert_same_bits, assert_same_tensors
-from harness.checkpoints import (
-    FROM_RANK_0,
-    FULL,
-    FULL_ON_RANK_0,
-    SAVED,
-    SINGLE,
-    TOTAL,
-    Plain,
-    Run,
-    load,
-    tensors_of,
+from harness.checkpoints import FROM_RANK_0, FULL, FULL_ON_RANK_0, SAVED, SINGLE, TOTAL, Plain, load, tensors_of
+from harness.exchanged_runs import (
+    MATRICES,
+    MOMENTUM,
+    PLACEMENTS,
+    by_dtensors,
+    expected_weights,
+    inner,
+    momenta,
+    start,
+    world_of,
 )
-from harness.dtensors import functions_of_whole_tensors
-from harness.on_ranks import assert_same_over_ranks, attempt, on_ranks
-from harness.oracle import Twin, reference_weights
-from harness.pool import Outcome, RankPool
-from harness.topologies import LAYOUTS, lay
-from harness.toy import OPTIONS, build
+from harness.on_ranks import assert_same_over_ranks, on_ranks
+from harness.oracle import reference_weights
+from harness.pool import RankPool
+from harness.toy import OPTIONS
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -43,108 +38,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon.check.model import is_matrix
 from dmuon.check.topologies import full_state
 from dmuon.platform.torch_private import local_tensor
-
-MOMENTUM = "momentum_buffer"
-MATRICES = {n for n, _ in build().named_parameters() if is_matrix(n)}
-
-
-# -- what is trained -----------------------------------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    """Two stacks and a matrix, cut alike, with gradients that only the step decides."""
-
-    SHAPES = ((4, 6, 10), (5, 9, 4), (7, 11))
-
-    def __init__(self, placement: Placement | None, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.mesh = None if placement is None else init_device_mesh("cpu", (dist.get_world_size(),))
-        self.placement = placement
-        self.weights = nn.ParameterList(self.lay(1.0 + t.to(dtype)) for t in self.noise(99))
-
-    @classmethod
-    def noise(cls, seed: int) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return [torch.randn(shape, generator=generator) for shape in cls.SHAPES]
-
-    def lay(self, tensor: Tensor) -> Tensor:
-        return tensor if self.mesh is None else distribute_tensor(tensor, self.mesh, [self.placement])
-
-
-class RunOfExperts(Run):
-    def backward(self, step: int) -> None:
-        for weight, grad in zip(self.model.weights, self.model.noise(step), strict=True):
-            weight.grad = self.model.lay(grad.to(weight.dtype))
-
-
-PLACEMENTS: dict[str, tuple[int, Placement | None]] = {
-    "experts alone": (1, None),
-    "experts on 3": (3, Shard(0)),  # the last rank holds none of the first stack
-    "rows on 2": (2, Shard(1)),
-    "copies on 2": (2, Replicate()),
-}
-
-
-def by_functions() -> dmuon.DistributedConfig:
-    def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, int]:
-        return {i: i % dist.get_world_size() for i in range(len(params))}
-
-    return dmuon.DistributedConfig(assign, *functions_of_whole_tensors(), state={}, prefetch_count=0)
-
-
-def by_dtensors() -> dmuon.DistributedConfig:
-    return dmuon.create_dtensor_config(costs="flops")
-
-
-def world_of(name: str) -> int:
-    where, _, _ = name.partition(", ")
-    if where in PLACEMENTS:
-        return PLACEMENTS[where][0]
-    return 1 if where == SINGLE else LAYOUTS[where].world
-
-
-def start(name: str, seed: int = 0) -> Run:
-    """``name`` is that of a layout of the toy, or of placements of experts; behind a comma stands what is special."""
-    where, _, kind = name.partition(", ")
-    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
-    if where in PLACEMENTS:
-        experts = Experts(PLACEMENTS[where][1], dtype)
-        config = None if experts.mesh is None else by_functions() if kind == "functions" else by_dtensors()
-        groups = [{"params": list(experts.parameters()), "use_muon": True}]
-        return RunOfExperts(experts, dmuon.Muon(groups, **OPTIONS, distributed_config=config), lambda part: part)
-    model = build(seed=seed).to(dtype)
-    if where == SINGLE:
-        whole, config, mine = model, None, lambda part: part
-    else:
-        laid = lay(where, model)
-        whole, config, mine = laid.model, laid.config, laid.mine
-    given: Any = whole
-    if kind == "both":  # Muon takes embedding and head, too, which FSDP2 shards where dmuon owns the blocks
-        given = [
-            {"params": [p for p in model.parameters() if p.ndim == 2], "use_muon": True},
-            {"params": [p for p in model.parameters() if p.ndim == 1], "use_muon": False, "weight_decay": 0.0},
-        ]
-        config = None if where == SINGLE else by_dtensors()
-    return Run(whole, dmuon.Muon(given, **OPTIONS, distributed_config=config), mine)
-
-
-def inner(run: Run) -> nn.Module:
-    return getattr(run.model, "module", run.model)
-
-
-def momenta(run: Run) -> dict[str, Tensor]:
-    """What ``optimizer.state`` shows, by name."""
-    named = inner(run).named_parameters()
-    return {n: run.optimizer.state[p][MOMENTUM] for n, p in named if is_matrix(n) or isinstance(run, RunOfExperts)}
-
 
 # -- between topologies and residencies ----------------------------------------------------------------------------
 
@@ -246,21 +145,6 @@ def resumed(ranks: RankPool, saved: Callable[[str], Saved]) -> Callable[..., Any
 @pytest.fixture(scope="module")
 def uninterrupted() -> dict[str, Tensor]:
     return reference_weights(TOTAL)
-
-
-def expected_weights(name: str) -> dict[str, Tensor]:
-    """Of ``torch.optim.Muon`` in one process, after all steps."""
-    where, _, kind = name.partition(", ")
-    if where in PLACEMENTS:
-        twin = Twin([1.0 + t for t in Experts.noise(99)])
-        for step in range(TOTAL):
-            twin.step(Experts.noise(step))
-        return {f"weights.{i}": t.reshape(Experts.SHAPES[i]) for i, t in enumerate(twin.weights())}
-    return reference_weights(TOTAL, matrix=is_2d if kind == "both" else is_matrix)
-
-
-def is_2d(name: str) -> bool:
-    return is_matrix(name) or name in ("embed.weight", "head.weight")
 
 
 @pytest.mark.pitfall("P23", "P28", "P29", "P32")
@@ -491,226 +375,3 @@ def test_state_follows_names_when_groups_are_reordered(
     ranks(2, save_flat, str(tmp_path), "fsdp2-2", flat)
     for weights in ranks(3, resume_reordered, str(tmp_path), "fsdp2-3", flat):
         assert_equal_weights(weights, uninterrupted)
-
-
-def train_growing(run: Run) -> dict[str, Tensor]:
-    """Matrices that join later meet others that keep their momentum."""
-    first, *others = dmuon.param_groups(run.model)
-    early, late = first["params"][:5], first["params"][5:]
-    config = run.optimizer._origin.config and by_dtensors()
-    run.optimizer = dmuon.Muon([{**first, "params": early}, *others], **OPTIONS, distributed_config=config)
-    run.train(range(2))
-    before = {id(p): local_tensor(run.optimizer.state[p][MOMENTUM]).clone() for p in early}
-    run.optimizer.add_param_group({"params": late, "use_muon": True})
-    for param in early:
-        assert torch.equal(local_tensor(run.optimizer.state[param][MOMENTUM]), before[id(param)])
-    run.train(range(2, 4))
-    return full_state(run.model)
-
-
-@pytest.mark.pitfall("P31")
-@on_ranks(2)
-def test_momentum_stays_when_a_group_is_added(rank: int, world: int) -> None:
-    assert_equal_weights(train_growing(start("fsdp2-2")), train_growing(start(SINGLE)))
-
-
-# -- momentum edited by hand ---------------------------------------------------------------------------------------
-
-
-def edit(run: Run, how: str) -> None:
-    """Halve or clear all momentum."""
-    for name, momentum in momenta(run).items():
-        values = run.optimizer.state[inner(run).get_parameter(name)]
-        match how:
-            case "in place":
-                momentum.mul_(0.5)
-            case "same layout":
-                values[MOMENTUM] = momentum * 0.5
-            case "local part":
-                values[MOMENTUM] = local_tensor(momentum) * 0.5
-            case "whole":
-                values[MOMENTUM] = (momentum.full_tensor() if isinstance(momentum, DTensor) else momentum) * 0.5
-            case "other layout":
-                if isinstance(momentum, DTensor):
-                    mesh = momentum.device_mesh
-                    momentum = distribute_tensor(momentum.full_tensor(), mesh, [Shard(1)] * mesh.ndim)
-                values[MOMENTUM] = momentum * 0.5
-            case "cleared":
-                values.clear()
-            case "zeroed":
-                momentum.zero_()
-
-
-def train_with_edit(name: str, how: str, saving: bool = False) -> dict[str, Tensor]:
-    run = start(name)
-    run.train(range(2))
-    with torch.no_grad():
-        edit(run, how)
-    if saving:  # what is saved is what the next step would use
-        state = run.optimizer.state_dict()
-        config = run.optimizer._origin.config and by_dtensors()
-        run = Run(run.model, dmuon.Muon(run.model, **OPTIONS, distributed_config=config), run.part)
-        run.optimizer.load_state_dict(state)
-    run.train(range(2, 4))
-    return full_state(inner(run))
-
-
-HOW = ["in place", "same layout", "local part", "whole", "other layout", "cleared"]
-EDITED = [(3, "fsdp2-3", "local part", False), (3, "fsdp2-3", "other layout", False), (3, "fsdp2-3", "cleared", True)]
-EDITED_SLOWLY = [(3, "fsdp2-3", how, saving) for how in HOW for saving in (False, True)]
-EDITED_SLOWLY = [case for case in EDITED_SLOWLY if case not in EDITED]
-EDITED_SLOWLY += [(4, "fsdp2-tp", how, False) for how in HOW]
-EDITED_SLOWLY += [(2, "tp", how, False) for how in HOW if how not in ("whole", "other layout")]  # no full_tensor()
-
-
-@pytest.mark.parametrize(
-    ("world", "name", "how", "saving"),
-    [*EDITED, *(pytest.param(*case, marks=pytest.mark.slow) for case in EDITED_SLOWLY)],
-)
-@on_ranks()
-def test_edited_momentum_counts_in_the_next_step(rank: int, world: int, name: str, how: str, saving: bool) -> None:
-    expected = train_with_edit(SINGLE, "zeroed" if how == "cleared" else "in place")
-    assert_equal_weights(train_with_edit(name, how, saving), expected)
-
-
-@on_ranks(2, timeout=20.0, expect=ValueError, match=r"blocks\.1\.up\.weight.*\(1, 13\)")
-def test_replaced_momentum_of_another_shape_is_refused_by_name(rank: int, world: int) -> None:
-    run = start("fsdp2-2")
-    run.train(range(1))
-    param = inner(run).get_parameter("blocks.1.up.weight")
-    run.optimizer.state[param][MOMENTUM] = torch.zeros(1, 13)  # copying would broadcast it
-    run.train(range(1, 2))
-
-
-# -- refusals ------------------------------------------------------------------------------------------------------
-
-
-def load_faulty(rank: int, world: int, name: str, fault: str, everywhere: bool) -> None:
-    run = start(name)
-    state = run.optimizer.state_dict()
-    if everywhere or rank == world - 1:
-        groups = state["param_groups"]
-        match fault:
-            case "fewer":
-                groups[0]["params"] = groups[0]["params"][:-1]
-            case "moved":  # the same count in all
-                groups[1]["params"] = [groups[0]["params"].pop(), *groups[1]["params"]]
-            case "route":
-                groups[0]["use_muon"] = False
-            case "shape":
-                state["state"][4][MOMENTUM] = torch.zeros(1, 13)
-            case "part":
-                state["state"][4][MOMENTUM] = local_tensor(state["state"][4][MOMENTUM])[:5]
-            case "no tensor":
-                state["state"][4][MOMENTUM] = None if everywhere else 3.0
-            case "missing":
-                del state["state"][4][MOMENTUM]
-            case "whole":
-                state["state"][4][MOMENTUM] = torch.zeros(29, 13)
-    run.optimizer.load_state_dict(state)
-
-
-KEY = r"blocks\.1\.up\.weight"  # number 4
-FAULTS = {
-    "fewer": "parameters", "moved": "group 0", "route": "use_muon", "shape": KEY + r".*\(1, 13\)", "part": KEY,
-    "no tensor": KEY, "missing": KEY + ".*absent", "whole": KEY + ".*whole",
-}  # fmt: skip
-
-
-FAULTS_ON = {
-    ("fsdp2-2", False): list(FAULTS),
-    ("fsdp2-2", True): ["part"],
-    ("fsdp2-tp", False): list(FAULTS),
-    ("ddp", True): [fault for fault in FAULTS if fault not in ("missing", "whole", "no tensor")],
-}
-
-
-@pytest.fixture(scope="module")
-def told(ranks: RankPool) -> Callable[[str, bool], list[list[Outcome]]]:
-    """What each rank came to with each fault, in one call."""
-
-    @cache
-    def of_layout(name: str, everywhere: bool) -> list[list[Outcome]]:
-        programs = [(load_faulty, (name, fault, everywhere)) for fault in FAULTS_ON[name, everywhere]]
-        return ranks(world_of(name), attempt, programs)
-
-    return of_layout
-
-
-@pytest.mark.pitfall("P27", "P31", "P48")
-@pytest.mark.parametrize(
-    ("name", "everywhere", "fault"),
-    [
-        pytest.param(*layout, fault, marks=() if layout[0] == "fsdp2-2" else pytest.mark.slow)
-        for layout, faults in FAULTS_ON.items()
-        for fault in faults
-    ],
-)
-def test_faulty_state_raises_on_every_rank(
-    told: Callable[[str, bool], list[list[Outcome]]], name: str, everywhere: bool, fault: str
-) -> None:
-    for of_rank in told(name, everywhere):
-        outcome = of_rank[FAULTS_ON[name, everywhere].index(fault)]
-        assert outcome.raised(ValueError) and re.search(FAULTS[fault], outcome.message), outcome
-
-
-@on_ranks(2)
-def test_momentum_that_no_rank_has_is_zero(rank: int, world: int) -> None:
-    """As ``torch.optim.Muon`` saves what never had a gradient."""
-    run = start("fsdp2-2")
-    run.train(range(2))
-    state = run.optimizer.state_dict()
-    before = {n: local_tensor(m).clone() for n, m in momenta(run).items()}
-    del state["state"][4]
-    run.optimizer.load_state_dict(state)
-    for name, momentum in momenta(run).items():
-        expected = torch.zeros_like(before[name]) if name == "blocks.1.up.weight" else before[name]
-        assert torch.equal(local_tensor(momentum), expected), name
-
-
-@pytest.mark.pitfall("P48")
-@on_ranks(3, expect=ValueError, match=r"momentum of .*\(3, 3\)", timeout=20.0)
-def test_fault_reaches_ranks_that_share_nothing_with_the_faulty_one(rank: int, world: int) -> None:
-    """Ranks 0 and 1 share one matrix, 1 and 2 another, 0 and 2 none."""
-    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])]
-    one = torch.ones(4, 6)
-    tensors = [distribute_tensor(one, m, [Shard(0)]) if rank in m.mesh.tolist() else one for m in meshes]
-    optimizer = dmuon.Muon(list(map(nn.Parameter, tensors)), **OPTIONS, distributed_config=by_dtensors())
-    state = optimizer.state_dict()
-    if rank == 2:  # of the pairs the first has agreed by then
-        state["state"][1][MOMENTUM] = torch.zeros(3, 3)
-    optimizer.load_state_dict(state)
-
-
-# -- stacks --------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(3, timeout=30.0)
-def test_momentum_of_another_mesh_loads_where_a_rank_holds_nothing(rank: int, world: int) -> None:
-    """Momentum from a mesh of the same ranks, cut otherwise, into stacks of which one rank holds nothing."""
-    run = start("experts on 3")
-    state = run.optimizer.state_dict()
-    other = init_device_mesh("cpu", (3,), mesh_dim_names=("other",))
-    for i, momentum in enumerate(Experts.noise(7)):
-        state["state"][i][MOMENTUM] = distribute_tensor(momentum, other, [Shard(1)])
-    run.optimizer.load_state_dict(state)
-    for found, given in zip(momenta(run).values(), Experts.noise(7), strict=True):
-        assert torch.equal(found.full_tensor(), given)
-
-
-@pytest.mark.parametrize("where", ["same mesh", "other mesh"])
-@on_ranks(2)
-def test_momentum_follows_a_changed_layout(rank: int, world: int, where: str) -> None:
-    """Weights that are laid out anew between two steps take their momentum with them."""
-    run = start("rows on 2")
-    run.train(range(2))
-    model = run.model
-    for weight in model.weights:
-        weight.grad = None
-        mesh = weight.device_mesh if where == "same mesh" else init_device_mesh("cpu", (2,), mesh_dim_names=("new",))
-        moved = weight.detach().redistribute(placements=[Replicate()]).to_local()
-        torch.utils.swap_tensors(weight, nn.Parameter(distribute_tensor(moved, mesh, [Shard(0)])))
-    model.placement, model.mesh = Shard(0), model.weights[0].device_mesh
-    run.train(range(2, TOTAL))
-    assert all(momentum.placements == (Shard(0),) for momentum in momenta(run).values())
-    assert_equal_weights(full_state(model), expected_weights("rows on 2"))

@@ -34,7 +34,8 @@ from dmuon.kernels.arithmetic import make_arithmetic
 from dmuon.kernels.newton_schulz import _spans
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from numerics import MARGIN, Batch, polynomial, stress_set
+from common.stress import MARGIN, Batch, stress_set
+from numerics import polynomial
 
 storage = importlib.import_module("dmuon.kernels.storage")
 

@@ -1,4 +1,4 @@
-"""fp16 on matrices with near-null directions, where rounding noise is amplified: a part of bench/numerics.py's set."""
+"""fp16 on matrices with near-null directions, where rounding noise is amplified: some of bench/common/stress.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from dmuon.kernels import PRESETS, coefficient_sequence, orthogonalize
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from numerics import MARGIN, SMALL, Batch, Form, polynomial, stress_set
+from common.stress import MARGIN, SMALL, Batch, stress_set
+from numerics import Form, polynomial
 
 # (m, n, seed, every how many kinds)
 PLAN = ((32, 32, 40, 1), (32, 64, 41, 2), (64, 128, 43, 3), (96, 224, 9, 10))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -13,63 +12,41 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.on_ranks import on_ranks
-from harness.oracle import Reference
+from harness.clipping import (
+    MIXED,
+    ORDERS,
+    Snapshot,
+    all_whole,
+    laid_out,
+    local,
+    near,
+    operations,
+    single_process,
+    toy,
+    true_norm,
+    whole,
+    with_gradient,
+)
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS as TOPOLOGIES
-from harness.topologies import Laid, lay
-from harness.toy import batch, build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.utils import clip_grad_norm_ as torch_clip
 from torch.nn.utils import clip_grad_value_ as torch_clip_value
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
-from dmuon.check.model import Network, is_matrix, loss_of
-from dmuon.check.topologies import full_state
+from dmuon.check.model import is_matrix
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
 from dmuon.layout.topology import Position
 
-STEPS = 4
-MAX_NORM = 0.5  # below the norm of every step, so that each one is clipped
-ORDERS = [2.0, 1.0, 3.5, 0.5, 0.0, math.inf, -math.inf, -1.0, -2.5]
 TORCH_ORDERS = [2.0, 0.5, 0.0, math.inf, -math.inf, -1.0]
-MIXED = "root replicated"  # owned, sharded and plain gradients meet
 COLLECTIVES = {"allreduce_", "_allgather_base_", "allgather_", "all_gather_into_tensor", "all_reduce", "broadcast_"}
-HIDDEN = 28  # tensor parallelism splits it evenly
-
-Gradients = dict[str, Tensor]
-
-
-# Layouts of one model: each gives its parameters, by name, with the gradient of one global batch as it lays them out.
-
-
-def toy() -> Network:
-    return build(hidden=HIDDEN)
-
-
-def single_process() -> dict[str, Tensor]:
-    """The parameters of the model on one process, each a plain tensor with its whole gradient."""
-    model = toy()
-    loss_of(model, *batch(0)).backward()
-    return dict(model.named_parameters())
-
-
-def laid_out(name: str, model: Network) -> Laid:
-    if name != MIXED:
-        return lay(name, model)
-    laid = lay("1d-two-lines" if dist.get_world_size() == 2 else "1d-3-two-lines", model)
-    for block in model.blocks:
-        dmuon.fully_shard(block, mesh=laid.mesh)
-    return laid
 
 
 def on_topology(name: str, rank: int, world: int) -> dict[str, Tensor]:
@@ -84,12 +61,6 @@ def by_hand(lay_out: Callable[[int, str, Tensor], Tensor]) -> dict[str, Tensor]:
     for number, (name, param) in enumerate(single_process().items()):
         found[name] = with_gradient(lay_out(number, name, param.grad))  # type: ignore[arg-type]
     return found
-
-
-def with_gradient(grad: Tensor) -> Tensor:
-    param = torch.zeros_like(grad)
-    param.grad = grad
-    return param
 
 
 def on_any_placement(rank: int, world: int) -> dict[str, Tensor]:
@@ -144,69 +115,6 @@ LAYOUTS: dict[str, tuple[int, Callable[[int, int], dict[str, Tensor]]]] = {
     "owned, 2-D": (4, partial(on_owners_by_hand, (2, 2), Shard(0))),
     "owned x TP replicated": (4, partial(on_owners_by_hand, (2, 1, 2), Replicate())),
 }
-
-
-# Oracle: torch's functions on whole gradients, in fp64.
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of ``tensor``, on every rank; collective."""
-    if not isinstance(tensor, OwnedTensor):
-        return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, tensor._local_tensor)
-    held = [part for part in parts if part.numel()]
-    last = tensor.placements[-1]
-    if held[0].shape != tensor.shape:
-        assert isinstance(last, Shard)
-        return torch.cat(held, last.dim)
-    replicas = tensor.device_mesh.size(-1) if last.is_replicate() else 1
-    assert len(held) == replicas, f"{tensor.fqn} has {len(held)} owners"
-    return held[0]
-
-
-def all_whole(params: dict[str, Tensor]) -> Gradients:
-    return {n: whole(p.grad) for n, p in params.items() if p.grad is not None}
-
-
-def true_norm(wholes: Iterable[Tensor], order: float) -> float:
-    return float(get_total_norm([grad.double() for grad in wholes], order))
-
-
-class Snapshot:
-    """What this rank held of the gradients, and what torch makes of it, given the true norm."""
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        self.held = [local(p.grad) for p in params if p.grad is not None]
-        self.copies = [tensor.clone() for tensor in self.held]
-
-    def restore(self) -> None:
-        for tensor, copy in zip(self.held, self.copies, strict=True):
-            tensor.copy_(copy)
-
-    def assert_unchanged(self, case: str) -> None:
-        for tensor, copy in zip(self.held, self.copies, strict=True):
-            assert torch.equal(tensor.nan_to_num(7.0), copy.nan_to_num(7.0)), case
-
-    def assert_clipped(self, max_norm: float, norm: float, case: str) -> None:
-        expected = [with_gradient(copy.double()) for copy in self.copies]
-        clip_grads_with_norm_(expected, max_norm, torch.tensor(norm, dtype=torch.float64))
-        self._assert_equal([p.grad for p in expected], case)  # type: ignore[misc]
-
-    def assert_clamped(self, limit: float, case: str) -> None:
-        self._assert_equal([copy.double().clamp(-limit, limit) for copy in self.copies], case)
-
-    def _assert_equal(self, expected: list[Tensor], case: str) -> None:
-        for found, wanted in zip(self.held, expected, strict=True):
-            assert torch.allclose(found.double(), wanted, rtol=2e-6, atol=1e-30, equal_nan=True), case
-
-
-def near(value: float) -> Any:
-    return pytest.approx(value, rel=2e-6, abs=0.0, nan_ok=True)
 
 
 # Every layout, every order.
@@ -346,20 +254,6 @@ def torch_every_order(params: dict[str, Tensor]) -> list[float]:
         snapshot.assert_clamped(1e-3, f"values, foreach {foreach}")
         snapshot.restore()
     return totals
-
-
-@contextmanager
-def operations() -> Iterator[list[str]]:
-    """The names of all operations that run inside."""
-    names: list[str] = []
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Recorder():
-        yield names
 
 
 def record_operations(params: dict[str, Tensor]) -> dict[tuple[float, bool | None], list[str]]:
@@ -560,186 +454,3 @@ def test_nothing_waits_and_foreach_is_obeyed(results_of: Any, layout: str) -> No
             assert not {"_local_scalar_dense", "is_nonzero", "nonzero"} & set(names), "the host waits for the device"
             assert names.count("allreduce_") == 1
             assert any(name.startswith("_foreach") for name in names) == (foreach is not False)
-
-
-@pytest.mark.pitfall("P10")
-def test_foreach_raises_where_torch_has_no_kernels() -> None:
-    param = nn.Parameter(torch.ones(2, device="meta"))
-    param.grad = torch.ones_like(param)
-    for clip in (dmuon.clip_grad_norm_, torch_clip, dmuon.clip_grad_value_, torch_clip_value):
-        with pytest.raises(RuntimeError, match="foreach"):
-            clip([param], 1.0, foreach=True)  # type: ignore[operator]
-        clip([param], 1.0, foreach=False)  # type: ignore[operator]
-
-
-@pytest.mark.pitfall("P36")
-@pytest.mark.parametrize("foreach", [None, True, False])
-def test_plain_tensors_clip_as_in_torch(foreach: bool | None) -> None:
-    for order in ORDERS:
-        ours, theirs = single_process(), single_process()
-        total = dmuon.clip_grad_norm_(ours.values(), 0.1, order, foreach=foreach)
-        expected = torch_clip(theirs.values(), 0.1, order, foreach=foreach)
-        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0.0)
-        for mine, stock in zip(ours.values(), theirs.values(), strict=True):
-            torch.testing.assert_close(mine.grad, stock.grad, rtol=1e-5, atol=0.0)
-    assert float(dmuon.clip_grad_norm_([], 1.0)) == 0.0
-    assert dmuon.clip_grad_value_([], 1.0) is None
-    one = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    one.grad = torch.tensor([3.0, 4.0j])
-    assert float(dmuon.clip_grad_norm_(one, 1.0, foreach=foreach)) == pytest.approx(5.0)
-
-
-@pytest.mark.pitfall("P35")
-def test_half_precision_gradients_do_not_overflow_the_norm() -> None:
-    param = nn.Parameter(torch.zeros(300, dtype=torch.float16))
-    param.grad = torch.full_like(param, 1e4)  # the sum of squares, 3e10, is beyond fp16
-    total = dmuon.clip_grad_norm_(param, 1.0)
-    assert total.dtype == torch.float32 and float(total) == pytest.approx(1e4 * math.sqrt(300), rel=1e-3)
-    assert float(param.grad.float().norm()) == pytest.approx(1.0, rel=1e-2)
-
-
-@pytest.mark.pitfall("P35")
-def test_a_mixture_of_dtypes_loses_nothing() -> None:
-    grads = [torch.full((2,), 3.0, dtype=t) for t in (torch.bfloat16, torch.float32, torch.float16)]
-    assert dmuon.clip_grad_norm_(map(with_gradient, grads), 1e9).dtype == torch.float32
-    small = torch.full((1,), 2.0**-40, dtype=torch.float64)
-    total = dmuon.clip_grad_norm_(map(with_gradient, [*grads, small]), 1e9, 1.0)
-    assert total.dtype == torch.float64 and float(total) == 18.0 + 2.0**-40
-
-
-# Errors.
-
-
-@pytest.mark.parametrize(
-    ("clip", "arguments", "match"),
-    [
-        (dmuon.clip_grad_norm_, (1.0, math.nan), "norm_type"),
-        (dmuon.clip_grad_norm_, (-1.0,), "max_norm"),
-        (dmuon.clip_grad_norm_, (math.nan,), "max_norm"),
-        (dmuon.clip_grad_value_, (-1.0,), "clip_value"),
-        (dmuon.clip_grad_value_, (math.nan,), "clip_value"),
-    ],
-)
-def test_arguments_without_a_meaning_are_refused(clip: Any, arguments: tuple[float, ...], match: str) -> None:
-    param = with_gradient(torch.ones(2))
-    with pytest.raises(ValueError, match=match):
-        clip([param], *arguments)
-    assert param.grad is not None and param.grad.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_gradient_without_elements_is_as_in_torch(order: float) -> None:
-    params = [with_gradient(torch.ones(3)), with_gradient(torch.ones(0, 2))]
-    if 0 <= order < math.inf:
-        assert float(dmuon.clip_grad_norm_(params, 9.0, order)) == pytest.approx(float(torch_clip(params, 9.0, order)))
-        return
-    for clip in (torch_clip, dmuon.clip_grad_norm_):
-        with pytest.raises(RuntimeError, match=r"elements|empty"):
-            clip(params, 9.0, order)
-
-
-def test_a_used_generator_is_said_to_be_empty() -> None:
-    parameters = build().parameters()
-    list(parameters)
-    with pytest.warns(UserWarning, match="nothing is clipped"):
-        dmuon.clip_grad_norm_(parameters, 1.0)
-
-
-@pytest.mark.pitfall("P36", "P48")
-@on_ranks(2)
-def test_gradients_that_are_not_summed_are_refused(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    sharded = with_gradient(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
-    partial_sum = with_gradient(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
-    for clip in (dmuon.clip_grad_norm_, dmuon.clip_grad_value_):
-        with operations() as ran, pytest.raises(ValueError, match=r"number 1 of shape \(3,\).*Partial"):
-            clip([sharded, partial_sum], 1.0)
-        assert "allreduce_" not in ran
-
-
-@pytest.mark.pitfall("P36", "P48")
-@on_ranks(3)
-def test_meshes_over_which_no_rank_can_count_are_refused(rank: int, world: int) -> None:
-    pair = DeviceMesh("cpu", [0, 1])
-    if rank == 2:
-        outside = with_gradient(DTensor.from_local(torch.ones(0, 3), pair, [Shard(0)], run_check=False))
-        with pytest.raises(ValueError, match="without this rank"):
-            dmuon.clip_grad_norm_([outside], 1.0)
-    with pytest.raises(ValueError, match="pp_mesh"):
-        dmuon.clip_grad_norm_([], 1.0, pp_mesh=init_device_mesh("cpu", (1, world)))
-
-
-# Training.
-
-
-def clipped_run(rank: int, world: int, layout: str, stock: bool) -> tuple[dict[str, Tensor], list[float]]:
-    laid = laid_out(layout, build())
-    optimizer, clip = laid.optimizer(), torch_clip if stock else dmuon.clip_grad_norm_
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        laid.backward(step)
-        norms.append(float(whole(clip(laid.model.parameters(), MAX_NORM))))
-        assert float(whole(clip(laid.model.parameters(), math.inf))) == pytest.approx(MAX_NORM, rel=1e-5)
-        optimizer.step()
-    return full_state(laid.model), norms
-
-
-@pytest.fixture(scope="module")
-def reference() -> tuple[dict[str, Tensor], list[float]]:
-    model = build()
-    optimizer = Reference(model)
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        norms.append(float(torch_clip(model.parameters(), MAX_NORM)))
-        optimizer.step()
-    assert min(norms) > 1.2 * MAX_NORM
-    return dict(model.state_dict()), norms
-
-
-@pytest.mark.pitfall("P34", "P36", "P37")
-@pytest.mark.parametrize(
-    ("layout", "world", "stock"),
-    [
-        ("1d", 2, True),
-        ("1d-3", 3, False),
-        (MIXED, 3, False),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                *(("1d-1", 1, True), ("1d-3", 3, True), ("1d-4", 4, True)),
-                *(("1d-two-lines", 2, False), ("1d-4-two-lines", 4, False)),
-            )
-        ),
-    ],
-)
-def test_clipped_training_equals_single_process(
-    ranks: RankPool, reference: tuple[dict[str, Tensor], list[float]], layout: str, world: int, stock: bool
-) -> None:
-    """By torch's function where it is exact, and by ours."""
-    results = ranks(world, clipped_run, layout, stock)
-    for weights, norms in results:
-        assert norms == pytest.approx(reference[1], rel=1e-5)
-        assert stock or norms == results[0][1], "the same number on all ranks"
-        assert_equal_weights(weights, reference[0])
-
-
-def scaled_gradients(rank: int, world: int, factor: float) -> dict[str, Tensor]:
-    laid = lay("1d", build())
-    optimizer = laid.optimizer()
-    laid.backward(0)
-    total = dmuon.clip_grad_norm_(laid.model.parameters(), math.inf)
-    dmuon.clip_grad_norm_(laid.model.parameters(), factor * float(total))
-    optimizer.step()
-    return full_state(laid.model)
-
-
-@pytest.mark.pitfall("P34")
-def test_clipping_scales_gradients_and_not_the_update(ranks: RankPool) -> None:
-    """The first update of either route does not depend on the scale of the gradient, so clipping must not change it."""
-    plain, clipped = ranks(2, scaled_gradients, 2.0)[0], ranks(2, scaled_gradients, 0.25)[0]
-    start = build().state_dict()
-    moved = {n: plain[n] - start[n] for n in plain if is_matrix(n)}
-    assert_equal_weights({n: clipped[n] - start[n] for n in moved}, moved, 1e-4)

@@ -37,6 +37,7 @@ PROGRAMS = "tests/dedicated/test_unusual_programs.py"
 CHECKPOINT = "tests/dedicated/test_checkpoint.py"
 EXCHANGED = "tests/exchanged/test_exchanged.py"
 CLIP = "tests/optimizer/test_clip.py"
+CLIP_ARGUMENTS = "tests/optimizer/test_clip_arguments.py"
 
 # By what pytest is given to notice them, and by name: lines of the product, in which «old→new» marks the fault.
 FAULTS = {
@@ -121,7 +122,7 @@ FAULTS = {
     "tests/optimizer/test_muon.py -k 'weight_decay or each_option'": {
         "adamw_does_not_decay": "            weight_decay=«weight_decay→0.0»,\n            eps=eps,",
     },
-    f"{CLIP} -k 'norms_and_clipped_gradients or plain_tensors'": {
+    f"{CLIP} {CLIP_ARGUMENTS} -k 'norms_and_clipped_gradients or plain_tensors'": {
         "gradients_grow_to_the_limit": "coefficient = «torch.clamp(→»limit / (total + 1e-6)«, max=1.0)→»",
     },
     f"{CLIP} -k nonfinite": {

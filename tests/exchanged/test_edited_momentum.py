@@ -1,0 +1,123 @@
+"""Momentum between two steps: edited by hand, beside new groups, and of weights that are laid out anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.checkpoints import SINGLE, TOTAL, Run
+from harness.exchanged_runs import MOMENTUM, by_dtensors, expected_weights, inner, momenta, start
+from harness.on_ranks import on_ranks
+from harness.toy import OPTIONS
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import dmuon
+from dmuon.check.topologies import full_state
+from dmuon.platform.torch_private import local_tensor
+
+
+def train_growing(run: Run) -> dict[str, Tensor]:
+    """Matrices that join later meet others that keep their momentum."""
+    first, *others = dmuon.param_groups(run.model)
+    early, late = first["params"][:5], first["params"][5:]
+    config = run.optimizer._origin.config and by_dtensors()
+    run.optimizer = dmuon.Muon([{**first, "params": early}, *others], **OPTIONS, distributed_config=config)
+    run.train(range(2))
+    before = {id(p): local_tensor(run.optimizer.state[p][MOMENTUM]).clone() for p in early}
+    run.optimizer.add_param_group({"params": late, "use_muon": True})
+    for param in early:
+        assert torch.equal(local_tensor(run.optimizer.state[param][MOMENTUM]), before[id(param)])
+    run.train(range(2, 4))
+    return full_state(run.model)
+
+
+@pytest.mark.pitfall("P31")
+@on_ranks(2)
+def test_momentum_stays_when_a_group_is_added(rank: int, world: int) -> None:
+    assert_equal_weights(train_growing(start("fsdp2-2")), train_growing(start(SINGLE)))
+
+
+def edit(run: Run, how: str) -> None:
+    """Halve or clear all momentum."""
+    for name, momentum in momenta(run).items():
+        values = run.optimizer.state[inner(run).get_parameter(name)]
+        match how:
+            case "in place":
+                momentum.mul_(0.5)
+            case "same layout":
+                values[MOMENTUM] = momentum * 0.5
+            case "local part":
+                values[MOMENTUM] = local_tensor(momentum) * 0.5
+            case "whole":
+                values[MOMENTUM] = (momentum.full_tensor() if isinstance(momentum, DTensor) else momentum) * 0.5
+            case "other layout":
+                if isinstance(momentum, DTensor):
+                    mesh = momentum.device_mesh
+                    momentum = distribute_tensor(momentum.full_tensor(), mesh, [Shard(1)] * mesh.ndim)
+                values[MOMENTUM] = momentum * 0.5
+            case "cleared":
+                values.clear()
+            case "zeroed":
+                momentum.zero_()
+
+
+def train_with_edit(name: str, how: str, saving: bool = False) -> dict[str, Tensor]:
+    run = start(name)
+    run.train(range(2))
+    with torch.no_grad():
+        edit(run, how)
+    if saving:  # what is saved is what the next step would use
+        state = run.optimizer.state_dict()
+        config = run.optimizer._origin.config and by_dtensors()
+        run = Run(run.model, dmuon.Muon(run.model, **OPTIONS, distributed_config=config), run.part)
+        run.optimizer.load_state_dict(state)
+    run.train(range(2, 4))
+    return full_state(inner(run))
+
+
+HOW = ["in place", "same layout", "local part", "whole", "other layout", "cleared"]
+EDITED = [(3, "fsdp2-3", "local part", False), (3, "fsdp2-3", "other layout", False), (3, "fsdp2-3", "cleared", True)]
+EDITED_SLOWLY = [(3, "fsdp2-3", how, saving) for how in HOW for saving in (False, True)]
+EDITED_SLOWLY = [case for case in EDITED_SLOWLY if case not in EDITED]
+EDITED_SLOWLY += [(4, "fsdp2-tp", how, False) for how in HOW]
+EDITED_SLOWLY += [(2, "tp", how, False) for how in HOW if how not in ("whole", "other layout")]  # no full_tensor()
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "how", "saving"),
+    [*EDITED, *(pytest.param(*case, marks=pytest.mark.slow) for case in EDITED_SLOWLY)],
+)
+@on_ranks()
+def test_edited_momentum_counts_in_the_next_step(rank: int, world: int, name: str, how: str, saving: bool) -> None:
+    expected = train_with_edit(SINGLE, "zeroed" if how == "cleared" else "in place")
+    assert_equal_weights(train_with_edit(name, how, saving), expected)
+
+
+@on_ranks(2, timeout=20.0, expect=ValueError, match=r"blocks\.1\.up\.weight.*\(1, 13\)")
+def test_replaced_momentum_of_another_shape_is_refused_by_name(rank: int, world: int) -> None:
+    run = start("fsdp2-2")
+    run.train(range(1))
+    param = inner(run).get_parameter("blocks.1.up.weight")
+    run.optimizer.state[param][MOMENTUM] = torch.zeros(1, 13)  # copying would broadcast it
+    run.train(range(1, 2))
+
+
+@pytest.mark.parametrize("where", ["same mesh", "other mesh"])
+@on_ranks(2)
+def test_momentum_follows_a_changed_layout(rank: int, world: int, where: str) -> None:
+    """Weights that are laid out anew between two steps take their momentum with them."""
+    run = start("rows on 2")
+    run.train(range(2))
+    model = run.model
+    for weight in model.weights:
+        weight.grad = None
+        mesh = weight.device_mesh if where == "same mesh" else init_device_mesh("cpu", (2,), mesh_dim_names=("new",))
+        moved = weight.detach().redistribute(placements=[Replicate()]).to_local()
+        torch.utils.swap_tensors(weight, nn.Parameter(distribute_tensor(moved, mesh, [Shard(0)])))
+    model.placement, model.mesh = Shard(0), model.weights[0].device_mesh
+    run.train(range(2, TOTAL))
+    assert all(momentum.placements == (Shard(0),) for momentum in momenta(run).values())
+    assert_equal_weights(full_state(model), expected_weights("rows on 2"))

@@ -1,0 +1,123 @@
+"""What clipping takes and returns: plain tensors as in torch, every dtype, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.clipping import ORDERS, operations, single_process, with_gradient
+from harness.on_ranks import on_ranks
+from harness.toy import build
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.nn.utils import clip_grad_norm_ as torch_clip
+from torch.nn.utils import clip_grad_value_ as torch_clip_value
+
+import dmuon
+
+
+@pytest.mark.pitfall("P10")
+def test_foreach_raises_where_torch_has_no_kernels() -> None:
+    param = nn.Parameter(torch.ones(2, device="meta"))
+    param.grad = torch.ones_like(param)
+    for clip in (dmuon.clip_grad_norm_, torch_clip, dmuon.clip_grad_value_, torch_clip_value):
+        with pytest.raises(RuntimeError, match="foreach"):
+            clip([param], 1.0, foreach=True)  # type: ignore[operator]
+        clip([param], 1.0, foreach=False)  # type: ignore[operator]
+
+
+@pytest.mark.pitfall("P36")
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_plain_tensors_clip_as_in_torch(foreach: bool | None) -> None:
+    for order in ORDERS:
+        ours, theirs = single_process(), single_process()
+        total = dmuon.clip_grad_norm_(ours.values(), 0.1, order, foreach=foreach)
+        expected = torch_clip(theirs.values(), 0.1, order, foreach=foreach)
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=0.0)
+        for mine, stock in zip(ours.values(), theirs.values(), strict=True):
+            torch.testing.assert_close(mine.grad, stock.grad, rtol=1e-5, atol=0.0)
+    assert float(dmuon.clip_grad_norm_([], 1.0)) == 0.0
+    assert dmuon.clip_grad_value_([], 1.0) is None
+    one = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    one.grad = torch.tensor([3.0, 4.0j])
+    assert float(dmuon.clip_grad_norm_(one, 1.0, foreach=foreach)) == pytest.approx(5.0)
+
+
+@pytest.mark.pitfall("P35")
+def test_half_precision_gradients_do_not_overflow_the_norm() -> None:
+    param = nn.Parameter(torch.zeros(300, dtype=torch.float16))
+    param.grad = torch.full_like(param, 1e4)  # the sum of squares, 3e10, is beyond fp16
+    total = dmuon.clip_grad_norm_(param, 1.0)
+    assert total.dtype == torch.float32 and float(total) == pytest.approx(1e4 * math.sqrt(300), rel=1e-3)
+    assert float(param.grad.float().norm()) == pytest.approx(1.0, rel=1e-2)
+
+
+@pytest.mark.pitfall("P35")
+def test_a_mixture_of_dtypes_loses_nothing() -> None:
+    grads = [torch.full((2,), 3.0, dtype=t) for t in (torch.bfloat16, torch.float32, torch.float16)]
+    assert dmuon.clip_grad_norm_(map(with_gradient, grads), 1e9).dtype == torch.float32
+    small = torch.full((1,), 2.0**-40, dtype=torch.float64)
+    total = dmuon.clip_grad_norm_(map(with_gradient, [*grads, small]), 1e9, 1.0)
+    assert total.dtype == torch.float64 and float(total) == 18.0 + 2.0**-40
+
+
+@pytest.mark.parametrize(
+    ("clip", "arguments", "match"),
+    [
+        (dmuon.clip_grad_norm_, (1.0, math.nan), "norm_type"),
+        (dmuon.clip_grad_norm_, (-1.0,), "max_norm"),
+        (dmuon.clip_grad_norm_, (math.nan,), "max_norm"),
+        (dmuon.clip_grad_value_, (-1.0,), "clip_value"),
+        (dmuon.clip_grad_value_, (math.nan,), "clip_value"),
+    ],
+)
+def test_arguments_without_a_meaning_are_refused(clip: Any, arguments: tuple[float, ...], match: str) -> None:
+    param = with_gradient(torch.ones(2))
+    with pytest.raises(ValueError, match=match):
+        clip([param], *arguments)
+    assert param.grad is not None and param.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_gradient_without_elements_is_as_in_torch(order: float) -> None:
+    params = [with_gradient(torch.ones(3)), with_gradient(torch.ones(0, 2))]
+    if 0 <= order < math.inf:
+        assert float(dmuon.clip_grad_norm_(params, 9.0, order)) == pytest.approx(float(torch_clip(params, 9.0, order)))
+        return
+    for clip in (torch_clip, dmuon.clip_grad_norm_):
+        with pytest.raises(RuntimeError, match=r"elements|empty"):
+            clip(params, 9.0, order)
+
+
+def test_a_used_generator_is_said_to_be_empty() -> None:
+    parameters = build().parameters()
+    list(parameters)
+    with pytest.warns(UserWarning, match="nothing is clipped"):
+        dmuon.clip_grad_norm_(parameters, 1.0)
+
+
+@pytest.mark.pitfall("P36", "P48")
+@on_ranks(2)
+def test_gradients_that_are_not_summed_are_refused(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    sharded = with_gradient(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
+    partial_sum = with_gradient(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
+    for clip in (dmuon.clip_grad_norm_, dmuon.clip_grad_value_):
+        with operations() as ran, pytest.raises(ValueError, match=r"number 1 of shape \(3,\).*Partial"):
+            clip([sharded, partial_sum], 1.0)
+        assert "allreduce_" not in ran
+
+
+@pytest.mark.pitfall("P36", "P48")
+@on_ranks(3)
+def test_meshes_over_which_no_rank_can_count_are_refused(rank: int, world: int) -> None:
+    pair = DeviceMesh("cpu", [0, 1])
+    if rank == 2:
+        outside = with_gradient(DTensor.from_local(torch.ones(0, 3), pair, [Shard(0)], run_check=False))
+        with pytest.raises(ValueError, match="without this rank"):
+            dmuon.clip_grad_norm_([outside], 1.0)
+    with pytest.raises(ValueError, match="pp_mesh"):
+        dmuon.clip_grad_norm_([], 1.0, pp_mesh=init_device_mesh("cpu", (1, world)))

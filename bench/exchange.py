@@ -76,6 +76,7 @@ from training.model import GPT, MLP, GPTConfig
 from training.trainer import sharded
 
 import dmuon
+from dmuon.comm.copying import Copying
 from dmuon.comm.domain import Redistribution, make_domain
 from dmuon.exchanged import assignment
 from dmuon.planning.cost_lookup import link_ns_per_byte
@@ -86,6 +87,7 @@ CONFINED = "DMUON_BENCH_CONFINED"  # set inside of the network namespace
 PROBE_BYTES = 2**23
 REPEATS = 3  # of counting: a thread of gloo may keep what has arrived for a moment
 MB = 1e6
+EXCHANGES = ("alltoall_base_", "broadcast_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,7 @@ def accounts(program: Program, settings: Settings, rank: int) -> dict[str, int]:
     rounds = len(exchanged_rounds(program))
 
     def in_step(counted: Counter[str]) -> int:
-        return counted["alltoall_base_"] if rounds else sum(counted.values())
+        return sum(counted[name] for name in EXCHANGES) if rounds else sum(counted.values())
 
     mine = {
         "received": sum(whole.received.values()),
@@ -252,7 +254,9 @@ class Replay:
         for round_, parts in zip(self._rounds, self._parts, strict=True):
             like = torch.empty(0, dtype=round_.batches[0].dtype)
             whole = Redistribution([p.to_owner for p in round_.parcels], parts, round_.domain, like, "replay").wait()
-            Redistribution([p.from_owner for p in round_.parcels], whole, round_.domain, like, "replay").wait()
+            back = Redistribution([p.from_owner for p in round_.parcels], whole, round_.domain, like, "replay").wait()
+            if round_.copies.needed:
+                Copying(round_.copies, back, like, "replay").wait()
 
 
 def measure(programs: list[Program], settings: Settings, rank: int) -> dict[tuple[str, str], list[float]]:

@@ -15,10 +15,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dmuon.comm.copying import Copying
 from dmuon.comm.domain import Redistribution
 
 # All methods of the exchange, whatever they are called.
-_EXCHANGE = [name for name, method in vars(Redistribution).items() if inspect.isfunction(method)]
+_EXCHANGE = [
+    (kind, name)
+    for kind in (Redistribution, Copying)
+    for name, method in vars(kind).items()
+    if inspect.isfunction(method)
+]
 
 
 class Ledger(TorchDispatchMode):
@@ -46,10 +52,10 @@ class Ledger(TorchDispatchMode):
         self._restore = ExitStack()
 
     def __enter__(self) -> Ledger:
-        for name in _EXCHANGE:
-            own = vars(Redistribution)[name]  # perhaps another ledger's
-            self._restore.callback(setattr, Redistribution, name, own)
-            setattr(Redistribution, name, self._observed(own))
+        for kind, name in _EXCHANGE:
+            own = vars(kind)[name]  # perhaps another ledger's
+            self._restore.callback(setattr, kind, name, own)
+            setattr(kind, name, self._observed(own))
         super().__enter__()
         return self
 
@@ -100,7 +106,7 @@ class Ledger(TorchDispatchMode):
                 received = sent = last - first
             case "broadcast_":
                 group = dist.ProcessGroup.unbox(args[1])
-                received, sent = (0, first * (group.size() - 1)) if args[2] == group.rank() else (first, 0)
+                received, sent = (0, first) if args[2] == group.rank() else (first, 0)  # others pass it on
             case "reduce_":
                 group = dist.ProcessGroup.unbox(args[1])
                 received, sent = (first * (group.size() - 1), 0) if args[3] == group.rank() else (0, first)

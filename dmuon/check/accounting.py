@@ -74,8 +74,8 @@ class Traffic(TorchDispatchMode):
         purposes: dict[str, list[dist.ProcessGroup]] = {"fill": [], "publish": [], "reduce": [], "exchange": []}
         for lane, purpose in ((comm.row, "fill"), (comm.column, "publish")):
             if lane is not None:
-                purposes[purpose].append(lane.weights)
-                purposes["reduce"].append(lane.gradients)
+                purposes[purpose].append(lane.weights.group)
+                purposes["reduce"].append(lane.gradients.group)
         if comm.tensor is not None:
             purposes["exchange"].append(comm.tensor.group)
         return {purpose: self.over(*groups, votes=False) for purpose, groups in purposes.items()}
@@ -108,8 +108,10 @@ def compare_exchange(traffic: Traffic, optimizer: dmuon.Muon) -> Reading:
     expected = expected_exchange(optimizer)
     domains = [] if optimizer._exchange is None else optimizer._exchange.domains
     votes = [Vote.nbytes(len(members)) for _, members in domains]
-    amount = sum((traffic.over(domain.group) for domain, _ in domains), Amount())
-    nbytes = expected.received_before + expected.received_after + sum(votes)
+    lines = [line for domain, _ in domains for line in domain.lines.values() if line is not None]
+    groups = {domain.group for domain, _ in domains} | {line.group for line in lines}
+    amount = traffic.over(*groups)
+    nbytes = expected.received_before + expected.received_after + expected.copied + sum(votes)
     want = Amount(expected.calls + len(votes), nbytes)
     text = f"exchange {amount}, the vote on gradients included"
     return Reading("collectives", text if amount == want else f"{text}; expected {want}", int(amount != want), 0)

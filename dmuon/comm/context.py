@@ -2,110 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.comm.agreement import destroy_released
 from dmuon.comm.domain import Domain
 from dmuon.comm.lifetime import Groups
+from dmuon.comm.lines import Line, gather, reduce, scratch
 from dmuon.comm.monitor import Monitor, Pending
 from dmuon.comm.process_groups import connect, make_group, this_rank
-from dmuon.layout.buffer import Spans, Transport, lay_spans
+from dmuon.layout.buffer import Transport, lay_spans
 from dmuon.layout.topology import Coordinate, GlobalRank, Position, Ranks, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
-from dmuon.platform.torch_private import (
-    all_gather_single,
-    backend_of,
-    default_store,
-    in_one_launch,
-    reduce_scatter_single,
-)
-
-Works = list[dist.Work | None]  # of collectives that were started; None of none
+from dmuon.platform.torch_private import backend_of, default_store
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """The ranks along one dimension of the topology, and dmuon's own process groups over them.
+class Lanes:
+    """A line of the topology for weights and one for gradients, so that neither waits for the other."""
 
-    Weights and gradients have a group each, so that neither waits for the other.
-
-    Attributes:
-        ranks: by position on the line.
-        position: of this rank.
-    """
-
-    ranks: tuple[GlobalRank, ...]
-    position: Position
-    weights: dist.ProcessGroup
-    gradients: dist.ProcessGroup
-
-
-Parts = Mapping[int, Tensor]  # of a region, by position on a line; those that are not empty
-
-
-def scratch(transport: Transport, spans: Spans, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Parts]:
-    """Memory for a reduction: the region and its parts, which are views of it where they travel together.
-
-    Separate ones can be freed one by one; the region is nothing then.
-    """
-    if transport == "broadcast":
-        region = torch.empty(0, dtype=dtype, device=device)
-        return region, {i: region.new_empty(end - start) for i, (start, end) in spans.filled.items()}
-    region = torch.empty(spans.size, dtype=dtype, device=device)
-    return region, {i: region[start - spans.start : end - spans.start] for i, (start, end) in spans.filled.items()}
-
-
-def gather(transport: Transport, region: Tensor, parts: Parts, line: Line) -> Works:
-    """Start filling every part from the rank at its position on ``line``; this rank's own part holds its content.
-
-    Args:
-        region: 1-D, all parts in order.
-        parts: views of it.
-    """
-    match transport:
-        case "single":
-            return [all_gather_single(region, _own(region, parts, line), group=line.weights, async_op=True)]
-        case _:
-            launches = [
-                partial(dist.broadcast, part, src=line.ranks[position], group=line.weights, async_op=True)
-                for position, part in parts.items()
-            ]
-            return in_one_launch(line.weights, region.device, launches)
-
-
-def _own(region: Tensor, parts: Parts, line: Line) -> Tensor:
-    """This rank's part."""
-    return parts[line.position] if line.position in parts else region[:0]
-
-
-def reduce(transport: Transport, region: Tensor, parts: Parts, line: Line) -> tuple[Tensor, Works]:
-    """Start averaging every part to the rank at its position on ``line``; the other parts are garbage then.
-
-    Returns:
-        Where this rank's own part arrives, and the works.
-    """
-    average = dist.ReduceOp.AVG
-    own = _own(region, parts, line)
-    match transport:
-        case "single":
-            out = torch.empty_like(own)
-            return out, [reduce_scatter_single(out, region, op=average, group=line.gradients, async_op=True)]
-        case _:
-            launches = [
-                partial(dist.reduce, part, line.ranks[position], average, group=line.gradients, async_op=True)
-                for position, part in parts.items()
-            ]
-            return own, in_one_launch(line.gradients, region.device, launches)
+    weights: Line
+    gradients: Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +85,7 @@ class Comm:
 
     All process groups are dmuon's own: collectives of one group must come in one order on all its ranks, which no one
     could promise for a group that a user communicates over as well. There are several because collectives of one group
-    also run one after the other: weights must not wait behind gradients (two groups in each :class:`Line`), reductions
+    also run one after the other: weights must not wait behind gradients (two lines in :class:`Lanes`), reductions
     of what nobody shards start from backward while others block (``average_group`` and ``group``), and a vote must
     reach every rank of the model (``control``).
 
@@ -200,8 +123,8 @@ class Comm:
     reduce_stream: Stream
     options: CommOptions
     monitor: Monitor
-    row: Line | None
-    column: Line | None
+    row: Lanes | None
+    column: Lanes | None
     group: dist.ProcessGroup
     average_group: dist.ProcessGroup
     control: dist.ProcessGroup
@@ -266,16 +189,16 @@ def make_comm(
     flat = mesh
     if mesh.ndim > 1:
         flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
-    row, column = (_line(groups, device.type, topology, along, rank, options) for along in ("s", "r"))
+    row, column = (_lanes(groups, device.type, topology, along, rank, options) for along in ("s", "r"))
     average_group = groups.keep(make_group(device.type, topology.partition("rs"), "average", options.timeout))
     with monitor.watch("first use of dmuon's process groups"):
         for one in (control, group, average_group):
             connect(one, device)
         if tensor is not None:
             connect(tensor.group, device, exchanges=True)
-        for line in (row, column):
-            if line is not None:
-                _connect_line(line, device, monitor)
+        for lanes in (row, column):
+            if lanes is not None:
+                _connect_lanes(lanes, device, monitor)
         monitor.synchronize()  # what is wrong with a link shows here
     destroy_released(control)
     flat_tensor_mesh = _with_dimension(flat, tensor_mesh, topology)
@@ -306,13 +229,14 @@ def make_comm(
     )
 
 
-def _connect_line(line: Line, device: torch.device, monitor: Monitor) -> None:
+def _connect_lanes(lanes: Lanes, device: torch.device, monitor: Monitor) -> None:
     """As :func:`connect`, by all that its groups are for: one root of broadcasts connects its ring for all."""
     transports: tuple[Transport, ...] = ("broadcast", "single")
     for transport in transports:
-        region, parts = scratch(transport, lay_spans(transport, {0: 1}, len(line.ranks)), torch.float32, device)
-        Pending(monitor, "gather", gather(transport, region, parts, line)).wait()
-        Pending(monitor, "reduce", reduce(transport, region, parts, line)[1]).wait()
+        spans = lay_spans(transport, {0: 1}, len(lanes.weights.ranks))
+        region, parts = scratch(transport, spans, torch.float32, device)
+        Pending(monitor, "gather", gather(transport, region, parts, lanes.weights)).wait()
+        Pending(monitor, "reduce", reduce(transport, region, parts, lanes.gradients)[1]).wait()
 
 
 def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: Topology) -> DeviceMesh:
@@ -330,26 +254,22 @@ def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: 
     )
 
 
-def _line(
+def _lanes(
     groups: Groups,
     device_type: str,
     topology: Topology,
     along: Literal["r", "s"],
     rank: GlobalRank,
     options: CommOptions,
-) -> Line | None:
+) -> Lanes | None:
     partition = topology.partition(along)
     ranks = next(group for group in partition if rank in group)
     if len(ranks) == 1:
         return None
     by_rank = [sorted(group) for group in partition]
-    return Line(
-        ranks,
-        position_in(ranks, rank),
-        groups.keep(
-            make_group(
-                device_type, by_rank, f"weights_along_{along}", options.timeout, urgent=True, max_ctas=options.max_ctas
-            )
-        ),
-        groups.keep(make_group(device_type, by_rank, f"gradients_along_{along}", options.timeout)),
-    )
+
+    def line(what: str, **how: Any) -> Line:
+        group = make_group(device_type, by_rank, f"{what}_along_{along}", options.timeout, **how)
+        return Line(ranks, position_in(ranks, rank), groups.keep(group))
+
+    return Lanes(line("weights", urgent=True, max_ctas=options.max_ctas), line("gradients"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from dmuon.comm.agreement import Election, Verdict, Vote, destroy_released
 from dmuon.comm.lifetime import Groups
+from dmuon.comm.lines import Line
 from dmuon.comm.monitor import Monitor, Pending
 from dmuon.comm.process_groups import connect, make_group, named, this_rank
-from dmuon.layout.parcels import Route, travels
+from dmuon.layout.parcels import Route, Spread, travels
 from dmuon.layout.shards import Piece
 from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in
 from dmuon.platform.streams import Stream
@@ -30,6 +31,9 @@ class Domain:
         position: of this rank.
         group: of dmuon's own.
         lane: of the monitor's journal; None where it is that of more ranks than these.
+        groups: of this domain; None where they belong to more ranks than these.
+        lines: by where matrices lie of which there are copies, the ranks that have the same parts as this one; None
+            where it has none.
     """
 
     ranks: Ranks
@@ -38,6 +42,8 @@ class Domain:
     group: dist.ProcessGroup
     monitor: Monitor
     lane: str | None = "exchange"
+    groups: Groups | None = None
+    lines: dict[Spread, Line | None] = field(default_factory=dict)
     _vote_stream: Stream | None = None
 
     @property
@@ -75,7 +81,7 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
     destroy_released(group)
     rank = this_rank()
     monitor = Monitor(members, rank, default_store(), group.group_name, device=device, groups=groups)
-    return Domain(members, position_in(members, rank), device, group, monitor)
+    return Domain(members, position_in(members, rank), device, group, monitor, groups=groups)
 
 
 class Redistribution:
@@ -87,6 +93,9 @@ class Redistribution:
         tensors: by number of the route, ``(count, …)`` of what this rank has, in the dtype of ``like``.
         like: has the dtype and device of what travels, also where this rank has no part of anything.
         what: names the redistribution, the same on all ranks.
+
+    Attributes:
+        travels: anything goes from one rank to another.
     """
 
     def __init__(
@@ -94,14 +103,15 @@ class Redistribution:
     ) -> None:
         self._routes = routes
         self._position = domain.position
-        self._like = like
+        self.like = like
         held = {i: tensors[i] for i, route in enumerate(routes) if domain.position in route.senders}
         self._kept = {i: tensor for i, tensor in held.items() if domain.position in routes[i].receivers}
         self._incoming = [0] * domain.world
         for route in routes:
             for sender, numel in route.numel_in(domain.position).items():
                 self._incoming[sender] += numel
-        self._pending = self._start(held, domain, what) if travels(routes) else None
+        self.travels = travels(routes)
+        self._pending = self._start(held, domain, what) if self.travels else None
 
     def _start(self, tensors: Mapping[int, Tensor], domain: Domain, what: str) -> Pending:
         parts: list[list[Tensor]] = [[] for _ in domain.ranks]
@@ -112,11 +122,11 @@ class Redistribution:
                     piece = route.piece(self._position, receiver)
                     parts[receiver].append(_cut(tensor, route.senders[self._position], piece))
         packed = [part for of_rank in parts for part in of_rank]
-        self._sent = self._like.new_empty(sum(part.numel() for part in packed))
+        self._sent = self.like.new_empty(sum(part.numel() for part in packed))
         if packed:
             slots = self._sent.split([part.numel() for part in packed])
             torch._foreach_copy_([slot.view(part.shape) for slot, part in zip(slots, packed, strict=True)], packed)
-        self._received = self._like.new_empty(sum(self._incoming))
+        self._received = self.like.new_empty(sum(self._incoming))
         outgoing = [sum(part.numel() for part in of_rank) for of_rank in parts]
         received, sent, incoming = self._received, self._sent, self._incoming
 
@@ -145,7 +155,7 @@ class Redistribution:
                     taken, rest[sender] = rest[sender].tensor_split([route.count * piece.numel])
                     part = taken.view((route.count, *piece.shape))
                 parts.append((piece, part))
-            wanted[i] = _assembled(route, route.receivers[self._position], parts, self._like)
+            wanted[i] = _assembled(route, route.receivers[self._position], parts, self.like)
         self._pending, self._kept = None, {}
         return wanted
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from dmuon.comm.context import Comm, gather
+from dmuon.comm.context import Comm
+from dmuon.comm.lines import gather
 from dmuon.comm.monitor import Pending, run_all
 from dmuon.dedicated.matrix import OwnedMatrix, Weight, own
 from dmuon.dedicated.part import Part
@@ -187,7 +188,9 @@ class OwnedBuffer:
                 own = {comm.at.r: region} if end > start else {}
                 parts = dict(sorted((self._standins | own).items()))
             self._publication = comm.monitor.start(
-                "publish", f"publish of block {self.name!r}", lambda: gather(self.layout.column, region, parts, column)
+                "publish",
+                f"publish of block {self.name!r}",
+                lambda: gather(self.layout.column, region, parts, column.weights),
             )
         self.published = generation
         if self.keep:
@@ -217,7 +220,7 @@ class OwnedBuffer:
                 self._fill = comm.monitor.start(
                     "fill",
                     f"fill of block {self.name!r}",
-                    lambda: gather(self.layout.row, self._buffer, self._segments, row),
+                    lambda: gather(self.layout.row, self._buffer, self._segments, row.weights),
                 )
         self.state = BufferState.FILLING
         self.generation = generation

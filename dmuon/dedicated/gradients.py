@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dmuon.comm.agreement import Election, Verdict, Vote
-from dmuon.comm.context import Comm, Line, Parts, Works, reduce, scratch
+from dmuon.comm.context import Comm, Lanes
+from dmuon.comm.lines import Parts, Works, reduce, scratch
 from dmuon.comm.monitor import Pending, run_all
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
@@ -91,7 +92,7 @@ class GradReduction:
             torch._foreach_copy_([slot for slot, _ in pairs], [grad for _, grad in pairs])
         return used
 
-    def _start(self, line: Line, direction: str, transport: Transport, region: Tensor, parts: Parts) -> Tensor:
+    def _start(self, lanes: Lanes, direction: str, transport: Transport, region: Tensor, parts: Parts) -> Tensor:
         """Start one stage.
 
         Returns:
@@ -100,7 +101,7 @@ class GradReduction:
         results: list[Tensor] = []
 
         def launch() -> Works:
-            result, works = reduce(transport, region, parts, line)
+            result, works = reduce(transport, region, parts, lanes.gradients)
             results.append(result)
             return works
 
@@ -110,8 +111,8 @@ class GradReduction:
 
     def advance(self) -> None:
         """Start the second stage, if there is one, behind the first. On the CPU this waits for the first."""
-        line, self._stage_two = self._stage_two, None
-        if line is None:
+        lanes, self._stage_two = self._stage_two, None
+        if lanes is None:
             return
         layout, at = self.buffer.layout, self._comm.at
         with torch.no_grad(), self._comm.reduce_stream.beside():
@@ -126,7 +127,7 @@ class GradReduction:
             segment = self._result[: column.size]  # without its padding
             parts = {r: segment[start - first : end - first] for r, (start, end) in column.filled.items()}
             self._in_flight.append(segment)
-            self._result = self._start(line, "along the column", layout.column, segment, parts)
+            self._result = self._start(lanes, "along the column", layout.column, segment, parts)
             self._stage_one_ended = self._comm.reduce_stream.mark()
 
     def _in_segment(self) -> list[tuple[Part, tuple[int, int]]]:

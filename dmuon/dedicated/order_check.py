@@ -74,7 +74,7 @@ class OrderCheck:
         comm, fills = self._comm, self._comm.monitor.count("fill")
         if comm.row is not None and not trains and (fills != self._compared or by_fsdp):
             self._compared = fills
-            self._elect("row", comm.row.gradients, comm.monitor.digest, by_fsdp)
+            self._elect("row", comm.row.gradients.group, comm.monitor.digest, by_fsdp)
         if comm.tensor is not None and ran:
             self._elect("tensor", comm.tensor.group, 0, ran)
 

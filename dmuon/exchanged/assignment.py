@@ -202,8 +202,7 @@ def _task(layouts: Layouts, index: int, shared: Shared, region: Region | None, n
     sides = min(m, n), max(m, n)
     plan = layouts.plans.get(shared.domain.ranks)
     planned = None if plan is None else plan.chunks.get(sides)
-    numel = max(m * n, parcel.numel_sent_back // parcel.count)  # of one matrix, on the owner at once
-    nbytes = numel * torch.promote_types(param.dtype, torch.float32).itemsize
+    nbytes = m * n * torch.promote_types(param.dtype, torch.float32).itemsize
     size = min(planned or unplanned_batch_size((m, n)), layouts.recipe.options.chunk_bytes // nbytes)
     variants = {} if plan is None else plan.variants.get(sides, {})
     transposed = spec_of(param).transposed

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import Verdict, Vote, require_same
+from dmuon.comm.copying import connect_copies
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError
 from dmuon.comm.process_groups import ranks_of, this_rank
@@ -24,7 +25,8 @@ from dmuon.exchanged.user_functions import UserFunctions
 from dmuon.exchanged.user_round import UserRound, by_owner
 from dmuon.layout.matrices import Region, numbered, stack_shape
 from dmuon.layout.parameters import ranks_of_mesh
-from dmuon.layout.topology import GlobalRank, listed
+from dmuon.layout.parcels import Spread
+from dmuon.layout.topology import GlobalRank, Ranks, listed
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
@@ -292,6 +294,12 @@ class LayoutExchange(Exchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._tasks = tasks(self.layouts, self.owners, self._rank)
+        spreads: dict[Ranks, set[Spread]] = {ranks: set() for ranks in self.layouts.domains}
+        for task in self._tasks:
+            if task.shared is not None:
+                spreads[task.shared.domain.ranks].add(task.shared.parcel.spread)
+        for ranks, domain in self.layouts.domains.items():  # in one order on all of them
+            connect_copies(domain, spreads[ranks])
 
     def alone(self) -> list[Tensor]:
         return [param for param, placed in zip(self.params, self.layouts.placed, strict=True) if placed is None]

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.domain import redistribute
+from dmuon.comm.copying import Copies, Copying, connect_copies
+from dmuon.comm.domain import redistribute, redistribute_all
 from dmuon.comm.process_groups import grid_of_groups, ranks_of, this_rank
 from dmuon.exchanged.assignment import plan, planned_owners, whole_parcel
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig
@@ -321,8 +322,13 @@ class RedistributeByLayout:
         placed = placed.whole
         parcel = whole_parcel(placed, src_rank, "update")
         domain, what = layouts.domains[placed.ranks], "scatter of one matrix"
-        part = redistribute(parcel.from_owner, update, domain, local, what)
-        return local.new_empty(local.shape) if part is None else part.to(local.dtype)
+        connect_copies(domain, [parcel.spread])
+        held = {} if update is None else {0: update[None]}
+        parts = redistribute_all([parcel.from_owner], held, domain, local, what)
+        copies = Copies([parcel], domain)
+        if copies.needed:
+            parts = Copying(copies, parts, local.new_empty(0), f"copies of {what}").wait()
+        return parts[0][0].to(local.dtype) if parts else local.new_empty(local.shape)
 
 
 def _under_way(state: Mapping[str, Any]) -> tuple[Layouts, int] | None:

@@ -42,6 +42,7 @@ class UserRound:
 
     exchanged = True
     queue = 0  # one for all domains: the functions of every rank are called for all parameters in one order
+    last_leg = True
 
     index: int
     batches: Sequence[Batch]
@@ -112,6 +113,9 @@ class UserRound:
                     wholes[number], fault = None, fault or error
         self._raise(fault, wholes)
         return wholes
+
+    def forward(self, timer: PhaseTimer) -> None:
+        pass
 
     def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
         """Nothing is recorded: what is here of each matrix, only the functions know."""

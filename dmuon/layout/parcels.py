@@ -87,9 +87,18 @@ class Spread:
         return {position: piece for position, piece in self.pieces.items() if piece.numel}
 
     @cached_property
-    def numel(self) -> int:
-        """Elements of all pieces, in all copies."""
-        return sum(piece.numel for piece in self.parts.values())
+    def copies(self) -> int:
+        """How many ranks have each part."""
+        return len(set(self.layout.replicas))
+
+    @cached_property
+    def lines(self) -> tuple[tuple[Position, ...], ...]:
+        """Holders of the same part, one of each copy; ascending."""
+        alike: dict[Piece, list[Position]] = {}
+        for position, piece in self.parts.items():
+            alike.setdefault(piece, []).append(position)
+        assert all(len(line) == self.copies for line in alike.values()), "copies that are cut in different ways"
+        return tuple(sorted(map(tuple, alike.values())))
 
     def copy_with(self, holder: Position) -> dict[Position, Piece]:
         """The pieces of the copy that ``holder`` has part in, by first index."""
@@ -99,12 +108,23 @@ class Spread:
             self._copies[copy] = {self.holders[i]: self.layout.pieces[i] for i in self.layout.order(at)}
         return self._copies[copy]
 
+    def source(self, holder: Position, owner: Position) -> Position:
+        """Of the ranks that have the same part as ``holder``, the one of the copy that ``owner`` has part in."""
+        copy = self.layout.replicas[self._index[owner]]
+        if copy not in self._sources:
+            self._sources[copy] = {piece: position for position, piece in self.copy_with(owner).items()}
+        return self._sources[copy][self.pieces[holder]]
+
     @cached_property
     def _index(self) -> dict[Position, int]:
         return {holder: index for index, holder in enumerate(self.holders)}
 
     @cached_property
     def _copies(self) -> dict[int, dict[Position, Piece]]:
+        return {}
+
+    @cached_property
+    def _sources(self) -> dict[int, dict[Piece, Position]]:
         return {}
 
 
@@ -142,11 +162,6 @@ class Parcel:
         return self.count * math.prod(self.layout.shape)
 
     @property
-    def numel_sent_back(self) -> int:
-        """Elements that the owner sends to others after Newton–Schulz: as many copies as there are elsewhere."""
-        return self.count * (self.spread.numel - self.spread.pieces[self.owner].numel)
-
-    @property
     def pieces(self) -> dict[Position, Piece]:
         """What each holder has of each matrix, by position in the domain."""
         return self.spread.pieces
@@ -159,5 +174,6 @@ class Parcel:
 
     @cached_property
     def from_owner(self) -> Route:
-        """After Newton–Schulz: all that hold a part, of whatever copy, get the update of it."""
-        return Route(self.count, self.layout, {self.owner: Piece.whole(self.layout.shape)}, self.spread.parts)
+        """After Newton–Schulz: those that share the owner's copy get the update of their parts, and pass it on."""
+        receivers = self.spread.copy_with(self.owner)
+        return Route(self.count, self.layout, {self.owner: Piece.whole(self.layout.shape)}, receivers)

@@ -65,15 +65,18 @@ class ExchangeBudget:
     """What one step does on this rank for matrices that several ranks hold, if all of them have gradients.
 
     Attributes:
-        calls: all-to-alls, at most two a round; those of which this rank sends and receives nothing count.
+        calls: all-to-alls, at most two a round; those of which this rank sends and receives nothing count. Where
+            there are copies, also broadcasts or all-gathers among the ranks that have the same parts.
         received_before: bytes from other ranks that Newton-Schulz here waits for.
         received_after: bytes of updates from other ranks.
         sent_before: bytes of momentum to other ranks.
-        sent_after: bytes of updates to other ranks.
+        sent_after: bytes of updates to other ranks; what goes on to several copies counts once.
+        copied: of that what goes on to other copies.
         in_flight: most bytes alive at once of what is packed, on its way or put together, without Newton-Schulz' own
             workspace. Of a round there are this rank's parts, what it sends and what it receives; once it has arrived,
-            the whole matrices; then their updates, what is sent of them and what is received. While one round
-            computes, the ``prefetch`` next ones have started (of each domain too), and the one before is on its way.
+            the whole matrices; then their updates, what is sent of them and what is received; then what goes on to
+            other copies and comes from there. While one round computes, the ``prefetch`` next ones have started (of
+            each domain too), and the one before is on its way, and the one before that on its way to other copies.
     """
 
     calls: int
@@ -81,6 +84,7 @@ class ExchangeBudget:
     received_after: int
     sent_before: int
     sent_after: int
+    copied: int
     in_flight: int
 
 
@@ -165,28 +169,53 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
     return ExchangeBudget(
         calls=sum(one.calls for one in found),
         received_before=sum(one.received for one in found),
-        received_after=sum(one.returned for one in found),
+        received_after=sum(one.returned + one.copied - one.copied_out for one in found),
         sent_before=sum(one.sent for one in found),
-        sent_after=sum(one.answered for one in found),
+        sent_after=sum(one.answered + one.copied_out for one in found),
+        copied=sum(one.copied_out for one in found),
         in_flight=_most_in_flight(found, domains, optimizer._prefetch),
     )
 
 
 def _most_in_flight(rounds: Sequence[_RoundBytes], domains: Sequence[int], prefetch: int) -> int:
+    """As :func:`dmuon.step.rounds.drive` goes through the rounds."""
     most = 0
-    gathering: dict[int, int] = {}  # rounds under way
+    gathering: dict[int, int] = {}  # rounds under way to the owners
+    scattered: dict[int, int] = {}  # and back, of which parts go on to copies later
+    arriving: dict[int, int] = {}  # where they are wanted
     begun: set[int] = set()
     windows = prefetch_windows(domains, prefetch)
+
+    def note(more: int) -> None:
+        nonlocal most
+        most = max(most, sum(gathering.values()) + sum(scattered.values()) + sum(arriving.values()) + more)
+
+    def forward(turns: Sequence[int]) -> None:
+        for turn in turns:
+            note(rounds[turn].copied - rounds[turn].answered)
+            del scattered[turn]
+            arriving[turn] = rounds[turn].copied + rounds[turn].uncopied
+
     for i, one in enumerate(rounds):
-        behind = rounds[i - 1].scattering if prefetch and i else 0
         for j in windows[i]:
             if j not in begun:
                 begun.add(j)
                 gathering[j] = rounds[j].gathering
-                most = max(most, behind + sum(gathering.values()) + rounds[j].parts - rounds[j].own_parts)
-        ahead = sum(gathering.values()) - gathering.pop(i)
-        arrived = one.own_parts + one.received + one.whole
-        most = max(most, ahead + behind + max(arrived, one.scattering))
+                note(rounds[j].parts - rounds[j].own_parts)
+        del gathering[i]
+        note(one.own_parts + one.received + one.whole)
+        before = [j for j in scattered if domains[j] == domains[i]]
+        (scattered if one.goes_on else arriving)[i] = one.scattering
+        note(0)
+        if one.goes_on and one.at_once:
+            forward([i])
+        for j in [j for j in arriving if j != i]:
+            del arriving[j]
+        forward(before)
+        if not prefetch:
+            forward([*scattered])
+            arriving.clear()
+    forward([*scattered])
     return most
 
 
@@ -201,6 +230,11 @@ class _RoundBytes:
         whole: matrices that are put together here.
         updates: of what is owned here.
         answered, returned: sent and received after Newton-Schulz.
+        copied: the region in which parts of all copies are gathered.
+        copied_out: of that what this rank has first.
+        uncopied: updates that stay beside that region.
+        goes_on: some ranks send what has come on to copies.
+        at_once: nothing has to come before.
     """
 
     calls: int
@@ -212,6 +246,11 @@ class _RoundBytes:
     updates: int = 0
     answered: int = 0
     returned: int = 0
+    copied: int = 0
+    copied_out: int = 0
+    uncopied: int = 0
+    goes_on: bool = False
+    at_once: bool = False
 
     @property
     def gathering(self) -> int:
@@ -240,8 +279,16 @@ class _RoundBytes:
                 nbytes["updates"] += parcel.numel * back
                 if position not in gather.senders or not gather.senders[position].covers(parcel.layout.shape):
                     nbytes["whole"] += parcel.numel * itemsize
+                if parcel.spread.copies == 1:
+                    nbytes["uncopied"] += parcel.numel * back
+        bundles = round_.copies.bundles
+        nbytes["copied"] = sum(bundle.numel for bundle in bundles) * back
+        nbytes["copied_out"] = sum(bundle.numel_out for bundle in bundles) * back
+        if any(parcel.spread.copies == 1 for parcel in round_.parcels):
+            nbytes["uncopied"] += nbytes["returned"]
         ways = [parcel.to_owner for parcel in round_.parcels], [parcel.from_owner for parcel in round_.parcels]
-        return cls(sum(map(travels, ways)), **nbytes)
+        calls = sum(map(travels, ways)) + sum(bundle.calls for bundle in bundles)
+        return cls(calls, **nbytes, goes_on=round_.copies.needed, at_once=not travels(ways[1]))
 
 
 def _itemsize(buffer: OwnedBuffer) -> int:

@@ -355,6 +355,8 @@ def _exchanged_bytes(parcel: Parcel, position: Position, there: torch.dtype, bac
     """To the owner and back, as the rank at ``position`` sends and receives."""
     before = [*parcel.to_owner.numel_out(position).values(), *parcel.to_owner.numel_in(position).values()]
     after = [*parcel.from_owner.numel_out(position).values(), *parcel.from_owner.numel_in(position).values()]
+    if parcel.spread.copies > 1 and position in parcel.spread.parts:  # it sends or gets what goes to other copies
+        after.append(parcel.count * parcel.spread.parts[position].numel)
     return sum(before) * there.itemsize + sum(after) * back.itemsize
 
 

@@ -76,6 +76,7 @@ class RoundLoad:
 
     Attributes:
         gather, scatter: before and after Newton–Schulz.
+        copied: bytes that ranks with the same parts get of each other, most of any, and by how many broadcasts.
         ns: seconds of Newton–Schulz, by rank.
         parts: elements that each rank folds, packs and applies.
         owned: batches of each rank.
@@ -83,6 +84,7 @@ class RoundLoad:
 
     gather: Load
     scatter: Load
+    copied: tuple[float, int]
     ns: Times
     parts: Times
     owned: _Array
@@ -233,6 +235,7 @@ def _round(scenario: Scenario, pieces: _Pieces, parcels: Sequence[Parcel]) -> Ro
     return RoundLoad(
         _load(topology, pieces, gathers, MASTER_BYTES, to_owner=True),
         _load(topology, pieces, scatters, UPDATE_BYTES, to_owner=False),
+        _copied(topology, pieces, parcels),
         ns,
         parts,
         owned,
@@ -263,6 +266,17 @@ def _load(
     met = np.array(list(partners.values())) if partners else np.zeros((1, 1), dtype=bool)
     messages = int(max(met.sum(axis=1).max(), met.sum(axis=0).max()))
     return Load(of_others, of_owner, messages) if to_owner else Load(of_owner, of_others, messages)
+
+
+def _copied(topology: Topology, known: _Pieces, parcels: Sequence[Parcel]) -> tuple[float, int]:
+    """What goes on to other copies: by the replica that it comes from, for each rank."""
+    nbytes = np.zeros((topology.replicate, topology.world))
+    replica = topology.coordinates()[0]
+    for parcel in parcels:
+        if parcel.spread.copies > 1:
+            at, numel = known.flat(parcel.pieces)
+            nbytes[replica[parcel.owner], at] += UPDATE_BYTES * parcel.count * numel
+    return float(nbytes.sum(axis=0).max()), int(np.count_nonzero(nbytes, axis=0).max())
 
 
 class _Pieces:

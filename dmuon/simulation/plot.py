@@ -24,6 +24,7 @@ _BARS = {
     "copy": ("#d7d2cd", "copy"),
     "fill": ("#54a24b", "fill (owners broadcast)"),
     "publish": ("#2f7a3b", "publish over replicas"),
+    "copies": ("#2f7a3b", "copies of updates"),
     "reduce": ("#9d755d", "reduce to owners"),
     "reduce over replicas": ("#6b4c3b", "reduce over replicas"),
     "votes": ("#ffbf79", "votes"),

@@ -17,7 +17,10 @@ _APPLY_BYTES = UPDATE_BYTES + 2 * MASTER_BYTES
 
 
 class Exchanged(AdamW):
-    """Rounds of batches: the next one is gathered and the last one scattered while one is orthogonalized."""
+    """Rounds of batches: while one is orthogonalized, the next one is gathered and the last one scattered.
+
+    With replicas, the one before that goes on to them meanwhile.
+    """
 
     def __init__(self, sim: Simulation, scenario: Scenario) -> None:
         super().__init__(sim, scenario)
@@ -32,7 +35,8 @@ class Exchanged(AdamW):
         rounds = self._schedule.rounds
         windows = prefetch_windows([0] * len(rounds), _PREFETCH)
         gathered: dict[int, Times] = {}
-        leaving: deque[tuple[RoundLoad, Times]] = deque()
+        scattered: deque[tuple[RoundLoad, Times]] = deque()
+        arriving: deque[tuple[RoundLoad, Times]] = deque()
 
         def start(turns: range | list[int]) -> None:
             for turn in turns:
@@ -41,9 +45,17 @@ class Exchanged(AdamW):
                     gathered[turn] = self._send("gather", rounds[turn].gather)
 
         def finish() -> None:
-            round_, arrived = leaving.popleft()
-            self.sim.wait(COMPUTE, arrived)
-            self._elementwise("apply", round_, _APPLY_BYTES)
+            while arriving:
+                round_, arrived = arriving.popleft()
+                self.sim.wait(COMPUTE, arrived)
+                self._elementwise("apply", round_, _APPLY_BYTES)
+
+        def forward() -> None:
+            while scattered:
+                round_, arrived = scattered.popleft()
+                self.sim.wait(COMPUTE, arrived)
+                way = self.way("broadcast", "replicate", *round_.copied)
+                arriving.append((round_, self.travel("copies", "copies", "replicate", way, self.sim.now(COMPUTE))))
 
         if self._schedule.alone.any():
             start(range(min(_PREFETCH, len(rounds))))
@@ -52,12 +64,15 @@ class Exchanged(AdamW):
             start(windows[turn])
             self.sim.wait(COMPUTE, gathered[turn])
             self.sim.compute("ns", round_.ns)
-            leaving.append((round_, self._send("scatter", round_.scatter)))
-            while len(leaving) > 1:
-                finish()
-        self._adamw(self.others())
-        while leaving:
+            leaving = round_, self._send("scatter", round_.scatter)
             finish()
+            forward()
+            (scattered if round_.copied[1] else arriving).append(leaving)
+            if round_.copied[1] and not round_.scatter.messages:
+                forward()
+        forward()
+        self._adamw(self.others())
+        finish()
 
     def _elementwise(self, name: str, round_: RoundLoad, nbytes: int) -> None:
         self.sim.compute(name, round_.parts * (nbytes / self.machine.copy_bytes_per_s))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from dmuon.comm.copying import Copies, Copying
 from dmuon.comm.domain import Redistribution
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
@@ -34,11 +35,13 @@ class Round(Protocol):
         index: of the batches' group of the optimizer.
         exchanged: ``start`` sends something, for which ``compute`` waits.
         queue: rounds of one domain, which are counted on their own when the next ones start ahead.
+        last_leg: what is under way arrives where it is wanted; otherwise :meth:`forward` sends it on.
     """
 
     index: int
     exchanged: bool
     queue: int
+    last_leg: bool
 
     @property
     def batches(self) -> Sequence[Batch]:
@@ -54,8 +57,11 @@ class Round(Protocol):
     def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
         """Orthogonalize what this rank owns, and send it."""
 
+    def forward(self, timer: PhaseTimer) -> None:
+        """Send on what has come, if others wait for it."""
+
     def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
-        """Update this rank's parts of the weights; ``record`` is told of it."""
+        """Update this rank's parts of the weights, after :meth:`forward`; ``record`` is told of it."""
 
 
 class AloneRound:
@@ -67,6 +73,7 @@ class AloneRound:
 
     exchanged = False
     queue = 0
+    last_leg = True
 
     def __init__(self, index: int, batch: Batch) -> None:
         self.index = index
@@ -91,6 +98,9 @@ class AloneRound:
                 self._ready.append((start, end, ready))
         return [ready.done for _, _, ready in self._ready]
 
+    def forward(self, timer: PhaseTimer) -> None:
+        pass
+
     def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
         batch, ready = self.batches[0], self._ready
         self._ready = []
@@ -100,6 +110,8 @@ class AloneRound:
 
 class ExchangedRound:
     """Batches of several owners in one domain: their pieces travel to these in one all-to-all, and back in another.
+
+    Where there are copies, updates go from the owner's one on to the others.
 
     Attributes:
         domain: the ranks that take part.
@@ -119,6 +131,8 @@ class ExchangedRound:
         self._present: list[list[bool]] = []
         self._gathering: Redistribution | None = None
         self._scattering: Redistribution | None = None
+        self._copying: Copying | None = None
+        self.last_leg = True
 
     def bundle(self) -> dict[int, Tensor]:
         """Treat batches together whose parts here are small and alike; returns their momentum, which is new."""
@@ -128,7 +142,8 @@ class ExchangedRound:
         return momentum
 
     def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
-        self._gathering = self._scattering = None  # a step before may have failed
+        self._gathering = self._scattering = self._copying = None  # a step before may have failed
+        self.last_leg = True
         self._present = [[id(p) in present for p in batch.params] for batch in self.batches]
         if not any(map(any, self._present)):
             return
@@ -161,14 +176,27 @@ class ExchangedRound:
         with timer.phase("exchange"):
             routes = [parcel.from_owner for parcel in self.parcels]
             self._scattering = Redistribution(routes, whole, self.domain, like, f"scatter of {self._what}")
+        self.last_leg = not self.copies.needed
+        if not self._scattering.travels:
+            self.forward(timer)
         return done
 
+    def forward(self, timer: PhaseTimer) -> None:
+        if self.last_leg or self._scattering is None:
+            return
+        self.last_leg = True
+        with timer.phase("exchange"):
+            updates, like = self._scattering.wait(), self._scattering.like
+            self._scattering = None
+            self._copying = Copying(self.copies, updates, like, f"copies of {self._what}")
+
     def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
-        if self._scattering is None:
+        arriving = self._copying or self._scattering
+        if arriving is None:
             return
         with timer.phase("exchange"):
-            updates = self._scattering.wait()
-        self._scattering = None
+            updates = arriving.wait()
+        self._scattering = self._copying = None
         for bundle in self._whole_bundles():
             members = [self.batches[i] for i in bundle.numbers]
             apply_together(group, members, [updates.pop(i) for i in bundle.numbers], timer, record=record)
@@ -176,6 +204,11 @@ class ExchangedRound:
             batch = self.batches[i]
             for start, end in batch.runs(self._present[i]):
                 apply(group, batch, batch.params[start:end], update[batch.rows(start, end)], timer, record=record)
+
+    @cached_property
+    def copies(self) -> Copies:
+        """What goes on from the owners' copies to others."""
+        return Copies(self.parcels, self.domain)
 
     def _whole_bundles(self) -> list[Bundle]:
         """Those of whose parameters all have a gradient somewhere."""
@@ -287,7 +320,7 @@ def drive(
     windows = prefetch_windows([r.queue for r in exchanged], prefetch)
     started: set[int] = set()
     turn = 0  # of the next round to exchange
-    leaving: deque[tuple[Round, list[Done]]] = deque()
+    leaving: list[tuple[Round, list[Done]]] = []
 
     def start(turns: Iterable[int]) -> None:
         for coming in turns:
@@ -295,8 +328,8 @@ def drive(
                 started.add(coming)
                 exchanged[coming].start(group_at(exchanged[coming].index), present, timer)
 
-    def finished() -> tuple[Round, list[Done]]:
-        round_, done = leaving.popleft()
+    def finished(round_: Round, done: list[Done]) -> tuple[Round, list[Done]]:
+        round_.forward(timer)
         round_.finish(group_at(round_.index), timer, record)
         return round_, done
 
@@ -304,9 +337,18 @@ def drive(
         if round_.exchanged:
             start(windows[turn])
             turn += 1
-            leaving.append((round_, round_.compute(group_at(round_.index), timer)))
-            while len(leaving) > (1 if prefetch else 0):
-                yield finished()
+            done = round_.compute(group_at(round_.index), timer)
+            # A round of whatever domain computes while updates arrive. They are sent on when the next round of their
+            # own domain has computed: so a domain's collectives have one order on all its ranks.
+            for pair in [pair for pair in leaving if pair[0].last_leg]:
+                leaving.remove(pair)
+                yield finished(*pair)
+            for earlier, _ in leaving:
+                if earlier.queue == round_.queue:
+                    earlier.forward(timer)
+            leaving.append((round_, done))
+            if not prefetch:
+                yield finished(*leaving.pop())
         else:
             start(range(turn, min(turn + prefetch, len(exchanged))))
             round_.start(group_at(round_.index), present, timer)
@@ -314,8 +356,10 @@ def drive(
             round_.finish(group_at(round_.index), timer, record)
             yield round_, done
     meanwhile()
-    while leaving:
-        yield finished()
+    for pair in leaving:
+        pair[0].forward(timer)
+    for pair in leaving:
+        yield finished(*pair)
 
 
 def prefetch_windows(domains: Sequence[int], prefetch: int) -> list[list[int]]:

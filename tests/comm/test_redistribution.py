@@ -6,6 +6,7 @@ import random
 from itertools import product
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dmuon import create_dtensor_config
+from dmuon.comm import copying, process_groups
+from dmuon.comm.copying import Copies, Copying, connect_copies
 from dmuon.comm.domain import Domain, Redistribution, make_domain
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.parcels import Parcel, spread_over_all
@@ -148,7 +151,10 @@ def part_of_each(whole: Tensor, piece: Piece) -> Tensor:
 @pytest.mark.parametrize(("world", "count"), [(2, 40), (3, 40), (4, 40), pytest.param(4, 800, marks=pytest.mark.slow)])
 @on_ranks()
 def test_batches_of_parts_travel_to_their_owners_and_back(rank: int, world: int, count: int) -> None:
-    """Random batches of random layouts and owners, to their owners; twice what arrived, back to all holders."""
+    """Random batches of random layouts and owners, to their owners; twice what arrived, back to all holders.
+
+    What goes on to copies travels part by part, or padded as where owners have alike parts on NCCL.
+    """
     domain: Domain = make_domain(range(world), torch.device("cpu"))
     for case in range(count):
         source = random.Random(case)
@@ -168,6 +174,14 @@ def test_batches_of_parts_travel_to_their_owners_and_back(rank: int, world: int,
             assert torch.equal(whole, wholes[i]), f"case {case}: {parcels[i]}"
         twice = {i: 2 * whole for i, whole in collected.items()}
         back = Redistribution([p.from_owner for p in parcels], twice, domain, like, "a test").wait()
+        connect_copies(domain, [parcel.spread for parcel in parcels])
+        transport = source.choice(["broadcast", "single"])
+        with patch.object(copying, "choose_transport", lambda *_: transport):  # noqa: B023
+            copies = Copies(parcels, domain)
+        assert copies.needed == any(max(parcel.layout.replicas) for parcel in parcels)
+        copied = any(p.spread.copies > 1 and rank in p.spread.parts for p in parcels)
+        assert {bundle.transport for bundle in copies.bundles} == ({transport} if copied else set())
+        back = Copying(copies, back, like, "a test").wait()
         assert back.keys() == sent.keys(), f"case {case}: {parcels}"
         for i, arrived in back.items():
             assert torch.equal(arrived, 2 * sent[i]), f"case {case}: {parcels[i]}"
@@ -235,3 +249,26 @@ def test_strided_shards_of_fsdp_over_tensor_parallelism_travel(rank: int, world:
             back = config.redistribute_fn(found, owner, config.state)
             assert torch.equal(back, weight.to_local())
         dist.barrier()
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_copies_travel_where_all_ranks_have_to_make_all_groups(rank: int, world: int) -> None:
+    """As with a default process group that is bound to a device; one of the matrices is too small for all ranks."""
+    domain = make_domain(range(world), torch.device("cpu"))
+    layouts = [layout_of(shape, (2, 2), [Replicate(), Shard(0)]) for shape in ((1, 3), (4, 3))]
+    parcels = [Parcel(1, spread_over_all(layout), owner) for owner, layout in zip((2, 3), layouts, strict=True)]
+    with (
+        patch.object(copying, "default_group_is_bound", lambda: True),
+        patch.object(process_groups, "default_group_is_bound", lambda: True),
+    ):
+        connect_copies(domain, [parcel.spread for parcel in parcels])
+    updates = {}
+    for i, parcel in enumerate(parcels):
+        if rank in parcel.spread.parts and rank >= 2:  # the owners' copy
+            updates[i] = part_of_each(numbered((1, *parcel.layout.shape)) + i, parcel.spread.parts[rank])
+    arrived = Copying(Copies(parcels, domain), updates, torch.empty(0), "a test").wait()
+    assert arrived.keys() == {i for i, parcel in enumerate(parcels) if rank in parcel.spread.parts}
+    for i, part in arrived.items():
+        whole = numbered((1, *parcels[i].layout.shape)) + i
+        assert torch.equal(part, part_of_each(whole, parcels[i].spread.parts[rank]))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from dmuon.comm.context import Line, gather, reduce, scratch
+from dmuon.comm.lines import Line, gather, reduce, scratch
 from dmuon.layout.buffer import BufferLayout, Transport, choose_transport, lay_spans, make_layout
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Topology, topology_of
@@ -241,7 +241,7 @@ def test_reductions_and_gathers_reproduce_every_matrix(rank: int, world: int) ->
     """Reduce random matrices to their owners and gather them again."""
     group = dist.group.WORLD
     assert group is not None
-    lane = Line(tuple(range(world)), rank, group, group)
+    lane = Line(tuple(range(world)), rank, group)
     wanted: list[Transport] = ["broadcast", "single", "auto"]
     for case, transport, along_row in product(range(8), wanted, [True, False]):
         source = random.Random(case)

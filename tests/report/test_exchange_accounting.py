@@ -18,6 +18,7 @@ from dmuon.report.accounting import expected_exchange
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from common.ledger import Ledger
 
+EXCHANGES = ("alltoall_base_", "broadcast_")
 SLACK_BYTES = 2048  # votes, norms, and numbers of AdamW: none of them grows with the matrices
 
 
@@ -37,9 +38,9 @@ def count_step(
         optimizer.zero_grad()
         in_flight.append(ledger.in_flight)
     found = {
-        "calls": ledger.calls["alltoall_base_"],
-        "received": ledger.received["alltoall_base_"],
-        "sent": ledger.sent["alltoall_base_"],
+        "calls": sum(ledger.calls[name] for name in EXCHANGES),
+        "received": sum(ledger.received[name] for name in EXCHANGES),
+        "sent": sum(ledger.sent[name] for name in EXCHANGES),
         "in_flight": min(in_flight),
     }
     rounds = sum(round_.exchanged for round_ in optimizer._rounds)

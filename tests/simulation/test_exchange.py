@@ -56,10 +56,17 @@ def test_what_leaves_a_node_is_counted_apart() -> None:
     assert (near.max(), far.max()) == (64 * MASTER_BYTES, 128 * MASTER_BYTES)  # from one neighbour, and from two others
 
 
-def test_replicas_gather_from_one_copy_and_all_get_the_update() -> None:
+def test_replicas_gather_from_one_copy_which_passes_the_update_on() -> None:
     found = planned([Matrix("b.w", 16, 16, "b")], Topology(4, replicate=2))
     assert total(found, "gather", "received").sum() == 128 * MASTER_BYTES
-    assert total(found, "scatter", "sent").sum() == (3 * 128) * UPDATE_BYTES
+    assert total(found, "scatter", "sent").sum() == 128 * UPDATE_BYTES
+    assert [round_.copied for round_ in found.rounds] == [(128 * UPDATE_BYTES, 1)]
+
+
+def test_full_copies_are_not_scattered() -> None:
+    found = planned([Matrix(f"b.{i}", 16, 16, "b") for i in range(4)], Topology(4, replicate=4))
+    assert not total(found, "gather", "received").any() and not total(found, "scatter", "received").any()
+    assert [round_.copied for round_ in found.rounds] == [(4 * 256 * UPDATE_BYTES, 4)]  # of each owner one
 
 
 def test_a_stack_that_is_cut_along_its_experts_needs_no_exchange() -> None:

@@ -420,6 +420,8 @@ PROGRAMS: dict[str, Program] = {
     "dropped graphs": Program("1d-two-lines", f"backward clip step zero {T}", overlap=True, graphs=1),
     "regrouped": Program("1d-two-lines", f"backward regroup step zero {T}", overlap=True, graphs=32),
     "hsdp exchanged": Program("fsdp2-hsdp", f"{T} {T}"),
+    "hsdp exchanged padded": Program("fsdp2-hsdp", f"{T} {T}", nccl=True),
+    "ddp exchanged padded": Program("ddp", f"{T} {T}", nccl=True),
     "tensor exchanged": Program("tp-alone", f"{T} {T}"),
     "fsdp tensor exchanged": Program("fsdp2-tp", f"{T} {T}"),
     "ddp exchanged": Program("ddp", f"{T} {T}"),

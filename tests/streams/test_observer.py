@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness.pool import RankPool
 from torch import Tensor
 
-from dmuon.comm import context as communication
+from dmuon.comm import lines as communication
 from dmuon.platform.streams import HostCopy, Stream
 from streams.clock import Race
 from streams.collectives import Collectives

@@ -178,7 +178,18 @@ def test_operations_and_collectives_are_in_order(ranks: RankPool, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "name", [slowly(name, ["uneven"]) for name in ("uneven", "uneven kept", "hsdp overlap", "hsdp exchanged")]
+    "name",
+    [
+        slowly(name, ["uneven"])
+        for name in (
+            "uneven",
+            "uneven kept",
+            "hsdp overlap",
+            "hsdp exchanged",
+            "hsdp exchanged padded",
+            "ddp exchanged padded",
+        )
+    ],
 )
 def test_weights_on_pretended_streams_are_those_of_a_single_process(ranks: RankPool, name: str) -> None:
     """The ways of an accelerator, NCCL's transports among them, compute what one process does."""
@@ -227,6 +238,7 @@ PLANTS = {
     "self._pending.wait in Redistribution.wait": "fsdp exchanged",
     "self._arrived.synchronize in HostCopy.tolist": "lines",
     # -- the others are slow
+    "self._pending.wait in Copying.wait": "hsdp exchanged",
     "work.wait in Pending.wait": "lines",
     "comm.publish_stream.beside in OwnedBuffer.start_publication": "single",
     "pending.wait in OwnedBuffer._settle_publication": "single",
@@ -276,15 +288,17 @@ HARMLESS = {
     "module.current_stream(self._device).synchronize in Monitor.synchronize": IN_TURN,
     "Redistribution(…).wait in redistribute_all": RESULT,
     "self._gathering.wait in ExchangedRound.compute": RESULT,
-    "self._scattering.wait in ExchangedRound.finish": RESULT,
+    "self._scattering.wait in ExchangedRound.forward": RESULT,
+    "arriving.wait in ExchangedRound.finish": RESULT,
+    "Copying(…).wait in RedistributeByLayout.__call__": RESULT,
     "result.wait in UserFunctions.gather": RESULT,
     "self._gathered.pop(number).wait in UserRound._wholes": RESULT,
     "self._parts[number].wait in UserRound.finish": RESULT,
     "stream.wait_stream in CudaGraphs.record": GRAPH,
     "current.wait_stream in CudaGraphs.record": GRAPH,
     "monitor.synchronize in make_comm": CONNECTS,
-    "Pending(…).wait in _connect_line": CONNECTS,
-    "Pending(…).wait in _connect_line (1)": CONNECTS,
+    "Pending(…).wait in _connect_lanes": CONNECTS,
+    "Pending(…).wait in _connect_lanes (1)": CONNECTS,
     "current.wait_stream in Origin.join": ENGINE,
     "origin.join in _Bucket.launch": ENGINE,
     "self._comm.monitor.start(…).wait in GradAverager._average_late": "a program begins checkpointing in mid-training",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,23 @@ from .symmetric_cpu import split_product, split_sum
 from .symmetric_tiles import TileConfig
 from .symmetric_triton import symmetric_product
 from .variant import Variant
+
+
+class Operations(NamedTuple):
+    """Functions with the arguments of torch's, ``out`` among them, which may be ``None``.
+
+    ``multiply(a, b)``, ``add(c, a, b, beta=, alpha=)``, ``gram(x, x.mT)``, and ``symmetric``, which is ``add`` whose
+    result is symmetric.
+    """
+
+    multiply: Callable[..., Tensor]
+    add: Callable[..., Tensor]
+    gram: Callable[..., Tensor]
+    symmetric: Callable[..., Tensor]
+
+
+_TORCH_OF_MATRICES = Operations(torch.mm, torch.addmm, torch.mm, torch.addmm)
+_TORCH_OF_BATCHES = Operations(torch.bmm, torch.baddbmm, torch.bmm, torch.baddbmm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +89,29 @@ class Arithmetic:
         """
         return self.product(a, b, c, alpha=alpha, beta=beta, out=out)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether results are torch's own, whole and as torch rounds them."""
-        return type(self) is Arithmetic and self.storage == self.carrier
+    def operations(self, ndim: int) -> Operations:
+        """:meth:`product`, :meth:`gram` and :meth:`symmetric` of matrices, or with ``ndim`` 3 of batches.
+
+        Where results are torch's own they are torch's functions: a call takes as long as a small product.
+        """
+        if type(self) is Arithmetic and self.storage == self.carrier:
+            return _TORCH_OF_MATRICES if ndim == 2 else _TORCH_OF_BATCHES
+
+        def multiply(a: Tensor, b: Tensor, *, out: Tensor | None) -> Tensor:
+            return self.product(a, b, out=out)
+
+        def add(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0, out: Tensor | None) -> Tensor:
+            return self.product(a, b, c, alpha=alpha, beta=beta, out=out)
+
+        def gram(x: Tensor, _transposed: Tensor, *, out: Tensor | None) -> Tensor:
+            return self.gram(x, out=out)
+
+        def symmetric(
+            c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0, out: Tensor | None
+        ) -> Tensor:
+            return self.symmetric(a, b, c, alpha=alpha, beta=beta, out=out)
+
+        return Operations(multiply, add, gram, symmetric)
 
     def square(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
@@ -19,12 +19,14 @@ from torch import Tensor
 from .arithmetic import Arithmetic, make_arithmetic
 from .coefficients import Polynomial, coefficient_sequence, span_restarts
 from .iteration import Iteration, Workspace, iterate, make_iteration
-from .normalization import check_eps, normalize
+from .normalization import check_eps, divide
 from .precision import full_precision
 from .replay import replayed
 from .squares import Squares
 from .storage import Storage, storage_dtype, storage_spans
 from .variant import Backend, Method, Variant, adapted, choose_variant, relative_cost, squares_cost, variant_fault
+
+_CONVERT = "convert it, for example with x.float()"
 
 CoefficientsArg: TypeAlias = "str | Sequence[float] | Sequence[Sequence[float]]"
 
@@ -73,38 +75,36 @@ def orthogonalize(
 
     Reference: Jordan et al., https://kellerjordan.github.io/posts/muon; Zhang et al., "Gram Newton-Schulz".
     """
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"x must be a floating-point tensor, got {kind}; convert it, for example with x.float()")
-    if x.ndim < 2:
-        raise ValueError(f"x must have two or more dimensions, got shape {tuple(x.shape)}; vectors belong on AdamW")
-    check_eps(eps)
-    if variant is not None and not (method == restarts == backend == "auto"):
-        raise ValueError(f"variant={variant} excludes method, restarts and backend; leave them at 'auto'")
-    storage = storage_dtype(x.dtype, x.device, dtype)
-    sequence = coefficient_sequence(coefficients, steps)
-    shape = (x.shape[-2], x.shape[-1])
-    k = math.prod(x.shape[:-2])
-    if variant is None:
-        variant = choose_variant(
-            shape,
-            max(1, k),
-            sequence,
-            storage,
-            x.device,
-            method=method,
-            restarts=restarts if isinstance(restarts, str) else tuple(restarts),
-            backend=backend,
-        )
-    else:
-        variant = _usable(variant, shape, sequence, storage, x.device)
-    x = x.detach()  # no graph; less than entering no_grad takes
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a floating-point tensor, got {type(x).__name__}; {_CONVERT}")
+    size = x.shape
+    plan = _plan(
+        size,
+        x.dtype,
+        x.device,
+        coefficients if isinstance(coefficients, str) else coefficient_sequence(coefficients, steps),
+        steps,
+        method,
+        restarts if isinstance(restarts, str) else tuple(restarts),
+        dtype,
+        backend,
+        eps,
+        variant,
+    )
+    if x.requires_grad:
+        x = x.detach()  # no graph; less than entering no_grad takes
     if not x.numel():
         return torch.empty_like(x)
-    normalized, _ = normalize(x.unsqueeze(0) if x.ndim == 2 else x.reshape(k, *shape), storage, eps)
-    result = run(normalized, variant, sequence, storage)
+    if len(size) > 3:
+        x = x.reshape(-1, *size[-2:])
+    normalized, _ = divide(x, plan.storage, eps)
+    if plan.spans is not None:
+        with full_precision(x.device):
+            result = _through(normalized, plan.spans)
+    else:
+        result = run(normalized, plan.variant, plan.sequence, plan.storage)
     result = result if result.dtype == x.dtype else result.to(x.dtype)
-    return result.squeeze(0) if x.ndim == 2 else result.reshape(x.shape)
+    return result if len(size) <= 3 else result.reshape(size)
 
 
 def run(
@@ -125,10 +125,10 @@ def run(
     spans = _spans(variant, coefficients, storage, x.device)
     with full_precision(x.device):
         if x.shape[0] == 1:  # it may be small, where every call counts
-            result = iterate(x[0], *spans[0]) if len(spans) == 1 else _through(x[0], spans, None)
-            return (result if result.dtype == x.dtype else result.to(x.dtype)).unsqueeze(0)
+            result = _through(x[0], spans).unsqueeze(0)
+            return result if result.dtype == x.dtype else result.to(x.dtype)
         if variant.piece >= len(x):
-            return _through(x, spans, None).to(x.dtype)
+            return _through(x, spans).to(x.dtype)
         workspaces: list[Workspace] = []
         for piece in torch.split(x, variant.piece):
             source = piece if len(piece) > 1 else piece[0]
@@ -141,10 +141,55 @@ def run(
     return x
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a call of :func:`orthogonalize` runs; ``spans`` are those of a single matrix."""
+
+    sequence: Polynomial
+    storage: Storage
+    variant: Variant
+    spans: _Spans | None
+
+
+@lru_cache(maxsize=4096, typed=True)  # a flag is no number
+def _plan(
+    size: torch.Size,
+    x_dtype: torch.dtype,
+    device: torch.device,
+    coefficients: str | Polynomial,
+    steps: int,
+    method: Method,
+    restarts: Literal["auto"] | tuple[int, ...],
+    dtype: Storage | None,
+    backend: Backend,
+    eps: float,
+    variant: Variant | None,
+) -> _Plan:
+    """Checks what does not change from call to call, which for a small matrix takes as long as its products."""
+    if not x_dtype.is_floating_point:
+        raise TypeError(f"x must be a floating-point tensor, got {x_dtype}; {_CONVERT}")
+    if len(size) < 2:
+        raise ValueError(f"x must have two or more dimensions, got shape {tuple(size)}; vectors belong on AdamW")
+    check_eps(eps)
+    if variant is not None and not (method == restarts == backend == "auto"):
+        raise ValueError(f"variant={variant} excludes method, restarts and backend; leave them at 'auto'")
+    storage = storage_dtype(x_dtype, device, dtype)
+    sequence = coefficient_sequence(coefficients, steps) if isinstance(coefficients, str) else coefficients
+    shape = (size[-2], size[-1])
+    if variant is None:
+        k = max(1, math.prod(size[:-2]))
+        variant = choose_variant(shape, k, sequence, storage, device, method=method, restarts=restarts, backend=backend)
+    else:
+        variant = _usable(variant, shape, sequence, storage, device)
+    alone = len(size) == 2 and not variant.replay
+    return _Plan(sequence, storage, variant, _spans(variant, sequence, storage, device) if alone else None)
+
+
+_Spans: TypeAlias = "tuple[tuple[Iteration, Arithmetic], ...]"
+
+
 @lru_cache(maxsize=4096)
-def _spans(
-    variant: Variant, coefficients: Polynomial, storage: Storage, device: torch.device
-) -> tuple[tuple[Iteration, Arithmetic], ...]:
+def _spans(variant: Variant, coefficients: Polynomial, storage: Storage, device: torch.device) -> _Spans:
     """What computes the steps that are stored in one dtype, one after the other."""
     if isinstance(storage, torch.dtype):
         return ((make_iteration(variant, coefficients, storage), make_arithmetic(variant, device, storage)),)
@@ -156,9 +201,7 @@ def _spans(
     return tuple(found)
 
 
-def _through(
-    x: Tensor, spans: Sequence[tuple[Iteration, Arithmetic]], workspaces: Sequence[Workspace] | None
-) -> Tensor:
+def _through(x: Tensor, spans: _Spans, workspaces: Sequence[Workspace] | None = None) -> Tensor:
     for index, (iteration, arithmetic) in enumerate(spans):
         if index:
             x = arithmetic.round_(x.to(arithmetic.carrier))

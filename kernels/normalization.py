@@ -16,6 +16,8 @@ _CHUNK = 1 << 22
 _ITSELF = (torch.float32, torch.float64)
 # Norms between these come from entries whose squares are in fp32's range, but for some that are too small to matter.
 _SAFE_NORMS = (1e-10, 1e18)
+# Squares of so few elements are added up in one call, which rounding takes 2e-7 from.
+_FEW = 1 << 12
 
 
 def check_eps(eps: float) -> None:
@@ -35,50 +37,69 @@ def normalize(
     Zero stays exact zero. A norm is not finite where an entry is not. The cast is last: fp16 has no 1e-8. ``out`` may
     be ``x``.
     """
-    if x.shape[0] == 1 and x.dtype == storage and x.dtype in _ITSELF and streams_of(x.device) is None and x.numel():
-        norms = _norms_of_rows(x)  # of one matrix, which may be small: a dozen operations take as long as it does
-        norm: float = norms.item()
-        if _SAFE_NORMS[0] < norm < _SAFE_NORMS[1]:
-            return torch.mul(x, 1 / max(norm, eps), out=out), norms
-    compute = torch.promote_types(x.dtype, torch.float32)
+    result, norms = divide(x, storage, eps, out=out)
+    return result, norms.double().reshape(len(x))
+
+
+def divide(
+    x: Tensor,  # (k, m, n) or (m, n)
+    storage: Storage,
+    eps: float,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`normalize`, of one matrix too. That may be small, so that each call counts.
+
+    The norms broadcast with ``x``, and may be fp32.
+    """
+    waits = streams_of(x.device) is not None  # where reading a norm would wait for the device
+    if x.ndim == 2 and 0 < x.numel() <= _FEW and x.dtype == storage and storage in _ITSELF and not waits:
+        norms: Tensor = torch.linalg.vector_norm(x)
+        if _is_usual(norms.item(), eps):
+            return torch.div(x, norms, out=out), norms
+    compute = x.dtype if x.dtype in _ITSELF else torch.promote_types(x.dtype, torch.float32)
     carrier, first = carrier_dtype(x.device, storage), first_dtype(storage)
+    if out is None:  # a transposed matrix may stay one, a batch is multiplied faster if it does not
+        out = (
+            torch.empty_like(x, dtype=carrier) if x.ndim == 2 else torch.empty(x.shape, dtype=carrier, device=x.device)
+        )
     if not x.numel():
-        out = torch.empty_like(x, dtype=carrier) if out is None else out
-        return out, torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    safe = False
-    if streams_of(x.device) is None:  # as above
-        norms = _norms_of_rows(x if x.dtype == compute else x.to(compute))
-        numbers = norms.tolist()
-        safe = all(_SAFE_NORMS[0] < norm < _SAFE_NORMS[1] for norm in numbers)
-    if out is None:
-        out = torch.empty(x.shape, dtype=carrier, device=x.device)
-    if safe:
-        factor = torch.tensor([1 / max(norm, eps) for norm in numbers], dtype=compute, device=x.device)
-        torch.mul(x, factor[:, None, None], out=out)
-    else:
-        norms = _normalize_at_any_scale(x, compute, eps, out)
-    return (out if carrier == first else out.copy_(out.to(first))), norms
+        return out, torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
+    found = None if waits else _divide_as_it_is(x, out, compute, eps)
+    if found is None:
+        found = _divide_at_any_scale(*((x, out) if x.ndim == 3 else (x[None], out[None])), compute, eps)
+    return (out if carrier == first else out.copy_(out.to(first))), found
 
 
-def _normalize_at_any_scale(x: Tensor, compute: torch.dtype, eps: float, out: Tensor) -> Tensor:
-    """:func:`normalize` without its last rounding; returns the norms, and waits for no device.
+def _divide_as_it_is(x: Tensor, out: Tensor, compute: torch.dtype, eps: float) -> Tensor | None:
+    """The norms, or ``None``, and nothing is written, where matrices must be scaled first. Waits for the device."""
+    x = x if x.dtype == compute else x.to(compute)
+    norms = _norms(x)
+    if not all(_is_usual(norm, eps) for norm in norms.flatten().tolist()):
+        return None
+    torch.div(x, norms if norms.dtype == compute else norms.to(compute), out=out)
+    return norms
+
+
+def _divide_at_any_scale(x: Tensor, out: Tensor, compute: torch.dtype, eps: float) -> Tensor:
+    """:func:`normalize` without its last rounding; returns the norms, fp64, and waits for no device.
 
     Squares of 1e±30 leave fp32's range, and so does 1e40, which 1e-40 is to be multiplied with. So matrices are scaled
-    by a power of two first, which changes no bit of the result. Rows are summed in ``compute``, their norms in fp64.
+    by a power of two first, which changes no bit of the result.
     """
     rows = max(1, _CHUNK * x.shape[-2] // x.numel())
     chunks = torch.split(x, rows, dim=-2)
-    largest = torch.stack([chunk.abs().amax(dim=(-2, -1)) for chunk in chunks]).amax(dim=0).to(compute)
+    largest = torch.stack([chunk.abs().amax(dim=(-2, -1), keepdim=True) for chunk in chunks]).amax(dim=0).to(compute)
     widest = 126 if compute == torch.float32 else 1022  # a power of two whose inverse is one as well
     exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent.clamp(-widest, widest), 0)
     power, inverse = _power_of_two(exponent), _power_of_two(-exponent)
-    scale = inverse.to(compute)[:, None, None]
-    parts = torch.stack([_norms_of_rows(chunk.to(compute) * scale) for chunk in chunks])
-    norms: Tensor = torch.linalg.vector_norm(parts, dim=0)  # of the scaled matrices
+    scale = inverse.to(compute)
+    parts = torch.stack([_norms(chunk.to(compute) * scale) for chunk in chunks])
+    norms: Tensor = torch.linalg.vector_norm(parts, dim=0, dtype=torch.float64)  # of the scaled matrices
     clamped = norms.clamp(min=eps * inverse)
-    factor = torch.where(clamped == 0, 0.0, clamped.reciprocal()).to(compute)[:, None, None]  # NaN stays
+    divisor = torch.where(clamped == 0, 1.0, clamped).to(compute)  # NaN stays
     for chunk, part in zip(chunks, torch.split(out, rows, dim=-2), strict=True):
-        torch.mul(chunk.to(compute) * scale, factor, out=part)
+        torch.div(chunk.to(compute) * scale, divisor, out=part)
     return norms * power
 
 
@@ -87,6 +108,16 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
-def _norms_of_rows(x: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1), dim=-1, dtype=torch.float64)
+def _is_usual(norm: float, eps: float) -> bool:
+    """Whether a matrix of this norm may be divided by it, unscaled, and ``eps`` is less."""
+    return _SAFE_NORMS[0] < norm < _SAFE_NORMS[1] and norm > eps
+
+
+def _norms(x: Tensor) -> Tensor:  # (..., m, n) -> (..., 1, 1)
+    """Norms of matrices: of small ones in one call, in their dtype; else of rows, and of these in fp64."""
+    if x.shape[-2] * x.shape[-1] <= _FEW:
+        norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+        return norms
+    rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norms = torch.linalg.vector_norm(rows, dim=(-2, -1), dtype=torch.float64, keepdim=True)
     return norms

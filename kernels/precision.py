@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[None]:
     have them too while any thread is inside; when the last one leaves, what the user had set is back.
     """
     kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         return _without_autocast(device)
     return _FP32_AND_HALVES if kind == "cuda" else _FP32
 
@@ -77,6 +78,9 @@ class _Both(AbstractContextManager[None]):
 
 
 def _nothing() -> None: ...
+
+
+_has_autocast = cache(torch.amp.is_autocast_available)
 
 
 def _ieee_fp32() -> Callable[[], None]:

@@ -41,9 +41,9 @@ _REPLAY_BYTES = 1 << 25
 _TRITON_LEAST_SIDE = 1024
 _TRITON_WAVES = 2
 
-# On the CPU a call takes as long as so many multiply-adds in fp32; and of the Gram form, whose calls are wrapped, more.
-_CPU_CALL = 1e5
-_GRAM_CALL = 2.0
+# On the CPU a call takes as long as so many multiply-adds in fp32; and of the Gram form, which adds to diagonals, more.
+_CPU_CALL = 8e4
+_GRAM_CALL = 1.4
 
 # CPUs that multiply bf16: the time of a product in it over that in fp32, by `python bench/newton_schulz.py --halves`.
 _BF16_COST = 0.45

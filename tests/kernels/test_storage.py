@@ -31,7 +31,7 @@ from dmuon.kernels import (
     storage_spans,
 )
 from dmuon.kernels.arithmetic import make_arithmetic
-from dmuon.kernels.newton_schulz import _spans
+from dmuon.kernels.newton_schulz import _plan, _spans
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from common.stress import MARGIN, Batch, stress_set
@@ -49,9 +49,11 @@ ROUNDOFF = 2.0**-8  # of bf16: a value rounded once errs by no more of itself
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """A CPU that multiplies bf16, or not: torch computes either way, on any CPU, and only time differs."""
     monkeypatch.setattr(storage, "cpu_multiplies_bf16", lambda: request.param)
-    _spans.cache_clear()
+    for remembered in (_spans, _plan):
+        remembered.cache_clear()
     yield request.param
-    _spans.cache_clear()
+    for remembered in (_spans, _plan):
+        remembered.cache_clear()
 
 
 @pytest.fixture(scope="module")

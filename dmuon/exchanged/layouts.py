@@ -21,7 +21,6 @@ from dmuon.layout.parameters import (
     place,
     place_dtensor,
     place_replicated,
-    placed_by_mesh,
 )
 from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import GlobalRank, RankGrid, Ranks, ShardDims, listed
@@ -217,11 +216,7 @@ def _suspected(param: Tensor) -> ParameterLayout | None:
     """Where a parameter that cannot be placed seems to lie, for its ranks to hear of it; None if that is unknown."""
     if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is None:
         return None
-    ranks = param.device_mesh.mesh.flatten().tolist()
-    try:
-        return placed_by_mesh(param) if len(set(ranks)) == len(ranks) else place_replicated(param, sorted(set(ranks)))
-    except ValueError:
-        return place_replicated(param, sorted(set(ranks)))
+    return place_replicated(param, sorted(set(param.device_mesh.mesh.flatten().tolist())))
 
 
 def _placed_on_grid(

@@ -69,27 +69,18 @@ def place_dtensor(param: DTensor, name: str, rank: GlobalRank) -> ParameterLayou
     if rank not in line.ranks:
         raise fault(f", without this rank, {rank}; give each rank only the parameters that it has a part of")
     try:
-        placed = placed_by_mesh(param)
+        layout = layout_of(param.shape, line.sizes, placements)
     except ValueError as error:
         raise fault(f": {error}") from None
-    expected, shape = placed.layout.pieces[line.ranks.index(rank)].shape, tuple(local_tensor(param).shape)
+    if line.order is not None:
+        layout = _reordered(layout, line.order)
+    expected, shape = layout.pieces[line.ranks.index(rank)].shape, tuple(local_tensor(param).shape)
     if expected != shape:
         raise fault(
             f": the local tensor of rank {rank} has shape {shape}, torch's chunks have {expected}; "
             "make it with distribute_tensor, or pass plain shards with shard_dims=…"
         )
-    return placed
-
-
-def placed_by_mesh(param: DTensor) -> ParameterLayout:
-    """Where torch puts the elements of a DTensor.
-
-    Raises:
-        ValueError: for placements that leave no rank with elements of it, or that it lacks the dimension for.
-    """
-    line = _line_of(param.device_mesh)
-    layout = layout_of(param.shape, line.sizes, param.placements)
-    return ParameterLayout(line.ranks, layout if line.order is None else _reordered(layout, line.order))
+    return ParameterLayout(line.ranks, layout)
 
 
 def part_among_holders(placed: ParameterLayout, rank: GlobalRank) -> ParameterLayout:

@@ -6,7 +6,8 @@ were started, and MiB by which memory had grown at most; then the exponents of g
 ranks, and matrices. ``--counts yes`` prints calls of functions instead of seconds, which no other work disturbs.
 
 ``experts`` are stacks over groups of 8 ranks: each group has as many matrices as are given, sharded within it, and
-nothing of the others'. Only the optimizer runs there.
+nothing of the others'. Only the optimizer runs there. ``--copies 8`` shards the other models over an eighth of the
+ranks each, as HSDP does.
 
     python bench/scale.py --ranks 8,64,1024 --matrices 224,2048 --json bench/results/scale.json
 """
@@ -50,6 +51,7 @@ class Settings:
     ranks: str = "8,64,256,1024"
     matrices: str = "224"
     residency: str = "all"
+    copies: int = 1
     counts: str = "no"
     json: str | None = None
 
@@ -135,7 +137,7 @@ def _peak() -> Iterator[list[float]]:
         thread.join()
 
 
-def measure(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Phase]:
+def measure(residency: str, ranks: int, matrices: int, calls: bool, copies: int) -> dict[str, Phase]:
     """Of one life of a model on rank 0, by phase. Once in a process."""
     torch.set_num_threads(1)
     meter = Meter(pretend(ranks), calls)
@@ -153,6 +155,8 @@ def measure(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str,
                 optimizer.step()
         return save_and_load(meter, optimizer)
     mesh = init_device_mesh("cpu", (ranks,))
+    if copies > 1:
+        mesh = init_device_mesh("cpu", (copies, ranks // copies), mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(*(Block(matrices // BLOCKS) for _ in range(BLOCKS)))
     gc.collect()
     if residency == DEDICATED:
@@ -204,9 +208,9 @@ def save_and_load(meter: Meter, optimizer: dmuon.Muon, *modules: nn.Module) -> d
     return {name: sorted(times, key=lambda phase: phase.work)[len(times) // 2] for name, times in meter.phases.items()}
 
 
-def run(residency: str, ranks: int, matrices: int, calls: bool) -> dict[str, Phase]:
+def run(residency: str, ranks: int, matrices: int, calls: bool, copies: int = 1) -> dict[str, Phase]:
     """:func:`measure` in a process of its own."""
-    job = json.dumps([residency, ranks, matrices, calls])
+    job = json.dumps([residency, ranks, matrices, calls, copies])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__, "--job", job], env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -266,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Settings,
         __doc__,
         argv,
-        least={},
+        least={"copies": 1},
         choices={"residency": (DEDICATED, EXCHANGED, EXPERTS, "all"), "counts": ("yes", "no")},
     )
     try:
@@ -277,12 +281,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--ranks must be at least 2, --matrices at least {BLOCKS}")
     if EXPERTS in settings.residencies and any(count % GROUP for count in ranks):
         parser.error(f"--ranks must be multiples of {GROUP} for experts")
+    if any(count % settings.copies for count in ranks):
+        parser.error("--ranks must be multiples of --copies")
     calls = settings.counts == "yes"
     cases: dict[Case, dict[str, Phase]] = {}
     for residency in settings.residencies:
         for count in matrices:
             for world in ranks:
-                cases[residency, world, count] = run(residency, world, count, calls)
+                cases[residency, world, count] = run(residency, world, count, calls, settings.copies)
         print(table(cases, residency, "calls of functions" if calls else "processor seconds"), end="\n\n", flush=True)
     if settings.json is not None:
         rows = [
@@ -291,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for case, phases in cases.items()
             for name, phase in phases.items()
         ]
-        write_json(settings.json, {"origin": origin(), "counts": calls, "rows": rows})
+        write_json(settings.json, {"origin": origin(), "counts": calls, "copies": settings.copies, "rows": rows})
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -137,27 +137,36 @@ class Redistribution:
 
     def wait(self) -> dict[int, Tensor]:
         """By number of the route, ``(count, …)`` of what this rank wanted; perhaps views of what it had."""
-        rest: list[Tensor] = []  # of what each rank sent: pieces are taken off in the order of the routes
+        arrived: Iterator[Tensor] = iter(())
+        wanted_here = [i for i, route in enumerate(self._routes) if self._position in route.receivers]
         if self._pending is not None:
             self._pending.wait()
-            rest = list(self._received.split(self._incoming))
+            arrived = iter(self._in_order_of_routes(wanted_here))
             del self._sent, self._received  # only now: the collective read and wrote them
         wanted: dict[int, Tensor] = {}
-        for i, route in enumerate(self._routes):
-            if self._position not in route.receivers:
-                continue
+        for i in wanted_here:
+            route = self._routes[i]
             parts: list[tuple[Piece, Tensor]] = []
             for sender in route.senders:
                 piece = route.piece(sender, self._position)
                 if sender == self._position:
                     part = _cut(self._kept[i], route.senders[sender], piece)
                 else:
-                    taken, rest[sender] = rest[sender].tensor_split([route.count * piece.numel])
-                    part = taken.view((route.count, *piece.shape))
+                    part = next(arrived).view((route.count, *piece.shape))
                 parts.append((piece, part))
             wanted[i] = _assembled(route, route.receivers[self._position], parts, self.like)
         self._pending, self._kept = None, {}
         return wanted
+
+    def _in_order_of_routes(self, wanted: Sequence[int]) -> list[Tensor]:
+        """Of what was received, each part; they lie by sender, and of one sender in the order of the routes."""
+        parts = [part for i in wanted for part in self._routes[i].numel_in(self._position).items()]
+        by_sender = sorted(range(len(parts)), key=lambda number: parts[number][0])
+        taken = self._received.split([parts[number][1] for number in by_sender])
+        in_order: list[Tensor] = [self._received] * len(parts)
+        for number, part in zip(by_sender, taken, strict=True):
+            in_order[number] = part
+        return in_order
 
 
 def redistribute(route: Route, tensor: Tensor | None, domain: Domain, like: Tensor, what: str) -> Tensor | None:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.context import Comm
-from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
+from dmuon.dedicated.owned_tensor import OwnedTensor, owned_like, owned_tensor
 from dmuon.dedicated.part import Part
 from dmuon.layout.topology import Position
 from dmuon.model.matrix_spec import remember_spec, spec_of
@@ -227,10 +227,7 @@ class OwnedMatrix:
 
     def like_rest(self, local: Tensor, name: str) -> OwnedTensor:
         """Wrap ``local``, shaped as the master, in the layout of the resting form."""
-        rest = self.rest
-        return owned_tensor(
-            local, rest.device_mesh, self.shape, fqn=name, owners=self.owners, placements=rest.placements
-        )
+        return owned_like(self.rest, local, name)
 
     def as_grad(self, local: Tensor) -> OwnedTensor:
         """Wrap ``local``, shaped as the master, as a gradient of the resting form."""

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dmuon.dedicated.mixed_lists import number_of, run_on_parts
 from dmuon.dedicated.owned_norm import NUMBERS, answer_norm, answer_number, check_and_unscale
 from dmuon.layout.topology import Position
-from dmuon.platform.torch_private import even_shape, local_tensor, owned_spec
+from dmuon.platform.torch_private import DTensorSpec, even_shape, local_tensor, owned_spec, spec_like
 from dmuon.step.residency import like_param
 
 _ELEMENTWISE = (
@@ -43,6 +43,8 @@ _LOCAL = frozenset(
     + list(_CREATION)
 )
 
+# What loading and saving does to every parameter: these go straight to what this rank holds.
+_COPY, _DETACH = torch.ops.aten.copy_.default, torch.ops.aten.detach.default
 _GRAD: Any = Tensor.grad  # the attribute itself, which ``OwnedTensor.grad`` hides
 
 _REMEDY = (
@@ -131,6 +133,12 @@ class OwnedTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DETACH:
+            return _like(args[0], local_tensor(args[0]).detach(), keeper=args[0].keeper)
+        if func is _COPY and len(args) == 2 and not kwargs and _lie_alike(*args):
+            with _told(_keepers(args[0])):
+                local_tensor(args[0]).copy_(local_tensor(args[1]))
+            return args[0]
         name = func.overloadpacket.__name__
         flat, spec = tree_flatten((list(args), kwargs or {}))
         owned = [t for t in flat if isinstance(t, OwnedTensor)]
@@ -160,8 +168,6 @@ class OwnedTensor(DTensor):
             plain.append(leaf)
         _check_same_owner(func, flat, owned)
         plain_args, plain_kwargs = tree_unflatten(plain, spec)
-        if name == "detach":
-            return _like(owned[0], owned[0]._local_tensor.detach(), keeper=owned[0].keeper)
         with _told(_keepers(args[0]) if name.endswith("_") else []):
             out = func(*plain_args, **plain_kwargs)
         return _rewrap(out, twins, owned)
@@ -309,15 +315,32 @@ def owned_tensor(
         placements: one for each dimension of ``mesh``; ``None`` is ``Shard(0)`` on all of them.
     """
     spec = owned_spec(mesh, placements or (Shard(0),) * mesh.ndim, shape, local.dtype)
+    return _wrapped(local, spec, fqn, owners, keeper)
+
+
+def owned_like(source: OwnedTensor, local: Tensor, fqn: str, keeper: Keeper | None = None) -> OwnedTensor:
+    """Wrap ``local``, which lies as what this rank has of ``source``, and share its storage."""
+    return _wrapped(local, spec_like(source, local.dtype), fqn, source.owners, keeper)
+
+
+def _wrapped(
+    local: Tensor, spec: DTensorSpec, fqn: str, owners: tuple[Position, ...], keeper: Keeper | None
+) -> OwnedTensor:
     tensor: OwnedTensor = OwnedTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
     tensor.fqn, tensor.owners, tensor.keeper = fqn, owners, keeper
     return tensor
 
 
 def _like(source: OwnedTensor, local: Tensor, keeper: Keeper | None = None) -> OwnedTensor:
-    mesh, placements = source.device_mesh, source.placements
-    return owned_tensor(
-        local, mesh, source.shape, fqn=source.fqn, owners=source.owners, placements=placements, keeper=keeper
+    return owned_like(source, local, source.fqn, keeper)
+
+
+def _lie_alike(target: Tensor, source: Tensor) -> bool:
+    return (
+        isinstance(target, OwnedTensor)
+        and isinstance(source, OwnedTensor)
+        and (target.shape, target.owners, target.placements) == (source.shape, source.owners, source.placements)
+        and target.device_mesh is source.device_mesh
     )
 
 

@@ -45,9 +45,13 @@ def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
     model.register_state_dict_post_hook(partial(saving.end))  # torch writes on what it is given
 
 
-def describe(value: Any, shape: torch.Size) -> str | None:
-    """What kind of value a rank has, comparable across ranks; None if it cannot be loaded."""
-    if not isinstance(value, Tensor) or value.shape != shape or is_of_another_rank(value):
+def describe(value: Any, shape: torch.Size, meshes: MutableMapping[int, bool]) -> str | None:
+    """What kind of value a rank has, comparable across ranks; None if it cannot be loaded.
+
+    Args:
+        meshes: what was found of the meshes of other values, for :func:`is_of_another_rank`.
+    """
+    if not isinstance(value, Tensor) or value.shape != shape or is_of_another_rank(value, meshes):
         return None
     return "sharded" if isinstance(value, DTensor) else "whole"
 
@@ -128,10 +132,10 @@ class _Saving:
 _ABSENT, _UNFIT = "absent", "unfit"
 
 
-def _kind(state_dict: dict[str, Any], key: str, matrix: OwnedMatrix) -> str:
+def _kind(state_dict: dict[str, Any], key: str, matrix: OwnedMatrix, meshes: MutableMapping[int, bool]) -> str:
     if key not in state_dict:
         return _ABSENT
-    return describe(state_dict[key], matrix.shape) or _UNFIT
+    return describe(state_dict[key], matrix.shape, meshes) or _UNFIT
 
 
 @dataclass(slots=True)
@@ -141,12 +145,14 @@ class _Call:
     Attributes:
         errors: the list in which torch collects faults; no other call has it.
         values: what it got on this rank, by key.
+        kinds: of these.
         differences: between what it got on the ranks; then none of them loads a matrix.
         rounds: of the values that can be loaded.
     """
 
     errors: list[str]
     values: dict[str, Any] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
     rounds: _Rounds[str] | None = None
 
@@ -172,7 +178,7 @@ class _Loading:
         """Compare what kinds of values ranks got for the whole model."""
         call = _Call(errors=further[-1])
         fault: Exception | None = None
-        kinds: dict[str, str] = {}
+        meshes: dict[int, bool] = {}
         loadable: list[tuple[str, OwnedMatrix]] = []
         try:
             self._require_loadable(metadata)
@@ -181,13 +187,13 @@ class _Loading:
                     key = prefix + (f"{path}.{name}" if path else name)
                     # A wrapper between ``model`` and ``module`` may yet rename what has a canonical name in the dict.
                     source = key if key in state_dict else prefix + canonical_fqn(key[len(prefix) :])
-                    kinds[key] = _kind(state_dict, source, matrix)
+                    call.kinds[key] = kind = _kind(state_dict, source, matrix, meshes)
                     call.values[key] = state_dict.get(source, _ABSENT)
-                    if kinds[key] not in (_ABSENT, _UNFIT):
+                    if kind not in (_ABSENT, _UNFIT):
                         loadable.append((key, matrix))
         except (RuntimeError, ValueError) as error:
             fault = error
-        call.differences = differences(self.runtime.comm.control, fault, kinds)
+        call.differences = differences(self.runtime.comm.control, fault, call.kinds)
         call.rounds = _Rounds(loadable, partial(self._convert, call.values))
         self.call = call
 
@@ -207,11 +213,12 @@ class _Loading:
         errors: list[str] = further[-1]
         keys = {prefix + name: matrix for name, matrix in matrices.items()}
         values = {key: state_dict.get(key, _ABSENT) for key in keys}
-        kinds = {key: _kind(state_dict, key, matrix) for key, matrix in keys.items()}
         call, rounds = self.call, None
         if call is not None and all(call.knows(errors, key, value) for key, value in values.items()):
-            found, rounds = call.differences, call.rounds
+            kinds, found, rounds = call.kinds, call.differences, call.rounds
         else:
+            meshes: dict[int, bool] = {}
+            kinds = {key: _kind(state_dict, key, matrix, meshes) for key, matrix in keys.items()}
             self._require_loadable(metadata)
             found = differences(self.runtime.comm.control, None, kinds)
         of_key = {one.name: one for one in reversed(found)}

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dmuon.platform.log import logger
-from dmuon.platform.torch_private import local_tensor
+from dmuon.platform.torch_private import DTensorSpec, local_tensor
 
 _log = logger(__name__)
 _COPIES = ("alias", "clone", "detach", "_to_copy")  # and what `.cpu()` and the like call
@@ -41,9 +39,9 @@ class StateShard(DTensor):
     fqn: str
 
     @classmethod
-    def of(cls, tensor: DTensor, fqn: str) -> StateShard:
-        """``tensor``, whose memory it shares."""
-        shard = cls(local_tensor(tensor), tensor._spec, requires_grad=False)
+    def of(cls, local: Tensor, spec: DTensorSpec, fqn: str) -> StateShard:
+        """Around ``local``, whose memory it shares, which lies as ``spec`` says."""
+        shard = cls(local, spec, requires_grad=False)
         shard.fqn = fqn
         return shard
 
@@ -67,7 +65,7 @@ class StateShard(DTensor):
             return out
         if id(out) in twins:
             return twins[id(out)]
-        return cls.of(out, fqn) if func.overloadpacket.__name__ in _COPIES else out
+        return cls.of(local_tensor(out), out._spec, fqn) if func.overloadpacket.__name__ in _COPIES else out
 
     def storage(self) -> Any:
         # safetensors asks this, to find tensors that share memory, before it writes anything.
@@ -98,23 +96,24 @@ def _warn_of_rows() -> None:
     )
 
 
-def is_of_another_rank(value: Tensor) -> bool:
-    """Whether a DTensor was pickled by another rank: it keeps where that lies in the mesh."""
+def is_of_another_rank(value: Tensor, meshes: MutableMapping[int, bool]) -> bool:
+    """Whether a DTensor was pickled by another rank: it keeps where that lies in the mesh.
+
+    Args:
+        meshes: what was found of the meshes of other values, by ``id``; keep the values as long as this.
+    """
     if not isinstance(value, DTensor):
         return False
-    mesh, here, rank = value.device_mesh, value.device_mesh.get_coordinate(), dist.get_rank()
-    if mesh not in _coordinates or _coordinates[mesh][0] != rank:
-        _coordinates[mesh] = rank, (mesh.mesh == rank).nonzero().tolist()
-    _, own = _coordinates[mesh]
-    return len(own) == 1 and here is not None and list(here) != own[0]
-
-
-# This rank, and where it stands in a mesh, which serves thousands of values. Meshes of the same ranks are one key.
-_coordinates: WeakKeyDictionary[DeviceMesh, tuple[int, list[list[int]]]] = WeakKeyDictionary()
+    mesh = value.device_mesh
+    found = meshes.get(id(mesh))
+    if found is None:
+        own, here = (mesh.mesh == dist.get_rank()).nonzero().tolist(), mesh.get_coordinate()
+        found = meshes[id(mesh)] = len(own) == 1 and here is not None and list(here) != own[0]
+    return found
 
 
 def mark_shards(state_dict: dict[str, Any], prefix: str) -> None:
     """Make a :class:`StateShard` of every DTensor below ``prefix`` that is no parameter itself."""
     for key, value in state_dict.items():
         if key.startswith(prefix) and type(value) is DTensor and not isinstance(value, nn.Parameter):
-            state_dict[key] = StateShard.of(value, key[len(prefix) :])
+            state_dict[key] = StateShard.of(local_tensor(value), value._spec, key[len(prefix) :])

@@ -129,12 +129,6 @@ def stack_shape(shape: Sequence[int], spec: MatrixSpec) -> tuple[int, int, int]:
     return MatrixSpec(transposed=spec.transposed, flattened=spec.flattened).matrix_shape(shape)
 
 
-def whole_region(shape: Sequence[int]) -> Region:
-    """All of a matrix."""
-    m, n = shape
-    return Region((1, m, n), (0, 1), 1, ((0, m),) if m else ())
-
-
 @lru_cache(maxsize=1024)
 def layout_of_region(layout: ShardLayout, region: Region, flattened: bool) -> ShardLayout:
     """The layout of one matrix of a tensor that is cut.

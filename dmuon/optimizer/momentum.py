@@ -66,7 +66,8 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
     for some in of_residency.values():
         parts = some[0][0].residency.parts_of([(row.param, value, row.name) for row, value in some])
         for (row, _), part in zip(some, parts, strict=True):
-            row.local.copy_(part)
+            if part.numel():
+                row.local.copy_(part)
 
 
 class Momentum:
@@ -186,9 +187,10 @@ class Momentum:
         _store([(row, value) for (row, _), value in zip(loads, values, strict=True)])
         for (row, key), value in zip(loads, values, strict=True):
             others = {name: other for name, other in state.pop(key, {}).items() if name != MOMENTUM}
-            self.shown.pop(id(row.param), None)
-            if value is not None or row.is_trained:
-                self.shown[id(row.param)] = row.local  # until the new state shows it
+            if value is None and not row.is_trained:
+                self.shown.pop(id(row.param), None)
+            else:
+                self.shown.setdefault(id(row.param), row.local)  # until the new state shows it
             if others or id(row.param) in self.shown:
                 state[key] = others
         _log.debug("loaded momentum of %d of %d parameters", sum(v is not None for v in values), len(self._rows))
@@ -197,13 +199,19 @@ class Momentum:
 
     def show_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Show the momentum again: a load has made a new state."""
-        self._show([row for row in self._rows if id(row.param) in self.shown], optimizer.state)
+        for row in self._rows:
+            shown = self.shown.get(id(row.param))
+            if shown is row.local:
+                self._show([row], optimizer.state)
+            elif shown is not None:
+                optimizer.state[row.param][MOMENTUM] = shown
 
     def _require_loadable(self, fault: str | None, rows: Sequence[_Row], values: Sequence[Any]) -> None:
         """Raise ValueError on all ranks for what any of them was given. Collective over those that share parameters."""
-        kinds = {}
+        kinds: dict[int, str | None] = {}
+        meshes: dict[int, bool] = {}
         for row, value in zip(rows, values, strict=True):
-            kinds[id(row.param)] = "absent" if value is None else describe(value, row.param.shape)
+            kinds[id(row.param)] = "absent" if value is None else describe(value, row.param.shape, meshes)
         unfit = [(row, value) for row, value in zip(rows, values, strict=True) if kinds[id(row.param)] is None]
         for row, value in unfit[:1]:
             what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

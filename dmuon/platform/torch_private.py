@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _random
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -47,6 +48,12 @@ def owned_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.S
     """Spec of a contiguous tensor on ``mesh``, evenly sharded or not."""
     meta = TensorMeta(shape=shape, stride=contiguous_strides(shape), dtype=dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def spec_like(tensor: DTensor, dtype: torch.dtype) -> DTensorSpec:
+    """Spec of a contiguous tensor that lies as ``tensor``, itself contiguous, but has ``dtype``."""
+    spec = tensor._spec  # shared where that is possible: to make and verify one costs more than all else of a wrapper
+    return spec if tensor.dtype == dtype else owned_spec(spec.mesh, spec.placements, tensor.shape, dtype)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from harness.on_ranks import on_ranks
 from dmuon.check.topologies import full_state
 from dmuon.dedicated import even_dtensor
 from dmuon.dedicated.dedication import dedications
+from dmuon.platform.torch_private import local_tensor
 
 
 def exchanges(what: Any) -> tuple[Any, int]:
@@ -52,6 +53,31 @@ def test_rounds_bring_every_matrix_and_its_momentum(rank: int, world: int, nbyte
     run.train(range(2, 4))
     other.train(range(2, 4))
     assert_same_tensors(full_state(other.model), full_state(run.model))
+
+
+@on_ranks(2)
+def test_each_saved_shard_has_memory_of_its_own(rank: int, world: int) -> None:
+    """Matrices that lie alike travel in one parcel; whoever keeps one shard does not keep the parcel."""
+    run = start("1d")
+    run.train(range(2))
+    weights, states = run.model.state_dict(), run.optimizer.state_dict()["state"].values()
+    owned = [weights[matrix.fqn] for matrix in dedications(run.model)[0].runtime.matrices()]
+    for saved in [*owned, *(state["momentum_buffer"] for state in states if len(state) == 1)]:
+        local = local_tensor(saved)
+        assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
+
+
+@on_ranks(2)
+def test_what_is_shown_of_a_loaded_momentum_is_what_was_shown(rank: int, world: int) -> None:
+    run, other = start("1d"), start("1d", seed=rank + 7)
+    run.train(range(2))
+    other.train(range(1))
+    shown = {id(p): state["momentum_buffer"] for p, state in other.optimizer.state.items() if len(state) == 1}
+    other.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert shown and all(
+        other.optimizer.state[p]["momentum_buffer"] is shown[id(p)] for p in other.optimizer.state if id(p) in shown
+    )
+    assert_same_tensors(other.momenta(), run.momenta())
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +39,11 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(name: str, node: ast.AST) -> Iterator[str]:
     """Full names of what ``node`` imports, as modules where they are modules of the project."""
     if isinstance(node, ast.Import):
@@ -51,12 +57,13 @@ def imported(name: str, node: ast.AST) -> Iterator[str]:
             yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base
 
 
+@cache
 def edges() -> dict[str, set[str]]:
     """Every import of one module by another, those in functions and under conditions included."""
     return {
         name: {
             target
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(parsed(path))
             for target in imported(name, node)
             if target in MODULES and target != name
         }
@@ -68,7 +75,7 @@ def needs_optional(module: str) -> bool:
     """Whether ``module`` imports an optional package at its top: where that is missing, so must the module be."""
     if module not in MODULES:
         return False
-    tops = ast.parse(MODULES[module].read_text()).body
+    tops = parsed(MODULES[module]).body
     return any(target.split(".")[0] in OPTIONAL for node in tops for target in imported(module, node))
 
 
@@ -125,7 +132,7 @@ def test_imports_stand_at_the_top() -> None:
     """Elsewhere only optional packages are imported, and modules that need one; nothing for type checkers alone."""
     faults = []
     for name, path in MODULES.items():
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         top = {id(node) for node in tree.body}
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and node.id == "TYPE_CHECKING":
@@ -144,7 +151,7 @@ def test_no_test_imports_another() -> None:
     faults = [
         f"{path.relative_to(ROOT)}:{node.lineno} imports {target}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         for target in imported("", node)
         if any(part.startswith("test_") for part in target.split("."))
     ]

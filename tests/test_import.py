@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -10,9 +11,6 @@ import pytest
 from harness.limits import PROGRAM_SECONDS
 
 IMPORT = """
-    import multiprocessing, os, sys, threading
-    import torch, torch.distributed as dist
-    import torch.distributed.fsdp, torch.distributed.tensor, torch.distributed.checkpoint
     {before}
     def tasks():
         return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
@@ -32,26 +30,7 @@ IMPORT = """
     assert not heavy, f"imported {{heavy}}"
     {after}
 """
-
-
-def run_python(code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "" and done.stderr == "", "an import prints nothing"
-
-
-def test_import_has_no_side_effects() -> None:
-    run_python(IMPORT.format(before="", after=""))
-
-
-@pytest.mark.pitfall("P51", "P47")
-def test_works_without_a_solver_and_without_triton() -> None:
-    after = """
+WITHOUT = """
     matrices = [dmuon.solver.Matrix(f"m{i}", 64, 64 + i, "b") for i in range(6)]
     table = dmuon.solver.CostTable.from_flops({m.shape for m in matrices})
     plan = dmuon.solver.plan(matrices, 2, table)
@@ -59,9 +38,73 @@ def test_works_without_a_solver_and_without_triton() -> None:
     x = torch.randn(3, 8, 12)
     u = dmuon.kernels.orthogonalize(x)
     assert (torch.linalg.svdvals(u) - 1).abs().max() < 0.5
-    """
-    run_python(
-        IMPORT.format(
-            before="sys.modules['pulp'] = sys.modules['triton'] = None", after=textwrap.indent(after, "")
-        ).replace("set(sys.modules) - modules", "{n for n, m in sys.modules.items() if m is not None} - modules")
+"""
+PROGRAMS = {
+    "import": IMPORT.format(before="", after=""),
+    "without": IMPORT.format(
+        before="sys.modules['pulp'] = sys.modules['triton'] = None", after=textwrap.indent(WITHOUT, "")
+    ).replace("set(sys.modules) - modules", "{n for n, m in sys.modules.items() if m is not None} - modules"),
+    "plan": """
+    sys.modules["pulp"] = None
+    from dmuon.solver import plan, CostTable, Matrix
+    p = plan([Matrix(str(i), 4, 4, "b") for i in range(4)], 2, CostTable({(4, 4): {1: 5}}))
+    assert p.makespan_ns == 10
+    """,
+}
+
+# Each program in a fork of a process that has imported torch, which takes seconds, and nothing of dmuon.
+FORKS = """
+    import json, multiprocessing, os, sys, threading
+    import torch, torch.distributed as dist
+    import torch.distributed.fsdp, torch.distributed.tensor, torch.distributed.checkpoint
+    found = {}
+    for name, program in json.load(sys.stdin).items():
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.dup2(theirs, 1)
+            os.dup2(theirs, 2)
+            os.close(theirs)
+            exec(program, globals())
+            sys.exit()
+        os.close(theirs)
+        with os.fdopen(ours) as pipe:
+            said = pipe.read()
+        found[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, list[object]]:
+    """Of each program its exit status, and what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(FORKS)],
+        input=json.dumps({name: textwrap.dedent(program) for name, program in PROGRAMS.items()}),
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_SECONDS,
     )
+    assert done.returncode == 0 and done.stderr == "", done.stderr[-3000:]
+    found: dict[str, list[object]] = json.loads(done.stdout)
+    return found
+
+
+def assert_silent(ended: list[object]) -> None:
+    status, said = ended
+    assert (status, said) == (0, ""), said
+
+
+def test_import_has_no_side_effects(ended: dict[str, list[object]]) -> None:
+    """It prints nothing either."""
+    assert_silent(ended["import"])
+
+
+@pytest.mark.pitfall("P51", "P47")
+def test_works_without_a_solver_and_without_triton(ended: dict[str, list[object]]) -> None:
+    assert_silent(ended["without"])
+
+
+@pytest.mark.pitfall("P51")
+def test_planning_needs_no_pulp_until_a_milp_is_solved(ended: dict[str, list[object]]) -> None:
+    assert_silent(ended["plan"])

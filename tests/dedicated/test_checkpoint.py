@@ -216,7 +216,9 @@ def contents(rank: int, world: int, name: str, keep: bool) -> dict[str, Any]:
 
 
 @pytest.mark.pitfall("P27")
-@pytest.mark.parametrize(("name", "keep"), [("1d-3", False), ("1d-3", True), ("1d-3-two-lines", True)])
+@pytest.mark.parametrize(
+    ("name", "keep"), [("1d-3", False), ("1d-3-two-lines", True), pytest.param("1d-3", True, marks=pytest.mark.slow)]
+)
 def test_state_dict_is_what_a_plain_model_has(ranks: RankPool, name: str, keep: bool) -> None:
     plain = build(tied=True, block=BufferedBlock)
     expected = plain.state_dict()

@@ -166,8 +166,11 @@ def plain() -> Plain:
 @pytest.mark.parametrize(
     "name",
     [
-        *(SINGLE, "1d", "hsdp", "tp"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp-2", "tp-fsdp", "1d-3", "1d-3-two-lines")),
+        *(SINGLE, "1d", "tp"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("hsdp", "ddp-2", "tp-fsdp", "1d-3", "1d-3-two-lines")
+        ),
     ],
 )
 def test_full_state_dict_is_that_of_a_single_process_and_loads_into_torch(
@@ -270,7 +273,10 @@ def exchange_momentum(
 
 
 @pytest.mark.pitfall("P33")
-@pytest.mark.parametrize("name", ["hsdp", "tp", "tp-two-lines", "1d-3-two-lines"])
+@pytest.mark.parametrize(
+    "name",
+    ["tp-two-lines", "1d-3-two-lines", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "tp"))],
+)
 def test_momentum_of_torch_muon_loads_and_goes_back(ranks: RankPool, plain: Plain, name: str) -> None:
     stock = Plain(SAVED)
     given = copy.deepcopy((stock.weights(), stock.reference.muon.state_dict()))
@@ -314,7 +320,7 @@ def save_behind(rank: int, _world: int, path: str, name: str) -> dict[str, Tenso
 
 
 @pytest.mark.pitfall("P29", "P30")
-@pytest.mark.parametrize("name", ["1d", "hsdp"])
+@pytest.mark.parametrize("name", ["1d", pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_async_save_holds_the_moment_of_the_call(
     ranks: RankPool, tmp_path: Path, uninterrupted: dict[str, Tensor], name: str
 ) -> None:
@@ -515,9 +521,8 @@ def load_part(rank: int, _world: int, name: str, keep: bool, way: str) -> tuple[
     ("name", "keep", "way"),
     [
         *(("hsdp-two-lines", RESHARD, way) for way in WAYS),
-        ("hsdp-two-lines", KEEP, "from-rank-0"),
         ("ddp-2", KEEP, "submodule"),
-        ("tp", KEEP, "from-rank-0"),
+        *(pytest.param(n, KEEP, "from-rank-0", marks=pytest.mark.slow) for n in ("hsdp-two-lines", "tp")),
         # Plain tensors beside DTensors cannot be copied into what FSDP2 shards: no "submodule" there.
         *(pytest.param("hsdp", KEEP, w, marks=pytest.mark.slow) for w in WAYS[:2]),
         *(pytest.param(n, KEEP, w, marks=pytest.mark.slow) for n in ("ddp-2", "tp-two-lines") for w in WAYS),

@@ -121,7 +121,11 @@ def check(ranks: RankPool, schedule: str, world: int, fsdp: bool, clip: bool = F
 
 @pytest.mark.pitfall("P19")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("world", "fsdp"), [(2, False), (4, False), (4, True)], ids=["2x1", "2x2", "2x2-fsdp"])
+@pytest.mark.parametrize(
+    ("world", "fsdp"),
+    [(2, False), pytest.param(4, False, marks=pytest.mark.slow), (4, True)],
+    ids=["2x1", "2x2", "2x2-fsdp"],
+)
 def test_stages_equal_single_process(ranks: RankPool, schedule: str, world: int, fsdp: bool) -> None:
     check(ranks, schedule, world, fsdp)
 

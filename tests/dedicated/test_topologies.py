@@ -97,11 +97,14 @@ def run_split(_rank: int, world: int, kind: str, fsdp: bool) -> tuple[dict[str, 
 
 @pytest.mark.pitfall("P04", "P37")
 @pytest.mark.parametrize(
-    ("world", "fsdp"),
-    [(2, False), pytest.param(4, False, marks=pytest.mark.slow), (4, True)],
-    ids=["tp", "dp-tp", "fsdp-tp"],
+    ("kind", "world", "fsdp"),
+    [
+        *(pytest.param(kind, 2, False, id=f"{kind}-tp") for kind in SPLITS),
+        *(pytest.param(kind, 4, False, id=f"{kind}-dp-tp", marks=pytest.mark.slow) for kind in SPLITS),
+        pytest.param("sequence", 4, True, id="sequence-fsdp-tp"),
+        pytest.param("copies", 4, True, id="copies-fsdp-tp", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("kind", SPLITS)
 def test_sequence_parallel_norms_and_copied_matrices(ranks: RankPool, kind: str, world: int, fsdp: bool) -> None:
     results = ranks(world, run_split, kind, fsdp)
     for weights, _, muon in results:

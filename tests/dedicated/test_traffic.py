@@ -51,11 +51,11 @@ CASES = [
     ("1d-two-lines", True, 3, "auto"),
     ("hsdp-two-lines", False, 1, "broadcast"),
     ("hsdp-two-lines", False, 2, "single"),
-    ("hsdp-two-lines", True, 2, "single"),
+    pytest.param("hsdp-two-lines", True, 2, "single", marks=pytest.mark.slow),
     ("ddp-4", False, 1, "broadcast"),
     ("ddp-2", False, 3, "single"),
     ("tp", False, 1, "auto"),
-    ("tp-ddp", False, 1, "broadcast"),
+    pytest.param("tp-ddp", False, 1, "broadcast", marks=pytest.mark.slow),
     ("tp-two-lines", True, 1, "single"),
 ]
 
@@ -122,12 +122,13 @@ def measure_memory(_rank: int, _world: int, name: str, keep: bool, half: bool) -
     [
         ("1d-two-lines", False, False),
         ("1d", True, True),
-        ("hsdp", False, False),
         ("hsdp", False, True),
-        ("hsdp", True, True),
         ("ddp-2", False, True),
         ("tp-fsdp", False, False),
-        ("tp", False, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("hsdp", False, False), ("hsdp", True, True), ("tp", False, False))
+        ),
     ],
 )
 def test_live_memory_equals_the_formula(ranks: RankPool, name: str, keep: bool, half: bool) -> None:

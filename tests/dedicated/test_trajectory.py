@@ -117,9 +117,12 @@ def check(results: list[list[Trajectory]], cases: Sequence[Case]) -> None:
                 assert total == 9 * case.steps, "every matrix is orthogonalized once a step, not once a micro-batch"
 
 
+BOTH = (False, True)  # reshard, keep
+
+
 def cases(layouts: Sequence[str], slow: bool = False, **choices: Sequence[Any]) -> list[Any]:
     """One item a layout: every combination of ``choices`` on it."""
-    about_all = "-".join(f"{name}={','.join(map(str, values))}" for name, values in choices.items() if name != "keep")
+    about_all = "-".join(f"{name}={','.join(map(str, values))}" for name, values in choices.items() if values != BOTH)
     return [
         pytest.param(
             [Case(layout, **dict(zip(choices, chosen, strict=True))) for chosen in product(*choices.values())],
@@ -130,7 +133,6 @@ def cases(layouts: Sequence[str], slow: bool = False, **choices: Sequence[Any]) 
     ]
 
 
-BOTH = (False, True)  # reshard, keep
 WITHIN = ("no_sync", "no_all_reduce")
 TRANSPORTS = ({"transport": "broadcast"}, {"transport": "single"})
 
@@ -141,16 +143,22 @@ TRANSPORTS = ({"transport": "broadcast"}, {"transport": "single"})
     [
         *cases(["1d", "1d-3-two-lines"], keep=BOTH, steps=[5]),
         *cases(["1d-1", "1d-1-two-lines", "1d-two-lines", "1d-3", "1d-4-two-lines"], slow=True, keep=BOTH, steps=[5]),
-        *cases(["hsdp-two-lines", "tp-two-lines"], keep=BOTH),
+        *cases(["hsdp-two-lines"], keep=BOTH),
+        *cases(["tp-two-lines"], keep=[True]),
+        *cases(["tp-two-lines"], slow=True, keep=[False]),
         *cases(["1d-4", "cp", "tp-ddp"], slow=True, keep=BOTH),
-        *cases(["ddp-2"], keep=BOTH, micro=[1, 3]),
+        *cases(["ddp-2"], keep=[False], micro=[1, 3]),
+        *cases(["ddp-2"], slow=True, keep=[True], micro=[1, 3]),
         *cases(["hsdp", "ddp-4", "tp", "tp-fsdp"], slow=True, keep=BOTH, micro=[1, 3]),
-        *cases(["1d"], keep=BOTH, micro=[1, 3], half=[True]),
+        *cases(["1d"], keep=BOTH, micro=[3], half=[True]),
+        *cases(["1d"], slow=True, keep=BOTH, micro=[1], half=[True]),
         *cases(["hsdp", "ddp-2", "ddp-4", "tp", "tp-fsdp"], slow=True, keep=BOTH, micro=[1, 3], half=[True]),
         *cases(["1d", "1d-two-lines"], slow=True, keep=BOTH, micro=[3], sync=["always", "no_sync"], steps=[5]),
-        *cases(["hsdp"], keep=BOTH, micro=[3], sync=WITHIN),
+        *cases(["hsdp"], keep=[False], micro=[3], sync=WITHIN),
+        *cases(["hsdp"], slow=True, keep=[True], micro=[3], sync=WITHIN),
         *cases(["hsdp-two-lines", "ddp-2", "tp-ddp"], slow=True, keep=BOTH, micro=[3], sync=WITHIN),
-        *cases(["ddp-2"], keep=BOTH, comm=TRANSPORTS),
+        *cases(["ddp-2"], keep=[False], comm=TRANSPORTS),
+        *cases(["ddp-2"], slow=True, keep=[True], comm=TRANSPORTS),
         *cases(["1d-4", "hsdp"], slow=True, keep=BOTH, comm=TRANSPORTS),
     ],
 )
@@ -185,7 +193,6 @@ TELLING = [
     "checkpoint several blocks",
 ]
 OPTION_SETS: list[Options] = [
-    {},
     {"transport": "broadcast", "prefetch": 2, "outstanding_reductions": 4},
     {"transport": "single", "prefetch": 0, "outstanding_reductions": 1},
     {"merge_bytes": MERGED},
@@ -199,7 +206,10 @@ FORWARDS: list[tuple[str, bool, Options, list[str]]] = [
     ("1d-3", True, {}, ["plain", "branches"]),
     *(("1d-3-two-lines", keep, {}, ["plain", "branches"]) for keep in BOTH),
     *((name, keep, {}, KINDS) for name in ("1d-4", "1d-4-two-lines") for keep in BOTH),
-    *((name, keep, comm, KINDS) for name in ("hsdp", "ddp-4", "1d") for comm in OPTION_SETS for keep in BOTH),
+    *((name, keep, {}, KINDS) for name in ("hsdp", "1d") for keep in BOTH),
+    ("ddp-4", False, {}, KINDS),
+    *((name, keep, comm, TELLING) for name in ("hsdp", "1d") for comm in OPTION_SETS for keep in BOTH),
+    *(("ddp-4", False, comm, TELLING) for comm in OPTION_SETS),
 ]
 QUICK_FORWARDS = [
     ("ddp-2", False, {"transport": "single", "outstanding_reductions": 1}, TELLING),

@@ -226,7 +226,11 @@ def run_compiled(_rank: int, _world: int, name: str, afterwards: bool) -> dict[s
 @pytest.mark.pitfall("P57")
 @pytest.mark.parametrize(
     ("name", "afterwards"),
-    [("1d", True), ("1d-two-lines", True), ("ddp-2", False), pytest.param("hsdp", False, marks=pytest.mark.slow)],
+    [
+        ("1d", True),
+        ("ddp-2", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1d-two-lines", True), ("hsdp", False))),
+    ],
 )
 def test_compiled_blocks_are_exact_and_compile_once(ranks: RankPool, name: str, afterwards: bool) -> None:
     model = build()

@@ -1,4 +1,4 @@
-"""The examples, as users start them: each trains on two processes, and what the docs list is what there is."""
+"""The examples: each trains on two processes, and what the docs list is what there is."""
 
 from __future__ import annotations
 
@@ -9,20 +9,30 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.launched import launch
 from harness.limits import PROGRAM_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LINES = 120
+AS_SAID = ("dedicated", "fsdp2")
 FRAMEWORKS = ("accelerate", "lightning", "peft", "torchtitan", "transformers")
 
 
-def command(example: Path) -> list[str]:
-    """As the file's first lines say."""
+def started(example: Path, folder: Path) -> str:
+    """What it prints, started as its first lines say: by `torchrun` itself the examples of ``AS_SAID``."""
     said = re.search(rf"^(python|torchrun)(.*) examples/{example.name}$", example.read_text(), re.MULTILINE)
     assert said is not None, f"{example.name} does not say how it is started"
+    ranks = re.fullmatch(r" --standalone --nproc-per-node (\d+)", said[2])
+    if ranks is not None and example.stem not in AS_SAID:
+        ended = launch(example, int(ranks[1]), folder, PROGRAM_SECONDS)
+        assert all(code == 0 for code, _ in ended), "\n".join(f"--- {code}\n{text[-3000:]}" for code, text in ended)
+        return "\n".join(text for _, text in ended)
     program = [sys.executable] if said[1] == "python" else [sys.executable, "-m", "torch.distributed.run"]
-    return [*program, *said[2].split(), str(example)]
+    command = [*program, *said[2].split(), str(example)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -33,10 +43,9 @@ def test_it_trains(example: Path, tmp_path: Path) -> None:
         used = re.search(rf"^(import|from) {package}\b", example.read_text(), re.MULTILINE) is not None
         if used and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed (the extra 'frameworks')")
-    done = subprocess.run(command(example), cwd=tmp_path, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(loss) for loss in re.findall(r"^step \d+ loss (\d+\.\d+)$", done.stdout, re.MULTILINE)]
-    assert len(losses) >= 4 and losses[-1] < losses[0] - 0.5, done.stdout
+    printed = started(example, tmp_path)
+    losses = [float(loss) for loss in re.findall(r"^step \d+ loss (\d+\.\d+)$", printed, re.MULTILINE)]
+    assert len(losses) >= 4 and losses[-1] < losses[0] - 0.5, printed
 
 
 def test_each_is_short_and_listed() -> None:

@@ -186,9 +186,9 @@ QUICK: list[tuple[Any, ...]] = [
     (3, GENERATED, "gather of round 0", "killed", 1, {}),
     (2, GENERATED, "vote before step", "killed", 1, {}),
     (2, USERS, "redistribute", "killed", 1),
-    (2, USERS, "shape", "raising", 0),
 ]
 SLOW: list[tuple[Any, ...]] = [
+    (2, USERS, "shape", "raising", 0),
     (2, GENERATED, "scatter of round 1", "killed", 1, {}),
     (2, GENERATED, "gather of round 1", "raising", 0, {"async_gpu_parallelism": False}),
     (2, GENERATED, "gather of round 1", "killed", 1, {"prefetch_count": 0}),

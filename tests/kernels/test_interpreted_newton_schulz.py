@@ -28,6 +28,13 @@ from dmuon.kernels.iteration import iterate, make_iteration
 from dmuon.kernels.symmetric_tiles import TileConfig
 
 TILES = ("32x32w4s2g8", "32x32w4s2dg8")
+HALF, SINGLE = (torch.float16, 2e-2), (torch.float32, 5e-5)
+TILES_AND_DTYPES = [
+    (TILES[0], *SINGLE),
+    (TILES[1], *HALF),
+    pytest.param(TILES[0], *HALF, marks=pytest.mark.slow),
+    pytest.param(TILES[1], *SINGLE, marks=pytest.mark.slow),
+]
 SLOW_SHAPES = [pytest.param(shape, marks=pytest.mark.slow) for shape in ((1, 40, 24), (1, 32, 32), (1, 33, 70))]
 POLAR = coefficient_sequence("polar_express", 5)
 PASSES = ["momentum_norms", "normalized_update", "apply_update", "momentum_update", "norms_of"]
@@ -63,7 +70,6 @@ def products(method: str, restarts: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @pytest.mark.pitfall("P39", "P45", "P47")
 @pytest.mark.parametrize("shape", [(2, 24, 40), *SLOW_SHAPES], ids=str)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2e-2), (torch.float32, 5e-5)])
 @pytest.mark.parametrize(
     ("method", "restarts"),
     [
@@ -71,7 +77,7 @@ def products(method: str, restarts: tuple[int, ...], dtype: torch.dtype) -> int:
         *(pytest.param(*way, marks=pytest.mark.slow) for way in (("standard", ()), ("gram", (2, 4)))),
     ],
 )
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("tile", "dtype", "limit"), TILES_AND_DTYPES)
 def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product(
     launches, shape, dtype, limit, method, restarts, tile
 ):
@@ -88,8 +94,7 @@ def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product
 
 
 @pytest.mark.parametrize("shape", [(2, 24, 40), pytest.param((1, 40, 24), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2e-2), (torch.float32, 5e-5)])
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("tile", "dtype", "limit"), TILES_AND_DTYPES)
 def test_blocks_of_squares_equal_fp64_in_eleven_launches(launches, shape, dtype, limit, tile):
     """Nine squares, sums included, and two Gram matrices."""
     x = gaussian(*shape)
@@ -99,7 +104,7 @@ def test_blocks_of_squares_equal_fp64_in_eleven_launches(launches, shape, dtype,
 
 
 @pytest.mark.pitfall("P61")
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", [pytest.param(TILES[0], marks=pytest.mark.slow), TILES[1]])
 def test_in_fp16_singular_values_of_nearly_singular_matrices_stay_in_range(tile):
     """Rounding keeps the factors of a product from commuting there, so it matters which of them is read transposed."""
     m, n = 96, 224
@@ -128,8 +133,15 @@ def test_what_is_exchanged_takes_a_pass_before_and_two_after(launches, dtype):
 
 
 @pytest.mark.pitfall("P38", "P47")
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 1e-4), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    ("nesterov", "dtype", "limit"),
+    [
+        (True, torch.float16, 1e-4),
+        (False, torch.float32, 1e-6),
+        pytest.param(True, torch.float32, 1e-6, marks=pytest.mark.slow),
+        pytest.param(False, torch.float16, 1e-4, marks=pytest.mark.slow),
+    ],
+)
 def test_the_update_takes_three_fused_passes_and_keeps_nan_in_its_matrix(launches, dtype, limit, nesterov):
     k, m, n = 3, 24, 40
     grads = [gaussian(m, n, seed=i) for i in range(k)]

@@ -153,7 +153,7 @@ def test_out_is_the_addend(config, dtype):
         assert torch.equal(target, apart)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
 def test_several_addends_and_the_identity(config, dtype, count):
     """Their sum is not rounded: so close to fp64 as with one. Any of them may be overwritten."""
     s, _ = commuting(2, 40, 40, dtype=dtype)
@@ -269,7 +269,7 @@ def test_empty_results(shape):
     assert symmetric_product(a, a.mT, config=POINTERS).shape == (*shape[:-1], shape[-2])
 
 
-@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("group", [3, *(pytest.param(group, marks=pytest.mark.slow) for group in (1, 8))])
 def test_every_lower_tile_is_computed_once(group):
     for side in (*range(1, 34), 63, 64, 65, 128, 257, 699, 700):
         tiles = side * (side + 1) // 2

@@ -270,7 +270,7 @@ def record_operations(params: dict[str, Tensor]) -> dict[tuple[float, bool | Non
 CLAIMS: dict[Callable[[dict[str, Tensor]], Any], list[str]] = {
     clip_every_order: [*LAYOUTS],
     clip_values: [*LAYOUTS],
-    clip_nonfinite: [MIXED, "tp-fsdp", "any placement"],
+    clip_nonfinite: [MIXED, "fsdp2-hsdp", "tp-fsdp", "any placement"],
     torch_every_order: [name for name in LAYOUTS if name not in (*STOCK, "any placement")],
     record_operations: ["1d-3", MIXED, "fsdp2-hsdp"],
     norms_of_some: [*LAYOUTS],
@@ -313,6 +313,7 @@ SLOW = (
     "hsdp",
     "root replicated",
     "owned x TP replicated",
+    "any placement",
 )
 
 
@@ -338,7 +339,7 @@ def test_norms_of_some_parameters_equal_single_process(results_of: Any, layout: 
 @pytest.mark.pitfall("P36", "P38")
 @each_layout(clip_nonfinite)
 def test_nonfinite_gradients_are_reported_on_every_rank(results_of: Any, layout: str) -> None:
-    functions = 1 if layout == "any placement" else 2
+    functions = 1 if layout in ("any placement", "fsdp2-hsdp") else 2
     assert set(results_of(clip_nonfinite, layout)) == {3 * 2 * 2 * 5 * functions}
 
 

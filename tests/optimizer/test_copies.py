@@ -149,7 +149,7 @@ def step_twins(optimizer: dmuon.Muon, other: dmuon.Muon, step: int) -> None:
 
 
 @pytest.mark.pitfall("P74")
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2, config"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow), "fsdp2, config"])
 @on_ranks(2)
 def test_a_copy_of_an_optimizer_that_exchanges_goes_on_as_the_original(rank: int, world: int, kind: str) -> None:
     model, optimizer = wrapped(kind, build())

@@ -84,8 +84,16 @@ def test_the_last_step_tells_how_it_ran_and_which_matrices_are_not_finite() -> N
     assert optimizer.last_step.nonfinite == ()
 
 
-@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw", None], ids=str)
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    ("nesterov", "adjust"),
+    [
+        *((True, "original"), (False, "match_rms_adamw"), (True, None)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((False, "original"), (True, "match_rms_adamw"), (False, None))
+        ),
+    ],
+)
 def test_matrix_updates_equal_torch_muon(adjust: str | None, nesterov: bool) -> None:
     """``None`` stands for a function with the formula of torch's ``match_rms_adamw``."""
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.3, "momentum": 0.8, "nesterov": nesterov}

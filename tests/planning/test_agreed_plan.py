@@ -85,7 +85,7 @@ def several_plans(rank: int, world: int) -> dict[str, tuple[str, dict[str, int],
 
 
 @pytest.mark.pitfall("P20", "P21", "P52", "P53")
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_all_ranks_hold_the_same_balanced_plan(ranks: RankPool, world: int) -> None:
     results = ranks(world, several_plans)
     for other in results[1:]:

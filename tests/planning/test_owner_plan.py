@@ -311,7 +311,7 @@ def planned_then_reused(rank: int, world: int, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.pitfall("P21")
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_with_a_saved_plan_repeats_the_run_that_saved_it_bit_by_bit(
     ranks: RankPool, tmp_path: Path, world: int
 ) -> None:

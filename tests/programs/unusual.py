@@ -534,7 +534,7 @@ PROGRAMS = [
     Program(dropped_batch, ("P16",)),
     Program(step_twice, ("P22",), worlds=BOTH_SLOWLY),
     Program(two_forwards_one_backward, ("P19",), worlds=BOTH_SLOWLY),
-    Program(two_forwards_two_backwards, ("P19",)),
+    Program(two_forwards_two_backwards, ("P19",), worlds=BOTH_SLOWLY),
     Program(retained_graph, worlds=BOTH_SLOWLY),
     Program(forwards_that_never_run_backward, ("P17",), alone=True),
     Program(gradients_as_the_user_wants),
@@ -545,7 +545,7 @@ PROGRAMS = [
         for how in ("replaced", "cleared", "zeroed")
     ),
     Program(partial(drop_then_skip, kind="none"), ("P16",), True, skipping, FOUR),
-    Program(partial(drop_then_skip, kind="replica"), ("P16",), True, skipping, {4: True}),
+    Program(partial(drop_then_skip, kind="replica"), ("P16",), True, skipping, FOUR),
     Program(partial(skipped_last, kind="none"), ("P12", "P19"), True, skipping, {2: True}),
     Program(partial(skipped_last, kind="replica"), ("P12", "P19"), True, skipping, FOUR),
 ]

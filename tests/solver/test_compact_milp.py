@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -212,14 +211,3 @@ def test_a_claim_that_an_assignment_refutes_ends_the_search(
     with pytest.warns(UserWarning, match="a bound of 10 ns was claimed; an assignment takes 9 ns"):
         result = plan(*GRAHAM, EXACT)
     assert (result.bound_ns, result.makespan_ns) == (9, 11)
-
-
-@pytest.mark.pitfall("P51")
-def test_planning_needs_no_pulp_until_a_milp_is_solved() -> None:
-    code = (
-        "import sys; sys.modules['pulp'] = None\n"
-        "from dmuon.solver import plan, CostTable, Matrix\n"
-        "p = plan([Matrix(str(i), 4, 4, 'b') for i in range(4)], 2, CostTable({(4, 4): {1: 5}}))\n"
-        "assert p.makespan_ns == 10"
-    )
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True)

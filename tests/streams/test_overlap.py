@@ -73,7 +73,7 @@ def awaited_reductions(_rank: int, _world: int, outstanding: int) -> list[tuple[
     return found
 
 
-@pytest.mark.parametrize("outstanding", [1, 2, 3])
+@pytest.mark.parametrize("outstanding", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_reduction_is_awaited_without_those_behind_it(ranks: RankPool, outstanding: int) -> None:
     """Otherwise ``outstanding_reductions`` would buy no overlap of the first stage."""
     for found in ranks(4, awaited_reductions, outstanding):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from streams.plants import Plant
 from streams.programs import PROGRAMS, Findings, Program, run
 
 TIMEOUT = 110.0
-QUICK_PROGRAMS = ("lines", "overlap", "uneven", "single", "tensor", "fsdp exchanged")
+QUICK_PROGRAMS = ("lines", "overlap", "uneven", "fsdp exchanged")
 
 # -- who asks whether a device has streams -----------------------------------------------------------------------------
 
@@ -153,21 +154,27 @@ def observed(ranks: RankPool, name: str, plant: Plant | None = None) -> list[Fin
     return ranks(program.world, run, program, plant, timeout=TIMEOUT)
 
 
+@pytest.fixture(scope="module")
+def seen(ranks: RankPool) -> Callable[[str], list[Findings]]:
+    """The findings of a program, which several tests read and one of them asks for."""
+    return cache(partial(observed, ranks))
+
+
 def slowly(name: str, quick: Sequence[str]) -> object:
     return pytest.param(name, marks=() if name in quick else pytest.mark.slow, id=name)
 
 
-def test_unequal_parts_travel_in_one_launch_on_nccl(ranks: RankPool) -> None:
+def test_unequal_parts_travel_in_one_launch_on_nccl(seen: Callable[[str], list[Findings]]) -> None:
     """As ``transport="auto"`` decides there."""
-    for found in observed(ranks, "uneven"):
+    for found in seen("uneven"):
         assert {"2 at once", "broadcast", "reduce"} <= {entry.operation for entry in found.journal}
 
 
 @pytest.mark.pitfall("P62", "P63", "P65")
 @pytest.mark.parametrize("name", [slowly(name, QUICK_PROGRAMS) for name in PROGRAMS])
-def test_operations_and_collectives_are_in_order(ranks: RankPool, name: str) -> None:
+def test_operations_and_collectives_are_in_order(seen: Callable[[str], list[Findings]], name: str) -> None:
     """Races, waits of the host and the order of collectives are what the tables say, and no less."""
-    program, findings = PROGRAMS[name], observed(ranks, name)
+    program, findings = PROGRAMS[name], seen(name)
     races, allowed = pairs(findings), ALLOWED.get(name, {})
     details = sorted({str(race) for found in findings for race in found.races})
     assert races <= set(allowed), f"races that the table does not allow, among {details}"
@@ -191,26 +198,28 @@ def test_operations_and_collectives_are_in_order(ranks: RankPool, name: str) -> 
         )
     ],
 )
-def test_weights_on_pretended_streams_are_those_of_a_single_process(ranks: RankPool, name: str) -> None:
+def test_weights_on_pretended_streams_are_those_of_a_single_process(
+    seen: Callable[[str], list[Findings]], name: str
+) -> None:
     """The ways of an accelerator, NCCL's transports among them, compute what one process does."""
     steps = PROGRAMS[name].actions.split().count("step")
-    for found in observed(ranks, name):
+    for found in seen(name):
         assert_equal_weights(found.weights, reference_weights(steps=steps))
 
 
 @pytest.mark.parametrize("name", [slowly(name, ["lines"]) for name in ("lines", "tensor fsdp", "hsdp exchanged")])
-def test_communicators_are_first_used_when_they_are_made(ranks: RankPool, name: str) -> None:
+def test_communicators_are_first_used_when_they_are_made(seen: Callable[[str], list[Findings]], name: str) -> None:
     """A back end connects on first use, which blocks the host until the other ranks come."""
-    for found in observed(ranks, name):
+    for found in seen(name):
         early = {entry.communicator for entry in found.journal[: found.before_training]}
         used = {entry.communicator for entry in found.journal[found.before_training :]}
         late = {name for name, _ in used - early if name.startswith("dmuon")}
         assert late == set(), "used for the first time in training"
 
 
-def test_averages_leave_early_once_all_ranks_have_had_all_gradients(ranks: RankPool) -> None:
+def test_averages_leave_early_once_all_ranks_have_had_all_gradients(seen: Callable[[str], list[Findings]]) -> None:
     """And what a rank has ever lacked leaves at the end: in one order on all ranks."""
-    program, findings = PROGRAMS["auxiliary"], observed(ranks, "auxiliary")
+    program, findings = PROGRAMS["auxiliary"], seen("auxiliary")
     assert first_difference([found.journal for found in findings]) == ""
     for found in findings:
         sites = [entry.site for entry in found.journal[found.before_training :]]
@@ -232,13 +241,13 @@ def _averages_before_the_last_reduction(sites: Sequence[str]) -> int:
 # Each place that waits or keeps memory, and the program that shows what happens without it.
 PLANTS = {
     "comm.fill_stream.beside in OwnedBuffer.start_fill": "lines",
-    "pending.wait in OwnedBuffer._settle": "lines",
     "self._comm.reduce_stream.join_up_to in GradReduction._wait_for_all": "single",
-    "tensor.record_stream in Stream.beside": "overlap",
     "self._pending.wait in Redistribution.wait": "fsdp exchanged",
     "self._arrived.synchronize in HostCopy.tolist": "lines",
     # -- the others are slow
     "self._pending.wait in Copying.wait": "hsdp exchanged",
+    "pending.wait in OwnedBuffer._settle": "lines",
+    "tensor.record_stream in Stream.beside": "overlap",
     "work.wait in Pending.wait": "lines",
     "comm.publish_stream.beside in OwnedBuffer.start_publication": "single",
     "pending.wait in OwnedBuffer._settle_publication": "single",
@@ -268,7 +277,7 @@ PLANTS = {
     "recording.source.record_stream in _replay": "dropped graphs",
     "current.record_event in _replay": "two optimizers",
 }
-QUICK_PLANTS = tuple(PLANTS)[:6]
+QUICK_PLANTS = tuple(PLANTS)[:4]
 
 RESULT = "what it returns is needed, and somebody else inside waits for the stream"
 IN_TURN = "asynchronous=False: the host waits for more than anybody needs"

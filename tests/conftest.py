@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from harness.pool import RankPool
+from run import PROGRAMS, WITHOUT_RANKS
 
 _cache = pytest.StashKey[str]()
 
@@ -34,10 +35,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
+        folder = item.path.parent.name
+        given = getattr(getattr(item, "callspec", None), "params", {})  # a test of the planner may call a number so
+        if "ranks" in getattr(item, "fixturenames", ()) and "ranks" not in given:
             item.add_marker("ranks")
-        if item.path.parent.name == "dedicated":
-            item.add_marker("dedicated")
+            if folder in WITHOUT_RANKS:  # tests/run.py would never collect it
+                raise pytest.UsageError(f"{item.nodeid} asks for ranks: take {folder} out of run.WITHOUT_RANKS")
+        if folder in ("dedicated", *PROGRAMS):
+            item.add_marker("dedicated" if folder == "dedicated" else "programs")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
-"""Runs the suite as three pytest processes side by side: two halves of the tests on ranks, and those of one process.
+"""Runs the suite as four pytest processes: programs, two halves of the tests on ranks, and those of one process.
 
-Ranks wait for each other much of the time; the other tests use the cores meanwhile. Arguments are pytest's. The output
-of the first process comes as its tests run, that of the others when all have ended, and then one closing line.
+Three run side by side, the fourth when the first of them has ended. Ranks wait for each other much of the time, and the
+other tests use the cores meanwhile. Arguments are pytest's. The output of one process comes as its tests run, that of
+the others when all have ended, and then one closing line.
 """
 
 from __future__ import annotations
@@ -16,22 +17,35 @@ import time
 from collections import Counter
 from pathlib import Path
 
+AT_ONCE = 3
+POLL_SECONDS = 0.2
 NO_TESTS = 5  # pytest's exit status where nothing was selected
+PROGRAMS = ("bench", "check", "cli", "examples", "frameworks", "programs")  # folders of tests that start programs
+WITHOUT_RANKS = ("kernels", "model", "simulation", "solver")  # folders in which no test asks for ranks
+# In the order in which they start.
 PARTS = {
+    "programs": "programs",
     "dedicated": "ranks and dedicated",
-    "ranks": "ranks and not dedicated",
-    "one-process": "not ranks",
+    "ranks": "ranks and not dedicated and not programs",
+    "one-process": "not ranks and not programs",
 }
-# What a part need not collect, unless paths are given.
-FOLDERS = {"dedicated": ["tests/dedicated"], "ranks": ["--ignore=tests/dedicated"], "one-process": []}
+SHOWN = "dedicated"
+# What a part collects, unless paths are given: collecting takes seconds.
+FOLDERS = {
+    "programs": [f"tests/{folder}" for folder in PROGRAMS],
+    "dedicated": ["tests/dedicated"],
+    "ranks": [f"--ignore=tests/{folder}" for folder in ("dedicated", *PROGRAMS, *WITHOUT_RANKS)],
+    "one-process": [f"--ignore=tests/{folder}" for folder in PROGRAMS],
+}
 ORDER = ("failed", "passed", "skipped", "xfailed", "xpassed", "error")
 
 
-def start(name: str, expression: str, arguments: list[str], output: object) -> subprocess.Popen[bytes]:
+def start(name: str, expression: str, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
     part = f"({PARTS[name]}) and ({expression})" if expression else PARTS[name]
     folders = [] if any(Path(argument.partition("::")[0]).exists() for argument in arguments) else FOLDERS[name]
     command = [
         sys.executable,
+        "-u",  # what is shown comes as it is written
         "-m",
         "pytest",
         "-m",
@@ -41,7 +55,35 @@ def start(name: str, expression: str, arguments: list[str], output: object) -> s
         *folders,
         *arguments,
     ]
-    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)  # type: ignore[call-overload, no-any-return]
+    with log.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+def run(expression: str, arguments: list[str], logs: dict[str, Path]) -> list[int]:
+    """Run all parts, each with its log; returns their exit statuses."""
+    processes: list[subprocess.Popen[bytes]] = []
+    waiting = list(PARTS)
+    shown = 0
+    try:
+        while True:
+            running = sum(process.poll() is None for process in processes)
+            while waiting and running < AT_ONCE:
+                name = waiting.pop(0)
+                processes.append(start(name, expression, arguments, logs[name]))
+                running += 1
+            if logs[SHOWN].exists():
+                text = logs[SHOWN].read_bytes()
+                sys.stdout.buffer.write(text[shown:])
+                sys.stdout.flush()
+                shown = len(text)
+            if not running:
+                return [process.returncode for process in processes]
+            time.sleep(POLL_SECONDS)
+    except BaseException:
+        for process in processes:
+            process.terminate()
+            process.wait()
+        raise
 
 
 def closing(counts: Counter[str], seconds: float) -> str:
@@ -62,29 +104,12 @@ def main() -> int:
     options, arguments = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the parts, too
     begin = time.monotonic()
-    shown, *others = PARTS
     with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / name for name in others]
-        processes = [start(shown, options.expression, arguments, subprocess.PIPE)]
-        for name, log in zip(others, logs, strict=True):
-            with log.open("wb") as output:
-                processes.append(start(name, options.expression, arguments, output))
-        try:
-            assert processes[0].stdout is not None
-            text = b""
-            while chunk := processes[0].stdout.read1():  # type: ignore[attr-defined]
-                text += chunk
-                sys.stdout.buffer.write(chunk)
-                sys.stdout.flush()
-            codes = [process.wait() for process in processes]
-        except BaseException:
-            for process in processes:
-                process.terminate()
-                process.wait()
-            raise
-        texts = [log.read_text(errors="replace") for log in logs]
-    print(*texts, sep="\n", flush=True)
-    counts = sum(map(count, texts), count(text.decode(errors="replace")))
+        logs = {name: Path(folder) / name for name in PARTS}
+        codes = run(options.expression, arguments, logs)
+        texts = {name: log.read_text(errors="replace") for name, log in logs.items()}
+    print(*(text for name, text in texts.items() if name != SHOWN), sep="\n", flush=True)
+    counts = sum(map(count, texts.values()), Counter())
     print(closing(counts, time.monotonic() - begin))
     if all(code == NO_TESTS for code in codes):
         return NO_TESTS

@@ -5,6 +5,8 @@ builds, trains, saves and loads, in the chosen residency. Of each phase it print
 were started, and MiB by which memory had grown at most; then the exponents of growth, between the least and the most
 ranks, and matrices. ``--counts yes`` prints calls of functions instead of seconds, which no other work disturbs.
 
+``mismatched`` phases are those that end because all other ranks were given something else than this one.
+
 ``experts`` are stacks over groups of 8 ranks: each group has as many matrices as are given, sharded within it, and
 nothing of the others'. Only the optimizer runs there. ``--copies 8`` shards the other models over an eighth of the
 ranks each, as HSDP does.
@@ -22,8 +24,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import log
 from pathlib import Path
@@ -31,7 +33,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 from common.options import parse
-from common.pretended import pretend
+from common.pretended import dissent, pretend
 from common.results import origin, write_json
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -153,12 +155,12 @@ def measure(residency: str, ranks: int, matrices: int, calls: bool, copies: int)
                 param.grad = torch.ones_like(param)
             with meter.phase("step" if number else "first step"):
                 optimizer.step()
-        return save_and_load(meter, optimizer)
+        save_and_load(meter, optimizer)
+        return medians(meter)
     mesh = init_device_mesh("cpu", (ranks,))
     if copies > 1:
         mesh = init_device_mesh("cpu", (copies, ranks // copies), mesh_dim_names=("replicate", "shard"))
-    model = nn.Sequential(*(Block(matrices // BLOCKS) for _ in range(BLOCKS)))
-    gc.collect()
+    model = plain_model(matrices)
     if residency == DEDICATED:
         with meter.phase("build"):
             dmuon.dedicate_params(model, mesh, costs="flops")
@@ -181,7 +183,31 @@ def measure(residency: str, ranks: int, matrices: int, calls: bool, copies: int)
             optimizer.step()
         with meter.phase(f"{later}zero_grad"):
             optimizer.zero_grad()
-    return save_and_load(meter, optimizer, model)
+    save_and_load(meter, optimizer, model)
+    state = optimizer.state_dict()
+    mismatched(meter, "load optimizer", lambda: optimizer.load_state_dict(state))
+    if residency == DEDICATED:
+        weights = model.state_dict()
+        mismatched(meter, "load model", lambda: model.load_state_dict(weights))
+        other = plain_model(matrices)
+        mismatched(meter, "build", lambda: dmuon.dedicate_params(other, mesh, costs="flops"))
+    else:
+        config = dmuon.create_dtensor_config(costs="flops")
+        mismatched(meter, "build", lambda: dmuon.Muon(model, distributed_config=config))
+    return medians(meter)
+
+
+def plain_model(matrices: int) -> nn.Module:
+    model = nn.Sequential(*(Block(matrices // BLOCKS) for _ in range(BLOCKS)))
+    gc.collect()
+    return model
+
+
+def mismatched(meter: Meter, what: str, act: Callable[[], object]) -> None:
+    """``act`` where the other ranks were given something else, which must be found."""
+    with meter.phase(f"mismatched {what}"), dissent(), suppress(ValueError, RuntimeError):
+        act()
+        raise SystemExit(f"{what}: nobody found that ranks differ")
 
 
 def experts(ranks: int, matrices: int) -> nn.Module:
@@ -198,13 +224,16 @@ def experts(ranks: int, matrices: int) -> nn.Module:
     return model
 
 
-def save_and_load(meter: Meter, optimizer: dmuon.Muon, *modules: nn.Module) -> dict[str, Phase]:
-    """Of each phase the median."""
+def save_and_load(meter: Meter, optimizer: dmuon.Muon, *modules: nn.Module) -> None:
     for what, part in (("optimizer", optimizer), *(("model", module) for module in modules)):
         with meter.phase(f"save {what}"):
             saved = part.state_dict()
         with meter.phase(f"load {what}"):
             part.load_state_dict(saved)
+
+
+def medians(meter: Meter) -> dict[str, Phase]:
+    """Of each phase that which took the median of work."""
     return {name: sorted(times, key=lambda phase: phase.work)[len(times) // 2] for name, times in meter.phases.items()}
 
 

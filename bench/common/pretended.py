@@ -1,13 +1,15 @@
 """One rank of many, alone: torch's fake process group, in which collectives return at once, and what is said of others.
 
 What this rank gathers of the others it has said itself. Where that cannot be so it is made up: they stand on hosts of
-``PER_HOST`` ranks each. Results of collectives mean nothing, so nothing that is computed does.
+``PER_HOST`` ranks each, and within :func:`dissent` they were all given something else than this rank. Results of
+collectives mean nothing, so nothing that is computed does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dmuon.platform.host import HostShare
 
 PER_HOST = 8
+DIGEST = 64  # letters of the digests that ranks compare
+TOLD = 8  # differences that each other rank tells of
 COUNTED = (
     "all_gather_into_tensor",
     "all_gather",
@@ -58,8 +62,26 @@ def pretend(world: int) -> Counter[str]:
     return counts
 
 
+_dissenting = False
+
+
+@contextmanager
+def dissent() -> Iterator[None]:
+    """Inside, all other ranks were given something else than this one wherever they compare it."""
+    global _dissenting
+    _dissenting = True
+    try:
+        yield
+    finally:
+        _dissenting = False
+
+
 def _said_by(rank: int, item: Any) -> Any:
     """What ``rank`` would say where rank 0 says ``item``: where it stands, and its own number."""
+    if _dissenting and rank and isinstance(item, str) and len(item) == DIGEST:
+        return item[::-1]
+    if _dissenting and rank and item == []:  # how this rank, the first one, differs from itself
+        return [(f"{rank * TOLD + i}", f"something of rank {rank}", "something else") for i in range(TOLD)]
     if isinstance(item, HostShare):
         return HostShare(f"host {rank // PER_HOST}", item.threads, item.cpus)
     if isinstance(item, tuple):

@@ -146,14 +146,14 @@ class _Call:
         errors: the list in which torch collects faults; no other call has it.
         values: what it got on this rank, by key.
         kinds: of these.
-        differences: between what it got on the ranks; then none of them loads a matrix.
+        differences: between what it got on the ranks, the first one of each key; then none of them loads a matrix.
         rounds: of the values that can be loaded.
     """
 
     errors: list[str]
     values: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
-    differences: list[Difference] = field(default_factory=list)
+    differences: dict[str, Difference] = field(default_factory=dict)
     rounds: _Rounds[str] | None = None
 
     def knows(self, errors: list[str], key: str, value: Any) -> bool:
@@ -193,7 +193,7 @@ class _Loading:
                         loadable.append((key, matrix))
         except (RuntimeError, ValueError) as error:
             fault = error
-        call.differences = differences(self.runtime.comm.control, fault, call.kinds)
+        call.differences = self._compared(fault, call.kinds)
         call.rounds = _Rounds(loadable, partial(self._convert, call.values))
         self.call = call
 
@@ -220,14 +220,13 @@ class _Loading:
             meshes: dict[int, bool] = {}
             kinds = {key: _kind(state_dict, key, matrix, meshes) for key, matrix in keys.items()}
             self._require_loadable(metadata)
-            found = differences(self.runtime.comm.control, None, kinds)
-        of_key = {one.name: one for one in reversed(found)}
+            found = self._compared(None, kinds)
         for key, matrix in keys.items():
-            if key in of_key:
-                errors.append(_told(of_key[key], self.runtime.comm.topology.ranks[0], matrix))
+            if key in found:
+                errors.append(_told(found[key], self.runtime.comm.topology.ranks[0], matrix))
             elif kinds[key] == _UNFIT:
                 errors.append(f"{key}: {_unfit(self.runtime.comm.topology.ranks[0], matrix)}")
-            if found and key not in of_key and kinds[key] not in (_ABSENT, _UNFIT):
+            if found and key not in found and kinds[key] not in (_ABSENT, _UNFIT):
                 state_dict[key] = matrix.like_rest(matrix.master, matrix.fqn)  # it stays: the call is going to fail
             elif found or kinds[key] in (_ABSENT, _UNFIT):
                 state_dict.pop(key, None)  # torch then reports the key as missing
@@ -236,6 +235,10 @@ class _Loading:
                 if local is None:
                     local = self._convert(values, [(key, matrix)])[0]
                 state_dict[key] = matrix.like_rest(local, matrix.fqn)
+
+    def _compared(self, fault: Exception | None, kinds: dict[str, str]) -> dict[str, Difference]:
+        """How ranks differ in what they got; of each key, the first difference."""
+        return {one.name: one for one in reversed(differences(self.runtime.comm.control, fault, kinds))}
 
     def _convert(self, values: Mapping[str, Any], some: list[tuple[str, OwnedMatrix]]) -> list[Tensor]:
         with torch.no_grad():
@@ -247,17 +250,25 @@ class _Loading:
         if call is None:
             return  # a module that loads itself its own way
         missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
-        said = {_LACKS + key: "" for key in missing} | {_TOO_MANY + key: "" for key in unexpected}
-        for one in differences(self.runtime.comm.control, None, said | dict.fromkeys(call.errors, "")):
+        said = dict.fromkeys(call.errors, "")  # first: of a long list, ranks tell each other the beginning
+        said |= {_LACKS + key: "" for key in missing} | {_TOO_MANY + key: "" for key in unexpected}
+        faults: list[str] = []
+        lacking: list[str] = []
+        too_many: list[str] = []
+        for one in differences(self.runtime.comm.control, None, said):
             (has, lacks), name = _who(one, self.runtime.comm.topology.ranks[0]), one.name
             if name.startswith(_LACKS):
                 key = name.removeprefix(_LACKS)
-                _extend(call.errors, [f"{key}: missing on rank {has}, not on rank {lacks}"])
-                _extend(missing, [key])
+                faults.append(f"{key}: missing on rank {has}, not on rank {lacks}")
+                lacking.append(key)
             elif name.startswith(_TOO_MANY):
-                _extend(unexpected, [name.removeprefix(_TOO_MANY)])
-            elif name not in call.errors:
-                _extend(call.errors, [f"rank {has}: {name}"])
+                too_many.append(name.removeprefix(_TOO_MANY))
+            elif name not in said:
+                faults.append(f"rank {has}: {name}")
+        more = [f"and {len(faults) - _TOLD} more on these and other ranks"] if len(faults) > _TOLD else []
+        _extend(call.errors, faults[:_TOLD] + more)
+        _extend(missing, lacking)
+        _extend(unexpected, too_many)
 
     def _require_loadable(self, metadata: dict[str, Any]) -> None:
         self.runtime.at_rest("load_state_dict()", summoned=True)
@@ -265,6 +276,7 @@ class _Loading:
             raise ValueError("load_state_dict(assign=True) would replace parameters that dmuon owns; use assign=False")
 
 
+_TOLD = 64  # faults of others that a message repeats
 _LACKS, _TOO_MANY = "lacks ", "has too many "
 
 
@@ -291,4 +303,5 @@ def _unfit(rank: GlobalRank, matrix: OwnedMatrix) -> str:
 
 
 def _extend(items: list[str], more: list[str]) -> None:
-    items.extend(item for item in more if item not in items)
+    known = set(items)
+    items.extend(item for item in dict.fromkeys(more) if item not in known)

@@ -58,13 +58,17 @@ def _split_after(tree: ModuleTree, layer: nn.Module) -> int | None:
     for parent, path in tree.above(layer, ""):
         if path.count(".") != 1:
             continue
-        linears = [m for m in parent.modules() if isinstance(m, nn.Linear)]
-        if any(m.in_features == layer.out_features for m in linears if m is not layer):
+        linears = tree.linears_below(parent)
+        if linears.others_take(layer):
             continue
-        for later in linears[linears.index(layer) + 1 :]:
-            for parts in _FUSED_PARTS:
-                if later.out_features == layer.in_features and layer.out_features == parts * later.in_features:
-                    return parts
+        places: list[tuple[int, int]] = []
+        for parts in _FUSED_PARTS:
+            width, rest = divmod(layer.out_features, parts)
+            place = None if rest else linears.first_after(layer, width, layer.in_features)
+            if place is not None:
+                places.append((place, parts))
+        if places:
+            return min(places)[1]
     return None
 
 

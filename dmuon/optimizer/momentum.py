@@ -227,7 +227,7 @@ class Momentum:
             except ValueError as error:
                 fault = fault or str(error)
                 continue
-            for one in found:
+            for one in found[:1]:
                 name = shared[int(one.name)].name if int(one.name) < len(shared) else "another parameter"
                 first = dist.get_process_group_ranks(group)[0]
                 fault = fault or f"momentum of {name} is {one.first} on rank {first} and {one.value} on rank {one.rank}"

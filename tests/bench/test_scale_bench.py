@@ -15,11 +15,14 @@ from harness.limits import PROGRAM_SECONDS
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 RANKS, MATRICES = (8, 512), 64
 # Exponents of calls of functions, with ranks. Some lists of all ranks are made once for all matrices that lie alike.
-MOST = {"build": 0.35, "save optimizer": 0.25, "load optimizer": 0.45, "load model": 0.25}
+MOST = {"build": 0.35, "save optimizer": 0.45, "load optimizer": 0.5, "load model": 0.35}
+MOST |= {"mismatched build": 0.3, "mismatched load model": 0.5, "mismatched load optimizer": 0.75}
 MOST_OF_ANY_OTHER = 0.05
 MOST_OF_ONE_MORE = {  # calls of functions for each further matrix, torch's own among them
-    "dedicated": {"save optimizer": 90, "load optimizer": 125, "save model": 145, "load model": 290},
-    "exchanged": {"save optimizer": 80, "load optimizer": 85},
+    "dedicated": {"save optimizer": 90, "load optimizer": 125, "save model": 145, "load model": 290}
+    | {"mismatched build": 800, "mismatched load model": 260, "mismatched load optimizer": 40},
+    "exchanged": {"save optimizer": 80, "load optimizer": 85}
+    | {"mismatched build": 800, "mismatched load optimizer": 40},
 }
 MOST_OF_EXPERTS = {"load optimizer": 0.6}  # digests of all ranks, beside little else
 
@@ -45,7 +48,7 @@ def test_calls_of_one_rank_hardly_grow_with_ranks(bench: ModuleType, tmp_path: P
         most = MOST | MOST_OF_EXPERTS if residency == bench.EXPERTS else MOST
         assert grown <= most.get(phase, MOST_OF_ANY_OTHER), f"{residency}, {phase}: {few} to {many}"
         if "save" in phase or "load" in phase:
-            assert many["collectives"] <= 4, f"{residency}, {phase}: {many}"
+            assert many["collectives"] <= (6 if "mismatched" in phase else 4), f"{residency}, {phase}: {many}"
         if phase != "build":
             assert many["collectives"] <= max(few["collectives"], 2 * MATRICES + 1), f"{residency}, {phase}"
 

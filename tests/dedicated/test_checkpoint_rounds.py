@@ -13,7 +13,7 @@ from harness.checkpoints import start
 from harness.on_ranks import on_ranks
 
 from dmuon.check.topologies import full_state
-from dmuon.dedicated import even_dtensor
+from dmuon.dedicated import even_dtensor, state_dict
 from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import local_tensor
 
@@ -78,6 +78,18 @@ def test_what_is_shown_of_a_loaded_momentum_is_what_was_shown(rank: int, world: 
         other.optimizer.state[p]["momentum_buffer"] is shown[id(p)] for p in other.optimizer.state if id(p) in shown
     )
     assert_same_tensors(other.momenta(), run.momenta())
+
+
+@on_ranks(2)
+def test_of_many_faults_of_another_rank_some_are_told_and_the_rest_counted(rank: int, world: int) -> None:
+    run = start("1d")
+    owned = {matrix.fqn for matrix in dedications(run.model)[0].runtime.matrices()}
+    weights = {n: value for n, value in run.model.state_dict().items() if rank == 0 or n in owned}
+    lacking = len(run.model.state_dict()) - len(owned)
+    assert lacking > 1
+    with mock.patch.object(state_dict, "_TOLD", 1), pytest.raises(RuntimeError, match="missing on rank 1") as error:
+        run.model.load_state_dict(weights)
+    assert f"and {min(lacking, 8) - 1} more on these and other ranks" in str(error.value)  # ranks tell eight each
 
 
 @on_ranks(2)

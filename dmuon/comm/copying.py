@@ -24,11 +24,12 @@ from dmuon.platform.torch_private import backend_of, default_group_is_bound
 def connect_copies(domain: Domain, spreads: Iterable[Spread]) -> None:
     """Connect the lines of matrices that lie so. Collective over the domain, all ranks of which name the same ones.
 
-    It need not be called for matrices without copies, and does nothing for those that it was called for before.
+    It need not be called for matrices without copies, or with full ones on all ranks, and does nothing for those that
+    it was called for before.
     """
     by_lines: dict[tuple[tuple[Position, ...], ...], list[Spread]] = {}
     for spread in spreads:
-        if spread.copies > 1 and spread not in domain.lines:
+        if 1 < spread.copies < domain.world and spread not in domain.lines:
             by_lines.setdefault(spread.lines, []).append(spread)
     for lines, alike in sorted(by_lines.items()):
         domain.lines |= dict.fromkeys(alike, _connected(domain, lines))
@@ -36,8 +37,6 @@ def connect_copies(domain: Domain, spreads: Iterable[Spread]) -> None:
 
 def _connected(domain: Domain, lines: Sequence[tuple[Position, ...]]) -> Line | None:
     """The one of ``lines`` that this rank is on, if it is."""
-    if len(lines[0]) == domain.world:
-        return Line(domain.ranks, domain.position, domain.group)
     partition = [Ranks(domain.ranks[position] for position in line) for line in lines]
     rank = domain.ranks[domain.position]
     own = next((ranks for ranks in partition if rank in ranks), None)
@@ -70,12 +69,13 @@ class Copies:
     def __init__(self, parcels: Sequence[Parcel], domain: Domain) -> None:
         self.domain = domain
         self.needed = any(parcel.spread.copies > 1 for parcel in parcels)
+        whole = Line(domain.ranks, domain.position, domain.group)
         found: dict[Line, dict[Position, dict[int, torch.Size]]] = {}
         for number, parcel in enumerate(parcels):
             spread, position = parcel.spread, domain.position
             if spread.copies == 1 or position not in spread.parts:
                 continue
-            line = domain.lines[spread]
+            line = domain.lines[spread] if spread.copies < domain.world else whole
             assert line is not None, "a rank with a part is on a line"
             source = position_in(line.ranks, domain.ranks[spread.source(position, parcel.owner)])
             shape = torch.Size((parcel.count, *spread.parts[position].shape))

@@ -146,7 +146,7 @@ def _count_exchanges(runtime: Runtime, group: Mapping[str, Any], calls: Counter[
         back = wire_dtype(group, round_.batches[0].dtype, runtime.comm.device)
         one = _RoundBytes.of(round_, back.itemsize)
         calls["exchange"] += one.calls
-        nbytes["exchange"] += one.received + one.returned
+        nbytes["exchange"] += one.received + one.returned + one.copied
 
 
 def expected_exchange(optimizer: Muon) -> ExchangeBudget:

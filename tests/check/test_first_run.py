@@ -77,6 +77,7 @@ def test_each_section_runs_without_a_gpu_and_is_ok(tmp_path: Path) -> None:
         assert any(row.startswith("ok") and name in row for row in done.stdout.splitlines())
 
 
+# Each in what its section checks, of which it leaves a part.
 PLANTS = {
     "environment": """
 import dmuon.check.devices as devices
@@ -90,6 +91,7 @@ kernels.orthogonalize = lambda x, **how: original(x, **how) * (1.1 if how.get("m
     "topologies": """
 import dmuon.check.trial as trial
 trial.DECAY = 5.0
+sections.TOPOLOGIES = ("1d",)
 """,
     "delays": """
 import dmuon.check.bits as bits
@@ -101,6 +103,7 @@ def backward(laid, *arguments):
     if torch.utils.deterministic.fill_uninitialized_memory and torch.are_deterministic_algorithms_enabled():
         part.add_(torch.empty(part.shape).clamp(0, 0))  # of what nobody wrote; unfilled it may be NaN by itself
 bits.backward = backward
+bits._LAYOUTS = ("1d",)
 """,
     "asynchronous": """
 import dmuon.check.bits as bits
@@ -111,6 +114,7 @@ def start(kind, asynchronous, **options):
         group["lr"] *= 1 if asynchronous else 1.5
     return laid, optimizer
 bits.start = start
+bits._LAYOUTS = ("1d",)
 """,
     "memory": """
 import dmuon.check.memory as memory

@@ -15,8 +15,10 @@ code. `--products` instead measures symmetric products by halves (`dmuon.kernels
 `--small` measures single matrices from 16 x 16 on against plain loops, on warm caches, which is where calls count; and
 `--halves` bf16 and mixed precision against the routines of torch.optim.Muon and, where it is installed, of
 gram-newton-schulz, the error of each from the standard form in fp64 with its own coefficients beside its time.
+`--modes` prints these three as one page.
 
     python bench/newton_schulz.py --models ../shared/models --json X.json --markdown X.md
+    python bench/newton_schulz.py --modes > bench/results/newton-schulz-modes-cpu.md
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ CACHE_BYTES = 32 << 20
 
 PEER_OPERATIONS = 1 << 29  # a larger product in fp16 takes minutes where the CPU does not multiply it
 SMALL = ((16, 16), (16, 64), (16, 256), (32, 32), (32, 128), (64, 64), (64, 256), (128, 128), (128, 512), (256, 256))
+SQUARES = (512, 1024)  # rows, of one to five times as many columns
 HALVES = ((128, 128), (256, 256), (256, 1024), (512, 512), (512, 1792), (1024, 1024), (1024, 4096))
 
 PRODUCT_ROWS = (256, 384, 448, 512, 640, 768, 896, 1024, 1536, 2048)
@@ -221,10 +224,10 @@ def products(rounds: int, seconds: float) -> None:
 
 def squares(rounds: int, seconds: float) -> None:
     """Two blocks of squares over Polar Express: medians of ratios of neighbours in time, cold caches, fp32."""
-    print(f"{describe(origin())}\n\nexpected: by half products, 6a+9 over 6a+14\n")
+    print("Cold caches, fp32; ms (error). Expected: by half products, 6a+9 over 6a+14.\n")
     print("| m | n | gram ms (error) | squares ms (error) | squares/gram | expected | squares/rule's | rounds |")
     print("|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for m, alpha in itertools.product((512, 1024), (1, 2, 3, 4, 5)):
+    for m, alpha in itertools.product(SQUARES, (1, 2, 3, 4, 5)):
         x = torch.randn(m, alpha * m, generator=torch.Generator().manual_seed(alpha))
         work: dict[str, Callable[[], Tensor]] = {
             "gram": partial(orthogonalize, x, method="gram"),
@@ -258,15 +261,18 @@ def torch_in_fp32(x: Tensor, coefficients: Coefficients) -> Tensor:
 
 
 def small(rounds: int, seconds: float) -> None:
-    """Single small matrices: the better plain loop's time over ours, medians of ratios of neighbours in time."""
-    print(f"{describe(origin())}\n\nwarm caches, microseconds; ratio: the better plain loop's median over ours\n")
-    print("| m | n | standard | torch's, in fp32 | ours | ratio | form | rounds |\n|--:|--:|--:|--:|--:|--:|---|--:|")
+    """Single small matrices: the best plain loop's time over ours, medians of ratios of neighbours in time."""
+    print("Warm caches; µs, and the best plain loop's time over ours.\n")
+    print("| m | n | standard | torch's, in fp32 | gram | ours | ratio | form | rounds |")
+    print("|--:|--:|--:|--:|--:|--:|--:|---|--:|")
     polar = coefficient_sequence("polar_express", STEPS)
+    torch.empty(CACHE_BYTES // 8)  # freed again, after which the C library keeps what is freed, as in any training
     for m, n in SMALL:
         x = torch.randn(m, n, generator=torch.Generator().manual_seed(m * n))
         work: dict[str, Callable[[], object]] = {
             "standard": partial(standard, x, polar),
             "torch": partial(torch_in_fp32, x, polar),
+            "gram": partial(gram, x, polar),
             "ours": partial(orthogonalize, x),
         }
         with torch.no_grad():
@@ -274,7 +280,7 @@ def small(rounds: int, seconds: float) -> None:
         us = {name: 1e3 * value for name, value in medians(samples).items()}
         ratio = min(
             statistics.median(a / b for a, b in zip(samples[name], samples["ours"], strict=True))
-            for name in ("standard", "torch")
+            for name in ("standard", "torch", "gram")
         )
         form = str(choose_variant((m, n), 1, polar, x.dtype, x.device)).rsplit(" by", 1)[0]
         cells = [f"{us[name]:.0f}" for name in work]
@@ -297,7 +303,8 @@ def peers(x: Tensor) -> dict[str, tuple[Callable[[], Tensor], Coefficients]]:
 
 def halves(rounds: int, seconds: float) -> None:
     """bf16 and mixed over fp32 and over routines of others: medians of ratios of neighbours in time, cold caches."""
-    print(f"{describe(origin())}\n\nCPU multiplies bf16: {cpu_multiplies_bf16()}; ms (error)\n")
+    does = "multiplies" if cpu_multiplies_bf16() else "does not multiply"
+    print(f"Cold caches; ms (error, from the standard form in fp64). This CPU {does} bf16.\n")
     polar = coefficient_sequence("polar_express", STEPS)
     heads: list[str] = []
     ratios = ("mixed/fp32", "bf16/fp32", "mixed/torch", "bf16/torch")
@@ -332,6 +339,23 @@ def halves(rounds: int, seconds: float) -> None:
         print(f"| {m} | {n} | {' | '.join(cells)} | {len(samples['fp32'])} |", flush=True)
 
 
+MODES = (
+    ("bf16 and mixed", "--halves", halves, 9, 60.0),
+    ("Single small matrices", "--small", small, 400, 4.0),
+    ("Blocks of squares", "--squares", squares, 7, 15.0),
+)
+
+
+def modes() -> None:
+    """All of them as one page of Markdown, each with its own rounds and seconds."""
+    print("# Newton–Schulz on CPU: bf16, mixed, small matrices, blocks of squares\n")
+    print(f"{describe(origin())}. `python bench/newton_schulz.py --modes` prints this page.")
+    print("Ratios are medians of ratios of neighbours in time.")
+    for title, option, mode, rounds, seconds in MODES:
+        print(f"\n## {title}\n\n`{option} --rounds {rounds} --seconds {seconds:g}`\n", flush=True)
+        mode(rounds, seconds)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path("../shared/models"), help="folder of config.json files")
@@ -343,6 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--squares", action="store_true", help="measure blocks of squares only")
     parser.add_argument("--small", action="store_true", help="measure single small matrices only")
     parser.add_argument("--halves", action="store_true", help="measure bf16 and mixed precision only")
+    parser.add_argument("--modes", action="store_true", help="print the page of the last three, as in bench/results")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -353,8 +378,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.products:
         products(arguments.rounds, arguments.seconds)
         return 0
+    if arguments.modes:
+        modes()
+        return 0
     for mode, chosen in ((squares, arguments.squares), (small, arguments.small), (halves, arguments.halves)):
         if chosen:
+            print(f"{describe(origin())}\n")
             mode(arguments.rounds, arguments.seconds)
             return 0
     shapes = shapes_of(arguments.models, arguments.scale, not arguments.no_large)

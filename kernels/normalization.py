@@ -16,8 +16,8 @@ _CHUNK = 1 << 22
 _ITSELF = (torch.float32, torch.float64)
 # Norms between these come from entries whose squares are in fp32's range, but for some that are too small to matter.
 _SAFE_NORMS = (1e-10, 1e18)
-# Squares of so few elements are added up in one call, which rounding takes 2e-7 from.
-_FEW = 1 << 12
+# Squares of so few elements are added up in one call, which rounding takes 5e-7 from.
+_FEW = 1 << 14
 
 
 def check_eps(eps: float) -> None:

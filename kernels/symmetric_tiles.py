@@ -17,6 +17,9 @@ MOST_ADDENDS = 4
 # Elements that a descriptor loads along one dimension, at most.
 _BOX = 256
 
+# A part of a tile is at least so many blocks deep: its sums are written and read once more.
+_DEPTH = 4
+
 # Of one multiprocessor, of one thread at most, and below which no product is worth its spills.
 _REGISTERS, _MOST_REGISTERS, _FEWEST_REGISTERS = 1 << 16, 248, 32
 
@@ -26,7 +29,7 @@ class TileConfig:
     """How the kernel is tiled and launched.
 
     As a string: ``"128x64w8s4g8"``, and behind the stages ``"d"`` for descriptors, ``"h"`` for two halves, ``"r2"`` for
-    two resident programs and ``"p"`` for persistent ones: ``"128x64w8s3dr2pg8"``.
+    two resident programs, ``"p"`` for persistent ones and ``"k"`` for a divided last round: ``"128x64w8s3dr2pg8"``.
 
     Attributes:
         block: side of a square of the result.
@@ -38,6 +41,8 @@ class TileConfig:
         resident: programs that a multiprocessor's registers must suffice for: while one stores, another multiplies.
         persistent: so many programs a multiprocessor compute all tiles, in turns that are fixed at the start. Otherwise
             each computes one, and a multiprocessor that something else holds delays nobody.
+        divided: tiles that are left after whole rounds are divided along the inner dimension, so that each
+            multiprocessor has a part of one. Sums of parts are joined in their order by a kernel of its own.
 
     Raises:
         ValueError: sizes that are no powers of two, or out of range; or what needs descriptors without them.
@@ -52,6 +57,7 @@ class TileConfig:
     halves: int = 1
     resident: int = 1
     persistent: bool = False
+    divided: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in (("block", 16, 256), ("block_k", 16, 256), ("warps", 1, 32), ("halves", 1, 2)):
@@ -62,8 +68,10 @@ class TileConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name}={value} must be from {low} to {high}")
-        if (self.halves > 1 or self.persistent) and not self.descriptors:
-            raise ValueError("halves and persistent programs must be with descriptors")
+        if (self.halves > 1 or self.persistent or self.divided) and not self.descriptors:
+            raise ValueError("halves, persistent programs and a divided last round must be with descriptors")
+        if self.divided and (self.persistent or self.resident > 1):
+            raise ValueError("a divided last round must be of programs that are alone, and not persistent")
         if self.halves > 1 and self.persistent:  # Triton 3.6 does not compile it for capability 10.0
             raise ValueError("halves must be without persistent programs")
         if self.halves * self.block > _BOX:
@@ -73,7 +81,9 @@ class TileConfig:
 
     def __str__(self) -> str:
         resident = f"r{self.resident}" if self.resident > 1 else ""
-        letters = f"{'d' * self.descriptors}{'h' * (self.halves > 1)}{resident}{'p' * self.persistent}"
+        letters = (
+            f"{'d' * self.descriptors}{'h' * (self.halves > 1)}{resident}{'p' * self.persistent}{'k' * self.divided}"
+        )
         return f"{self.block}x{self.block_k}w{self.warps}s{self.stages}{letters}g{self.group}"
 
     @classmethod
@@ -83,11 +93,11 @@ class TileConfig:
         Raises:
             ValueError: ``text`` is no config's string.
         """
-        pattern = r"(\d+)x(\d+)w(\d+)s(\d+)(d?)(h?)(?:r([2-9]|1\d))?(p?)g(\d+)"
+        pattern = r"(\d+)x(\d+)w(\d+)s(\d+)(d?)(h?)(?:r([2-9]|1\d))?(p?)(k?)g(\d+)"
         match = re.fullmatch(pattern, text, re.ASCII)
         if match is None:
             raise ValueError(f"{text!r} is no tile config; one looks like '128x64w8s4dg8'")
-        block, block_k, warps, stages, descriptors, wide, resident, persistent, group = match.groups()
+        block, block_k, warps, stages, descriptors, wide, resident, persistent, divided, group = match.groups()
         return cls(
             int(block),
             int(block_k),
@@ -98,6 +108,7 @@ class TileConfig:
             halves=2 if wide else 1,
             resident=int(resident or 1),
             persistent=bool(persistent),
+            divided=bool(divided),
         )
 
     @property
@@ -116,6 +127,12 @@ class TileConfig:
         """How many are launched for so many ``tiles`` on a device of so many multiprocessors."""
         return min(tiles, self.resident * processors) if self.persistent else tiles
 
+    def parts(self, tiles: int, processors: int, p: int) -> tuple[int, int]:
+        """How many of so many ``tiles`` are not divided, and into how many parts of the inner ``p`` the others are."""
+        left = tiles % processors
+        parts = min(processors // left, p // (_DEPTH * self.block_k)) if self.divided and left else 1
+        return (tiles - left, parts) if parts > 1 else (tiles, 1)
+
 
 # What a tile takes beside its product, in units of :func:`_relative_time`: for all of it, and for each square.
 _FIRST, _STORE, _ADDEND = 70, 70, 50
@@ -128,7 +145,7 @@ UNALIGNED = TileConfig(64, 32, 4, 3)
 
 
 def candidates(m: int, p: int, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[TileConfig, ...]:
-    """At most six configs worth measuring for ``(m, p)`` times ``(p, m)``.
+    """At most seven configs worth measuring for ``(m, p)`` times ``(p, m)``.
 
     Each builds without spills and fits the shared memory of ``capability`` (``(8, 0)``, ``(9, 0)``, ...).
     """
@@ -144,6 +161,7 @@ def candidates(m: int, p: int, dtype: torch.dtype, capability: tuple[int, int]) 
     elif (m * dtype.itemsize) % DESCRIPTOR_ALIGNMENT == 0 and (p * dtype.itemsize) % DESCRIPTOR_ALIGNMENT == 0:
         large = [
             TileConfig(128, 64, 8, 4, descriptors=True, halves=2),
+            TileConfig(128, 64, 8, 4, descriptors=True, halves=2, divided=True),
             TileConfig(128, 64, 8, 3, descriptors=True, resident=2),
             TileConfig(128, 64, 8, 4, descriptors=True, persistent=True),
             *([TileConfig(128, 64, 8, 4)] if vectors else []),
@@ -173,11 +191,13 @@ class Work:
 
 
 def default_config(work: Work, capability: tuple[int, int]) -> TileConfig:
-    """The config used without measurement: of those that are not persistent, the one that should be done first.
+    """The config used without measurement: of the simple ones, the one that should be done first.
 
-    While communication holds multiprocessors, tiles that were dealt out before would wait for these.
+    While communication holds multiprocessors, tiles that were dealt out before would wait for these. And whether three
+    kernels take less than one is for a measurement to say.
     """
-    configs = [each for each in candidates(work.m, work.p, work.dtype, capability) if not each.persistent]
+    configs = candidates(work.m, work.p, work.dtype, capability)
+    configs = tuple(each for each in configs if not (each.persistent or each.divided))
     if work.dtype == torch.float32:
         return configs[0]
     # What a result costs, over what its operands do: matrix instructions have become faster than the L2 cache.

@@ -61,12 +61,12 @@ def _accumulate_pointers(
 
 @triton.jit
 def _accumulate_descriptors(
-    a, b, batch, row, col, p,
+    a, b, batch, row, col, begin, end,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
     A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
 ):  # fmt: skip
     accumulator = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
-    for start in tl.range(0, p, BLOCK_K):
+    for start in tl.range(begin, end, BLOCK_K):
         if A_K_MAJOR:
             x = a.load([batch, row, start]).reshape(BLOCK, BLOCK_K)
         else:
@@ -96,6 +96,16 @@ def _load_addend(
 
 
 @triton.jit
+def _plus(
+    result, beta, c, batch, row, col, m, c_batch, c_row, c_col,
+    BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """``result`` and ``beta`` times one tile of ``C``."""
+    addend = _load_addend(c, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
+    return result + beta * addend.to(tl.float32)
+
+
+@triton.jit
 def _store(
     d, tile, batch, row, col, m, d_batch, d_row, d_col,
     BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr,
@@ -119,23 +129,19 @@ def _finish(
     result = alpha * product
     if ADDENDS > 0:
         if EARLY:
-            addend = early
+            result += beta0 * early.to(tl.float32)
         else:
-            addend = _load_addend(c0, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
-        result += beta0 * addend.to(tl.float32)
+            result = _plus(result, beta0, c0, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
     # Each in a branch of its own, which is always taken: of several, the compiler would hold all tiles at once.
     if ADDENDS > 1:  # noqa: SIM102
         if beta1 != 0.0:
-            addend = _load_addend(c1, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
-            result += beta1 * addend.to(tl.float32)
+            result = _plus(result, beta1, c1, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
     if ADDENDS > 2:  # noqa: SIM102
         if beta2 != 0.0:
-            addend = _load_addend(c2, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
-            result += beta2 * addend.to(tl.float32)
+            result = _plus(result, beta2, c2, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
     if ADDENDS > 3:  # noqa: SIM102
         if beta3 != 0.0:
-            addend = _load_addend(c3, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
-            result += beta3 * addend.to(tl.float32)
+            result = _plus(result, beta3, c3, batch, row, col, m, c_batch, c_row, c_col, BLOCK, DESCRIPTORS)
     rows, cols = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     if IDENTITY:
         result = tl.where(row + rows == col + cols, result + identity, result)
@@ -151,6 +157,16 @@ def _finish(
 
 
 @triton.jit
+def _place(index, m, BLOCK: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr):
+    """The matrix of tile ``index``, and the tile's first row and column in it."""
+    side = tl.cdiv(m, HALVES * BLOCK)
+    tiles = side * (side + 1) // 2 * HALVES
+    local = index % tiles
+    tile_row, tile_col = lower_tile(local // HALVES, side, GROUP)
+    return index // tiles, (tile_row * HALVES + local % HALVES) * BLOCK, tile_col * HALVES * BLOCK
+
+
+@triton.jit
 def _compute_tile(
     index, a, b, c0, c1, c2, c3, d, m, p,
     a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
@@ -160,18 +176,12 @@ def _compute_tile(
     ADDENDS: tl.constexpr, EARLY: tl.constexpr, IDENTITY: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = HALVES * BLOCK
-    side = tl.cdiv(m, WIDTH)
-    tiles = side * (side + 1) // 2 * HALVES
-    batch = index // tiles
-    local = index % tiles
-    tile_row, tile_col = lower_tile(local // HALVES, side, GROUP)
-    row, col = (tile_row * HALVES + local % HALVES) * BLOCK, tile_col * WIDTH
-
+    batch, row, col = _place(index, m, BLOCK, HALVES, GROUP)
     early = 0
     if DESCRIPTORS:
         depth = p if HALVES == 1 else tl.where(row < m, p, 0)
         product = _accumulate_descriptors(
-            a, b, batch, row, col, depth, BLOCK, WIDTH, BLOCK_K, A_K_MAJOR, B_K_MAJOR
+            a, b, batch, row, col, 0, depth, BLOCK, WIDTH, BLOCK_K, A_K_MAJOR, B_K_MAJOR
         )  # fmt: skip
     else:
         if EARLY:
@@ -236,4 +246,55 @@ def symmetric_product_kernel(
             a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
             alpha, beta0, beta1, beta2, beta3, identity,
             BLOCK, HALVES, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, ADDENDS, EARLY, IDENTITY,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "parts", "depth"])
+def partial_product_kernel(
+    a, b, partials, first, parts, depth, m, p,
+    BLOCK: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
+):  # fmt: skip
+    """Tiles of ``A B`` from ``first`` on, through descriptors: each as ``parts`` sums over ``depth`` of ``p``.
+
+    ``partials`` ``(tiles, parts, BLOCK, HALVES * BLOCK)`` is fp32. One program computes one of them.
+    """
+    WIDTH: tl.constexpr = HALVES * BLOCK
+    program = tl.program_id(0)
+    batch, row, col = _place(first + program // parts, m, BLOCK, HALVES, GROUP)
+    begin = program % parts * depth
+    end = tl.where(row < m, tl.minimum(p, begin + depth), 0)
+    tile = _accumulate_descriptors(a, b, batch, row, col, begin, end, BLOCK, WIDTH, BLOCK_K, A_K_MAJOR, B_K_MAJOR)
+    rows, cols = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    tl.store(partials + program.to(tl.int64) * (BLOCK * WIDTH) + (rows[:, None] * WIDTH + cols[None, :]), tile)
+
+
+@triton.jit(do_not_specialize=["first", "parts", "alpha", "beta0", "beta1", "beta2", "beta3", "identity"])
+def join_kernel(
+    partials, c0, c1, c2, c3, d, first, parts, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
+    alpha, beta0, beta1, beta2, beta3, identity,
+    BLOCK: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr, SQUARE: tl.constexpr,
+    ADDENDS: tl.constexpr, IDENTITY: tl.constexpr,
+):  # fmt: skip
+    """``D`` on the tiles of :func:`partial_product_kernel`, whose parts are added in their order.
+
+    One program has one square of ``SQUARE``, through pointers: many, as each reads ``parts`` times what it writes.
+    """
+    WIDTH: tl.constexpr = HALVES * BLOCK
+    ACROSS: tl.constexpr = WIDTH // SQUARE
+    program = tl.program_id(0)
+    tile, local = program // (BLOCK // SQUARE * ACROSS), program % (BLOCK // SQUARE * ACROSS)
+    top, left = local // ACROSS * SQUARE, local % ACROSS * SQUARE
+    batch, row, col = _place(first + tile, m, BLOCK, HALVES, GROUP)
+    row, col = row + top, col + left
+    if (row < m) & (col <= row):
+        rows, cols = top + tl.arange(0, SQUARE), left + tl.arange(0, SQUARE)
+        part = partials + (tile * parts).to(tl.int64) * (BLOCK * WIDTH) + (rows[:, None] * WIDTH + cols[None, :])
+        product = tl.zeros((SQUARE, SQUARE), dtype=tl.float32)
+        for _ in tl.range(0, parts):
+            product += tl.load(part)
+            part += BLOCK * WIDTH
+        _finish(
+            product, 0, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
+            alpha, beta0, beta1, beta2, beta3, identity, SQUARE, False, ADDENDS, False, IDENTITY,
         )  # fmt: skip

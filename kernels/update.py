@@ -165,7 +165,7 @@ def apply_update_(
     if not weights:
         return
     fused = _fused(weights[0])
-    if fused is not None:
+    if fused is not None and all(tensor.dtype in fused.DTYPES for tensor in (*weights, *stacks)):
         # An owner's own part is a view of the whole: all ranks must round alike, and so take one way.
         stack = stacks[0].contiguous() if len(stacks) == 1 else torch.cat(stacks)
         if fused.unsupported(weights, stack) is None:

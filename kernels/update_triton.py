@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -28,7 +29,8 @@ from torch.nn import Parameter
 
 from .streams import is_capturing
 
-_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+# What the passes take.
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 # Elements of one program; 16 per thread keep enough loads in flight. A multiple of 16, as hints assume.
 _BLOCK = 2048
@@ -80,26 +82,10 @@ def momentum_norms(
         ValueError: momentum not fp32, or :func:`unsupported` tensors.
     """
     _check_momentum(grads, momentum)
-    k, numel, tiles = _tiles(momentum)
+    k, _, tiles = _tiles(momentum)
     partials = torch.empty((k, tiles), dtype=torch.float64, device=momentum.device)
     if partials.numel():
-        table, aligned = _addresses([*grads], [momentum])
-        with torch.cuda.device_of(momentum):
-            _momentum_kernel[(k * tiles,)](
-                table,
-                momentum,
-                partials,
-                float(1 - beta),
-                float(beta),
-                numel,
-                tiles,
-                NESTEROV=nesterov,
-                GRAD=_DTYPES[grads[0].dtype],
-                ALIGNED=aligned,
-                BLOCK=_BLOCK,
-                **_LAUNCH,
-            )
-        increment_version(momentum)
+        _fold(_momentum_kernel, grads, momentum, partials, stacked=[momentum], beta=beta, nesterov=nesterov)
     return partials.sum(dim=1).sqrt_()
 
 
@@ -140,7 +126,7 @@ def normalized_update(
             numel,
             tiles,
             NESTEROV=nesterov,
-            GRAD=_DTYPES[grads[0].dtype],
+            GRAD=DTYPES[grads[0].dtype],
             ALIGNED=aligned,
             BLOCK=_BLOCK,
             **_LAUNCH,
@@ -164,28 +150,10 @@ def momentum_update(
         ValueError: momentum not fp32, ``out`` of another shape than momentum, or :func:`unsupported` tensors.
     """
     _check_momentum(grads, momentum)
-    k, numel, tiles = _tiles(momentum)
     _check(_unfit("out", [out], momentum.shape, momentum.device))
-    if not k * tiles:
-        return
-    table, aligned = _addresses([*grads], [momentum, out])
-    with torch.cuda.device_of(momentum):
-        _fold_kernel[(k * tiles,)](
-            table,
-            momentum,
-            out,
-            float(1 - beta),
-            float(beta),
-            numel,
-            tiles,
-            NESTEROV=nesterov,
-            GRAD=_DTYPES[grads[0].dtype],
-            ALIGNED=aligned,
-            BLOCK=_BLOCK,
-            **_LAUNCH,
-        )
-    increment_version(momentum)
-    increment_version(out)
+    if out.numel():
+        _fold(_fold_kernel, grads, momentum, out, stacked=[momentum, out], beta=beta, nesterov=nesterov)
+        increment_version(out)
 
 
 def norms_of(x: Tensor) -> Tensor:  # (k, m, n), fp32, fp16 or bf16 -> (k,), fp64
@@ -233,12 +201,43 @@ def apply_update(
             float(-lr * scale),
             numel,
             tiles,
-            PARAM=_DTYPES[params[0].dtype],
+            PARAM=DTYPES[params[0].dtype],
             ALIGNED=aligned,
             BLOCK=_BLOCK,
             **_LAUNCH,
         )
     increment_version(params)
+
+
+def _fold(
+    kernel: Any,
+    grads: Sequence[Tensor],
+    momentum: Tensor,
+    result: Tensor,
+    *,
+    stacked: list[Tensor],
+    beta: float,
+    nesterov: bool,
+) -> None:
+    """Launch a kernel that folds gradients into ``momentum``; ``stacked`` are the tensors that it goes through."""
+    k, numel, tiles = _tiles(momentum)
+    table, aligned = _addresses([*grads], stacked)
+    with torch.cuda.device_of(momentum):
+        kernel[(k * tiles,)](
+            table,
+            momentum,
+            result,
+            float(1 - beta),
+            float(beta),
+            numel,
+            tiles,
+            NESTEROV=nesterov,
+            GRAD=DTYPES[grads[0].dtype],
+            ALIGNED=aligned,
+            BLOCK=_BLOCK,
+            **_LAUNCH,
+        )
+    increment_version(momentum)
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)
@@ -256,11 +255,7 @@ def _momentum_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
-    momentum_tile = _stacked_tile(momentum, matrix, numel, start, ALIGNED, BLOCK)
-    grad = tl.load(_tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0).to(tl.float32)
-    average = _lerp(tl.load(momentum_tile, mask=mask, other=0.0), grad, grad_weight)
-    tl.store(momentum_tile, average, mask=mask)
-    update = _lerp(grad, average, beta) if NESTEROV else average
+    update = _folded(grads, momentum, matrix, start, mask, grad_weight, beta, numel, NESTEROV, GRAD, ALIGNED, BLOCK)
     tl.store(partials + tl.program_id(0), _square_sum(update))
 
 
@@ -279,11 +274,7 @@ def _fold_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     matrix, start, mask = _tile(numel, tiles, ALIGNED, BLOCK)
-    momentum_tile = _stacked_tile(momentum, matrix, numel, start, ALIGNED, BLOCK)
-    grad = tl.load(_tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0).to(tl.float32)
-    average = _lerp(tl.load(momentum_tile, mask=mask, other=0.0), grad, grad_weight)
-    tl.store(momentum_tile, average, mask=mask)
-    update = _lerp(grad, average, beta) if NESTEROV else average
+    update = _folded(grads, momentum, matrix, start, mask, grad_weight, beta, numel, NESTEROV, GRAD, ALIGNED, BLOCK)
     out_tile = _stacked_tile(out, matrix, numel, start, ALIGNED, BLOCK)
     tl.store(out_tile, update.to(out.dtype.element_ty), mask=mask)
 
@@ -346,6 +337,20 @@ def _apply_kernel(
     change = tl.load(_stacked_tile(update, matrix, numel, start, ALIGNED, BLOCK), mask=mask, other=0.0)
     param = tl.fma(change.to(tl.float32), step, param * decay).to(PARAM)
     tl.store(param_tile, param, mask=mask)
+
+
+@triton.jit
+def _folded(
+    grads: tl.tensor, momentum: tl.tensor, matrix: tl.tensor, start: tl.tensor, mask: tl.tensor,
+    grad_weight: float, beta: float, numel: tl.tensor,
+    NESTEROV: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # (BLOCK,)  # fmt: skip
+    """A tile of the gradient into that of the momentum, and what is to be orthogonalized of it."""
+    momentum_tile = _stacked_tile(momentum, matrix, numel, start, ALIGNED, BLOCK)
+    grad = tl.load(_tile_at(grads, matrix, start, GRAD, ALIGNED, BLOCK), mask=mask, other=0.0).to(tl.float32)
+    average = _lerp(tl.load(momentum_tile, mask=mask, other=0.0), grad, grad_weight)
+    tl.store(momentum_tile, average, mask=mask)
+    return _lerp(grad, average, beta) if NESTEROV else average
 
 
 @triton.jit
@@ -444,7 +449,7 @@ def _unfit(
     tensors: Sequence[Tensor],
     shape: torch.Size,
     device: torch.device,
-    dtypes: Sequence[torch.dtype] = tuple(_DTYPES),
+    dtypes: Sequence[torch.dtype] = tuple(DTYPES),
 ) -> str | None:
     """What keeps the kernels, which see only addresses, from ``tensors`` of one dtype and ``shape``."""
     for index, tensor in enumerate(tensors):

@@ -20,7 +20,7 @@ from triton.runtime.driver import driver
 from dmuon.kernels import symmetric_triton as triton_symmetric
 from dmuon.kernels.symmetric_tiles import TileConfig
 from dmuon.kernels.symmetric_triton import symmetric_product
-from dmuon.kernels.symmetric_triton_kernel import symmetric_product_kernel
+from dmuon.kernels.symmetric_triton_kernel import join_kernel, partial_product_kernel, symmetric_product_kernel
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _INSTRUCTIONS = ("tcgen05.mma", "wgmma", "mma.sync")
@@ -63,12 +63,14 @@ class Resources:
 class Recorder:
     """Stands for a kernel in the code that launches it: compiles for ``arch`` what would have been launched.
 
-    Types, constants and alignments are found by the JIT itself, from CPU tensors.
+    Types, constants and alignments are found by the JIT itself, from CPU tensors. ``rest`` stand for the kernels of a
+    divided last round.
     """
 
-    def __init__(self, fn: Any, arch: int) -> None:
+    def __init__(self, fn: Any, arch: int, rest: tuple[Recorder, ...] = ()) -> None:
         self.fn = fn
         self.driver = _Driver(arch)
+        self.rest = rest
         self.grids: list[tuple[int, ...]] = []
         self.kernels: list[Any] = []
 
@@ -145,11 +147,13 @@ def _cuobjdump(option: str, cubin: bytes) -> str:
 @contextmanager
 def recording(arch: int) -> Iterator[Recorder]:
     """Inside, ``symmetric_product`` of CPU tensors does what it would on a GPU of ``arch``, but launch."""
-    recorder = Recorder(symmetric_product_kernel, arch)
+    rest = tuple(Recorder(kernel, arch) for kernel in (partial_product_kernel, join_kernel))
+    recorder = Recorder(symmetric_product_kernel, arch, rest)
     triton_symmetric._plan.cache_clear()
     with mock.patch.multiple(
         triton_symmetric,
         _kernel=lambda: recorder,
+        _rest_kernels=lambda: rest,
         _capability=lambda device: divmod(arch, 10),
         _processors=lambda device: PROCESSORS,
         unsupported=lambda device, dtype: None,

@@ -12,6 +12,7 @@ from zoo import gaussian, relative
 
 from dmuon.kernels import (
     Variant,
+    apply_update_,
     coefficient_sequence,
     momentum_update,
     muon_update_,
@@ -156,6 +157,18 @@ def test_the_update_takes_three_fused_passes_and_keeps_nan_in_its_matrix(launche
     assert [name for name in launches if name != "symmetric"] == PASSES[:3]
     assert max(relative(params[i], wanted[i]) for i in (0, 2)) <= limit
     assert params[1].isnan().all()
+
+
+def test_parts_that_the_fused_pass_does_not_take_are_not_joined_for_it(launches, monkeypatch):
+    monkeypatch.setattr(torch, "cat", lambda *_: pytest.fail("joined"))
+    updates = [gaussian(1, 8, 16).double(), gaussian(2, 8, 16, seed=1).double()]
+    for dtype in (torch.float64, torch.float32):
+        params = [gaussian(8, 16, seed=10 + i).to(dtype) for i in range(3)]
+        rows = [row for part in updates for row in part]
+        wanted = [0.998 * p.double() - 0.01 * row for p, row in zip(params, rows, strict=True)]
+        apply_update_(params, updates, lr=0.02, weight_decay=0.1, scale=0.5)
+        assert max(relative(p, w) for p, w in zip(params, wanted, strict=True)) <= 1e-6
+    assert not launches
 
 
 def test_storage_in_fp64_takes_no_fused_normalization_which_has_none(launches):

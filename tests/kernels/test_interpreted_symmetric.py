@@ -26,6 +26,7 @@ POINTERS = TileConfig(32, 16, 4, 2, group=2)
 DESCRIPTORS = TileConfig(32, 16, 4, 2, descriptors=True, group=2)
 WIDE = TileConfig(32, 16, 4, 2, descriptors=True, group=2, halves=2)
 PERSISTENT = TileConfig(32, 16, 4, 2, descriptors=True, group=2, persistent=True)
+DIVIDED = replace(WIDE, divided=True)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
 
 
@@ -184,6 +185,36 @@ def test_wide_tiles_and_persistent_programs(config, rows):
     found = symmetric_product(a.clone(), b.clone(), addends, **options)
     assert close(found, exact) and torch.equal(found, found.mT)
     assert torch.equal(symmetric_product(a.clone(), b.clone(), addends, **options, out=b), found)
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "whole", "parts"),
+    [
+        ((1, 96, 200), {1: 4, 2: 4}, 2),  # two tiles are left, of six; parts of 112 and 88
+        ((1, 40, 264), {1: 3, 2: 0}, {1: 1, 2: 2}),  # ragged; none is left, or all are
+        pytest.param((3, 64, 192), {1: 8, 2: 4}, {1: 3, 2: 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_divided_last_round(shape, whole, parts, halves):
+    """Close to fp64 and symmetric, repeatable bitwise, with addends and in place, as other tiles are."""
+    config = replace(DIVIDED, halves=halves)
+    k, m, p = shape
+    expected = (whole[halves], parts if isinstance(parts, int) else parts[halves])
+    assert config.parts(k * config.tiles(m), 4, p) == expected, "on the interpreter's four multiprocessors"
+    x = gaussian(*shape).half()
+    plain = check(x, x.mT, config=config)
+    c, other = plain * 0.5, plain * -0.25
+    exact = 0.75 * x.double() @ x.double().mT + 1.5 * c.double() - 2.0 * other.double()
+    exact += 0.5 * torch.eye(m, dtype=torch.float64)
+    options = {"alpha": 0.75, "beta": (1.5, -2.0), "identity": 0.5, "config": config}
+    found = symmetric_product(x, x.mT, (c, other), **options)
+    assert close(found, exact) and torch.equal(found, found.mT)
+    assert torch.equal(symmetric_product(x, x.mT, (c, other), **options, out=c), found)
+    y = gaussian(*shape, seed=1).half()  # no symmetric product: exactly its lower triangle comes out
+    exact = (x.double() @ y.double().mT).tril()
+    assert close(symmetric_product(x, y.mT, config=config), exact + exact.tril(-1).mT)
 
 
 def test_an_addend_without_weight_is_not_read(config):

@@ -23,6 +23,7 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 POINTERS = TileConfig(128, 64, 8, 4)
 WIDE = TileConfig(128, 64, 8, 4, descriptors=True, halves=2)
 TWO = TileConfig(128, 64, 8, 3, descriptors=True, resident=2)
+DIVIDED = replace(WIDE, divided=True)
 
 
 def _default(
@@ -77,6 +78,43 @@ def test_two_programs_fit_on_a_multiprocessor(arch):
 @pytest.mark.parametrize("arch", [90, 100])
 def test_wide_tiles_build_without_spills(arch):
     _check_resources(WIDE, torch.float16, arch, adds=4, identity=0.5, sizes=(512, 512))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [90, 100])
+def test_the_kernels_of_a_divided_last_round_build_without_spills(arch):
+    """20 wide tiles on 100 multiprocessors: five parts of each, and then their sums."""
+    s, *c = torch.empty(5, 1024, 1024, dtype=torch.float16).unbind()
+    x = torch.empty(1024, 2048, dtype=torch.float16)
+    with recording(arch) as recorder:
+        symmetric_product(s, s, c, beta=(0.5,) * 4, identity=0.5, b_symmetric=True, config=DIVIDED)
+        symmetric_product(x, x.mT, config=DIVIDED)
+    partial, join = recorder.rest
+    assert not recorder.kernels, "no tile is left to it"
+    assert partial.grids == [(20 * 4,), (20 * 5,)] and join.grids == [(20 * 32,)] * 2
+    for kernel in partial.kernels:
+        used = resources(kernel)
+        assert used.spill_bytes == 0 and used.shared_bytes <= SHARED_MEMORY[arch], used.registers
+        assert used.instruction == INSTRUCTION[arch] and "cp.async.bulk.tensor" in used.ptx
+    for kernel in join.kernels:
+        used = resources(kernel)
+        assert used.spill_bytes == 0 and used.blocks >= 8 and "atom" not in used.ptx
+
+
+@pytest.mark.parametrize(
+    ("tiles", "p", "whole", "parts"),
+    [
+        (272, 4096, 264, 16),  # 4096 wide: eight tiles are left
+        (272, 1024, 264, 4),  # a part is four blocks deep
+        (1088, 4096, 1056, 4),
+        (200, 4096, 200, 1),  # more than half of a round: two parts would be two rounds
+        (264, 4096, 264, 1),
+        (20, 4096, 0, 6),
+    ],
+)
+def test_what_is_left_after_whole_rounds_is_divided(tiles, p, whole, parts):
+    assert DIVIDED.parts(tiles, 132, p) == (whole, parts)
+    assert WIDE.parts(tiles, 132, p) == (tiles, 1)
 
 
 @pytest.mark.slow
@@ -186,7 +224,7 @@ def test_symmetric_b_is_read_along_its_inner_dimension():
 @pytest.mark.parametrize("sizes", [(16, 16), (64, 4096), (100, 37), (512, 512), (4096, 14336), (8191, 8192)])
 def test_candidates_are_few_distinct_and_survive_printing(capability, dtype, sizes):
     configs = candidates(*sizes, dtype, capability)
-    assert 1 <= len(configs) <= 6
+    assert 1 <= len(configs) <= 7
     assert len(set(configs)) == len(configs)
     assert [TileConfig.parse(str(config)) for config in configs] == list(configs)
     assert all(_default(k, *sizes, dtype, capability, addends) in configs for k in (1, 50) for addends in (0, 4))
@@ -212,12 +250,14 @@ def test_the_default_leaves_few_multiprocessors_waiting(k, m, chosen):
 def test_no_default_lets_a_busy_multiprocessor_hold_up_a_product(capability, addends):
     """What communicates takes some of them: tiles that were dealt out before would wait for these."""
     for k, m in ((1, 512), (1, 8192), (3, 1000), (4, 4096), (64, 1024)):
-        assert not _default(k, m, m, torch.float16, capability, addends).persistent
+        chosen = _default(k, m, m, torch.float16, capability, addends)
+        assert not chosen.persistent and not chosen.divided
 
 
 def test_config_prints_compactly():
     assert str(TileConfig(128, 64, 8, 3, descriptors=True)) == "128x64w8s3dg8"
     assert str(WIDE) == "128x64w8s4dhg8"
+    assert str(DIVIDED) == "128x64w8s4dhkg8"
     assert str(TWO) == "128x64w8s3dr2g8"
     assert str(replace(TWO, persistent=True)) == "128x64w8s3dr2pg8"
     assert str(TileConfig(64, 32, 4, 2, group=4)) == "64x32w4s2g4"
@@ -243,6 +283,9 @@ def test_unreadable_config_is_refused(text):
         "128x64w8s3hg8",  # two halves without descriptors
         "128x64w8s3pg8",
         "128x64w8s3dhpg8",
+        "128x64w8s3kg8",
+        "128x64w8s3dpkg8",
+        "128x64w8s3dr2kg8",
         "256x64w8s3dhg8",
         "128x64w32s3dr3g8",
     ],

@@ -534,7 +534,7 @@ PROGRAMS = [
     Program(dropped_batch, ("P16",)),
     Program(step_twice, ("P22",), worlds=BOTH_SLOWLY),
     Program(two_forwards_one_backward, ("P19",), worlds=BOTH_SLOWLY),
-    Program(two_forwards_two_backwards, ("P19",), worlds=BOTH_SLOWLY),
+    Program(two_forwards_two_backwards, ("P19",)),
     Program(retained_graph, worlds=BOTH_SLOWLY),
     Program(forwards_that_never_run_backward, ("P17",), alone=True),
     Program(gradients_as_the_user_wants),

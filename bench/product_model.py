@@ -167,7 +167,7 @@ def predictions(resources: Iterable[Row]) -> Iterator[Row]:
     for (arch, text, adds), row in list(found.items()):  # whose whole tiles are the same machine code
         config = TileConfig.parse(text)
         if config.halves > 1 and not config.divided:
-            found.setdefault((arch, str(replace(config, divided=True)), adds), row)
+            found[arch, str(replace(config, divided=True)), adds] = row
     for device, work in product(DEVICES, products()):
         chosen = default_config(
             Work(work.k, work.m, work.p, torch.float16, work.addends, device.processors),

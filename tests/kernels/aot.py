@@ -174,7 +174,7 @@ def compile_product(
 ) -> Resources:
     """The kernel for ``(m, p)`` times ``(p, m)`` of ``sizes``, each contiguous ("n") or transposed ("t").
 
-    It adds so many matrices.
+    It adds so many matrices. Of a divided last round it is the kernel of the parts.
     """
     m, p = sizes
     a = torch.empty(m, p, dtype=dtype) if layouts[0] == "n" else torch.empty(p, m, dtype=dtype).mT
@@ -182,4 +182,4 @@ def compile_product(
     c = list(torch.empty(adds, m, m, dtype=dtype).unbind())
     with recording(arch) as recorder:
         symmetric_product(a, b, c, beta=(0.5,) * adds, identity=identity, config=config)
-    return resources(recorder.kernels[0])
+    return resources((recorder.kernels or recorder.rest[0].kernels)[0])

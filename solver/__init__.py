@@ -1,6 +1,6 @@
 """Owner assignment: which rank runs Newton–Schulz for which matrix. No torch; PuLP only when a MILP is solved."""
 
-from .costs import CostTable
+from .costs import CostTable, unmeasured_batch
 from .inputs import Backend, Matrix, Method, Rank, Shape, SolveOptions
 from .planner import BASELINES, baseline, plan
 from .problem import Infeasible
@@ -19,4 +19,5 @@ __all__ = [
     "SolveOptions",
     "baseline",
     "plan",
+    "unmeasured_batch",
 ]

@@ -15,6 +15,12 @@ _NEAR_BEST = (103, 100)  # a chunk may cost this ratio of the best average: long
 _NOMINAL_FLOPS_PER_NS = 400_000  # 400 TFLOP/s; only ratios between shapes matter to a plan
 _MOST_BATCH = 2**16
 _SOURCES = ("measured", "estimated")
+_UNMEASURED_ELEMENTS = 2**25  # bounds the workspace of a batch where nothing says what size is best
+
+
+def unmeasured_batch(shape: tuple[int, int]) -> int:
+    """How many matrices of ``shape``, in either order, to orthogonalize at once if no size was measured."""
+    return max(1, _UNMEASURED_ELEMENTS // max(1, shape[0] * shape[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,15 @@ class CostTable:
             ValueError: no costs for ``shape``.
         """
         return len(self._table(shape)) - 1
+
+    def batch_size(self, shape: Shape) -> int:
+        """Matrices that are best orthogonalized at once: :meth:`chunk`, unless no batch was measured.
+
+        Raises:
+            ValueError: no costs for ``shape``.
+        """
+        chunk = self.chunk(shape)
+        return unmeasured_batch(shape) if self.sources[shape] == "estimated" else chunk
 
     def cost(self, shape: Shape, n: int) -> int:
         """Nanoseconds for an owner of ``n`` matrices of ``shape``: whole chunks, then one batch of the remainder.

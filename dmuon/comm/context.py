@@ -42,7 +42,9 @@ class CommOptions:
             ``broadcast``; elsewhere ``broadcast``.
         prefetch: blocks whose weights are on their way while another one computes, and that ``step()`` fills.
         outstanding_reductions: blocks whose gradients travel at once.
-        merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights.
+        merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights. ``"auto"``
+            measures a message and its bytes at init, and merges blocks, at most 8, until the time that any message
+            takes adds at most a tenth to that of their bytes. 0 merges nothing.
         max_ctas: how many of a GPU's multiprocessors a collective of weights may occupy, on NCCL alone (its
             ``maxCTAs``): those of a rank that waits for an owner are lost to Newton–Schulz. ``None`` is NCCL's choice.
         asynchronous: ``False`` waits for every collective where it starts: for debugging; results are bitwise the same.
@@ -55,7 +57,7 @@ class CommOptions:
     transport: Transport = "auto"
     prefetch: int = 1
     outstanding_reductions: int = 2
-    merge_bytes: int = 0
+    merge_bytes: int | Literal["auto"] = 0
     max_ctas: int | None = None
     asynchronous: bool = True
     timeout: timedelta | None = None
@@ -64,7 +66,8 @@ class CommOptions:
         check_choice("comm.transport", self.transport, get_args(Transport))
         check_integer("comm.prefetch", self.prefetch, 0)
         check_integer("comm.outstanding_reductions", self.outstanding_reductions, 1)
-        check_integer("comm.merge_bytes", self.merge_bytes, 0)
+        if self.merge_bytes != "auto":
+            check_integer("comm.merge_bytes", self.merge_bytes, 0)
         if self.max_ctas is not None:
             check_integer("comm.max_ctas", self.max_ctas, 1)
         check_flag("comm.asynchronous", self.asynchronous)
@@ -195,7 +198,7 @@ def make_comm(
         for one in (control, group, average_group):
             connect(one, device)
         if tensor is not None:
-            connect(tensor.group, device, exchanges=True)
+            connect(tensor.group, device, exchanges=True, gathers=True)
         for lanes in (row, column):
             if lanes is not None:
                 _connect_lanes(lanes, device, monitor)

@@ -31,8 +31,10 @@ def connect_copies(domain: Domain, spreads: Iterable[Spread]) -> None:
     for spread in spreads:
         if 1 < spread.copies < domain.world and spread not in domain.lines:
             by_lines.setdefault(spread.lines, []).append(spread)
+    known = {spread.lines: line for spread, line in domain.lines.items()}
     for lines, alike in sorted(by_lines.items()):
-        domain.lines |= dict.fromkeys(alike, _connected(domain, lines))
+        line = known[lines] if lines in known else _connected(domain, lines)
+        domain.lines |= dict.fromkeys(alike, line)
 
 
 def _connected(domain: Domain, lines: Sequence[tuple[Position, ...]]) -> Line | None:
@@ -51,7 +53,7 @@ def _connected(domain: Domain, lines: Sequence[tuple[Position, ...]]) -> Line | 
     assert domain.groups is not None, "only ranks that exchange for themselves have copies"
     group = domain.groups.keep(make_group(domain.device.type, partition, "copies", None))
     with named(f"first use of the process group of ranks {dist.get_process_group_ranks(group)}"):
-        connect(group, domain.device)
+        connect(group, domain.device, gathers=True)
     return None if own is None else Line(own, position_in(own, rank), group)
 
 
@@ -123,6 +125,8 @@ class _Bundle:
         slots = self._slots(parts, self.line.position)
         if slots:
             torch._foreach_copy_([*slots.values()], [updates.pop(number) for number in slots])
+        if self.transport == "single":  # checks of what is sent would take its padding for weights
+            parts[self.line.position][sum(map(torch.numel, slots.values())) :].zero_()
         return region, parts
 
     def unpacked(self, parts: Parts) -> dict[int, Tensor]:

@@ -77,7 +77,7 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
     groups = Groups()
     group = groups.keep(make_group(device.type, [members], "exchange", timeout))
     with named(f"first use of the process group of ranks {list(members)}"):
-        connect(group, device, exchanges=True)
+        connect(group, device, exchanges=True, gathers=True)
     destroy_released(group)
     rank = this_rank()
     monitor = Monitor(members, rank, default_store(), group.group_name, device=device, groups=groups)

@@ -25,7 +25,13 @@ from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
 from dmuon.platform.host import keep_what_was_raised, let_threads_rest
 from dmuon.platform.log import logger
 from dmuon.platform.streams import group_options
-from dmuon.platform.torch_private import backends_of, default_group_is_bound, default_timeout, new_named_group
+from dmuon.platform.torch_private import (
+    all_gather_single,
+    backends_of,
+    default_group_is_bound,
+    default_timeout,
+    new_named_group,
+)
 
 _T = TypeVar("_T")
 _log = logger(__name__)
@@ -129,7 +135,7 @@ def _in_time(timeout: timedelta, make: Callable[[], _T]) -> _T:
         raise RuntimeError(f"it was not made within {timeout.total_seconds() + _SLACK_SECONDS:g} s") from None
 
 
-def connect(group: dist.ProcessGroup, device: torch.device, *, exchanges: bool = False) -> None:
+def connect(group: dist.ProcessGroup, device: torch.device, *, exchanges: bool = False, gathers: bool = False) -> None:
     """Use ``group`` for the first time. Collective; ranks that have several groups call this in one order.
 
     A back end connects ranks when a group is first used, and perhaps again for each kind of collective. Until all have
@@ -137,8 +143,13 @@ def connect(group: dist.ProcessGroup, device: torch.device, *, exchanges: bool =
 
     Args:
         exchanges: it is for all-to-alls too.
+        gathers: it is for broadcasts and all-gathers too.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if gathers:
+        value = torch.zeros(1, device=device)
+        dist.broadcast(value, group_src=0, group=group)  # one root connects the ring for all
+        all_gather_single(torch.zeros(group.size(), device=device), value, group=group)
     if exchanges:
         sent = torch.zeros(group.size(), device=device)
         dist.all_to_all_single(torch.empty_like(sent), sent, group=group)

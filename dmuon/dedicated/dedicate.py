@@ -51,6 +51,7 @@ from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import MatrixSpec, remember_spec
 from dmuon.model.routing import Route, Select, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
+from dmuon.planning.merging import measured_merge_bytes
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.planning.rank_traits import RankChoice
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
@@ -429,18 +430,20 @@ def _pack(inspected: _Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torc
     """The weights of each buffer: one per block and communication dtype; small neighbours up to ``merge_bytes``."""
     packed: list[tuple[torch.dtype, list[Weight]]] = []
     growing: dict[torch.dtype, list[Weight]] = {}
-    by_block: dict[str, list[Route]] = {}
+    by_block: dict[str, dict[torch.dtype, list[Weight]]] = {}
     for route in inspected.routes:
         if route.block is not None:
-            by_block.setdefault(route.block, []).append(route)
-    for routes in by_block.values():
-        of_block: dict[torch.dtype, list[Weight]] = {}
-        for route in routes:
+            of_block = by_block.setdefault(route.block, {})
             of_block.setdefault(inspected.dtype_of(route), []).append(_weight(route, plan, comm))
+    most = comm.options.merge_bytes
+    if most == "auto":
+        sizes = [_nbytes(weights, dtype) for of_block in by_block.values() for dtype, weights in of_block.items()]
+        most = measured_merge_bytes(comm, max(sizes, default=0))
+    for of_block in by_block.values():
         for dtype in sorted(growing.keys() - of_block.keys(), key=str):
             packed.append((dtype, growing.pop(dtype)))
         for dtype, weights in of_block.items():
-            if dtype in growing and _nbytes(growing[dtype] + weights, dtype) > comm.options.merge_bytes:
+            if dtype in growing and _nbytes(growing[dtype] + weights, dtype) > most:
                 packed.append((dtype, growing.pop(dtype)))
             growing.setdefault(dtype, []).extend(weights)
     return packed + list(growing.items())

@@ -25,8 +25,8 @@ from dmuon.planning.rank_traits import RankChoice
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import local_tensor
-from dmuon.solver import Matrix
-from dmuon.step.batches import Shared, Task, unplanned_batch_size
+from dmuon.solver import Matrix, unmeasured_batch
+from dmuon.step.batches import Shared, Task
 
 _log = logger(__name__)
 
@@ -168,6 +168,14 @@ def _owners_of_several(layouts: Layouts, param: Tensor, label: str, placed: Para
 # -- tasks ----------------------------------------------------------------------------------------------------------
 
 
+def owner_fault(layouts: Layouts, owners: Sequence[GlobalRank]) -> ValueError | None:
+    """What is wrong where an owner does not hold its matrix."""
+    for param, name, placed, owner in zip(layouts.params, layouts.names, layouts.placed, owners, strict=True):
+        if placed is not None and is_one_matrix(param) and owner not in placed.ranks:
+            return _not_held(placed, owner, name)
+    return None
+
+
 def tasks(layouts: Layouts, owners: Sequence[GlobalRank], rank: GlobalRank) -> list[Task]:
     """Who orthogonalizes each parameter that several ranks hold, and where its pieces lie.
 
@@ -203,7 +211,7 @@ def _task(layouts: Layouts, index: int, shared: Shared, region: Region | None, n
     plan = layouts.plans.get(shared.domain.ranks)
     planned = None if plan is None else plan.chunks.get(sides)
     nbytes = m * n * torch.promote_types(param.dtype, torch.float32).itemsize
-    size = min(planned or unplanned_batch_size((m, n)), layouts.recipe.options.chunk_bytes // nbytes)
+    size = min(planned or unmeasured_batch((m, n)), layouts.recipe.options.chunk_bytes // nbytes)
     variants = {} if plan is None else plan.variants.get(sides, {})
     transposed = spec_of(param).transposed
     return Task(param, index, (m, n), max(1, size), variants, region, transposed, numbers, shared)
@@ -216,11 +224,14 @@ def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parce
         ValueError: ``owner`` does not hold the parameter.
     """
     if owner not in placed.ranks:
-        raise ValueError(
-            f"Invalid rank {owner} for parameter {name!r}: it lies on ranks {list(placed.ranks)}, one of which must "
-            "own it"
-        )
+        raise _not_held(placed, owner, name)
     return Parcel(1, spread_over_all(placed.layout), position_in(placed.ranks, owner))
+
+
+def _not_held(placed: ParameterLayout, owner: GlobalRank, name: str) -> ValueError:
+    return ValueError(
+        f"Invalid rank {owner} for parameter {name!r}: it lies on ranks {list(placed.ranks)}, one of which must own it"
+    )
 
 
 def _tasks_of_several(

@@ -17,7 +17,7 @@ from dmuon.comm.copying import connect_copies
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError
 from dmuon.comm.process_groups import ranks_of, this_rank
-from dmuon.exchanged.assignment import plan, planned_owners, tasks
+from dmuon.exchanged.assignment import owner_fault, plan, planned_owners, tasks
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig, owners_from
 from dmuon.exchanged.generators import AssignByLayout, GatherByLayout, RedistributeByLayout, default_config
 from dmuon.exchanged.layouts import LayoutRecipe, Layouts, lay_out
@@ -80,6 +80,8 @@ def exchange_for(
     domains: list[tuple[Domain, list[Tensor]]] = []
     exchanged: list[tuple[Domain, list[Tensor]]] = []
     if layouts is not None:
+        if kind is LayoutExchange:
+            fault = fault or owner_fault(layouts, owners)
         domains = [(domain, layouts.members(domain)) for domain in layouts.domains.values()]
         exchanged = [(domain, layouts.exchanged(domain)) for domain in layouts.domains.values()]
     elif (domain := _domain_of_users(config, params, device, last)) is not None:
@@ -283,11 +285,7 @@ class Exchange(Residency):
 
 @dataclass(eq=False, repr=False)
 class LayoutExchange(Exchange):
-    """By generated functions: many matrices at once, by the layouts of the parameters.
-
-    Raises:
-        ValueError: an owner that does not hold its parameter.
-    """
+    """By generated functions: many matrices at once, by the layouts of the parameters, whose owners hold them."""
 
     layouts: Layouts
 

@@ -221,7 +221,8 @@ def _stacked(layout: ShardLayout, spec: MatrixSpec) -> ShardLayout:
                     f"a kernel of shape {layout.shape} is cut along one of the dimensions behind its second; shard it "
                     "along another"
                 )
-            runs = (runs[0], tuple((start * inner, stop * inner) for start, stop in runs[1]))
+            # A rank with nothing of the dimensions behind has nothing of any row, whatever it has of the second.
+            runs = (runs[0], tuple((start * inner, stop * inner) for start, stop in runs[1] if all(runs[2:])))
         pieces.append(Piece((((0, 1),), *runs)))
     return ShardLayout(shape, tuple(pieces), layout.replicas)
 

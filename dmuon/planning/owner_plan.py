@@ -83,7 +83,7 @@ class OwnerPlan:
         Args:
             counted: by which it counted, if that is more than Newton–Schulz.
         """
-        chunks = {shape: costs.table.chunk(shape) for shape in sorted({m.shape for m in solution.matrices})}
+        chunks = {shape: costs.table.batch_size(shape) for shape in sorted({m.shape for m in solution.matrices})}
         variants = {
             shape: {k: v for k, v in sorted(costs.variants.get(shape, {}).items()) if k <= chunk}
             for shape, chunk in chunks.items()

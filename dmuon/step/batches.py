@@ -13,7 +13,6 @@ from dmuon.layout.matrices import Region
 from dmuon.layout.parcels import Parcel
 from dmuon.platform.torch_private import local_tensor
 
-_UNPLANNED_ELEMENTS = 2**25  # bounds the workspace where no plan sets a batch size
 _SMALL_PART = 2**16  # elements: what is elementwise takes less time than to start it
 
 
@@ -55,11 +54,6 @@ class Task:
     def count(self) -> int:
         """Matrices, on whichever ranks they lie."""
         return len(self.numbers)
-
-
-def unplanned_batch_size(shape: tuple[int, int]) -> int:
-    """How many matrices of ``shape`` to orthogonalize at once if no plan says so."""
-    return max(1, _UNPLANNED_ELEMENTS // max(1, shape[0] * shape[1]))
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,8 @@ from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.topology import position_in
 from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.batches import Batch, Task, make_batches, unplanned_batch_size
+from dmuon.solver import unmeasured_batch
+from dmuon.step.batches import Batch, Task, make_batches
 from dmuon.step.rounds import AloneRound, ExchangedRound, Round
 
 
@@ -178,7 +179,7 @@ class Alone(Residency):
                 m, n = region.shape
                 numbers = tuple(range(part, len(regions) * region.count, len(regions)))
                 whole = local.ndim == 2 and len(regions) == 1
-                size = unplanned_batch_size((m, n))
+                size = unmeasured_batch((m, n))
                 tasks.append(
                     Task(param, position, (m, n), size, {}, None if whole else region, spec.transposed, numbers)
                 )

@@ -355,9 +355,9 @@ def drive(
             done = round_.compute(group_at(round_.index), timer)
             round_.finish(group_at(round_.index), timer, record)
             yield round_, done
-    meanwhile()
     for pair in leaving:
         pair[0].forward(timer)
+    meanwhile()
     for pair in leaving:
         yield finished(*pair)
 

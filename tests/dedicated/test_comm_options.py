@@ -10,15 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from harness.pool import RankPool
-from harness.topologies import lay
+from harness.topologies import lay, runtime_of
 from harness.toy import HIDDEN, WIDTH, batch, build
 
 import dmuon
 from dmuon.check.model import loss_of
 from dmuon.comm.monitor import Monitor, Pending
+from dmuon.planning import merging
+from dmuon.planning.merging import measured_merge_bytes
 
 LAYERS = 5
 BLOCK_BYTES = 4 * (WIDTH * WIDTH + 2 * WIDTH * HIDDEN)  # the three matrices of a block of the toy model, in fp32
@@ -148,3 +151,33 @@ def test_neighbours_travel_together_until_they_hold_so_many_bytes(seen: Any, nby
     for rank in seen(merge_bytes=nbytes):
         assert rank.reduced == names[::-1]
         assert rank.filled[: len(names)] == names
+
+
+def auto_step(rank: int, world: int, lap_s: float) -> Seen:
+    """Pretends that a message takes ``lap_s``, and another time on this rank, and a block of weights a second."""
+    byte_s = 1 / BLOCK_BYTES
+
+    def measured(_comm: Any, nbytes: int) -> float:
+        return (lap_s if rank else lap_s / 4) + (nbytes > 1) * nbytes * byte_s
+
+    with patch.object(merging, "_fastest", measured):
+        return second_step(rank, world, dmuon.CommOptions(merge_bytes="auto"))
+
+
+@pytest.mark.parametrize(("lap_s", "together"), [(1 / 16, 1), (0.25, 3), pytest.param(8.0, 5, marks=pytest.mark.slow)])
+def test_blocks_merge_until_a_message_takes_a_tenth_of_its_bytes(ranks: RankPool, lap_s: float, together: int) -> None:
+    """By the slowest rank's measurements; a byte's time is rounded to a power of two."""
+    for rank in ranks(2, auto_step, lap_s):
+        assert len(rank.reduced) == -(-LAYERS // together), rank.reduced
+
+
+def timed(_rank: int, _world: int) -> tuple[int, list[str]]:
+    model = lay("1d-two-lines", build(layers=LAYERS), comm=dmuon.CommOptions(merge_bytes="auto")).model
+    runtime = runtime_of(model)
+    return measured_merge_bytes(runtime.comm, BLOCK_BYTES), [buffer.name for buffer in runtime.buffers]
+
+
+def test_what_is_measured_is_the_same_on_all_ranks(ranks: RankPool) -> None:
+    """Tiny blocks merge: a message takes longer than their bytes."""
+    (most, names), (other, of_other) = ranks(2, timed)
+    assert most == other and most % BLOCK_BYTES == 0 and names == of_other and len(names) < LAYERS

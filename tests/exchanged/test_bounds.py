@@ -24,7 +24,11 @@ from dmuon.step import update as update_module
 SIDE, COUNT = 16, 8
 MATRIX_BYTES = 4 * SIDE * SIDE
 # Eight at once cost as little as one: a plan that knows no other bound puts all matrices of an owner into one batch.
-FLAT_COSTS = CostTable({(SIDE, SIDE): {1: 1000, COUNT: 1001}})
+COSTS: dict[str, Any] = {
+    "flat": CostTable({(SIDE, SIDE): {1: 1000, COUNT: 1001}}),
+    "alone": CostTable({(SIDE, SIDE): {1: 1000}}),
+    "flops": "flops",
+}
 
 
 def matrices(rows: int = SIDE, cols: int = SIDE, count: int = COUNT) -> nn.Module:
@@ -70,8 +74,8 @@ def largest(_rank: int, world: int, chunk_bytes: int, small_numel: int, costs: A
 @pytest.fixture(scope="module")
 def measured(ranks: RankPool) -> Any:
     @cache
-    def of(chunk_bytes: int, small_numel: int, flat: bool) -> list[Largest]:
-        return ranks(2, largest, chunk_bytes, small_numel, FLAT_COSTS if flat else "flops")
+    def of(chunk_bytes: int, small_numel: int, costs: Any) -> list[Largest]:
+        return ranks(2, largest, chunk_bytes, small_numel, COSTS[costs])
 
     return of
 
@@ -81,7 +85,7 @@ def measured(ranks: RankPool) -> Any:
     [(1, 1), (MATRIX_BYTES, 1), (2 * MATRIX_BYTES - 1, 1), (2 * MATRIX_BYTES, 2), (3 * MATRIX_BYTES, 3), (2**28, 4)],
 )
 def test_a_batch_holds_no_more_bytes_than_a_chunk(measured: Any, chunk_bytes: int, together: int) -> None:
-    for rank in measured(chunk_bytes, 0, True):
+    for rank in measured(chunk_bytes, 0, "flat"):
         assert rank.matrices == COUNT // 2
         assert rank.batch == together * MATRIX_BYTES
         assert rank.arrival == together * MATRIX_BYTES // 2, "the other half of each lies on the owner"
@@ -89,9 +93,14 @@ def test_a_batch_holds_no_more_bytes_than_a_chunk(measured: Any, chunk_bytes: in
 
 @pytest.mark.parametrize(("chunk_bytes", "together"), [(1, 1), (2 * MATRIX_BYTES, 2), (2**28, 4)])
 def test_small_matrices_share_rounds_up_to_a_chunk(measured: Any, chunk_bytes: int, together: int) -> None:
-    for rank in measured(chunk_bytes, SIDE * SIDE, False):
-        assert rank.batch == MATRIX_BYTES, "what is estimated from FLOPs is orthogonalized one by one"
+    for rank in measured(chunk_bytes, SIDE * SIDE, "alone"):
+        assert rank.batch == MATRIX_BYTES, "what was measured one by one is orthogonalized so"
         assert rank.arrival == together * MATRIX_BYTES // 2
+
+
+def test_what_is_estimated_from_flops_is_orthogonalized_at_once(measured: Any) -> None:
+    for rank in measured(2**28, 0, "flops"):
+        assert rank.batch == COUNT // 2 * MATRIX_BYTES, "an estimate says nothing of batches"
 
 
 def owners_beside_a_link(_rank: int, world: int, ns_per_byte: float | None) -> dict[int, int]:

@@ -165,3 +165,13 @@ def test_a_spec_refuses_shapes_that_do_not_fit(options: dict[str, Any], shape: t
 def test_a_spec_that_describes_nothing_is_refused(options: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         MatrixSpec(**options)
+
+
+@pytest.mark.parametrize("placements", [[Shard(2)], [Replicate(), Shard(3)]])
+def test_ranks_without_a_kernels_inner_elements_hold_nothing(placements: list[Placement]) -> None:
+    """A kernel of 1x1 that is cut behind its second dimension lies whole on the first rank of each copy."""
+    layout = layout_of((4, 3, 1, 1), (2,) * len(placements), placements)
+    [(share, _)] = numbered(layout, MatrixSpec(flattened=True))
+    firsts = [position for position in share.holders if position % 2 == 0]
+    assert [*share.spread.parts] == firsts and share.spread.copies == len(firsts)
+    assert all(share.spread.parts[position].shape == (4, 3) for position in firsts)

@@ -86,7 +86,7 @@ def test_a_plan_survives_its_file(
     measured = {m.shape: {1: "standard torch by1", 2: "gram r2 torch by9"} for m in matrices[::2]}
     costs = FoundCosts(table, cost_source, measured)
     plan = OwnerPlan.from_solution(dmuon.solver.plan(matrices, world, table, GREEDY), costs)
-    assert plan.chunks == {m.shape: table.chunk(m.shape) for m in matrices}
+    assert plan.chunks == {m.shape: table.batch_size(m.shape) for m in matrices}
     expected = {s: {k: v for k, v in of.items() if k <= plan.chunks[s]} for s, of in measured.items()}
     assert plan.variants == expected, "of the batches that run"
     path = tmp_path / "plan.json"

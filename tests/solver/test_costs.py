@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmuon.solver import CostTable
+from dmuon.solver import CostTable, unmeasured_batch
 
 S = (64, 256)
 
@@ -63,6 +63,15 @@ def test_flop_estimates_follow_the_cheaper_form() -> None:
     assert square == 1024**3 * 20 // 400_000  # 9 m²n + 11 m³
     assert wide == 1024**3 * 41 // 400_000  # 6 m²n + 17 m³
     assert table.cost(shapes[0], 7) == 7 * square
+
+
+def test_estimates_say_nothing_of_batches() -> None:
+    table = CostTable(
+        {S: {1: 1, 4: 2}, (8, 8): {1: 1}, (2**13, 2**14): {1: 1}}, dict.fromkeys([(8, 8), (2**13, 2**14)], "estimated")
+    )
+    assert [table.batch_size(shape) for shape in table.costs] == [2**25 // 64, 4, 1]
+    assert table.chunk((8, 8)) == 1
+    assert unmeasured_batch((8, 4)) == unmeasured_batch((4, 8)) == 2**20
 
 
 def test_sources_are_tagged_per_shape() -> None:

@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
 from dmuon.platform.torch_private import local_tensor
+from dmuon.solver import CostTable
 from dmuon.step import batches
 
 SHAPES = [(8, 6)] * 8 + [(6, 8)] * 6 + [(5, 7)] * 6
+ONE_BY_ONE = CostTable({(6, 8): {1: 1000}, (5, 7): {1: 1000}})
 
 
 class Operations(TorchDispatchMode):
@@ -49,7 +51,7 @@ def train(
         params = [parameter(noise(i, *shape), mesh, [Shard(0)]) for i, shape in enumerate(SHAPES)]
         optimizer = dmuon.Muon(
             [{"params": params, "use_muon": True}],
-            distributed_config=dmuon.create_dtensor_config(costs="flops"),
+            distributed_config=dmuon.create_dtensor_config(costs=ONE_BY_ONE),
             **OPTIONS,
         )
         for step in range(3):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -84,12 +85,118 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
     return Domain(members, position_in(members, rank), device, group, monitor, groups=groups)
 
 
+class Itinerary:
+    """What this rank sends and gets on some routes; worked out once for any number of redistributions.
+
+    Attributes:
+        travels: anything goes from one rank to another.
+        held: numbers of the routes of whose matrices this rank has parts.
+        kept: those of them of which it wants something itself.
+    """
+
+    def __init__(self, routes: Sequence[Route], domain: Domain) -> None:
+        here = domain.position
+        self.travels = travels(routes)
+        self.held = [i for i, route in enumerate(routes) if here in route.senders]
+        self.kept = {i for i in self.held if here in routes[i].receivers}
+        sends: list[tuple[Position, int, Piece | None, Piece, tuple[int, ...]]] = []
+        self._wanted: list[_Wanted] = []
+        gets: list[tuple[Position, int]] = []  # sender and elements, in the order of the routes
+        for i, route in enumerate(routes):
+            own = route.senders.get(here)
+            for receiver in route.receivers if own is not None else ():
+                if receiver != here and own is not None:
+                    piece = route.piece(here, receiver)
+                    shape = (route.count, *piece.shape)
+                    sends.append((receiver, i, None if piece == own else own, piece, shape))
+            if here in route.receivers:
+                parts = []
+                for sender, source in route.senders.items():
+                    piece = route.piece(sender, here)
+                    if sender != here:
+                        gets.append((sender, route.count * piece.numel))
+                    parts.append((piece, None if sender != here else source, (route.count, *piece.shape)))
+                self._wanted.append(_Wanted(i, route, route.receivers[here], parts))
+        sends.sort(key=lambda one: one[0])  # pieces lie by rank, and of one rank in the order of the routes
+        self._sends = [(i, own, piece, shape) for _, i, own, piece, shape in sends]
+        self._sizes = [prod(shape) for *_, shape in self._sends]
+        self._outgoing = _by_rank((one[0] for one in sends), self._sizes)
+        self._order = sorted(range(len(gets)), key=lambda number: gets[number][0])
+        self._lengths = [gets[number][1] for number in self._order]
+        self._incoming = _by_rank((gets[number][0] for number in self._order), self._lengths)
+
+    def pack(self, tensors: Mapping[int, Tensor], like: Tensor) -> Tensor:
+        """What this rank sends, one after the other, of the tensors that it has by number of the route."""
+        parts = [tensors[i] if own is None else _cut(tensors[i], own, piece) for i, own, piece, _ in self._sends]
+        sent = like.new_empty(sum(self._sizes))
+        if parts:
+            slots = sent.split(self._sizes)
+            shapes = (shape for *_, shape in self._sends)
+            torch._foreach_copy_([slot.view(shape) for slot, shape in zip(slots, shapes, strict=True)], parts)
+        return sent
+
+    def outgoing(self, world: int) -> list[int]:
+        """Elements that this rank sends to each one."""
+        return [self._outgoing.get(rank, 0) for rank in range(world)]
+
+    def incoming(self, world: int) -> list[int]:
+        """Elements that this rank gets from each one."""
+        return [self._incoming.get(rank, 0) for rank in range(world)]
+
+    def unpack(self, received: Tensor | None, tensors: Mapping[int, Tensor], like: Tensor) -> dict[int, Tensor]:
+        """What this rank wanted, by number of the route; perhaps views of what it got or had."""
+        arrived: list[Tensor] = [like] * len(self._order)
+        if received is not None:
+            for number, part in zip(self._order, received.split(self._lengths), strict=True):
+                arrived[number] = part
+        coming = iter(arrived)
+        found: dict[int, Tensor] = {}
+        for wanted in self._wanted:
+            parts = [
+                (piece, next(coming).view(shape) if own is None else _cut(tensors[wanted.number], own, piece))
+                for piece, own, shape in wanted.parts
+            ]
+            found[wanted.number] = parts[0][1] if wanted.is_one else _assembled(wanted, parts, like)
+        return found
+
+
+class _Wanted:
+    """Matrices of which this rank wants something.
+
+    Attributes:
+        number: of the route.
+        piece: what this rank wants of each.
+        parts: what comes together to that: a piece, what this rank itself has of which it is cut (None: it comes from
+            another rank), and the shape of it.
+        is_one: nothing has to be put together.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        route: Route,
+        piece: Piece,
+        parts: Sequence[tuple[Piece, Piece | None, tuple[int, ...]]],
+    ) -> None:
+        self.number, self.piece, self.parts = number, piece, parts
+        self.count, self.split_dim = route.count, route.layout.split_dim
+        self.is_one = len(parts) == 1 and parts[0][0] == piece
+
+
+def _by_rank(ranks: Iterable[Position], sizes: Sequence[int]) -> dict[int, int]:
+    total: dict[int, int] = {}
+    for rank, size in zip(ranks, sizes, strict=True):
+        total[rank] = total.get(rank, 0) + size
+    return total
+
+
 class Redistribution:
     """Matrices on their way, in one direction or the other, by one uneven all-to-all.
 
     Each rank sends what it has to those who want it. Collective over the domain, in one order on all ranks.
 
     Args:
+        routes: or what was worked out of them.
         tensors: by number of the route, ``(count, …)`` of what this rank has, in the dtype of ``like``.
         like: has the dtype and device of what travels, also where this rank has no part of anything.
         what: names the redistribution, the same on all ranks.
@@ -99,36 +206,24 @@ class Redistribution:
     """
 
     def __init__(
-        self, routes: Sequence[Route], tensors: Mapping[int, Tensor], domain: Domain, like: Tensor, what: str
+        self,
+        routes: Sequence[Route] | Itinerary,
+        tensors: Mapping[int, Tensor],
+        domain: Domain,
+        like: Tensor,
+        what: str,
     ) -> None:
-        self._routes = routes
-        self._position = domain.position
+        self._itinerary = routes if isinstance(routes, Itinerary) else Itinerary(routes, domain)
         self.like = like
-        held = {i: tensors[i] for i, route in enumerate(routes) if domain.position in route.senders}
-        self._kept = {i: tensor for i, tensor in held.items() if domain.position in routes[i].receivers}
-        self._incoming = [0] * domain.world
-        for route in routes:
-            for sender, numel in route.numel_in(domain.position).items():
-                self._incoming[sender] += numel
-        self.travels = travels(routes)
+        self.travels = self._itinerary.travels
+        held = {i: tensors[i] for i in self._itinerary.held}
+        self._kept = {i: tensor for i, tensor in held.items() if i in self._itinerary.kept}
         self._pending = self._start(held, domain, what) if self.travels else None
 
     def _start(self, tensors: Mapping[int, Tensor], domain: Domain, what: str) -> Pending:
-        parts: list[list[Tensor]] = [[] for _ in domain.ranks]
-        for i, tensor in tensors.items():
-            route = self._routes[i]
-            for receiver in route.receivers:
-                if receiver != self._position:
-                    piece = route.piece(self._position, receiver)
-                    parts[receiver].append(_cut(tensor, route.senders[self._position], piece))
-        packed = [part for of_rank in parts for part in of_rank]
-        self._sent = self.like.new_empty(sum(part.numel() for part in packed))
-        if packed:
-            slots = self._sent.split([part.numel() for part in packed])
-            torch._foreach_copy_([slot.view(part.shape) for slot, part in zip(slots, packed, strict=True)], packed)
-        self._received = self.like.new_empty(sum(self._incoming))
-        outgoing = [sum(part.numel() for part in of_rank) for of_rank in parts]
-        received, sent, incoming = self._received, self._sent, self._incoming
+        self._sent = sent = self._itinerary.pack(tensors, self.like)
+        outgoing, incoming = (numels(domain.world) for numels in (self._itinerary.outgoing, self._itinerary.incoming))
+        self._received = received = self.like.new_empty(sum(incoming))
 
         def launch() -> list[dist.Work | None]:
             return [dist.all_to_all_single(received, sent, incoming, outgoing, group=domain.group, async_op=True)]
@@ -137,36 +232,14 @@ class Redistribution:
 
     def wait(self) -> dict[int, Tensor]:
         """By number of the route, ``(count, …)`` of what this rank wanted; perhaps views of what it had."""
-        arrived: Iterator[Tensor] = iter(())
-        wanted_here = [i for i, route in enumerate(self._routes) if self._position in route.receivers]
+        received = None
         if self._pending is not None:
             self._pending.wait()
-            arrived = iter(self._in_order_of_routes(wanted_here))
+            received = self._received
             del self._sent, self._received  # only now: the collective read and wrote them
-        wanted: dict[int, Tensor] = {}
-        for i in wanted_here:
-            route = self._routes[i]
-            parts: list[tuple[Piece, Tensor]] = []
-            for sender in route.senders:
-                piece = route.piece(sender, self._position)
-                if sender == self._position:
-                    part = _cut(self._kept[i], route.senders[sender], piece)
-                else:
-                    part = next(arrived).view((route.count, *piece.shape))
-                parts.append((piece, part))
-            wanted[i] = _assembled(route, route.receivers[self._position], parts, self.like)
+        wanted = self._itinerary.unpack(received, self._kept, self.like)
         self._pending, self._kept = None, {}
         return wanted
-
-    def _in_order_of_routes(self, wanted: Sequence[int]) -> list[Tensor]:
-        """Of what was received, each part; they lie by sender, and of one sender in the order of the routes."""
-        parts = [part for i in wanted for part in self._routes[i].numel_in(self._position).items()]
-        by_sender = sorted(range(len(parts)), key=lambda number: parts[number][0])
-        taken = self._received.split([parts[number][1] for number in by_sender])
-        in_order: list[Tensor] = [self._received] * len(parts)
-        for number, part in zip(by_sender, taken, strict=True):
-            in_order[number] = part
-        return in_order
 
 
 def redistribute(route: Route, tensor: Tensor | None, domain: Domain, like: Tensor, what: str) -> Tensor | None:
@@ -187,16 +260,11 @@ def redistribute_all(
     return Redistribution(routes, tensors, domain, like.new_empty(0), what).wait()
 
 
-def _assembled(route: Route, wanted: Piece, parts: Sequence[tuple[Piece, Tensor]], like: Tensor) -> Tensor:
+def _assembled(wanted: _Wanted, parts: Sequence[tuple[Piece, Tensor]], like: Tensor) -> Tensor:
     """``(count, …)`` of what is wanted, from parts of it."""
-    if len(parts) == 1 and parts[0][0] == wanted:
-        return parts[0][1]
-    if not parts:
-        return like.new_empty((route.count, *wanted.shape))
-    dim = route.layout.split_dim
-    if dim is not None:  # one kernel instead of one a piece
-        return torch.cat([part for _, part in parts], dim + 1)
-    whole = like.new_empty((route.count, *wanted.shape))
+    if parts and wanted.split_dim is not None:  # one kernel instead of one a piece
+        return torch.cat([part for _, part in parts], wanted.split_dim + 1)
+    whole = like.new_empty((wanted.count, *wanted.piece.shape))
     for piece, part in parts:
         for block, of_whole in piece.blocks():
             whole[_each(of_whole)].copy_(part[_each(block)])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.copying import Copies, Copying
-from dmuon.comm.domain import Redistribution
+from dmuon.comm.domain import Itinerary, Redistribution
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
 from dmuon.step.record import StepRecord
@@ -128,6 +128,7 @@ class ExchangedRound:
         self.exchanged = any(len(parcel.holders) > 1 for parcel in self.parcels)
         self._what = what
         self._bundles: list[Bundle] = []
+        self._whole: list[Bundle] = []
         self._present: list[list[bool]] = []
         self._gathering: Redistribution | None = None
         self._scattering: Redistribution | None = None
@@ -147,17 +148,19 @@ class ExchangedRound:
         self._present = [[id(p) in present for p in batch.params] for batch in self.batches]
         if not any(map(any, self._present)):
             return
+        # Of the bundles those of whose parameters all have a gradient somewhere.
+        self._whole = [bundle for bundle in self._bundles if all(all(self._present[i]) for i in bundle.numbers)]
         with timer.phase("momentum"):
             parts: dict[int, Tensor] = {}
-            for bundle in self._whole_bundles():
+            for bundle in self._whole:
                 members = [self.batches[i] for i in bundle.numbers]
                 parts |= zip(bundle.numbers, folded_together(group, members, bundle.momentum), strict=True)
             for i, (batch, present_params) in enumerate(zip(self.batches, self._present, strict=True)):
                 if i not in parts and self.domain.position in batch.parcel.pieces:
                     parts[i] = folded(group, batch, present_params)
         with timer.phase("exchange"):
-            routes = [parcel.to_owner for parcel in self.parcels]
-            self._gathering = Redistribution(routes, parts, self.domain, self._like(), f"gather of {self._what}")
+            what = f"gather of {self._what}"
+            self._gathering = Redistribution(self._to_owners, parts, self.domain, self._like(), what)
 
     def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
         if self._gathering is None:
@@ -174,8 +177,8 @@ class ExchangedRound:
         like = self._like()
         like = like.to(wire_dtype(group, like.dtype, like.device))
         with timer.phase("exchange"):
-            routes = [parcel.from_owner for parcel in self.parcels]
-            self._scattering = Redistribution(routes, whole, self.domain, like, f"scatter of {self._what}")
+            what = f"scatter of {self._what}"
+            self._scattering = Redistribution(self._from_owners, whole, self.domain, like, what)
         self.last_leg = not self.copies.needed
         if not self._scattering.travels:
             self.forward(timer)
@@ -197,7 +200,7 @@ class ExchangedRound:
         with timer.phase("exchange"):
             updates = arriving.wait()
         self._scattering = self._copying = None
-        for bundle in self._whole_bundles():
+        for bundle in self._whole:
             members = [self.batches[i] for i in bundle.numbers]
             apply_together(group, members, [updates.pop(i) for i in bundle.numbers], timer, record=record)
         for i, update in updates.items():
@@ -210,9 +213,13 @@ class ExchangedRound:
         """What goes on from the owners' copies to others."""
         return Copies(self.parcels, self.domain)
 
-    def _whole_bundles(self) -> list[Bundle]:
-        """Those of whose parameters all have a gradient somewhere."""
-        return [bundle for bundle in self._bundles if all(all(self._present[i]) for i in bundle.numbers)]
+    @cached_property
+    def _to_owners(self) -> Itinerary:
+        return Itinerary([parcel.to_owner for parcel in self.parcels], self.domain)
+
+    @cached_property
+    def _from_owners(self) -> Itinerary:
+        return Itinerary([parcel.from_owner for parcel in self.parcels], self.domain)
 
     def __str__(self) -> str:
         """What all ranks of the domain must agree on before data travels."""

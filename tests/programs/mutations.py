@@ -77,7 +77,7 @@ FAULTS = {
         "pieces_in_order_of_ranks": "sources(owner), key=lambda i: «[runs[0][0] for runs in self.pieces[i].runs]→0»)",
     },
     REDISTRIBUTION: {
-        "a_gather_is_not_waited_for": "«            self._pending.wait()\n→»            arrived = iter(self._in",
+        "a_gather_is_not_waited_for": "«            self._pending.wait()\n→»            received = self._received",
         "what_travels_is_the_wrong_part": "view: Tensor = tensor«→.flip(1)»[_each(blocks[0][1])]",
     },
     "tests/dedicated/test_faults.py -k digests_do_not_depend": {

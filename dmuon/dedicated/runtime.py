@@ -90,6 +90,7 @@ class Runtime:
         model.register_forward_pre_hook(self._root_pre_forward)
         model.register_forward_hook(self._root_post_forward)
         self._by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
+        self._by_name = {matrix.fqn: matrix for matrix in self.matrices()}
         for matrix in self.matrices():
             matrix.rest.keeper = self
         for block in self.blocks:
@@ -167,7 +168,7 @@ class Runtime:
         Raises:
             ValueError, RuntimeError: on every rank, if some rank cannot.
         """
-        matrix = next(matrix for matrix in self.matrices() if matrix.fqn == param.fqn)  # ``param`` may be an alias
+        matrix = self._by_name[param.fqn]  # ``param`` may be an alias
         fault: Exception | None = None
         try:
             self.at_rest("a write to to_local()")

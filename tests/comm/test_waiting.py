@@ -166,6 +166,7 @@ def interrupted(rank: int, world: int, where: str, victim: int) -> None:
     raise AssertionError("no one was interrupted")
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.pitfall("P71")
 @pytest.mark.parametrize(

@@ -233,10 +233,7 @@ def adopted(ranks: RankPool, plain: Plain) -> Callable[[str, bool], list[Any]]:
 @pytest.mark.parametrize(
     ("name", "keep", "from_rank0"),
     [
-        *(
-            pytest.param(*case, marks=[] if case[0] in ("1d", "tp-two-lines") else pytest.mark.slow)
-            for case in ADOPTING
-        ),
+        *(pytest.param(*case, marks=[] if case[0] == "1d" else pytest.mark.slow) for case in ADOPTING),
         *(pytest.param(name, KEEP, True, marks=pytest.mark.slow) for name in OTHERS),
     ],
 )

@@ -121,7 +121,7 @@ CASES = [
     pytest.param("ddp-2", "step", "killed", 1, marks=pytest.mark.slow),
     pytest.param("1d-3-two-lines", "state_dict", "killed", 0, marks=pytest.mark.slow),
     pytest.param("ddp-2", "state_dict", "killed", 0, marks=pytest.mark.slow),
-    ("1d-3-two-lines", "forward", "raising", 2),
+    pytest.param("1d-3-two-lines", "forward", "raising", 2, marks=pytest.mark.slow),
     pytest.param("1d-two-lines", "backward", "raising", 0, marks=pytest.mark.slow),
     pytest.param("1d-3-two-lines", "backward", "stopped", 1, marks=pytest.mark.slow),
     pytest.param("hsdp-two-lines", "forward", "killed", 3, marks=pytest.mark.slow),
@@ -146,6 +146,7 @@ def check_survivors(ended: dict[int, gang.Ended], victim: int, act: str, says: s
     assert any(says in end.text for end in ended.values()), "\n".join(end.text for end in ended.values())
 
 
+@pytest.mark.ranks
 @pytest.mark.pitfall("P49")
 @pytest.mark.parametrize(("layout", "where", "act", "victim"), CASES)
 def test_the_others_end_with_a_message(layout: str, where: str, act: str, victim: int) -> None:
@@ -159,6 +160,7 @@ def test_the_others_end_with_a_message(layout: str, where: str, act: str, victim
         assert "Stop: the user's own mistake" in ended[victim].text
 
 
+@pytest.mark.ranks
 @pytest.mark.pitfall("P49")
 @pytest.mark.parametrize("act", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_the_others_end_when_the_host_of_the_store_is_gone(act: str) -> None:
@@ -169,6 +171,8 @@ def test_the_others_end_when_the_host_of_the_store_is_gone(act: str) -> None:
     check_survivors(ended, 0, act, f"the store of the default process group, which carries such messages, {trouble}")
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.pitfall("P49")
 def test_the_others_end_beside_fsdp() -> None:
     """FSDP2's own collectives fail with torch's message."""
@@ -244,6 +248,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.ranks
 @pytest.mark.pitfall("P25", "P48", "P49")
 @pytest.mark.parametrize(("layout", "keep", "what", "transport"), ORDERS)
 def test_ranks_out_of_step_are_told_the_first_difference(layout: str, keep: bool, what: str, transport: str) -> None:

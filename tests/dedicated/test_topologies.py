@@ -101,8 +101,7 @@ def run_split(_rank: int, world: int, kind: str, fsdp: bool) -> tuple[dict[str, 
     [
         *(pytest.param(kind, 2, False, id=f"{kind}-tp") for kind in SPLITS),
         *(pytest.param(kind, 4, False, id=f"{kind}-dp-tp", marks=pytest.mark.slow) for kind in SPLITS),
-        pytest.param("sequence", 4, True, id="sequence-fsdp-tp"),
-        pytest.param("copies", 4, True, id="copies-fsdp-tp", marks=pytest.mark.slow),
+        *(pytest.param(kind, 4, True, id=f"{kind}-fsdp-tp", marks=pytest.mark.slow) for kind in SPLITS),
     ],
 )
 def test_sequence_parallel_norms_and_copied_matrices(ranks: RankPool, kind: str, world: int, fsdp: bool) -> None:

@@ -184,10 +184,10 @@ ROUND = rf"(gather|scatter) of round \d of group 0: \d matrices|{VOTE}"
 FUNCTION = rf"(gather_fn|redistribute_fn) of parameter 'parameter \d of group 0'|{VOTE}"
 QUICK: list[tuple[Any, ...]] = [
     (3, GENERATED, "gather of round 0", "killed", 1, {}),
-    (2, GENERATED, "vote before step", "killed", 1, {}),
     (2, USERS, "redistribute", "killed", 1),
 ]
 SLOW: list[tuple[Any, ...]] = [
+    (2, GENERATED, "vote before step", "killed", 1, {}),
     (2, USERS, "shape", "raising", 0),
     (2, GENERATED, "scatter of round 1", "killed", 1, {}),
     (2, GENERATED, "gather of round 1", "raising", 0, {"async_gpu_parallelism": False}),
@@ -203,6 +203,7 @@ SLOW: list[tuple[Any, ...]] = [
 ]
 
 
+@pytest.mark.ranks
 @pytest.mark.pitfall("P49")
 @pytest.mark.parametrize(
     "case",

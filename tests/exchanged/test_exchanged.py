@@ -88,7 +88,7 @@ def trajectory(_rank: int, _world: int, name: str, steps: int) -> None:
 
 
 SMALL = [name for name in EXCHANGED if LAYOUTS[name].world <= 4]
-QUICK = ("fsdp2-2", "fsdp2-tp", "tp-alone", "ddp-of-3", "replicate-fsdp")
+QUICK = ("fsdp2-2", "fsdp2-tp", "tp-alone", "replicate-fsdp")
 
 
 @pytest.mark.pitfall("P01", "P04", "P11", "P14")
@@ -382,7 +382,7 @@ def update_everywhere(world: int, scale: float = 1.0) -> None:
 
 
 @pytest.mark.pitfall("P04", "P14", "P53")
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks()
 def test_the_update_does_not_depend_on_the_layout(rank: int, world: int) -> None:
     update_everywhere(world)
@@ -435,7 +435,7 @@ def clipped(
     ("world", "names", "clip"),
     [
         (2, ["fsdp2-2", "ddp", "tp-alone"], dmuon.clip_grad_norm_),  # tp mixes DTensors with plain tensors
-        (4, ["fsdp2-hsdp"], torch_clip),
+        pytest.param(4, ["fsdp2-hsdp"], torch_clip, marks=pytest.mark.slow),
         pytest.param(2, ["fsdp2-2", "ddp"], torch_clip, marks=pytest.mark.slow),
         pytest.param(4, ["fsdp2-hsdp", "fsdp2-tp"], dmuon.clip_grad_norm_, marks=pytest.mark.slow),
     ],

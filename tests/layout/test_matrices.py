@@ -21,7 +21,7 @@ from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Position
 from dmuon.model.matrix_spec import MatrixSpec
 
-EXAMPLES = settings(deadline=None, max_examples=200)
+EXAMPLES = settings(deadline=None, max_examples=100)
 Case = tuple[tuple[int, ...], MatrixSpec, tuple[int, ...], tuple[Placement, ...]]
 
 

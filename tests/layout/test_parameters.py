@@ -121,7 +121,7 @@ def dtensor_cases(draw: st.DrawFn) -> tuple[Nested, tuple[int, ...], list[Placem
 
 @pytest.mark.pitfall("P14")
 @given(dtensor_cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_a_dtensor_lies_where_torch_put_it_on_any_mesh(
     case: tuple[Nested, tuple[int, ...], list[Placement]],
 ) -> None:
@@ -241,7 +241,7 @@ def hand_cut(
 
 @pytest.mark.pitfall("P14")
 @given(grids(), st.lists(st.integers(1, 7), min_size=1, max_size=3), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_plain_shards_of_any_lengths_are_placed_on_any_grid(
     grid: RankGrid, shape: list[int], data: st.DataObject
 ) -> None:
@@ -278,7 +278,7 @@ def test_plain_shards_of_any_lengths_are_placed_on_any_grid(
 
 
 @given(grids(), st.tuples(st.integers(1, 7), st.integers(1, 7)), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_a_dtensor_has_copies_along_what_its_mesh_does_not_reach(
     grid: RankGrid, shape: tuple[int, int], data: st.DataObject
 ) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dmuon.layout.shards import ShardLayout, cells, layout_from_shapes, layout_of
 
-EXAMPLES = settings(deadline=None, max_examples=200)
+EXAMPLES = settings(deadline=None, max_examples=100)
 Case = tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]
 
 

@@ -213,7 +213,7 @@ def test_a_pipe_is_no_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.pitfall("P50")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_means_the_same(tmp_path: Path, data: st.DataObject) -> None:
     """One byte replaced, or the end missing: only what JSON does not see may pass."""

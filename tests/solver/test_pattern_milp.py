@@ -43,7 +43,7 @@ def most_valuable(problem: Problem, kind: int, capacity: int, prices: np.ndarray
 
 
 @given(limited_problems(), st.integers(1, 2000), st.lists(st.integers(0, 50), min_size=8, max_size=8), st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_the_relaxed_knapsack_is_an_upper_bound_and_the_strict_one_fits(
     case: LimitedCase, capacity: int, values: list[int], data: st.DataObject
 ) -> None:

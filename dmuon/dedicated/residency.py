@@ -17,6 +17,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.part import Part
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.matrices import Region
+from dmuon.layout.parcels import Parcel
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Shared, SharedBatch, Task
 from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing
@@ -55,13 +56,15 @@ class Dedicated(Residency):
         comm, tasks = self._runtime.comm, []
         for position, matrix in enumerate(self._runtime.matrices()):
             offset = 0  # in the master, if that is flat
+            before: list[Parcel] = []
             for parts in _alike(matrix):
                 m, n = parts[0].shape
                 sides = min(m, n), max(m, n)
                 parcel = parts[0].parcel
                 shared = None
                 if parcel is not None and comm.tensor is not None:
-                    shared = Shared(comm.tensor, replace(parcel, count=len(parts)))
+                    before.append(replace(parcel, count=len(parts)))
+                    shared = Shared(comm.tensor, before[-1], tuple(before))
                 region = None
                 if matrix.is_split:
                     stack = (len(parts), *parts[0].local_shape)

@@ -259,7 +259,8 @@ def _tasks_of_several(
                 parcel = Parcel(stop - start, share.spread, owner)
                 span = (offset + start, offset + stop) if local else (0, 0)
                 region = Region(stack, span, spec.dim, share.runs.get(position, ()))
-                result.append(_task(layouts, index, Shared(domain, parcel), region, tuple(numbers[start:stop])))
+                shared = Shared(domain, parcel, (placed.layout, spec))
+                result.append(_task(layouts, index, shared, region, tuple(numbers[start:stop])))
     return result
 
 

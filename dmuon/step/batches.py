@@ -18,10 +18,17 @@ _SMALL_PART = 2**16  # elements: what is elementwise takes less time than to sta
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Which ranks hold matrices together, where the pieces lie, and who orthogonalizes them."""
+    """Which ranks hold matrices together, where the pieces lie, and who orthogonalizes them.
+
+    Attributes:
+        within: where matrices of one parcel lie in a parameter that is several: whatever is equal on all ranks if it is
+            on one, and tells every rank's region. A rank's own region would not do: of two parameters it may have
+            nothing at all, while others have parts that lie in different ways.
+    """
 
     domain: Domain
     parcel: Parcel
+    within: object = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,7 +263,8 @@ def make_batches(tasks: Iterable[Task], device: torch.device | None = None) -> t
         if task.region is not None and task.count > 1:
             batches += _of_stack(task, momentum[id(param)])
         else:
-            kind = (param.shape, local.shape, local.dtype, local.device, task.batch_size, task.shared, task.region)
+            lies = task.shared or (local.shape, task.region)
+            kind = (param.shape, local.dtype, local.device, task.batch_size, lies)
             alike.setdefault((kind, task.numbers, task.transposed), []).append(task)
     for members in alike.values():
         first, local = members[0], local_tensor(members[0].param)

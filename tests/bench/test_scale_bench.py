@@ -15,7 +15,7 @@ from harness.limits import PROGRAM_SECONDS
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 RANKS, MATRICES = (8, 512), 64
 # Exponents of calls of functions, with ranks. Some lists of all ranks are made once for all matrices that lie alike.
-MOST = {"build": 0.35, "save optimizer": 0.45, "load optimizer": 0.5, "load model": 0.35}
+MOST = {"build": 0.35, "save optimizer": 0.45, "load optimizer": 0.5, "save model": 0.2, "load model": 0.35}
 MOST |= {"mismatched build": 0.3, "mismatched load model": 0.5, "mismatched load optimizer": 0.75}
 MOST_OF_ANY_OTHER = 0.05
 MOST_OF_ONE_MORE = {  # calls of functions for each further matrix, torch's own among them

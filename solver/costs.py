@@ -99,13 +99,14 @@ class CostTable:
         return len(self._table(shape)) - 1
 
     def batch_size(self, shape: Shape) -> int:
-        """Matrices that are best orthogonalized at once: :meth:`chunk`, unless no batch was measured.
+        """Matrices that are best orthogonalized at once: :meth:`chunk`, unless an estimate says nothing of batches.
 
         Raises:
             ValueError: no costs for ``shape``.
         """
         chunk = self.chunk(shape)
-        return unmeasured_batch(shape) if self.sources[shape] == "estimated" else chunk
+        guessed = self.sources[shape] == "estimated" and len(self.costs[shape]) == 1
+        return unmeasured_batch(shape) if guessed else chunk
 
     def cost(self, shape: Shape, n: int) -> int:
         """Nanoseconds for an owner of ``n`` matrices of ``shape``: whole chunks, then one batch of the remainder.

@@ -71,6 +71,7 @@ def test_estimates_say_nothing_of_batches() -> None:
     )
     assert [table.batch_size(shape) for shape in table.costs] == [2**25 // 64, 4, 1]
     assert table.chunk((8, 8)) == 1
+    assert CostTable({S: {1: 2, 4: 4}}, {S: "estimated"}).batch_size(S) == 4, "this one does"
     assert unmeasured_batch((8, 4)) == unmeasured_batch((4, 8)) == 2**20
 
 

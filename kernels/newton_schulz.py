@@ -102,7 +102,9 @@ def orthogonalize(
         with full_precision(x.device):
             result = _through(normalized, plan.spans)
     else:
-        result = run(normalized, plan.variant, plan.sequence, plan.storage)
+        stack = normalized if normalized.ndim == 3 else normalized[None]
+        result = run(stack, plan.variant, plan.sequence, plan.storage)
+        result = result if normalized.ndim == 3 else result[0]
     result = result if result.dtype == x.dtype else result.to(x.dtype)
     return result if len(size) <= 3 else result.reshape(size)
 

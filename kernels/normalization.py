@@ -16,7 +16,7 @@ _CHUNK = 1 << 22
 _ITSELF = (torch.float32, torch.float64)
 # Norms between these come from entries whose squares are in fp32's range, but for some that are too small to matter.
 _SAFE_NORMS = (1e-10, 1e18)
-# Squares of so few elements are added up in one call, which rounding takes 5e-7 from.
+# Squares of so few elements are added up in one call.
 _FEW = 1 << 14
 
 
@@ -54,7 +54,7 @@ def divide(
     """
     waits = streams_of(x.device) is not None  # where reading a norm would wait for the device
     if x.ndim == 2 and 0 < x.numel() <= _FEW and x.dtype == storage and storage in _ITSELF and not waits:
-        norms: Tensor = torch.linalg.vector_norm(x)
+        norms: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
         if _is_usual(norms.item(), eps):
             return torch.div(x, norms, out=out), norms
     compute = x.dtype if x.dtype in _ITSELF else torch.promote_types(x.dtype, torch.float32)
@@ -97,7 +97,8 @@ def _divide_at_any_scale(x: Tensor, out: Tensor, compute: torch.dtype, eps: floa
     parts = torch.stack([_norms(chunk.to(compute) * scale) for chunk in chunks])
     norms: Tensor = torch.linalg.vector_norm(parts, dim=0, dtype=torch.float64)  # of the scaled matrices
     clamped = norms.clamp(min=eps * inverse)
-    divisor = torch.where(clamped == 0, 1.0, clamped).to(compute)  # NaN stays
+    divisor = clamped.to(compute)  # in which a small eps may be zero
+    divisor = torch.where(divisor == 0, 1.0, divisor)  # NaN stays
     for chunk, part in zip(chunks, torch.split(out, rows, dim=-2), strict=True):
         torch.div(chunk.to(compute) * scale, divisor, out=part)
     return norms * power
@@ -114,9 +115,9 @@ def _is_usual(norm: float, eps: float) -> bool:
 
 
 def _norms(x: Tensor) -> Tensor:  # (..., m, n) -> (..., 1, 1)
-    """Norms of matrices: of small ones in one call, in their dtype; else of rows, and of these in fp64."""
+    """Norms of matrices, fp64: of small ones in one call, else of rows, and of these."""
     if x.shape[-2] * x.shape[-1] <= _FEW:
-        norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+        norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64, keepdim=True)
         return norms
     rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     norms = torch.linalg.vector_norm(rows, dim=(-2, -1), dtype=torch.float64, keepdim=True)

@@ -70,6 +70,8 @@ class TileConfig:
                 raise ValueError(f"{name}={value} must be from {low} to {high}")
         if (self.halves > 1 or self.persistent or self.divided) and not self.descriptors:
             raise ValueError("halves, persistent programs and a divided last round must be with descriptors")
+        if self.divided and self.block < 32:
+            raise ValueError(f"a divided last round must be of a block of 32 at least, not {self.block}")
         if self.divided and (self.persistent or self.resident > 1):
             raise ValueError("a divided last round must be of programs that are alone, and not persistent")
         if self.halves > 1 and self.persistent:  # Triton 3.6 does not compile it for capability 10.0

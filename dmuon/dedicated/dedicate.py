@@ -45,6 +45,7 @@ from dmuon.dedicated.refusals import (
 )
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
+from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import GlobalRank, Topology
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.exclusion import Exclude
@@ -450,7 +451,13 @@ def _pack(inspected: _Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torc
 
 
 def _nbytes(weights: Sequence[Weight], dtype: torch.dtype) -> int:
-    return sum(local_tensor(w.param).numel() for w in weights) * dtype.itemsize
+    """Of the tensor-parallel rank with most: all of them merge the same blocks."""
+    numel = 0
+    for weight in weights:
+        of_tensor = weight.tensor
+        cut = layout_of(weight.param.shape, [of_tensor.mesh.size()], [of_tensor.placement]) if of_tensor else None
+        numel += weight.param.numel() if cut is None else cut.pieces[0].numel
+    return numel * dtype.itemsize
 
 
 def _weight(route: Route, plan: OwnerPlan, comm: Comm) -> Weight:

@@ -64,6 +64,7 @@ def owned_to_even(held: Sequence[tuple[Tensor, OwnedMatrix]], comm: Comm) -> lis
             sent[first + number] = _stacked([piece for _, piece in of_part])
     what = f"scatter of {_called([matrix for _, matrix in held])} for a state dict"
     arrived = redistribute_all(routes, sent, comm.domain, held[0][0], what)
+    del sent
     shards = [held[0][0].new_empty(even.shape) for even in evens]  # each on its own: some may be kept
     for first, members in of_first:
         for number, part in enumerate(evens[members[0]].parts, first):

@@ -157,7 +157,7 @@ class _Call:
     rounds: _Rounds[str] | None = None
 
     def knows(self, errors: list[str], key: str, value: Any) -> bool:
-        return self.errors is errors and self.values.get(key, _ABSENT) is value
+        return self.errors is errors and key in self.values and self.values[key] is value
 
 
 class _Loading:

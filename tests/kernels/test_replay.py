@@ -199,6 +199,14 @@ def test_replay_captures_once_and_returns_what_the_kernels_compute(cuda: Cuda) -
 
 
 @pytest.mark.pitfall("P45", "P63")
+@pytest.mark.parametrize("shape", [(16, 48), (1, 48)])
+def test_one_matrix_is_no_stack_of_its_rows(cuda: Cuda, shape: tuple[int, int]) -> None:
+    """A graph takes stacks, in pieces of 8 here."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = orthogonalize(x, variant=REPLAYED)
+    assert found.shape == shape and torch.equal(found, orthogonalize(x, variant=EAGER))
+
+
 def test_results_of_one_graph_are_apart(cuda: Cuda) -> None:
     """What a replay returns is not where the next one writes."""
     x, y = matrices(3), matrices(4)

@@ -137,11 +137,11 @@ class Itinerary:
 
     def outgoing(self, world: int) -> list[int]:
         """Elements that this rank sends to each one."""
-        return [self._outgoing.get(rank, 0) for rank in range(world)]
+        return _listed(self._outgoing, world)
 
     def incoming(self, world: int) -> list[int]:
         """Elements that this rank gets from each one."""
-        return [self._incoming.get(rank, 0) for rank in range(world)]
+        return _listed(self._incoming, world)
 
     def unpack(self, received: Tensor | None, tensors: Mapping[int, Tensor], like: Tensor) -> dict[int, Tensor]:
         """What this rank wanted, by number of the route; perhaps views of what it got or had."""
@@ -188,6 +188,14 @@ def _by_rank(ranks: Iterable[Position], sizes: Sequence[int]) -> dict[int, int]:
     for rank, size in zip(ranks, sizes, strict=True):
         total[rank] = total.get(rank, 0) + size
     return total
+
+
+def _listed(of_rank: Mapping[int, int], world: int) -> list[int]:
+    """What ``of_rank`` has of each rank; 0 where it has nothing."""
+    sizes = [0] * world
+    for rank, size in of_rank.items():
+        sizes[rank] = size
+    return sizes
 
 
 class Redistribution:

@@ -14,8 +14,8 @@ from harness.limits import PROGRAM_SECONDS
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 RANKS, MATRICES = (8, 512), 64
-# Exponents of calls of functions, with ranks. Some lists of all ranks are made once for all matrices that lie alike, and
-# what travels between them is worked out in the first step.
+# Exponents of calls of functions, with ranks. Some lists of all ranks are made once for all matrices that lie alike, or
+# in the first step, in which it is worked out what travels between them.
 MOST = {"build": 0.35, "save optimizer": 0.45, "load optimizer": 0.5, "save model": 0.2, "load model": 0.35}
 MOST |= {"first step": 0.2, "mismatched build": 0.3, "mismatched load model": 0.5, "mismatched load optimizer": 0.75}
 MOST_OF_ANY_OTHER = 0.05

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -178,10 +177,19 @@ class Difference:
     first: str | None
 
 
-def differences(group: dist.ProcessGroup, error: Exception | str | None, items: Mapping[str, str]) -> list[Difference]:
+def differences(
+    group: dist.ProcessGroup,
+    error: Exception | str | None,
+    items: Mapping[str, str],
+    kinds: Sequence[str] = (),
+) -> list[Difference]:
     """How the ranks differ in ``items``: by name, whatever must be the same on all of them. Collective.
 
     A digest travels; only if one differs do the first rank's items, and a few of what each other one says otherwise.
+
+    Args:
+        kinds: with which names begin that are told before others, in this order. Of a few differences, those that
+            decide what all ranks do must not be left out for those that do not.
 
     Returns:
         On all ranks the same: nothing if they agree; a few differences of each rank, in rank order, if they do not.
@@ -192,17 +200,18 @@ def differences(group: dist.ProcessGroup, error: Exception | str | None, items: 
     digest = hashlib.sha256(repr(sorted(items.items())).encode()).hexdigest()
     if len(set(agree(group, error, digest))) == 1:
         return []
-    return _told_apart(group, items)
+    return _told_apart(group, items, kinds)
 
 
-def _told_apart(group: dist.ProcessGroup, items: Mapping[str, str]) -> list[Difference]:
+def _told_apart(group: dist.ProcessGroup, items: Mapping[str, str], kinds: Sequence[str] = ()) -> list[Difference]:
     ranks = ranks_of(group)
     first: list[Any] = [dict(items)]
     with named(f"the comparison with what rank {ranks[0]} was given"):
         dist.broadcast_object_list(first, src=ranks[0], group=group)
     theirs: Mapping[str, str] = first[0]
-    names = (name for name in [*theirs, *items] if items.get(name) != theirs.get(name))
-    mine = [(name, items.get(name), theirs.get(name)) for name in islice(dict.fromkeys(names), _TOLD)]
+    names = dict.fromkeys(name for name in [*theirs, *items] if items.get(name) != theirs.get(name))
+    told = sorted(names, key=lambda name: [not name.startswith(kind) for kind in kinds])[:_TOLD]
+    mine = [(name, items.get(name), theirs.get(name)) for name in told]
     of_ranks = agree(group, None, mine)
     return [
         Difference(name, rank, *both) for rank, of_rank in zip(ranks, of_ranks, strict=True) for name, *both in of_rank

@@ -219,8 +219,12 @@ class _Loading:
         else:
             meshes: dict[int, bool] = {}
             kinds = {key: _kind(state_dict, key, matrix, meshes) for key, matrix in keys.items()}
-            self._require_loadable(metadata)
-            found = self._compared(None, kinds)
+            fault: Exception | None = None
+            try:
+                self._require_loadable(metadata)
+            except (RuntimeError, ValueError) as error:
+                fault = error  # the others hear of it
+            found = self._compared(fault, kinds)
         for key, matrix in keys.items():
             if key in found:
                 errors.append(_told(found[key], self.runtime.comm.topology.ranks[0], matrix))
@@ -250,21 +254,21 @@ class _Loading:
         if call is None:
             return  # a module that loads itself its own way
         missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
-        said = dict.fromkeys(call.errors, "")  # first: of a long list, ranks tell each other the beginning
-        said |= {_LACKS + key: "" for key in missing} | {_TOO_MANY + key: "" for key in unexpected}
+        texts = zip(_KINDS, (call.errors, missing, unexpected), strict=True)
+        said = {kind + text: "" for kind, some in texts for text in some}
         faults: list[str] = []
         lacking: list[str] = []
         too_many: list[str] = []
-        for one in differences(self.runtime.comm.control, None, said):
-            (has, lacks), name = _who(one, self.runtime.comm.topology.ranks[0]), one.name
-            if name.startswith(_LACKS):
-                key = name.removeprefix(_LACKS)
+        for one in differences(self.runtime.comm.control, None, said, _KINDS):
+            has, lacks = _who(one, self.runtime.comm.topology.ranks[0])
+            if one.name.startswith(_LACKS):
+                key = one.name.removeprefix(_LACKS)
                 faults.append(f"{key}: missing on rank {has}, not on rank {lacks}")
                 lacking.append(key)
-            elif name.startswith(_TOO_MANY):
-                too_many.append(name.removeprefix(_TOO_MANY))
-            elif name not in said:
-                faults.append(f"rank {has}: {name}")
+            elif one.name.startswith(_TOO_MANY):
+                too_many.append(one.name.removeprefix(_TOO_MANY))
+            elif one.name not in said:
+                faults.append(f"rank {has}: {one.name.removeprefix(_FAILS)}")
         more = [f"and {len(faults) - _TOLD} more on these and other ranks"] if len(faults) > _TOLD else []
         _extend(call.errors, faults[:_TOLD] + more)
         _extend(missing, lacking)
@@ -277,7 +281,9 @@ class _Loading:
 
 
 _TOLD = 64  # faults of others that a message repeats
-_LACKS, _TOO_MANY = "lacks ", "has too many "
+# What a rank says of a load. A failure, and then a key that others have, decide that all raise: none of these may be
+# hidden by keys that are too many, which a load that is not strict allows.
+_KINDS = _FAILS, _LACKS, _TOO_MANY = "fails: ", "lacks: ", "has too many: "
 
 
 def _who(one: Difference, first: GlobalRank) -> tuple[GlobalRank, GlobalRank]:

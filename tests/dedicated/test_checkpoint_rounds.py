@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness.assertions import assert_same_tensors
 from harness.checkpoints import start
@@ -90,6 +91,32 @@ def test_of_many_faults_of_another_rank_some_are_told_and_the_rest_counted(rank:
     with mock.patch.object(state_dict, "_TOLD", 1), pytest.raises(RuntimeError, match="missing on rank 1") as error:
         run.model.load_state_dict(weights)
     assert f"and {min(lacking, 8) - 1} more on these and other ranks" in str(error.value)  # ranks tell eight each
+
+
+@pytest.mark.pitfall("P80")
+@pytest.mark.parametrize("fault", ["size", "lack"])
+@on_ranks(2)
+def test_keys_too_many_do_not_hide_a_fault_of_another_rank(rank: int, world: int, fault: str) -> None:
+    """Of what differs a few are told; what decides who raises is among them, or one rank would wait for the others."""
+    run = start("1d")
+    weights = run.model.state_dict()
+    if rank == 0:
+        weights |= {f"surplus.{i}": torch.zeros(1) for i in range(9)}
+    elif fault == "size":
+        weights["embed.weight"] = torch.zeros(2, 2)
+    else:
+        del weights["embed.weight"]
+    match = "embed.weight" if rank == 1 or fault == "lack" else "rank 1: size mismatch for embed.weight"
+    with pytest.raises(RuntimeError, match=match):
+        run.model.load_state_dict(weights, strict=False)
+
+
+@on_ranks(2)
+def test_a_part_of_a_model_is_refused_on_all_ranks(rank: int, world: int) -> None:
+    run = start("1d")
+    weights = run.model.blocks[0].state_dict()
+    with pytest.raises(ValueError, match="assign=True"):
+        run.model.blocks[0].load_state_dict(weights, assign=rank == 1)
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ for squares and for ``X Xᵀ``, with 0, 1 and 4 addends, beside a model of cuBLA
 
 Of ``r`` programs that share a multiprocessor, one's rest is hidden behind the others' products. A multiprocessor gets
 ``ceil(tiles / multiprocessors)`` tiles. Nothing is faster than operands, addends and results pass through memory once.
+With a loader, the first load is waited for once: those of the next tile are under way while one is stored.
 A divided last round is two more kernels: parts of tiles, each written in fp32, and their sums, read by as many programs
 as there are squares of 32; each kernel is launched behind the other, which counts in full.
 cuBLAS: 128 x 256 tiles in clusters of two that share loads, all of them, the rest hidden.
@@ -104,7 +105,8 @@ def rest_seconds(config: TileConfig, addends: int, instructions: int, device: De
     issued = instructions / 2 * config.warps / SCHEDULERS
     # Of each half, addends are waited for by themselves.
     waited = ADDEND * (addends - early) * config.halves + STORE * config.halves
-    return (FIRST + issued + waited) / device.clock
+    first = 0 if config.loader else FIRST
+    return (first + issued + waited) / device.clock
 
 
 def divided_seconds(config: TileConfig, work: Product, left: int, parts: int, device: Device) -> float:
@@ -131,6 +133,7 @@ def predict(config: TileConfig, work: Product, used: Row, device: Device) -> tup
     uneven = seconds(full, together) + (seconds(1, left) if left else 0.0)
     # The last tile's rest is behind nothing.
     uneven += rest if together > 1 else 0.0
+    uneven += FIRST / device.clock if config.loader else 0.0
     even = max(main + rest, uneven * tiles / (most * device.processors))
     whole, parts = config.parts(tiles, device.processors, work.p)
     if parts > 1:
@@ -166,7 +169,7 @@ def predictions(resources: Iterable[Row]) -> Iterator[Row]:
     found = {(row["arch"], row["config"], row["adds"]): row for row in halves if row["triton"] == newest}
     for (arch, text, adds), row in list(found.items()):  # whose whole tiles are the same machine code
         config = TileConfig.parse(text)
-        if config.halves > 1 and not config.divided:
+        if config.halves > 1 and not config.divided and not config.loader:
             found[arch, str(replace(config, divided=True)), adds] = row
     for device, work in product(DEVICES, products()):
         chosen = default_config(

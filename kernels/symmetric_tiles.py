@@ -29,7 +29,8 @@ class TileConfig:
     """How the kernel is tiled and launched.
 
     As a string: ``"128x64w8s4g8"``, and behind the stages ``"d"`` for descriptors, ``"h"`` for two halves, ``"r2"`` for
-    two resident programs, ``"p"`` for persistent ones and ``"k"`` for a divided last round: ``"128x64w8s3dr2pg8"``.
+    two resident programs, ``"p"`` for persistent ones, ``"k"`` for a divided last round and ``"l"`` for a loader:
+    ``"128x64w8s3dr2pg8"``.
 
     Attributes:
         block: side of a square of the result.
@@ -43,6 +44,8 @@ class TileConfig:
             each computes one, and a multiprocessor that something else holds delays nobody.
         divided: tiles that are left after whole rounds are divided along the inner dimension, so that each
             multiprocessor has a part of one. Sums of parts are joined in their order by a kernel of its own.
+        loader: one more warp loads operands and does nothing else, those of the next tile while one is stored
+            (capability 9.0, half precision).
 
     Raises:
         ValueError: sizes that are no powers of two, or out of range; or what needs descriptors without them.
@@ -58,6 +61,7 @@ class TileConfig:
     resident: int = 1
     persistent: bool = False
     divided: bool = False
+    loader: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in (("block", 16, 256), ("block_k", 16, 256), ("warps", 1, 32), ("halves", 1, 2)):
@@ -74,7 +78,12 @@ class TileConfig:
             raise ValueError(f"a divided last round must be of a block of 32 at least, not {self.block}")
         if self.divided and (self.persistent or self.resident > 1):
             raise ValueError("a divided last round must be of programs that are alone, and not persistent")
-        if self.halves > 1 and self.persistent:  # Triton 3.6 does not compile it for capability 10.0
+        loadable = self.halves > 1 and self.persistent and self.resident == 1 and self.warps * 16 == self.block
+        if self.loader and not loadable:
+            raise ValueError("a loader must be of persistent programs that are alone, of halves, a warp to 16 rows")
+        if (
+            self.halves > 1 and self.persistent and not self.loader
+        ):  # Triton 3.6 does not compile it for capability 10.0
             raise ValueError("halves must be without persistent programs")
         if self.halves * self.block > _BOX:
             raise ValueError(f"halves={self.halves} of block={self.block} must be at most {_BOX} together")
@@ -85,6 +94,7 @@ class TileConfig:
         resident = f"r{self.resident}" if self.resident > 1 else ""
         letters = (
             f"{'d' * self.descriptors}{'h' * (self.halves > 1)}{resident}{'p' * self.persistent}{'k' * self.divided}"
+            f"{'l' * self.loader}"
         )
         return f"{self.block}x{self.block_k}w{self.warps}s{self.stages}{letters}g{self.group}"
 
@@ -95,11 +105,11 @@ class TileConfig:
         Raises:
             ValueError: ``text`` is no config's string.
         """
-        pattern = r"(\d+)x(\d+)w(\d+)s(\d+)(d?)(h?)(?:r([2-9]|1\d))?(p?)(k?)g(\d+)"
+        pattern = r"(\d+)x(\d+)w(\d+)s(\d+)(d?)(h?)(?:r([2-9]|1\d))?(p?)(k?)(l?)g(\d+)"
         match = re.fullmatch(pattern, text, re.ASCII)
         if match is None:
             raise ValueError(f"{text!r} is no tile config; one looks like '128x64w8s4dg8'")
-        block, block_k, warps, stages, descriptors, wide, resident, persistent, divided, group = match.groups()
+        block, block_k, warps, stages, descriptors, wide, resident, persistent, divided, loader, group = match.groups()
         return cls(
             int(block),
             int(block_k),
@@ -111,6 +121,7 @@ class TileConfig:
             resident=int(resident or 1),
             persistent=bool(persistent),
             divided=bool(divided),
+            loader=bool(loader),
         )
 
     @property
@@ -145,9 +156,11 @@ _VECTOR = 16
 # Halves loaded one by one take a pointer each: larger tiles spill.
 UNALIGNED = TileConfig(64, 32, 4, 3)
 
+LOADED = TileConfig(128, 64, 8, 4, descriptors=True, halves=2, persistent=True, loader=True)
+
 
 def candidates(m: int, p: int, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[TileConfig, ...]:
-    """At most seven configs worth measuring for ``(m, p)`` times ``(p, m)``.
+    """At most eight configs worth measuring for ``(m, p)`` times ``(p, m)``.
 
     Each builds without spills and fits the shared memory of ``capability`` (``(8, 0)``, ``(9, 0)``, ...).
     """
@@ -166,6 +179,7 @@ def candidates(m: int, p: int, dtype: torch.dtype, capability: tuple[int, int]) 
             TileConfig(128, 64, 8, 4, descriptors=True, halves=2, divided=True),
             TileConfig(128, 64, 8, 3, descriptors=True, resident=2),
             TileConfig(128, 64, 8, 4, descriptors=True, persistent=True),
+            *([LOADED] if capability[0] == 9 else []),
             *([TileConfig(128, 64, 8, 4)] if vectors else []),
         ]
         # With 4 warps and both operands transposed, capability 10.0 spills through pointers.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .symmetric_gluon import gluon_descriptor, loaded_kernel, loader_obstacle
 from .symmetric_tiles import DESCRIPTOR_ALIGNMENT, MOST_ADDENDS, TileConfig, Work, default_config, pointer_config
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -116,12 +117,13 @@ def symmetric_product(
     tensors = (a, b, *(x for x, _ in read), *(None,) * missing, out)
     arguments: Sequence[object] = tensors
     if plan.views is not None:
-        descriptor = _descriptor_type()
+        descriptor: Any = gluon_descriptor if plan.loader else _descriptor_type()
         arguments = [view and descriptor(x, *view) for x, view in zip(arguments, plan.views, strict=True)]
     scalars = [float(x) for x in (alpha, *(factor for _, factor in read), *(0.0,) * missing, identity)]
     with _on(a.device):
         if plan.grid[0]:
-            _kernel()[plan.grid](*arguments, plan.total, *plan.sizes, *plan.strides, *scalars, **plan.options)
+            kernel = loaded_kernel() if plan.loader else _kernel()
+            kernel[plan.grid](*arguments, plan.total, *plan.sizes, *plan.strides, *scalars, **plan.options)
         if plan.rest is not None:
             _compute_rest(plan, plan.rest, arguments[:2], tensors[2:], scalars)
     return out
@@ -202,11 +204,12 @@ class _Plan:
     sizes: tuple[int, int]  # m, p
     total: int  # tiles of all matrices that are not divided
     grid: tuple[int]
-    strides: tuple[int, ...]  # (batch, row, column) of a, b, c, d
+    strides: tuple[int, ...]  # (batch, row, column) of a, b, c, d; with a loader none
     extents: tuple[int, int, int, int]  # bytes from the first to behind the last element of a, b, c, d
     c_like_out: bool  # the strides are the same, up to a transpose of both
     views: tuple[_View | None, ...] | None  # None: pointers
     rest: _Rest | None
+    loader: bool
     options: dict[str, object]
 
 
@@ -255,6 +258,9 @@ def _plan(
     capability = _capability(a.device)
     work = Work(k, m, p, a.dtype, count, _processors(a.device))
     chosen = default_config(work, capability) if config is None else config
+    obstacle = loader_obstacle(a.dtype, capability) if chosen.loader else None
+    if obstacle is not None:
+        raise ValueError(f"config {config} has a loader, but {obstacle}; pass a config without one")
     steps = (a_steps, b_steps, c_steps, d_steps)
     views: tuple[_View | None, ...] | None = None
     if chosen.descriptors:
@@ -275,36 +281,43 @@ def _plan(
     depth = -(-p // (parts * chosen.block_k)) * chosen.block_k
     of_rest = (*(c_steps or zeros), *d_steps)
     rest = _Rest(total - whole, chosen.halves * chosen.block**2, -(-p // depth), depth, of_rest) if parts > 1 else None
+    options: dict[str, object] = {
+        "BLOCK": chosen.block,
+        "BLOCK_K": chosen.block_k,
+        "GROUP": chosen.group,
+        # What does not change the code must not change the key that it is compiled under.
+        "A_K_MAJOR": views is None or a_steps[2] == 1,
+        "B_K_MAJOR": views is None or b_steps[1] == 1,
+        "ADDENDS": count,
+        "IDENTITY": adds_identity,
+        "num_warps": chosen.warps,
+        "enable_fp_fusion": True,  # the default, but Triton 3.9 warns unless told
+    }
+    if chosen.loader:
+        options["STAGES"] = chosen.stages
+    else:
+        options |= {
+            "HALVES": chosen.halves,
+            "DESCRIPTORS": views is not None,
+            "EVEN_K": views is not None or p % chosen.block_k == 0,
+            # Of half precision, one addend has room in the registers, unless another program needs them.
+            "EARLY": count == 1 and views is None and a.dtype in _HALF and chosen.resident == 1,
+            "PERSISTENT": chosen.persistent,
+            "num_stages": chosen.stages,
+            "maxnreg": chosen.registers,
+        }
     return _Plan(
         shape=shape,
         sizes=(m, p),
         total=whole,
         grid=(chosen.programs(whole, _processors(a.device)),),
-        strides=(0,) * 12 if views else (*a_steps, *b_steps, *(c_steps or zeros), *d_steps),
+        strides=() if chosen.loader else (0,) * 12 if views else (*a_steps, *b_steps, *(c_steps or zeros), *d_steps),
         extents=(extents[0], extents[1], extents[2], extents[3]),
         c_like_out=c_steps == d_steps,
         views=views,
         rest=rest,
-        options={
-            "BLOCK": chosen.block,
-            "HALVES": chosen.halves,
-            "BLOCK_K": chosen.block_k,
-            "GROUP": chosen.group,
-            "DESCRIPTORS": views is not None,
-            # What does not change the code must not change the key that it is compiled under.
-            "A_K_MAJOR": views is None or a_steps[2] == 1,
-            "B_K_MAJOR": views is None or b_steps[1] == 1,
-            "EVEN_K": views is not None or p % chosen.block_k == 0,
-            "ADDENDS": count,
-            # Of half precision, one addend has room in the registers, unless another program needs them.
-            "EARLY": count == 1 and views is None and a.dtype in _HALF and chosen.resident == 1,
-            "IDENTITY": adds_identity,
-            "PERSISTENT": chosen.persistent,
-            "num_warps": chosen.warps,
-            "num_stages": chosen.stages,
-            "maxnreg": chosen.registers,
-            "enable_fp_fusion": True,  # the default, but Triton 3.9 warns unless told
-        },
+        loader=chosen.loader,
+        options=options,
     )
 
 

@@ -16,6 +16,7 @@ from .coefficients import Polynomial, checked_restarts, restarts_hold, span_rest
 from .squares import Squares
 from .storage import HALF, Storage, storage_spans
 from .symmetric_cpu import worth_splitting
+from .symmetric_gluon import loader_obstacle
 from .symmetric_tiles import TileConfig, candidates
 from .symmetric_triton import symmetric_product, unsupported
 
@@ -172,7 +173,9 @@ def alternatives(
         if best.backend != "triton" or not isinstance(dtype, torch.dtype):
             return ()
         capability = torch.cuda.get_device_capability(device)
-        return tuple(replace(best, tile=str(c)) for c in candidates(min(shape), max(shape), dtype, capability))
+        configs = candidates(min(shape), max(shape), dtype, capability)
+        usable = (c for c in configs if not c.loader or loader_obstacle(dtype, capability) is None)
+        return tuple(replace(best, tile=str(config)) for config in usable)
 
     def pieces(best: Variant) -> tuple[Variant, ...]:
         if device.type != "cpu":
@@ -240,8 +243,12 @@ def variant_fault(variant: Variant, shape: tuple[int, int], device: torch.device
         return f"CUDA graphs are not replayed on {device.type}"
     if variant.tile and device.type == "cuda" and isinstance(dtype, torch.dtype):
         capability = torch.cuda.get_device_capability(device)
-        if TileConfig.parse(variant.tile) not in candidates(min(shape), max(shape), dtype, capability):
+        config = TileConfig.parse(variant.tile)
+        if config not in candidates(min(shape), max(shape), dtype, capability):
             return f"tile {variant.tile} is for another device or dtype than compute capability {capability} in {dtype}"
+        obstacle = loader_obstacle(dtype, capability) if config.loader else None
+        if obstacle is not None:
+            return f"tile {variant.tile} has a loader, but {obstacle}"
     return None
 
 

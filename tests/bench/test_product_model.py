@@ -67,8 +67,9 @@ def test_a_divided_last_round_pays_for_single_large_matrices(bench: Callable[[st
         of_side = [r for r in rows if r["device"] == "H200" and (r["k"], r["m"], r["addends"]) == (1, side, 0)]
         for p in (side, 4 * side):
             ms = {r["config"]: r["ms"] for r in of_side if r["p"] == p}
-            divided = ms.pop("128x64w8s4dhkg8")
+            divided, loaded = ms.pop("128x64w8s4dhkg8"), ms.pop("128x64w8s4dhplg8")
             assert least <= divided / min(ms.values()) <= most, (side, p)
+            assert 0.99 <= loaded / ms["128x64w8s4dhg8"] <= 1.0, "what a loader hides is the first load of each tile"
 
 
 def test_instructions_behind_the_product_are_counted(bench: Callable[[str], ModuleType]) -> None:

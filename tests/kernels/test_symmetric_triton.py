@@ -224,7 +224,7 @@ def test_symmetric_b_is_read_along_its_inner_dimension():
 @pytest.mark.parametrize("sizes", [(16, 16), (64, 4096), (100, 37), (512, 512), (4096, 14336), (8191, 8192)])
 def test_candidates_are_few_distinct_and_survive_printing(capability, dtype, sizes):
     configs = candidates(*sizes, dtype, capability)
-    assert 1 <= len(configs) <= 7
+    assert 1 <= len(configs) <= 8
     assert len(set(configs)) == len(configs)
     assert [TileConfig.parse(str(config)) for config in configs] == list(configs)
     assert all(_default(k, *sizes, dtype, capability, addends) in configs for k in (1, 50) for addends in (0, 4))

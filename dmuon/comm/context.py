@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -10,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.comm.agreement import destroy_released
+from dmuon.comm.agreement import agree, destroy_released
 from dmuon.comm.domain import Domain
 from dmuon.comm.lifetime import Groups
-from dmuon.comm.lines import Line, gather, reduce, scratch
+from dmuon.comm.lines import Line, gather, line_in_levels, reduce, scratch
 from dmuon.comm.monitor import Monitor, Pending
 from dmuon.comm.process_groups import connect, make_group, this_rank
 from dmuon.layout.buffer import Transport, lay_spans
-from dmuon.layout.topology import Coordinate, GlobalRank, Position, Ranks, Topology, position_in
+from dmuon.layout.topology import Coordinate, GlobalRank, NodeGrid, Position, Ranks, Topology, node_grid, position_in
+from dmuon.platform.host import HostShare
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
 from dmuon.platform.torch_private import backend_of, default_store
@@ -45,6 +47,11 @@ class CommOptions:
         merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights. ``"auto"``
             measures a message and its bytes at init, and merges blocks, at most 8, until the time that any message
             takes adds at most a tenth to that of their bytes. 0 merges nothing.
+        hierarchical: rows over several nodes communicate in two levels: among the ranks that have the same place in
+            their nodes, and within the node. A message then passes nodes − 1 links between nodes and one node's, one
+            after the other; as many bytes pass between nodes. It needs as many ranks of a row on each of its hosts.
+            Gradients are averaged within nodes first, which rounds otherwise; on devices without streams the first
+            level is waited for where it starts. Unmeasured.
         max_ctas: how many of a GPU's multiprocessors a collective of weights may occupy, on NCCL alone (its
             ``maxCTAs``): those of a rank that waits for an owner are lost to Newton–Schulz. ``None`` is NCCL's choice.
         asynchronous: ``False`` waits for every collective where it starts: for debugging; results are bitwise the same.
@@ -58,6 +65,7 @@ class CommOptions:
     prefetch: int = 1
     outstanding_reductions: int = 2
     merge_bytes: int | Literal["auto"] = 0
+    hierarchical: bool = False
     max_ctas: int | None = None
     asynchronous: bool = True
     timeout: timedelta | None = None
@@ -70,6 +78,7 @@ class CommOptions:
             check_integer("comm.merge_bytes", self.merge_bytes, 0)
         if self.max_ctas is not None:
             check_integer("comm.max_ctas", self.max_ctas, 1)
+        check_flag("comm.hierarchical", self.hierarchical)
         check_flag("comm.asynchronous", self.asynchronous)
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
             raise TypeError(f"comm.timeout must be a datetime.timedelta or None, got {self.timeout!r}")
@@ -192,7 +201,7 @@ def make_comm(
     flat = mesh
     if mesh.ndim > 1:
         flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
-    row, column = (_lanes(groups, device.type, topology, along, rank, options) for along in ("s", "r"))
+    row, column = (_lanes(groups, device.type, topology, along, rank, options, control) for along in ("s", "r"))
     average_group = groups.keep(make_group(device.type, topology.partition("rs"), "average", options.timeout))
     with monitor.watch("first use of dmuon's process groups"):
         for one in (control, group, average_group):
@@ -234,9 +243,14 @@ def make_comm(
 
 def _connect_lanes(lanes: Lanes, device: torch.device, monitor: Monitor) -> None:
     """As :func:`connect`, by all that its groups are for: one root of broadcasts connects its ring for all."""
+    line = lanes.weights
+    firsts: tuple[int, ...] = (0,)
+    if line.levels is not None and line.order is not None:
+        connect(lanes.gradients.group, device)  # which is for votes then
+        firsts = line.order[:: line.levels[0].group.size()]  # one on each rail
     transports: tuple[Transport, ...] = ("broadcast", "single")
     for transport in transports:
-        spans = lay_spans(transport, {0: 1}, len(lanes.weights.ranks))
+        spans = lay_spans(transport, dict.fromkeys(sorted(firsts), 1), len(line.ranks), order=line.order)
         region, parts = scratch(transport, spans, torch.float32, device)
         Pending(monitor, "gather", gather(transport, region, parts, lanes.weights)).wait()
         Pending(monitor, "reduce", reduce(transport, region, parts, lanes.gradients)[1]).wait()
@@ -264,15 +278,29 @@ def _lanes(
     along: Literal["r", "s"],
     rank: GlobalRank,
     options: CommOptions,
+    control: dist.ProcessGroup,
 ) -> Lanes | None:
     partition = topology.partition(along)
     ranks = next(group for group in partition if rank in group)
+    grids: list[NodeGrid] = []
+    if along == "s" and options.hierarchical:
+        hosts = dict(zip(topology.ranks, agree(control, None, HostShare.here().host), strict=True))
+        grids = [node_grid(line, hosts) for line in partition]  # of all rows, so that all ranks refuse alike
     if len(ranks) == 1:
         return None
     by_rank = [sorted(group) for group in partition]
 
-    def line(what: str, **how: Any) -> Line:
-        group = make_group(device_type, by_rank, f"{what}_along_{along}", options.timeout, **how)
-        return Line(ranks, position_in(ranks, rank), groups.keep(group))
+    def made(purpose: str, partition: Sequence[Sequence[GlobalRank]], **how: Any) -> dist.ProcessGroup:
+        return groups.keep(make_group(device_type, partition, purpose, options.timeout, **how))
 
+    def line(what: str, **how: Any) -> Line:
+        if not grids:
+            return Line(ranks, position_in(ranks, rank), made(f"{what}_along_{along}", by_rank, **how))
+        along_rails = made(f"{what}_along_rails", [rail for grid in grids for rail in grid.rails], **how)
+        within_nodes = made(f"{what}_within_nodes", [node for grid in grids for node in grid.nodes], **how)
+        return line_in_levels(ranks, position_in(ranks, rank), own, votes, along_rails, within_nodes)
+
+    if grids:
+        own = grids[partition.index(ranks)]
+        votes = made("votes_along_s", by_rank)
     return Lanes(line("weights", urgent=True, max_ctas=options.max_ctas), line("gradients"))

@@ -119,7 +119,8 @@ def dedicate_params(
             same batches, and so the same bits.
         ranks: ``"measured"`` times a product on every rank, and looks what memory is free, so that a slower or fuller
             rank owns less; ``"alike"`` does not; None does it on devices, unless ``costs`` or ``plan`` is given.
-        comm: transport, prefetching, merging of small blocks, timeout; never changes a result.
+        comm: transport, prefetching, merging of small blocks, timeout; changes no result, but for the rounding of
+            ``hierarchical``.
         initialize: ``initialize(module)`` gives values to the tensors that a module itself holds, for a model on the
             meta device, such as a transformers model's ``_init_weights``; default: ``module.reset_parameters()``.
             Rank 0 calls it for some modules at a time, in the order of ``model.modules()``, and every rank keeps what

@@ -52,7 +52,7 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
     """Prints a row per model and size, and returns all ways of each."""
     memory = HARDWARE[grid.hardware].device.memory
     print(
-        f"{'model':<18}{'ranks':>6}{'ep':>4}{'AdamW ms':>10}{'mesh':>11} {'residency':<10}{'merge MiB':>10}  over AdamW"
+        f"{'model':<18}{'ranks':>6}{'ep':>4}{'AdamW ms':>10}{'mesh':>11} {'residency':<24}{'merge MiB':>10}  over AdamW"
     )
     rows = []
     for path in models:
@@ -62,10 +62,10 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
             found = recommend(scenario, memory)
             taken = found.taken
             result = verdict(found.overhead) if taken.fits else "does not fit"
+            how = " ".join([taken.residency, *["kept"] * taken.kept, *["2 levels"] * taken.hierarchical])
             print(
                 f"{path.stem:<18}{world:>6}{scenario.topology.ep:>4}{1e3 * found.adamw_s:>10.1f}{taken.mesh:>11} "
-                f"{taken.residency + (' kept' if taken.kept else ''):<15}{taken.merge_bytes / 2**20:>10.0f}  {result}"
-                f"   ({time.perf_counter() - started:.0f} s)",
+                f"{how:<24}{taken.merge_bytes / 2**20:>10.0f}  {result}   ({time.perf_counter() - started:.0f} s)",
                 flush=True,
             )
             rows.append(
@@ -80,6 +80,7 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
                     "mesh": taken.mesh,
                     "residency": taken.residency,
                     "kept": taken.kept,
+                    "hierarchical": taken.hierarchical,
                     "code": taken.code(),
                     "ways": [
                         {
@@ -87,6 +88,7 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
                             "residency": way.residency,
                             "merge_bytes": way.merge_bytes,
                             "kept": way.kept,
+                            "hierarchical": way.hierarchical,
                             "step_ms": 1e3 * way.step_s,
                             "adamw_here_ms": 1e3 * way.adamw_s,
                             "gib": way.nbytes / 2**30,

@@ -83,6 +83,12 @@ class Topology:
     def nodes(self) -> int:
         return -(-self.world // self.gpus_per_node)
 
+    @property
+    def rails(self) -> int:
+        """Ranks of a row in each of its nodes, where it can communicate in two levels; 0 where it cannot."""
+        in_node = self.gpus_per_node // self.tp
+        return in_node if in_node > 1 and self.shard > in_node and self.shard % in_node == 0 else 0
+
     def coordinates(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Replica, shard and tensor-parallel index of every rank."""
         ranks = np.arange(self.world)
@@ -95,11 +101,16 @@ class Topology:
         ``"shard"``: those that share a replica and a tensor-parallel index; ``"replicate"``: those that hold the same
         shard; ``"data"``: those that differ in their data only; ``"all"``: everybody. ``"expert shard"``: those of
         ``"shard"`` that shard the same experts; ``"experts"``: those of it that hold all experts together, and send
-        each other tokens.
+        each other tokens. Where a row can communicate in two levels, ``"rail"``: those of ``"shard"`` with the same
+        place in their nodes; ``"node"``: those of it in one node.
         """
         replica, shard, tp = self.coordinates()
         row = replica * self.tp + tp
-        return {
+        rails = self.rails
+        levels = (
+            {"rail": row * rails + shard % rails, "node": row * (self.shard // rails) + shard // rails} if rails else {}
+        )
+        return levels | {
             "shard": row,
             "replicate": shard * self.tp + tp,
             "data": tp,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +17,7 @@ from dmuon.simulation.workload import Block
 
 _MAX_REDUCTIONS = 2  # as in dmuon.dedicated.runtime
 _ALIGN = 256  # bytes, as in dmuon.dedicated.buffer
+_Leg = tuple[str, Travel]  # the group that it goes over
 _Grid = NDArray[np.float64]  # elements by replica and shard of their owner
 
 
@@ -31,7 +32,7 @@ class _Ways:
     """How one block's weights and gradients travel: that of all ranks, or of those that share the same experts.
 
     Attributes:
-        fill, reduce: along the row.
+        fill, reduce: along the row, in one leg or two, each with the group that it goes over.
         publish, replica_reduce: along the column.
     """
 
@@ -41,9 +42,10 @@ class _Ways:
         param, reduce = program.workload.param_bytes, program.workload.reduce_bytes
         layouts = [self._layout(program, grid[:, i::rows]) for i in range(rows)]
         self._group, self._program = group, program
-        self._index = program.topology.coordinates()[1] % rows
-        self.fill = self._along_row(layouts, ("broadcast", "all_gather"), param)
-        self.reduce = self._along_row(layouts, ("reduce", "reduce_scatter"), reduce)
+        self._shard = program.topology.coordinates()[1]
+        along = self._in_levels if program.in_levels and group == "shard" else self._along_row
+        self.fill = along(layouts, ("broadcast", "all_gather"), param)
+        self.reduce = along(layouts, ("reduce", "reduce_scatter"), reduce)[::-1]
         self.publish = self._along_column("broadcast", grid * param)
         self.replica_reduce = self._along_column("reduce", grid * reduce)
 
@@ -56,16 +58,35 @@ class _Ways:
         backend = "gloo" if program.machine.communication_computes else "nccl"
         return _laid_out(tuple(owned), grid.shape, backend, program.keeps, _ALIGN // program.workload.param_bytes)
 
-    def _along_row(self, layouts: list[BufferLayout], kinds: tuple[Collective, Collective], itemsize: int) -> Travel:
+    def _along_row(
+        self, layouts: list[BufferLayout], kinds: tuple[Collective, Collective], itemsize: int
+    ) -> list[_Leg]:
+        ways = [
+            self._way(layout, self._group, [size for _, size in _sizes(layout)], kinds, itemsize) for layout in layouts
+        ]
+        return [(self._group, of_ranks(ways, self._shard % len(layouts)))]
+
+    def _in_levels(
+        self, layouts: list[BufferLayout], kinds: tuple[Collective, Collective], itemsize: int
+    ) -> list[_Leg]:
+        """Along each rail what its ranks own, then everything within nodes."""
+        (layout,), rails = layouts, self._program.topology.rails
+        sizes = _sizes(layout)
+        ways = [
+            self._way(layout, "rail", [size for s, size in sizes if s % rails == rail], kinds, itemsize)
+            for rail in range(rails)
+        ]
+        node = self._way(layout, "node", [size for _, size in sizes], kinds, itemsize)
+        return [("rail", of_ranks(ways, self._shard % rails)), ("node", node)]
+
+    def _way(
+        self, layout: BufferLayout, group: str, sizes: list[int], kinds: tuple[Collective, Collective], itemsize: int
+    ) -> Travel:
         """Parts of all owners by one launch, or what is padded to one size by one collective."""
-        ways = []
-        for layout in layouts:
-            if layout.row == "single":
-                ways.append(self._program.way(kinds[1], self._group, layout.size * itemsize))
-            else:
-                owners = sum(end > start for start, end in layout.segments.filled.values())
-                ways.append(self._program.way(kinds[0], self._group, layout.size * itemsize, owners))
-        return of_ranks(ways, self._index)
+        nbytes = sum(sizes) * itemsize
+        if layout.row == "single":
+            return self._program.way(kinds[1], group, nbytes)
+        return self._program.way(kinds[0], group, nbytes, sum(size > 0 for size in sizes))
 
     def _along_column(self, kind: Collective, nbytes: _Grid) -> Travel:
         """One collective per owner in each column of replicas, in one launch; the columns work side by side."""
@@ -77,12 +98,18 @@ class _Ways:
         return of_ranks(ways, topology.coordinates()[1])
 
 
+def _sizes(layout: BufferLayout) -> list[tuple[int, int]]:
+    """Shards, and elements of their segments."""
+    return [(shard, end - start) for shard, (start, end) in layout.segments.filled.items()]
+
+
 class Dedicated(AdamW):
     """Owners: fill, reduce, update, publish. FSDP2 moves what they do not own."""
 
     def __init__(self, sim: Simulation, scenario: Scenario) -> None:
         super().__init__(sim, merged(scenario))
         self.keeps = self.keeps or self._keeps_weights()
+        self.in_levels = scenario.hierarchical and self.topology.rails > 0
         self._chunks = ns_chunks(scenario)
         self._fills: dict[int, Times] = {}
         self._reductions: deque[Times] = deque()
@@ -107,7 +134,13 @@ class Dedicated(AdamW):
         owners: dict[str, set[int]] = {}
         for m in plan.matrices:
             owners.setdefault(m.block, set()).add(plan.owners[m.name])
-        calls = (2 if self.keeps else 3) * sum(map(len, owners.values()))
+        calls = sum(map(len, owners.values()))
+        if self.in_levels:
+            places = (
+                Counter(owner // self.topology.tp % self.topology.rails for owner in some) for some in owners.values()
+            )
+            calls += sum(max(place.values()) for place in places)
+        calls *= 2 if self.keeps else 3
         most = int(np.count_nonzero(self._chunks, axis=0).max())
         host = (terms.host_module_s + terms.host_weight_s) * tensors(plan.matrices)
         return host + terms.host_call_s * calls + terms.host_owned_s * most
@@ -141,8 +174,8 @@ class Dedicated(AdamW):
         self.pack((block.matrix_elements - experts) / self.topology.tp)
         ready = self.sim.now(COMPUTE)
         arrived = ready
-        for suffix, group, ways in self._ways[index]:
-            reduced = self.travel(f"reduce{suffix}", "reduce", group, ways.reduce, ready)
+        for suffix, _, ways in self._ways[index]:
+            reduced = self._along_legs("reduce", suffix, ways.reduce, ready)
             name = "reduce over replicas"
             replicated = self.travel(f"{name}{suffix}", name, "replicate", ways.replica_reduce, ready, reduced)
             arrived = latest(arrived, replicated)
@@ -183,9 +216,16 @@ class Dedicated(AdamW):
         after = (ready, self._publications[index])
         filled = self.sim.run(self.beside(("fill",)), "copy", self._copies[index], after=after)
         arrived = filled
-        for suffix, group, ways in self._ways[index]:
-            arrived = latest(arrived, self.travel(f"fill{suffix}", "fill", group, ways.fill, filled))
+        for suffix, _, ways in self._ways[index]:
+            arrived = latest(arrived, self._along_legs("fill", suffix, ways.fill, filled))
         self._fills[index] = arrived
+
+    def _along_legs(self, name: str, suffix: str, legs: list[_Leg], ready: Times) -> Times:
+        """One leg behind the other, each on a stream of its own."""
+        for group, way in legs:
+            within = f" {group}" if len(legs) > 1 else ""
+            ready = self.travel(f"{name}{suffix}{within}", name, group, way, ready)
+        return ready
 
     def _finish_fill(self, index: int) -> None:
         if index in self._fills:

@@ -8,10 +8,11 @@
 ``gather``          FSDP2; every rank gathers every momentum matrix, orthogonalizes all, and applies its own shard.
 ``adamw``           FSDP2 with AdamW on everything.
 
-Owners' weights travel as the run time lays them out (``dmuon.layout.buffer``). The latency of one stream's collective
-does not keep another stream from the link. With replicas, gradients are reduced over the shards, then over the replicas
-to the owner. New weights are published over the replicas while the next forward runs. With tensor parallelism, matrices
-are divided over its ranks; the cost table has to include the gathers of what Newton–Schulz reads.
+Owners' weights travel as the run time lays them out (``dmuon.layout.buffer``), in rows of one level or two. The
+latency of one stream's collective does not keep another stream from the link. With replicas, gradients are reduced
+over the shards, then over the replicas to the owner. New weights are published over the replicas while the next
+forward runs. With tensor parallelism, matrices are divided over its ranks; the cost table has to include the gathers
+of what Newton–Schulz reads.
 
 Where ranks divide the experts (``ep``), these are sharded and owned among those that hold the same ones, and tokens
 travel before and after them while nothing computes. A pipeline stage is a model of its own that gathers its weights

@@ -26,6 +26,7 @@ class Way:
     """One way to train.
 
     Attributes:
+        hierarchical: rows communicate in two levels.
         kept: whole weights stay from forward to backward (``reshard_after_forward=False``).
         step_s: predicted.
         adamw_s: of AdamW on the same mesh, kept likewise.
@@ -36,6 +37,7 @@ class Way:
     topology: Topology
     residency: Residency
     merge_bytes: int
+    hierarchical: bool
     kept: bool
     step_s: float
     adamw_s: float
@@ -59,7 +61,9 @@ class Way:
         kept = ", reshard_after_forward=False" if self.kept else ""
         if self.residency == "exchanged":
             return f"mesh = {mesh}; fully_shard(model, mesh=mesh{kept}); optimizer = dmuon.Muon(model)"
-        comm = f", comm=dmuon.CommOptions(merge_bytes={self.merge_bytes})" if self.merge_bytes else ""
+        options = [f"merge_bytes={self.merge_bytes}"] if self.merge_bytes else []
+        options += ["hierarchical=True"] if self.hierarchical else []
+        comm = f", comm=dmuon.CommOptions({', '.join(options)})" if options else ""
         return f"mesh = {mesh}; dmuon.dedicate_params(model, mesh{kept}{comm})"
 
 
@@ -89,14 +93,15 @@ class Recommendation:
         """The table of alternatives, and the line to paste, as text for people."""
         lines = [
             f"ways to train, predicted; over the best AdamW ({1e3 * self.adamw_s:.1f} ms), ± {self.error:.1%}:",
-            f"{'mesh':>12} {'residency':<10} {'kept':<4} {'merge MiB':>9} {'step ms':>9} {'of AdamW here':>14} "
-            f"{'over AdamW':>16} {'GiB':>7}",
+            f"{'mesh':>12} {'residency':<10} {'kept':<4} {'levels':>6} {'merge MiB':>9} {'step ms':>9} "
+            f"{'of AdamW here':>14} {'over AdamW':>16} {'GiB':>7}",
         ]
         for way in self.ways:
             mark = " <" if way is self.taken else "" if way.fits else "  does not fit"
             over = verdict(way.step_s / self.adamw_s - 1, self.error)
             lines.append(
-                f"{way.mesh:>12} {way.residency:<10} {'yes' if way.kept else '':<4} {way.merge_bytes / 2**20:>9.0f} "
+                f"{way.mesh:>12} {way.residency:<10} {'yes' if way.kept else '':<4} "
+                f"{'2' if way.hierarchical else '':>6} {way.merge_bytes / 2**20:>9.0f} "
                 f"{1e3 * way.step_s:>9.1f} {way.step_s / way.adamw_s:>14.3f} {over:>16} {way.nbytes / _GIB:>7.1f}{mark}"
             )
         if not self.taken.fits:
@@ -115,7 +120,7 @@ class Recommendation:
 
 
 def recommend(scenario: Scenario, memory: float, error: float = ERROR) -> Recommendation:
-    """Predict every mesh of whole nodes, both residencies, and merging by the latency of a lap.
+    """Predict every mesh of whole nodes, both residencies, merging by the latency of a lap, and rows of two levels.
 
     Args:
         scenario: on any mesh; its plan is kept, for it does not depend on the mesh.
@@ -128,13 +133,20 @@ def recommend(scenario: Scenario, memory: float, error: float = ERROR) -> Recomm
         here = replace(scenario, topology=topology, gathers_once=kept, merge_bytes=0)
         together = replace(here, merge_bytes=_merge_bytes(here))
         both = [here, together] if together.merge_bytes else [here]
+        of_dedicated = list(both)
+        if topology.rails:
+            levels = replace(here, hierarchical=True)
+            together = replace(levels, merge_bytes=_merge_bytes(levels))
+            of_dedicated += [levels, together] if together.merge_bytes else [levels]
         adamw = min(simulate("adamw", merged(one)).step_s for one in both)
         best.append((_adamw_bytes(here) <= _ROOM * memory, adamw))
         for residency, of_residency, held in _RESIDENCIES:
-            for one in both if residency == "dedicated" else [here]:
+            for one in of_dedicated if residency == "dedicated" else [here]:
                 nbytes, step = held(one), simulate(of_residency, one).step_s
                 fits = nbytes <= _ROOM * memory
-                ways.append(Way(topology, residency, one.merge_bytes, kept, step, adamw, nbytes, fits))
+                ways.append(
+                    Way(topology, residency, one.merge_bytes, one.hierarchical, kept, step, adamw, nbytes, fits)
+                )
     ways.sort(key=lambda way: (not way.fits, way.step_s))
     fitting = [way for way in ways if way.fits] or ways
     equal = tuple(way for way in fitting if way.step_s / fitting[0].step_s - 1 < error) or (fitting[0],)
@@ -143,25 +155,29 @@ def recommend(scenario: Scenario, memory: float, error: float = ERROR) -> Recomm
 
 
 def meshes(given: Topology) -> Iterator[Topology]:
-    """Sharded over all ranks, and replicas that are sharded over 1, 8, 64, … nodes' ranks, or parts of a node."""
+    """Sharded over all ranks, and replicas that are sharded over 1, 2, 4, … nodes' ranks, or parts of a node."""
     data = given.world // given.tp
     per_node = max(1, given.gpus_per_node // given.tp)
-    shards = {data, *(per_node * 8**i for i in range(5))}
+    shards = {data, *(per_node * 2**i for i in range(16))}
     for shard in sorted(shards):
         if shard <= data and data % shard == 0 and shard % given.ep == 0:
             yield replace(given, replicate=data // shard)
 
 
 def _merge_bytes(scenario: Scenario) -> int:
-    """By the blocks in the middle of the model, whose weights go around one row."""
+    """By the blocks in the middle of the model, whose weights go around one row, or around its rails and nodes."""
     network, topology, workload = scenario.machine.network, scenario.topology, scenario.workload
-    ring = topology.ring(topology.group_ids()["shard"])
-    if not isinstance(network, AlphaBeta) or ring.size == 1:
+    groups = topology.group_ids()
+    rings = [topology.ring(groups[name]) for name in (("rail", "node") if scenario.hierarchical else ("shard",))]
+    if not isinstance(network, AlphaBeta) or max(ring.size for ring in rings) == 1:
         return 0
+    carried = [1 / topology.rails, 1.0] if scenario.hierarchical else [1.0]  # of a block's bytes
     block = sorted(workload.blocks, key=lambda b: b.matrix_elements)[len(workload.blocks) // 2]
     nbytes = block.matrix_elements * workload.param_bytes // topology.tp
     compute = block.forward_flops / topology.tp / scenario.machine.flops_per_s
-    return merge_bytes(nbytes, network.lap(ring), nbytes / network.bandwidth(ring), compute)
+    lap = sum(map(network.lap, rings))
+    bytes_s = sum(part * nbytes / network.bandwidth(ring) for part, ring in zip(carried, rings, strict=True))
+    return merge_bytes(nbytes, lap, bytes_s, compute)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ class Scenario:
         speeds: ranks that are not as fast as the machine says, and how many times as fast they are. Slow ranks slow
             down forward and backward too.
         merge_bytes: as in ``CommOptions``: neighbouring blocks of dedicated weights communicate together up to so many.
+        hierarchical: as in ``CommOptions``, of rows that can; experts that ranks divide travel as ever.
         gathers_once: weights stay whole from forward to backward, as pipeline stages with several micro-batches do.
         bubble: seconds in which a pipeline stage waits for others, as a part of its forward and backward.
 
@@ -85,6 +86,7 @@ class Scenario:
     topology: Topology
     speeds: Mapping[int, float] = field(default_factory=dict)
     merge_bytes: int = 0
+    hierarchical: bool = False
     gathers_once: bool = False
     bubble: float = 0.0
 

@@ -212,6 +212,10 @@ def inputs(path: Path, world: int, **grid: int) -> tuple[Workload, Plan, CostTab
     return Workload.from_config(path, tokens=8192, sequence=4096), owners, costs, Topology(world, **grid)
 
 
+def llama_on(path: Path, topology: Topology) -> Scenario:
+    return Scenario(*inputs(path, topology.world)[:3], Machine.of(HARDWARE["h200"]), topology)
+
+
 def prediction(path: Path, world: int, target: float | None = None, **grid: int) -> Prediction:
     workload, owners, costs, topology = inputs(path, world, **grid)
     return predict(workload, owners, costs, HARDWARE["h200"], topology, target=target)
@@ -343,3 +347,54 @@ def test_scaling_is_drawn(tmp_path: Path) -> None:
         tmp_path / "scaling.png",
     )
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Every collective takes a second, and is remembered."""
+
+    seen: set[tuple[Collective, Ring, float, int]]
+
+    def travel(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
+        self.seen.add((kind, ring, nbytes, calls))
+        return NOTHING if ring.size == 1 else Travel(0.0, 1.0)
+
+
+def test_rows_of_two_levels_go_along_rails_and_within_nodes() -> None:
+    """Owners stand on rails 0 and 1 of nodes of two; each rail carries what its ranks own, a node everything."""
+    seen: set[tuple[Collective, Ring, float, int]] = set()
+    flat = case(0, 3, world=4, network=Recording(seen), gpus_per_node=2)
+    merged = replace(flat, merge_bytes=2 * 16 * flat.workload.param_bytes, hierarchical=True)
+    assert simulate("dedicated", merged).step_s == pytest.approx(2 + 20 + 2 + 40 + 2 + 1 + 7)
+    slot = 256  # bytes of a weight, rounded up; gradients take twice as many
+    assert {call for call in seen if call[0] in ("broadcast", "reduce")} == {
+        ("broadcast", Ring(2, 2), slot, 1),
+        ("broadcast", Ring(2, 1), 2 * slot, 2),
+        ("reduce", Ring(2, 2), 2 * slot, 1),
+        ("reduce", Ring(2, 1), 4 * slot, 2),
+    }
+    one_level = simulate("dedicated", replace(merged, hierarchical=False)).step_s
+    assert one_level == pytest.approx(1 + 20 + 1 + 40 + 1 + 1 + 7)
+
+
+def test_where_rows_lie_in_a_node_there_is_one_level(short_llama: Path) -> None:
+    for topology in (Topology(8), Topology(64, replicate=8), Topology(64, gpus_per_node=1), Topology(16, tp=8)):
+        assert topology.rails == 0
+    flat = llama_on(short_llama, Topology(64, replicate=8))
+    assert simulate("dedicated", replace(flat, hierarchical=True)).step_s == simulate("dedicated", flat).step_s
+
+
+def test_two_levels_save_the_latency_of_a_long_row(short_llama: Path) -> None:
+    """A lap takes 31 + 7 hops in place of 255, and each rail has a part of the bytes."""
+    flat = llama_on(short_llama, Topology(256))
+    levels = replace(flat, hierarchical=True)
+    network = flat.machine.network
+    assert isinstance(network, AlphaBeta)
+    groups = flat.topology.group_ids()
+    around, rail, node = (network.lap(flat.topology.ring(groups[name])) for name in ("shard", "rail", "node"))
+    assert around == pytest.approx(31 * 14e-6 + 224 * 3.4e-6)
+    assert rail + node == pytest.approx(31 * 14e-6 + 7 * 3.4e-6)
+    far = replace(network, inter=replace(network.inter, bandwidth=1e15), intra=replace(network.intra, bandwidth=1e15))
+    free_bytes = [replace(s, machine=replace(s.machine, network=far)) for s in (flat, levels)]
+    slow, fast = (simulate("dedicated", s).step_s for s in free_bytes)
+    assert fast < slow

@@ -42,10 +42,24 @@ def found(scenario: Scenario) -> Recommendation:
 def test_every_mesh_in_both_residencies(found: Recommendation) -> None:
     assert {(way.topology.replicate, way.residency, way.kept) for way in found.ways} == {
         (replicate, residency, kept)
-        for replicate in (1, 8)
+        for replicate in (1, 2, 4, 8)
         for residency in ("dedicated", "exchanged")
         for kept in (False, True)
     }
+
+
+def test_rows_over_several_nodes_may_have_two_levels(found: Recommendation, scenario: Scenario) -> None:
+    ways = [way for way in found.ways if way.hierarchical]
+    assert {way.topology.replicate for way in ways} == {1, 2, 4} and {way.residency for way in ways} == {"dedicated"}
+    assert all("hierarchical=True" in way.code() for way in ways)
+    for way in ways:
+        flat = next(
+            one for one in found.ways if replace(one, hierarchical=True, step_s=0.0) == replace(way, step_s=0.0)
+        )
+        alike = replace(scenario, topology=way.topology, gathers_once=way.kept, merge_bytes=way.merge_bytes)
+        assert "hierarchical" not in flat.code()
+        assert way.step_s == simulate("dedicated", replace(alike, hierarchical=True)).step_s
+        assert flat.step_s == simulate("dedicated", alike).step_s
 
 
 def test_what_is_taken_is_equal_to_others(found: Recommendation) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor
 from .squares import Square
 from .storage import HALF, carrier_dtype
 from .symmetric_cpu import split_product, split_sum
+from .symmetric_quack import equal_factors
 from .symmetric_tiles import TileConfig
 from .symmetric_triton import symmetric_product
-from .variant import Variant
+from .variant import TILED, Variant
 
 
 class Operations(NamedTuple):
@@ -219,9 +220,37 @@ class TritonArithmetic(Arithmetic):
         return symmetric_product(x, x.mT, out=out, config=self.tile)
 
 
+class QuackArithmetic(TritonArithmetic):
+    """As :class:`TritonArithmetic`, but quack multiplies equal factors, with one addend at most."""
+
+    __slots__ = ()
+
+    def symmetric(
+        self,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        out: Tensor | None = None,
+        b_symmetric: bool = True,
+    ) -> Tensor:
+        if a is b and b_symmetric:
+            result = equal_factors(a, c, alpha=alpha, beta=beta, out=out)
+            if result is not None:
+                return result
+        return TritonArithmetic.symmetric(self, a, b, c, alpha=alpha, beta=beta, out=out, b_symmetric=b_symmetric)
+
+    def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        result = equal_factors(x, out=out)
+        return TritonArithmetic.gram(self, x, out=out) if result is None else result
+
+
 def make_arithmetic(variant: Variant, device: torch.device, storage: torch.dtype) -> Arithmetic:
     """What ``variant`` multiplies with."""
     carrier = carrier_dtype(device, storage)
-    if variant.backend == "triton":
-        return TritonArithmetic(storage, carrier, TileConfig.parse(variant.tile) if variant.tile else None)
+    if variant.backend in TILED:
+        form = TritonArithmetic if variant.backend == "triton" else QuackArithmetic
+        return form(storage, carrier, TileConfig.parse(variant.tile) if variant.tile else None)
     return (SplitArithmetic if variant.backend == "split" else Arithmetic)(storage, carrier)

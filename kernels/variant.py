@@ -17,14 +17,20 @@ from .squares import Squares
 from .storage import HALF, Storage, storage_spans
 from .symmetric_cpu import worth_splitting
 from .symmetric_gluon import loader_obstacle
+from .symmetric_quack import quack_fault
 from .symmetric_tiles import TileConfig, candidates
 from .symmetric_triton import symmetric_product, unsupported
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 Backend: TypeAlias = Literal["auto", "torch", "split", "triton"]
+Products: TypeAlias = Literal["torch", "split", "triton", "quack"]
 
 METHODS: tuple[Method, ...] = ("auto", "standard", "gram")
 BACKENDS: tuple[Backend, ...] = ("auto", "torch", "split", "triton")
+PRODUCTS: tuple[Products, ...] = ("torch", "split", "triton", "quack")
+
+# Whose products the Triton kernel computes, those that quack does not take among them.
+TILED = ("triton", "quack")
 
 # CPU: matrices that run as one product together hold at most so many elements; more fall out of the cache.
 _CPU_BATCH_ELEMENTS = 1 << 16
@@ -61,7 +67,8 @@ class Variant:
         method: the form.
         restarts: of the Gram form, 0-based steps; empty in the standard form.
         backend: what computes products whose result is symmetric: ``"torch"`` all of it, ``"split"`` (CPU) block rows
-            up to the diagonal, ``"triton"`` lower tiles.
+            up to the diagonal, ``"triton"`` lower tiles, ``"quack"`` the same but for products of equal factors, which
+            an installed quack computes; that a measurement alone chooses.
         piece: at most so many matrices run as one batch.
         tile: tile configuration of the Triton kernel, as its ``TileConfig`` prints; empty is the kernel's default.
         replay: launched as one CUDA graph.
@@ -73,13 +80,13 @@ class Variant:
 
     method: Literal["standard", "gram"]
     restarts: tuple[int, ...]
-    backend: Literal["torch", "split", "triton"]
+    backend: Products
     piece: int
     tile: str = ""
     replay: bool = False
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS[1:] or self.backend not in BACKENDS[1:]:
+        if self.method not in METHODS[1:] or self.backend not in PRODUCTS:
             raise ValueError(f"{self.method!r} with {self.backend!r}: no such form or back end")
         increasing = all(a < b for a, b in itertools.pairwise((0, *self.restarts)))
         if not increasing or (self.restarts and self.method != "gram"):
@@ -88,7 +95,7 @@ class Variant:
             raise ValueError(f"piece {self.piece!r} must be at least 1")
         if self.tile:
             TileConfig.parse(self.tile)
-            if self.backend != "triton":
+            if self.backend not in TILED:
                 raise ValueError(f"tile {self.tile!r} is Triton's, not of back end {self.backend!r}")
 
     def __str__(self) -> str:
@@ -104,7 +111,8 @@ class Variant:
             ValueError: it did not.
         """
         match = re.fullmatch(
-            r"(standard|gram)(?: r(\d+(?:,\d+)*))? (torch|split|triton)(?: (\d+x\d+\w*))? by([1-9]\d*)( replay)?", text
+            r"(standard|gram)(?: r(\d+(?:,\d+)*))? (torch|split|triton|quack)(?: (\d+x\d+\w*))? by([1-9]\d*)( replay)?",
+            text,
         )
         if match is None:
             raise ValueError(f"{text!r} is no Newton–Schulz variant such as 'gram r2 torch by4'")
@@ -163,14 +171,17 @@ def alternatives(
         if isinstance(coefficients, Squares):
             methods = ("gram",)
         backends = [b for b in BACKENDS[1:] if backend_fault(b, device, dtype) is None]
-        return tuple(
+        found = tuple(
             choose_variant(shape, k, coefficients, dtype, device, method=method, backend=backend)
             for method in methods
             for backend in backends
         )
+        if backend_fault("quack", device, dtype) is not None:
+            return found
+        return found + tuple(replace(form, backend="quack") for form in found if form.backend == "triton")
 
     def tiles(best: Variant) -> tuple[Variant, ...]:
-        if best.backend != "triton" or not isinstance(dtype, torch.dtype):
+        if best.backend not in TILED or not isinstance(dtype, torch.dtype):
             return ()
         capability = torch.cuda.get_device_capability(device)
         configs = candidates(min(shape), max(shape), dtype, capability)
@@ -197,8 +208,10 @@ def adapted(
     """``variant``, measured with some coefficients, for others: restarts by the rule where its own are unsafe."""
     if variant.method == "standard" or restarts_hold(variant.restarts, coefficients, dtype):
         return variant
+    option: Backend = "triton" if variant.backend == "quack" else variant.backend
     return replace(
-        choose_variant(shape, variant.piece, coefficients, dtype, device, backend=variant.backend),
+        choose_variant(shape, variant.piece, coefficients, dtype, device, backend=option),
+        backend=variant.backend,
         piece=variant.piece,
         tile=variant.tile,
         replay=variant.replay,
@@ -210,15 +223,16 @@ def batch_size(shape: tuple[int, int], k: int, device: torch.device) -> int:
     return min(k, _largest_piece(shape, device))
 
 
-def backend_fault(backend: Backend, device: torch.device, dtype: Storage) -> str | None:
+def backend_fault(backend: Backend | Products, device: torch.device, dtype: Storage) -> str | None:
     """Why ``backend`` cannot run on ``device`` in ``dtype``, or ``None`` if it can."""
     if backend == "split":
         return None if device.type == "cpu" else f"it splits products on the CPU, the matrix is on {device.type}"
-    if backend == "triton" and not isinstance(dtype, torch.dtype):
+    if backend not in TILED:
+        return None
+    if not isinstance(dtype, torch.dtype):
         return f"{dtype!r} is for CPUs"
-    if backend == "triton":
-        return unsupported(device, dtype) or _build_fault(device, dtype)
-    return None
+    fault = unsupported(device, dtype) or _build_fault(device, dtype)
+    return quack_fault(device, dtype) if fault is None and backend == "quack" else fault
 
 
 @lru_cache(maxsize=64)

@@ -77,7 +77,10 @@ def momentum_update(
     if fused is not None and fused.unsupported(grads, momentum) is None and momentum.dtype == torch.float32:
         fused.momentum_update(grads, momentum, beta=beta, nesterov=nesterov, out=update)
         return update
-    torch._foreach_copy_(list(update.unbind(0)), list(grads))
+    if all(grad.dtype == update.dtype for grad in grads):
+        torch.stack(list(grads), out=update)
+    else:  # a stack converts more slowly than copies do
+        torch._foreach_copy_(list(update.unbind(0)), list(grads))
     momentum.lerp_(update, 1 - beta)
     return update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
 
@@ -215,21 +218,20 @@ def _check_momentum(grads: Sequence[Tensor], momentum: Tensor) -> None:
         raise ValueError(
             f"momentum must be ({len(grads)}, m, n) for {len(grads)} gradients, got {tuple(momentum.shape)}"
         )
+    shape = momentum.shape[1:]
     for index, grad in enumerate(grads):
-        if grad.shape != momentum.shape[1:]:  # copy_ would broadcast
-            raise ValueError(
-                f"gradient {index} is {tuple(grad.shape)}, momentum {tuple(momentum.shape[1:])}; batch equal shapes"
-            )
+        if grad.shape != shape:
+            raise ValueError(f"gradient {index} is {tuple(grad.shape)}, momentum {tuple(shape)}; batch equal shapes")
 
 
 def _check_shapes(params: Sequence[Tensor], stacks: Sequence[Tensor]) -> None:
-    shapes = [shape for stack in stacks for shape in [tuple(stack.shape[1:])] * len(stack)]
+    shapes = [shape for stack in stacks for shape in [stack.shape[1:]] * len(stack)]
     if any(stack.ndim != 3 for stack in stacks) or len(params) != len(shapes):
         found = ", ".join(str(tuple(stack.shape)) for stack in stacks)
         raise ValueError(f"update must be ({len(params)}, m, n) for {len(params)} parameters, got {found}")
     for index, (param, shape) in enumerate(zip(params, shapes, strict=True)):
         if param.shape != shape:  # add_ would broadcast
-            raise ValueError(f"parameter {index} is {tuple(param.shape)}, update {shape}; batch equal shapes")
+            raise ValueError(f"parameter {index} is {tuple(param.shape)}, update {tuple(shape)}; batch equal shapes")
 
 
 def _fused(tensor: Tensor) -> ModuleType | None:

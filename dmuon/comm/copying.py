@@ -65,7 +65,7 @@ class Copies:
 
     Attributes:
         needed: some rank of the domain has something to send or to get.
-        bundles: of this rank, one for each line.
+        loads: of this rank, one for each line.
     """
 
     def __init__(self, parcels: Sequence[Parcel], domain: Domain) -> None:
@@ -83,10 +83,10 @@ class Copies:
             shape = torch.Size((parcel.count, *spread.parts[position].shape))
             found.setdefault(line, {}).setdefault(source, {})[number] = shape
         lines = sorted(found, key=lambda line: line.ranks)
-        self.bundles = [_Bundle(line, found[line], domain.device) for line in lines]
+        self.loads = [_LineLoad(line, found[line], domain.device) for line in lines]
 
 
-class _Bundle:
+class _LineLoad:
     """What goes over one line, and from which of its ranks.
 
     Args:
@@ -152,16 +152,14 @@ class Copying:
     """
 
     def __init__(self, copies: Copies, updates: dict[int, Tensor], like: Tensor, what: str) -> None:
-        self._bundles = copies.bundles
+        self._loads = copies.loads
         self._rest = updates  # of batches without copies
-        self._packed = [bundle.region(updates, like) for bundle in self._bundles]
+        self._packed = [load.region(updates, like) for load in self._loads]
 
         def launch() -> Works:
-            pairs = zip(self._bundles, self._packed, strict=True)
+            pairs = zip(self._loads, self._packed, strict=True)
             return [
-                work
-                for bundle, (region, parts) in pairs
-                for work in gather(bundle.transport, region, parts, bundle.line)
+                work for load, (region, parts) in pairs for work in gather(load.transport, region, parts, load.line)
             ]
 
         domain = copies.domain
@@ -171,7 +169,7 @@ class Copying:
         """By number of the batch, ``(count, …)`` of this rank's parts of all copies."""
         self._pending.wait()
         updates, self._rest = self._rest, {}
-        for bundle, (_, parts) in zip(self._bundles, self._packed, strict=True):
-            updates |= bundle.unpacked(parts)
+        for load, (_, parts) in zip(self._loads, self._packed, strict=True):
+            updates |= load.unpacked(parts)
         self._packed = []
         return dict(sorted(updates.items()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -88,51 +87,80 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
 class Itinerary:
     """What this rank sends and gets on some routes; worked out once for any number of redistributions.
 
+    Args:
+        stacks: routes whose parts here are given as one tensor, one after the other, by the number of the first; by
+            numbers of them. Each part stays as it is, and goes to or comes from another rank. Of what comes, neighbours
+            of one stack are one tensor likewise, by the number of the first of them.
+
     Attributes:
         travels: anything goes from one rank to another.
-        held: numbers of the routes of whose matrices this rank has parts.
+        held: numbers by which this rank gives parts.
         kept: those of them of which it wants something itself.
     """
 
-    def __init__(self, routes: Sequence[Route], domain: Domain) -> None:
+    def __init__(self, routes: Sequence[Route], domain: Domain, stacks: Iterable[Sequence[int]] = ()) -> None:
         here = domain.position
         self.travels = travels(routes)
-        self.held = [i for i, route in enumerate(routes) if here in route.senders]
-        self.kept = {i for i in self.held if here in routes[i].receivers}
-        sends: list[tuple[Position, int, Piece | None, Piece, tuple[int, ...]]] = []
+        rows: dict[int, tuple[int, int]] = {}  # by number of the route: of which stack, and where in it
+        for stack in stacks:
+            begin = 0
+            for i in stack:
+                rows[i] = stack[0], begin
+                begin += routes[i].count
+        held = [i for i, route in enumerate(routes) if here in route.senders]
+        self.held = [*dict.fromkeys(rows[i][0] if i in rows else i for i in held)]
+        self.kept = {i for i in held if here in routes[i].receivers}
+        sends: list[tuple[Position, int, Piece, Piece]] = []
+        gets: list[tuple[Position, int, Piece]] = []
         self._wanted: list[_Wanted] = []
-        gets: list[tuple[Position, int]] = []  # sender and elements, in the order of the routes
         for i, route in enumerate(routes):
             own = route.senders.get(here)
             for receiver in route.receivers if own is not None else ():
                 if receiver != here and own is not None:
-                    piece = route.piece(here, receiver)
-                    shape = (route.count, *piece.shape)
-                    sends.append((receiver, i, None if piece == own else own, piece, shape))
+                    sends.append((receiver, i, own, route.piece(here, receiver)))
             if here in route.receivers:
-                parts = []
-                for sender, source in route.senders.items():
-                    piece = route.piece(sender, here)
-                    if sender != here:
-                        gets.append((sender, route.count * piece.numel))
-                    parts.append((piece, None if sender != here else source, (route.count, *piece.shape)))
-                self._wanted.append(_Wanted(i, route, route.receivers[here], parts))
-        sends.sort(key=lambda one: one[0])  # pieces lie by rank, and of one rank in the order of the routes
-        self._sends = [(i, own, piece, shape) for _, i, own, piece, shape in sends]
-        self._sizes = [prod(shape) for *_, shape in self._sends]
-        self._outgoing = _by_rank((one[0] for one in sends), self._sizes)
-        self._order = sorted(range(len(gets)), key=lambda number: gets[number][0])
-        self._lengths = [gets[number][1] for number in self._order]
-        self._incoming = _by_rank((gets[number][0] for number in self._order), self._lengths)
+                parts = [(sender, route.piece(sender, here)) for sender in route.senders]
+                gets += [(sender, i, piece) for sender, piece in parts if sender != here]
+                if i not in rows:
+                    self._wanted.append(_Wanted(i, route, route.receivers[here], parts, here))
+        # Pieces lie by rank, and of one rank in the order of the routes.
+        sends.sort(key=lambda one: one[0])
+        gets.sort(key=lambda one: one[0])
+        sizes = [routes[i].count * piece.numel for _, i, _, piece in sends]
+        self._outgoing = _by_rank((one[0] for one in sends), sizes)
+        self._sends: list[_Send] = []
+        for _, i, own, piece in sends:
+            count, (number, begin) = routes[i].count, rows.get(i, (i, 0))
+            last = self._sends[-1] if self._sends else None
+            if i in rows and last is not None and (last.number, last.end) == (number, begin):
+                last.end += count
+            else:
+                self._sends.append(_Send(number, begin, begin + count, _Cut.between(own, piece)))
+        lengths = [routes[i].count * piece.numel for _, i, piece in gets]
+        self._incoming = _by_rank((one[0] for one in gets), lengths)
+        self._lengths: list[int] = []
+        self._runs: list[_Run] = []
+        arrives = {wanted.number: wanted for wanted in self._wanted}
+        follows: tuple[int, int] | None = None  # of which stack, and where in it, the next one would join a run
+        for (sender, i, piece), length in zip(gets, lengths, strict=True):
+            if i in rows and rows[i] == follows:
+                self._lengths[-1] += length
+                self._runs[-1].count += routes[i].count
+            else:
+                if i in rows:
+                    self._runs.append(_Run(i, len(self._lengths), routes[i].count, piece.shape))
+                else:
+                    arrives[i].sections[sender] = len(self._lengths)
+                self._lengths.append(length)
+            follows = (rows[i][0], rows[i][1] + routes[i].count) if i in rows else None
 
     def pack(self, tensors: Mapping[int, Tensor], like: Tensor) -> Tensor:
-        """What this rank sends, one after the other, of the tensors that it has by number of the route."""
-        parts = [tensors[i] if own is None else _cut(tensors[i], own, piece) for i, own, piece, _ in self._sends]
-        sent = like.new_empty(sum(self._sizes))
+        """What this rank sends, one after the other, of the tensors that it has by number."""
+        parts = [send.of(tensors[send.number]) for send in self._sends]
+        sent = like.new_empty(sum(self._outgoing.values()))
         if parts:
-            slots = sent.split(self._sizes)
-            shapes = (shape for *_, shape in self._sends)
-            torch._foreach_copy_([slot.view(shape) for slot, shape in zip(slots, shapes, strict=True)], parts)
+            slots = sent.split([part.numel() for part in parts])
+            torch._foreach_copy_([slot.view(part.shape) for slot, part in zip(slots, parts, strict=True)], parts)
         return sent
 
     def outgoing(self, world: int) -> list[int]:
@@ -144,43 +172,101 @@ class Itinerary:
         return _listed(self._incoming, world)
 
     def unpack(self, received: Tensor | None, tensors: Mapping[int, Tensor], like: Tensor) -> dict[int, Tensor]:
-        """What this rank wanted, by number of the route; perhaps views of what it got or had."""
-        arrived: list[Tensor] = [like] * len(self._order)
-        if received is not None:
-            for number, part in zip(self._order, received.split(self._lengths), strict=True):
-                arrived[number] = part
-        coming = iter(arrived)
-        found: dict[int, Tensor] = {}
-        for wanted in self._wanted:
-            parts = [
-                (piece, next(coming).view(shape) if own is None else _cut(tensors[wanted.number], own, piece))
-                for piece, own, shape in wanted.parts
-            ]
-            found[wanted.number] = parts[0][1] if wanted.is_one else _assembled(wanted, parts, like)
+        """What this rank wanted, by number; perhaps views of what it got or had."""
+        sections = () if received is None else received.split(self._lengths)
+        found = {wanted.number: wanted.of(sections, tensors.get(wanted.number), like) for wanted in self._wanted}
+        for run in self._runs:
+            found[run.number] = sections[run.section].view(run.count, *run.shape)
         return found
 
 
+@dataclass(slots=True)
+class _Send:
+    """Matrices that are sent one after the other: rows of what this rank has, of each the piece that goes out."""
+
+    number: int
+    begin: int
+    end: int
+    cut: _Cut | None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        part = tensor if len(tensor) == self.end - self.begin else tensor[self.begin : self.end]
+        return part if self.cut is None else self.cut.of(part)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Matrices of a stack that arrive one after the other: of ``number`` and the routes that follow it there."""
+
+    number: int
+    section: int
+    count: int
+    shape: tuple[int, ...]
+
+
 class _Wanted:
-    """Matrices of which this rank wants something.
+    """Matrices of which this rank wants something, ``piece`` of each.
 
     Attributes:
         number: of the route.
-        piece: what this rank wants of each.
-        parts: what comes together to that: a piece, what this rank itself has of which it is cut (None: it comes from
-            another rank), and the shape of it.
-        is_one: nothing has to be put together.
+        sections: of what arrives, by sender.
     """
 
     def __init__(
-        self,
-        number: int,
-        route: Route,
-        piece: Piece,
-        parts: Sequence[tuple[Piece, Piece | None, tuple[int, ...]]],
+        self, number: int, route: Route, piece: Piece, parts: Sequence[tuple[Position, Piece]], here: Position
     ) -> None:
-        self.number, self.piece, self.parts = number, piece, parts
-        self.count, self.split_dim = route.count, route.layout.split_dim
-        self.is_one = len(parts) == 1 and parts[0][0] == piece
+        self.number, self.here = number, here
+        self.sections: dict[Position, int] = {}
+        self._shape = (route.count, *piece.shape)
+        self._parts = [(sender, part, (route.count, *part.shape)) for sender, part in parts]
+        self._split_dim = route.layout.split_dim
+        self._is_one = len(parts) == 1 and parts[0][1] == piece
+        own = next((part for sender, part in parts if sender == here), None)
+        self._cut = None if own is None else _Cut.between(route.senders[here], own)
+
+    def of(self, sections: Sequence[Tensor], tensor: Tensor | None, like: Tensor) -> Tensor:
+        """``(count, …)``, of what arrived and of what this rank has, ``tensor``."""
+        parts = [self._part(sender, shape, sections, tensor) for sender, _, shape in self._parts]
+        if self._is_one:
+            return parts[0]
+        if parts and self._split_dim is not None:  # one kernel instead of one a piece
+            return torch.cat(parts, self._split_dim + 1)
+        whole = like.new_empty(self._shape)
+        for (_, piece, _), part in zip(self._parts, parts, strict=True):
+            for block, of_whole in piece.blocks():
+                whole[_each(of_whole)].copy_(part[_each(block)])
+        return whole
+
+    def _part(
+        self, sender: Position, shape: tuple[int, ...], sections: Sequence[Tensor], tensor: Tensor | None
+    ) -> Tensor:
+        if sender != self.here:
+            return sections[self.sections[sender]].view(shape)
+        assert tensor is not None
+        return tensor if self._cut is None else self._cut.of(tensor)
+
+
+class _Cut:
+    """``piece`` of each matrix, from the whole."""
+
+    def __init__(self, piece: Piece) -> None:
+        self._shape = piece.shape
+        self._blocks = [(_each(block), _each(of_whole)) for block, of_whole in piece.blocks()]
+
+    @classmethod
+    def between(cls, source: Piece, piece: Piece) -> _Cut | None:
+        """What ``source`` has is the same, for which nothing is to do, or the whole."""
+        return None if piece == source else cls(piece)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """``(count, …)``. A view where it is one block."""
+        if len(self._blocks) == 1:
+            view: Tensor = tensor[self._blocks[0][1]]
+            return view
+        part = tensor.new_empty((len(tensor), *self._shape))
+        for block, of_whole in self._blocks:
+            part[block].copy_(tensor[of_whole])
+        return part
 
 
 def _by_rank(ranks: Iterable[Position], sizes: Sequence[int]) -> dict[int, int]:
@@ -205,7 +291,7 @@ class Redistribution:
 
     Args:
         routes: or what was worked out of them.
-        tensors: by number of the route, ``(count, …)`` of what this rank has, in the dtype of ``like``.
+        tensors: by number, ``(count, …)`` of what this rank has, in the dtype of ``like``.
         like: has the dtype and device of what travels, also where this rank has no part of anything.
         what: names the redistribution, the same on all ranks.
 
@@ -239,7 +325,7 @@ class Redistribution:
         return domain.monitor.start(domain.lane, what, launch)
 
     def wait(self) -> dict[int, Tensor]:
-        """By number of the route, ``(count, …)`` of what this rank wanted; perhaps views of what it had."""
+        """By number, ``(count, …)`` of what this rank wanted; perhaps views of what it had."""
         received = None
         if self._pending is not None:
             self._pending.wait()
@@ -268,31 +354,6 @@ def redistribute_all(
     return Redistribution(routes, tensors, domain, like.new_empty(0), what).wait()
 
 
-def _assembled(wanted: _Wanted, parts: Sequence[tuple[Piece, Tensor]], like: Tensor) -> Tensor:
-    """``(count, …)`` of what is wanted, from parts of it."""
-    if parts and wanted.split_dim is not None:  # one kernel instead of one a piece
-        return torch.cat([part for _, part in parts], wanted.split_dim + 1)
-    whole = like.new_empty((wanted.count, *wanted.piece.shape))
-    for piece, part in parts:
-        for block, of_whole in piece.blocks():
-            whole[_each(of_whole)].copy_(part[_each(block)])
-    return whole
-
-
 def _each(block: tuple[slice, ...]) -> tuple[slice, ...]:
     """Of every matrix of a stack."""
     return slice(None), *block
-
-
-def _cut(tensor: Tensor, source: Piece, piece: Piece) -> Tensor:
-    """``(count, …)`` of ``piece``, from what ``source`` has: the same, or the whole. A view where it is one block."""
-    if piece == source:
-        return tensor
-    blocks = piece.blocks()
-    if len(blocks) == 1:
-        view: Tensor = tensor[_each(blocks[0][1])]
-        return view
-    part = tensor.new_empty((tensor.shape[0], *piece.shape))
-    for block, of_whole in blocks:
-        part[_each(block)].copy_(tensor[_each(of_whole)])
-    return part

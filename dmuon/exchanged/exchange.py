@@ -6,6 +6,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -198,6 +199,7 @@ class Exchange(Residency):
 
     def __post_init__(self) -> None:
         self._laid = [lies(p) for p in self.params]
+        self._ids = [[*map(id, members)] for _, members in self.domains]
         self._rank = this_rank()
         self._stepped = False
         self._options: weakref.WeakMethod[Options] | None = None
@@ -252,21 +254,23 @@ class Exchange(Residency):
         fault: Exception | None = None
         options = None if self._options is None else self._options()
         # All domains, whatever happens: their ranks wait for this one.
-        for (domain, members), groups in zip(self.domains, self._compared, strict=True):
+        voted = set(present)
+        for (domain, _), ids, groups in zip(self.domains, self._ids, self._compared, strict=True):
             if options is not None:
                 domain.monitor.note_options(options(groups))
-            flags = [p.grad is not None for p in members]
-            vote = Vote(flags, domain.monitor.digest, changed, None if fault is None else self._rank)
+            vote = Vote(
+                [key in present for key in ids], domain.monitor.digest, changed, None if fault is None else self._rank
+            )
             try:
                 verdict = domain.vote(vote)
                 self._check_vote(domain, changed, verdict)
             except Exception as error:
                 fault = fault or error
                 continue
-            present |= {id(p) for p, voted in zip(members, verdict.flags, strict=True) if voted}
+            voted.update(compress(ids, verdict.flags))
         if fault is not None:
             raise fault
-        return None if changed else present
+        return None if changed else voted
 
     def _check_vote(self, domain: Domain, changed: bool, verdict: Verdict) -> None:
         ranks = listed(domain.ranks, " ")

@@ -409,11 +409,12 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, present: set[int]) -> None:
         """Run all rounds. What a round completes is published at once."""
-        coming = [p for r in self._rounds for batch in r.batches for p in batch.params if id(p) in present]
         missing = dict(self._updates)
         with self._timer.phase("publish"):
             for residency in self._residencies:
-                residency.begin_update(coming)
+                residency.begin_update(
+                    p for r in self._rounds for batch in r.batches for p in batch.params if id(p) in present
+                )
         # Once for each group: reading a tensor's number waits for the accelerator.
         options = [{**g, "lr": float(g["lr"])} if g["use_muon"] else g for g in self.param_groups]
         asked, self._asked = self._asked, None
@@ -423,12 +424,14 @@ class Muon(torch.optim.Optimizer):
         ):
             self._done += done
             of_round = [p for batch in round_.batches for p in batch.params]
-            for param in of_round:
-                if id(param) in missing:
-                    missing[id(param)] -= 1
+            if missing:
+                for param in of_round:
+                    if id(param) in missing:
+                        missing[id(param)] -= 1
+                of_round = [p for p in of_round if not missing.get(id(p))]
             with self._timer.phase("publish"):
                 for residency in self._residencies:
-                    residency.updated([p for p in of_round if not missing.get(id(p))])
+                    residency.updated(of_round)
         with self._timer.phase("publish"):
             for residency in self._residencies:
                 residency.end_update()

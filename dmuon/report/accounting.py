@@ -284,13 +284,13 @@ class _RoundBytes:
                     nbytes["whole"] += parcel.numel * itemsize
                 if parcel.spread.copies == 1:
                     nbytes["uncopied"] += parcel.numel * back
-        bundles = round_.copies.bundles
-        nbytes["copied"] = sum(bundle.numel for bundle in bundles) * back
-        nbytes["copied_out"] = sum(bundle.numel_out for bundle in bundles) * back
+        loads = round_.copies.loads
+        nbytes["copied"] = sum(load.numel for load in loads) * back
+        nbytes["copied_out"] = sum(load.numel_out for load in loads) * back
         if any(parcel.spread.copies == 1 for parcel in round_.parcels):
             nbytes["uncopied"] += nbytes["returned"]
         ways = [parcel.to_owner for parcel in round_.parcels], [parcel.from_owner for parcel in round_.parcels]
-        calls = sum(map(travels, ways)) + sum(bundle.calls for bundle in bundles)
+        calls = sum(map(travels, ways)) + sum(load.calls for load in loads)
         return cls(calls, **nbytes, goes_on=round_.copies.needed, at_once=not travels(ways[1]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -193,54 +193,58 @@ class SharedBatch(Batch):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """Batches of one round of whose matrices this rank has small parts that are alike.
+    """Batches of one round of whose matrices this rank has small parts that are alike, or just one batch.
 
     One elementwise operation serves all of them: each batch by itself would cost more to start than to compute.
 
     Attributes:
         numbers: of the batches in the round.
-        momentum: of all of them, one after the other, ``(k, …)``; their ``stacked`` are parts of it.
+        joint: all of their parameters, one after the other. It is not orthogonalized as such: only its parts are alike.
+        owned: by this rank.
     """
 
     numbers: tuple[int, ...]
-    momentum: Tensor
+    joint: Batch
+    owned: bool
 
 
-def make_bundles(batches: Sequence[Batch], marks: Sequence[bool]) -> tuple[list[Bundle], dict[int, Tensor]]:
-    """Bundles of some of ``batches``, whose momentum is new: zeros.
+def make_bundles(batches: Mapping[int, Batch], owned: Collection[int]) -> tuple[list[Bundle], dict[int, Tensor]]:
+    """Bundles of ``batches``, by number in the round; where they are of several, their momentum is new: zeros.
 
     Args:
-        marks: of each batch; those of a bundle have the same.
+        owned: by this rank. They are apart from the others: what it keeps for itself must not keep what it sends.
 
     Returns:
-        The bundles, and by ``id`` of the parameter this rank's momentum of those in them.
+        The bundles, and by ``id`` of the parameter this rank's momentum where it is new.
     """
     alike: dict[object, list[int]] = {}
-    for number, (batch, mark) in enumerate(zip(batches, marks, strict=True)):
-        if batch.stacked is not None and 0 < batch.stacked[0].numel() <= _SMALL_PART:
-            kind = (
-                batch.stacked.shape[1:],
-                batch.dtype,
-                batch.params[0].dtype,
-                batch.device,
-                batch.shape,
-                batch.transposed,
-                mark,
-            )
-            alike.setdefault(kind, []).append(number)
+    for number, batch in batches.items():
+        kind: object = number
+        if batch.stacked is not None and len(batch.numbers) == 1 and 0 < batch.stacked[0].numel() <= _SMALL_PART:
+            like = batch.stacked[0]
+            kind = (like.shape, like.dtype, batch.params[0].dtype, like.device, batch.shape, batch.transposed)
+        alike.setdefault((kind, number in owned), []).append(number)
     bundles: list[Bundle] = []
     momentum: dict[int, Tensor] = {}
     for numbers in alike.values():
-        if len(numbers) == 1:
-            continue
         members = [batches[number] for number in numbers]
-        stacks = [batch.stacked for batch in members if batch.stacked is not None]
-        joint = stacks[0].new_zeros((sum(map(len, stacks)), *stacks[0].shape[1:]))
-        for batch, part in zip(members, joint.split([*map(len, stacks)]), strict=True):
-            batch.stacked, batch.momenta = part, list(part)
-            momentum.update(zip(map(id, batch.params), batch.momenta, strict=True))
-        bundles.append(Bundle(tuple(numbers), joint))
+        joint = members[0] if len(members) == 1 else _joined(members)
+        if joint is not members[0]:
+            momentum.update(zip(map(id, joint.params), joint.momenta, strict=True))
+        bundles.append(Bundle(tuple(numbers), joint, numbers[0] in owned))
     return bundles, momentum
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """All of them as one, over one momentum, of which they get theirs."""
+    first = batches[0]
+    assert first.stacked is not None
+    counts = [len(batch.params) for batch in batches]
+    stacked = first.stacked.new_zeros((sum(counts), *first.stacked.shape[1:]))
+    for batch, part in zip(batches, stacked.split(counts), strict=True):
+        batch.stacked, batch.momenta = part, list(part)
+    params, momenta = [p for batch in batches for p in batch.params], [m for batch in batches for m in batch.momenta]
+    return Batch(params, momenta, first.position, first.shape, {}, None, first.transposed, first.numbers, stacked)
 
 
 def make_batches(tasks: Iterable[Task], device: torch.device | None = None) -> tuple[list[Batch], dict[int, Tensor]]:

@@ -19,9 +19,7 @@ from dmuon.step.update import (
     Done,
     Orthogonalized,
     apply,
-    apply_together,
     folded,
-    folded_together,
     orthogonalize,
     orthogonalize_whole,
     wire_dtype,
@@ -127,8 +125,7 @@ class ExchangedRound:
         self.parcels = [batch.parcel for batch in batches]
         self.exchanged = any(len(parcel.holders) > 1 for parcel in self.parcels)
         self._what = what
-        self._bundles: list[Bundle] = []
-        self._whole: list[Bundle] = []
+        self.bundles = [Bundle((i,), batch, i in self._owned) for i, batch in self._held.items()]
         self._present: list[list[bool]] = []
         self._gathering: Redistribution | None = None
         self._scattering: Redistribution | None = None
@@ -137,9 +134,7 @@ class ExchangedRound:
 
     def bundle(self) -> dict[int, Tensor]:
         """Treat batches together whose parts here are small and alike; returns their momentum, which is new."""
-        # Apart from each other: what this rank keeps for itself must not keep what it sends.
-        owned = [batch.parcel.owner == self.domain.position for batch in self.batches]
-        self._bundles, momentum = make_bundles(self.batches, owned)
+        self.bundles, momentum = make_bundles(self._held, self._owned)
         return momentum
 
     def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
@@ -148,16 +143,15 @@ class ExchangedRound:
         self._present = [[id(p) in present for p in batch.params] for batch in self.batches]
         if not any(map(any, self._present)):
             return
-        # Of the bundles those of whose parameters all have a gradient somewhere.
-        self._whole = [bundle for bundle in self._bundles if all(all(self._present[i]) for i in bundle.numbers)]
+        parts: dict[int, Tensor] = {}
         with timer.phase("momentum"):
-            parts: dict[int, Tensor] = {}
-            for bundle in self._whole:
-                members = [self.batches[i] for i in bundle.numbers]
-                parts |= zip(bundle.numbers, folded_together(group, members, bundle.momentum), strict=True)
-            for i, (batch, present_params) in enumerate(zip(self.batches, self._present, strict=True)):
-                if i not in parts and self.domain.position in batch.parcel.pieces:
-                    parts[i] = folded(group, batch, present_params)
+            for bundle in self.bundles:
+                update = folded(group, bundle.joint, self._of_params(bundle))
+                if bundle.owned:
+                    counts = [self.batches[i].count for i in bundle.numbers]
+                    parts |= zip(bundle.numbers, update.split(counts), strict=True)
+                else:
+                    parts[bundle.numbers[0]] = update
         with timer.phase("exchange"):
             what = f"gather of {self._what}"
             self._gathering = Redistribution(self._to_owners, parts, self.domain, self._like(), what)
@@ -200,13 +194,15 @@ class ExchangedRound:
         with timer.phase("exchange"):
             updates = arriving.wait()
         self._scattering = self._copying = None
-        for bundle in self._whole:
-            members = [self.batches[i] for i in bundle.numbers]
-            apply_together(group, members, [updates.pop(i) for i in bundle.numbers], timer, record=record)
-        for i, update in updates.items():
-            batch = self.batches[i]
-            for start, end in batch.runs(self._present[i]):
-                apply(group, batch, batch.params[start:end], update[batch.rows(start, end)], timer, record=record)
+        for bundle in self.bundles:
+            parts = [updates.pop(i) for i in bundle.numbers if i in updates]
+            joint, present = bundle.joint, self._of_params(bundle)
+            if all(present):
+                apply(group, joint, joint.params, parts, timer, record=record)
+                continue
+            update = torch.cat(parts)
+            for start, end in joint.runs(present):
+                apply(group, joint, joint.params[start:end], update[joint.rows(start, end)], timer, record=record)
 
     @cached_property
     def copies(self) -> Copies:
@@ -215,11 +211,31 @@ class ExchangedRound:
 
     @cached_property
     def _to_owners(self) -> Itinerary:
-        return Itinerary([parcel.to_owner for parcel in self.parcels], self.domain)
+        return Itinerary([parcel.to_owner for parcel in self.parcels], self.domain, self._stacks)
 
     @cached_property
     def _from_owners(self) -> Itinerary:
-        return Itinerary([parcel.from_owner for parcel in self.parcels], self.domain)
+        stacks = [] if self.copies.needed else self._stacks  # these go on batch by batch
+        return Itinerary([parcel.from_owner for parcel in self.parcels], self.domain, stacks)
+
+    @property
+    def _stacks(self) -> list[tuple[int, ...]]:
+        """What travels as it is folded."""
+        return [bundle.numbers for bundle in self.bundles if not bundle.owned]
+
+    @cached_property
+    def _owned(self) -> set[int]:
+        """Numbers of the batches of this rank."""
+        return {i for i, parcel in enumerate(self.parcels) if parcel.owner == self.domain.position}
+
+    @cached_property
+    def _held(self) -> dict[int, Batch]:
+        """The batches of which this rank has parts, by number."""
+        return {i: batch for i, batch in enumerate(self.batches) if self.domain.position in batch.parcel.spread.parts}
+
+    def _of_params(self, bundle: Bundle) -> list[bool]:
+        """Which of its parameters have a gradient somewhere."""
+        return [present for i in bundle.numbers for present in self._present[i]]
 
     def __str__(self) -> str:
         """What all ranks of the domain must agree on before data travels."""

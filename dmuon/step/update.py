@@ -97,7 +97,7 @@ def folded(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> T
     """
     parts = []
     for start, end in batch.runs(present):
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in batch.params[start:end]]
+        grads = [torch.zeros_like(p) if (grad := p.grad) is None else grad for p in batch.params[start:end]]
         momentum = batch.momentum(start, end)
         update = momentum_update(batch.matrices(grads), momentum, beta=group["momentum"], nesterov=group["nesterov"])
         batch.put_momentum(start, end, momentum)
@@ -110,44 +110,11 @@ def folded(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> T
     return out
 
 
-def folded_together(group: Mapping[str, Any], batches: Sequence[Batch], momentum: Tensor) -> list[Tensor]:
-    """:func:`folded` of a bundle, some rank of which has a gradient of each parameter.
-
-    Args:
-        momentum: of all of them, one after the other.
-    """
-    grads = [
-        torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)
-        for batch in batches
-        for p in batch.params
-    ]
-    update = momentum_update(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"])
-    return list(torch.split(update, [len(batch.params) for batch in batches]))
-
-
-def apply_together(
-    group: Mapping[str, Any],
-    batches: Sequence[Batch],
-    updates: Sequence[Tensor],
-    timer: PhaseTimer,
-    *,
-    record: StepRecord | None = None,
-) -> None:
-    """:func:`apply` to all parameters of a bundle."""
-    with timer.phase("apply"):
-        weights = [local_tensor(p).detach() for batch in batches for p in batch.params]
-        scale = update_scale(group["adjust_lr_fn"], batches[0].scaled_shape)
-        apply_update_(weights, updates, lr=group["lr"], weight_decay=group["weight_decay"], scale=scale)
-        if record is not None:
-            labels = [label for batch in batches for label in batch.labels_of(batch.params)]
-            record.note(labels, batches[0].shape, group["lr"] * scale, torch.cat([*updates]), weights)
-
-
 def apply(
     group: Mapping[str, Any],
     batch: Batch,
     params: Sequence[Tensor],
-    update: Tensor,
+    update: Tensor | Sequence[Tensor],
     timer: PhaseTimer,
     *,
     scale: float | None = None,
@@ -156,11 +123,12 @@ def apply(
     """Subtract ``update``, ``(k, …)``, shaped as this rank's parts, from the weights; ``lr`` must be a float.
 
     Args:
+        update: or several that are ``k`` together.
         scale: factor on the learning rate; None: as the shape of the whole matrices says.
         record: is told of update and weights.
     """
     with timer.phase("apply"):
-        weights = [local_tensor(p).detach() for p in params]  # a DTensor's own detach costs forty times as much
+        weights = [local_tensor(p) for p in params]
         matrices = batch.matrices(weights)
         if scale is None:
             scale = update_scale(group["adjust_lr_fn"], batch.scaled_shape)
@@ -173,7 +141,8 @@ def apply(
         )
         batch.put(weights, matrices)
         if record is not None:
-            record.note(batch.labels_of(params), batch.shape, group["lr"] * scale, update, matrices)
+            whole = update if isinstance(update, Tensor) else torch.cat([*update])
+            record.note(batch.labels_of(params), batch.shape, group["lr"] * scale, whole, matrices)
 
 
 def wire_dtype(group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -249,10 +218,11 @@ def align_gradients(params: Iterable[Tensor]) -> None:
     """
     for param in params:
         grad = param.grad
-        if grad is not None and grad.layout is torch.sparse_coo:
+        if isinstance(grad, DTensor):
+            if isinstance(param, DTensor) and grad.placements != param.placements:
+                param.grad = grad.redistribute(placements=param.placements)
+        elif grad is not None and grad.layout is torch.sparse_coo:
             param.grad = grad.to_dense()
-        if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
-            param.grad = grad.redistribute(placements=param.placements)
 
 
 def new_adamw_state(param: Tensor) -> dict[str, Tensor]:

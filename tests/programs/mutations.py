@@ -78,7 +78,7 @@ FAULTS = {
     },
     REDISTRIBUTION: {
         "a_gather_is_not_waited_for": "«            self._pending.wait()\n→»            received = self._received",
-        "what_travels_is_the_wrong_part": "view: Tensor = tensor«→.flip(1)»[_each(blocks[0][1])]",
+        "what_travels_is_the_wrong_part": "view: Tensor = tensor«→.flip(1)»[self._blocks[0][1]]",
     },
     "tests/dedicated/test_faults.py -k digests_do_not_depend": {
         "digests_are_alike": "return «zlib.crc32(repr(lanes).encode()) & 0x7FFFFFFF→len(lanes)»",

@@ -98,6 +98,12 @@ class Variant:
             if self.backend not in TILED:
                 raise ValueError(f"tile {self.tile!r} is Triton's, not of back end {self.backend!r}")
 
+    @property
+    def unproven(self) -> frozenset[str]:
+        """What no GPU has run of its kernels, and might hang or end the process: ``"loader"``, ``"quack"``."""
+        loader = bool(self.tile) and TileConfig.parse(self.tile).loader
+        return frozenset(["loader"] * loader + ["quack"] * (self.backend == "quack"))
+
     def __str__(self) -> str:
         restarts = "r" + ",".join(map(str, self.restarts)) if self.restarts else ""
         words = (self.method, restarts, self.backend, self.tile, f"by{self.piece}", "replay" if self.replay else "")

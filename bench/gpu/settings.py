@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,9 +13,23 @@ from torch import Tensor
 
 from dmuon.kernels import backend_fault
 from dmuon.kernels.symmetric_tiles import TileConfig, candidates
+from dmuon.planning.device_key import NsOptions
+from dmuon.planning.profiler import unproven_variants
+from dmuon.planning.quarantine import proven_kinds
 from gpu.journal import Journal
 
+_TRIAL_SECONDS = 60.0
 _DRY = ("16x16w4s2g8", "16x16w4s2dg8", "16x16w4s2dhg8", "16x16w4s2dpg8")
+
+
+@cache
+def _loader_runs(device: torch.device) -> bool:
+    """Whether tiles with a loader end, and rightly: in a process of their own, as no result must be lost by them."""
+    shape, options = (1024, 1024), NsOptions()
+    variant = unproven_variants(shape, device, options).get("loader")
+    if variant is None:
+        return False
+    return (shape, "loader") in proven_kinds({"loader": [(shape, variant)]}, device, options, _TRIAL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +51,8 @@ class Settings:
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (9, 0)
         if self.scale > 1:
             return lambda m, p, dtype: tuple(map(TileConfig.parse, _DRY))
-        return lambda m, p, dtype: candidates(m, p, dtype, capability)
+        usable = {False, _loader_runs(self.device)}
+        return lambda m, p, dtype: tuple(c for c in candidates(m, p, dtype, capability) if c.loader in usable)
 
     def medians(
         self, programs: Mapping[str, Callable[[], object]], journal: Journal, what: str, others: Sequence[str] = ()

@@ -33,6 +33,7 @@ from dmuon.solver import Shape
 
 _DTYPES: Mapping[str, Storage] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "mixed": MIXED}
 _SAMPLE = 5  # entries that --check times again
+_TRIALS = 0.5  # of the budget, what processes may take at most that try kernels which no GPU has run
 _TOLERANCE = 1.5  # clocks and neighbours on the machine stay below this; another device or kernel rarely does
 _RUN = ("dtype", "coefficients", "steps")
 # Which arguments each mode reads: any other is refused rather than ignored.
@@ -120,7 +121,9 @@ def _measure(arguments: argparse.Namespace) -> int:
         for shape, count in _counts(arguments.model, arguments.shapes or "", limit).items()
     }
     with timing_bar(work, key.device) as progress:
-        entries = measure(work, device=device, options=options, budget_s=budget_s, progress=progress)
+        entries = measure(
+            work, device=device, options=options, budget_s=budget_s, trial_s=_TRIALS * budget_s, progress=progress
+        )
     if not entries:
         raise BadArgument(f"nothing fitted --budget {budget_s:g}; allow more seconds")
     CostCache(key, entries).save(path)
@@ -186,7 +189,9 @@ def _check(arguments: argparse.Namespace) -> int:
     print(f"{path}: valid on {device}, {'exactly' if match == 'exact' else f'measured with other versions: {changes}'}")
     work = _sample(cache.entries)
     with timing_bar(work, key.device) as progress:
-        again = measure(work, device=device, options=options, budget_s=budget_s, progress=progress)
+        again = measure(
+            work, device=device, options=options, budget_s=budget_s, trial_s=_TRIALS * budget_s, progress=progress
+        )
     if not again:
         raise BadArgument(f"nothing fitted --budget {budget_s:g}; allow more seconds")
     print(f"{'shape':>14} {'batch':>6} {'recorded ms':>12} {'now ms':>12} {'ratio':>7}")

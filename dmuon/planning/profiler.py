@@ -29,6 +29,7 @@ from dmuon.kernels import (
 )
 from dmuon.planning.cost_cache import Timing
 from dmuon.planning.device_key import NsOptions
+from dmuon.planning.quarantine import proven_kinds
 from dmuon.solver import Shape
 
 MAX_BATCH = 64  # an owner of more runs several batches: by then launches are long hidden
@@ -66,6 +67,7 @@ def measure(
     device: torch.device,
     options: NsOptions | None = None,
     budget_s: float = 10.0,
+    trial_s: float = 0.0,
     progress: Callable[[Shape, int], None] | None = None,
     too_large: Callable[[Shape, int], None] | None = None,
 ) -> dict[Shape, dict[int, Timing]]:
@@ -78,6 +80,8 @@ def measure(
 
     Args:
         work: shape (small side, large side) to batch sizes.
+        trial_s: of the budget, what may be spent on processes that try kernels which no GPU has run; without them these
+            are no rivals.
         progress: called with shape and batch size after each is timed or left out.
         too_large: called with shape and batch size where the device's memory ran out; larger ones are not tried.
     """
@@ -91,6 +95,7 @@ def measure(
     full: set[Shape] = set()
     if not items or budget_s <= 0:
         return result
+    proven = _proven(work, device, options, trial_s) if trial_s > 0 else frozenset()
     with _clock(device) as clock:
         calibration = (256, 256) if device.type == "cpu" else (2048, 2048)
         rate = _rate(calibration, device, options, clock)  # operations per ns
@@ -98,7 +103,7 @@ def measure(
             remaining = (deadline - time.perf_counter()) * 1e9
             if shape not in full and remaining > 2 * k * flops / rate:
                 share = remaining / (len(items) - index)
-                timing = _time_best(shape, k, device, options, clock, share, k * flops / rate)
+                timing = _time_best(shape, k, device, options, clock, share, k * flops / rate, proven)
                 if timing is not None:
                     rate = max(rate, k * flops / timing.median_ns)
                     result.setdefault(shape, {})[k] = timing
@@ -109,6 +114,41 @@ def measure(
             if progress is not None:
                 progress(shape, k)
     return {shape: _isotonic(timings) for shape, timings in sorted(result.items())}
+
+
+def _proven(
+    work: Mapping[Shape, Sequence[int]], device: torch.device, options: NsOptions, seconds: float
+) -> frozenset[tuple[Shape, str]]:
+    """The shapes that kernels which no GPU has run have updated rightly, in a process of their own."""
+    candidates: dict[str, list[tuple[Shape, Variant]]] = {}
+    for shape in sorted(work):
+        for kind, variant in unproven_variants(shape, device, options).items():
+            candidates.setdefault(kind, []).append((shape, variant))
+    return proven_kinds(candidates, device, options, seconds)
+
+
+def unproven_variants(shape: Shape, device: torch.device, options: NsOptions) -> dict[str, Variant]:
+    """For each kind of kernels that no GPU has run, and that could on ``device``, a variant with them alone."""
+    sequence = coefficient_sequence(options.coefficients, options.steps)
+    dtype = storage_dtype(torch.float32, device, options.dtype)
+    forms, tiles, *_ = alternatives(shape, 1, sequence, dtype, device)
+    found: dict[str, Variant] = {}
+    for form in forms(choose_variant(shape, 1, sequence, dtype, device)):
+        for rival in (form, *tiles(form)):
+            if len(rival.unproven) == 1:
+                (kind,) = rival.unproven
+                found.setdefault(kind, rival)
+    return found
+
+
+def trial_fault(shape: Shape, device: torch.device, options: NsOptions, variant: Variant) -> str | None:
+    """What is wrong with an update by ``variant`` of one matrix of ``shape``, or ``None``. The host waits for it."""
+    batch = _Batch(shape, 1, device)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        batch.update(options, variant)()
+        _agrees(batch, options, variant)
+    return next((f"says: {w.message}" for w in told if "not used" in str(w.message)), None)
 
 
 def fastest_variant(shape: Shape, k: int, device: torch.device, options: NsOptions, *, seconds: float) -> Variant:
@@ -145,13 +185,20 @@ def _rate(shape: Shape, device: torch.device, options: NsOptions, clock: Clock) 
 
 
 def _time_best(
-    shape: Shape, k: int, device: torch.device, options: NsOptions, clock: Clock, share_ns: float, expected_ns: float
+    shape: Shape,
+    k: int,
+    device: torch.device,
+    options: NsOptions,
+    clock: Clock,
+    share_ns: float,
+    expected_ns: float,
+    proven: frozenset[tuple[Shape, str]] = frozenset(),
 ) -> Timing | None:
     """The time of the fastest variant, or ``None`` where one batch does not fit the device's memory."""
     started = time.perf_counter()
     try:
         batch = _Batch(shape, k, device)
-        best, tried = _fastest(batch, options, clock, share_ns / 2, expected_ns)
+        best, tried = _fastest(batch, options, clock, share_ns / 2, expected_ns, proven)
         spent_ns = (time.perf_counter() - started) * 1e9
         named = str(best) if tried else ""
         return _time_batch(batch.update(options, best), clock, share_ns - spent_ns, named)
@@ -160,11 +207,17 @@ def _time_best(
 
 
 def _fastest(
-    batch: _Batch, options: NsOptions, clock: Clock, limit_ns: float, expected_ns: float
+    batch: _Batch,
+    options: NsOptions,
+    clock: Clock,
+    limit_ns: float,
+    expected_ns: float,
+    proven: frozenset[tuple[Shape, str]] = frozenset(),
 ) -> tuple[Variant, bool]:
     """What a tuner finds within ``limit_ns``, and whether it tried anything.
 
-    That is the rule's variant, unless a rival is clearly faster and computes the same.
+    That is the rule's variant, unless a rival is clearly faster and computes the same. Kernels that no GPU has run are
+    rivals if they are ``proven`` on this shape.
     """
     started = time.perf_counter()
     sequence = coefficient_sequence(options.coefficients, options.steps)
@@ -182,6 +235,8 @@ def _fastest(
     for rivals in alternatives(batch.shape, batch.k, sequence, dtype, batch.device):
         for rival in rivals(best):
             spent_ns = (time.perf_counter() - started) * 1e9
+            if not all((batch.shape, kind) in proven for kind in rival.unproven):
+                continue
             if rival == best or spent_ns + runs * (best_ns or expected_ns) > limit_ns:
                 continue
             best_ns = quick(best) if best_ns is None else best_ns

@@ -38,7 +38,7 @@ def normalize(
     be ``x``.
     """
     result, norms = divide(x, storage, eps, out=out)
-    return result, norms.double().reshape(len(x))
+    return result, norms.reshape(len(x))
 
 
 def divide(
@@ -50,7 +50,7 @@ def divide(
 ) -> tuple[Tensor, Tensor]:
     """:func:`normalize`, of one matrix too. That may be small, so that each call counts.
 
-    The norms broadcast with ``x``, and may be fp32.
+    The norms broadcast with ``x``.
     """
     waits = streams_of(x.device) is not None  # where reading a norm would wait for the device
     if x.ndim == 2 and 0 < x.numel() <= _FEW and x.dtype == storage and storage in _ITSELF and not waits:
@@ -77,7 +77,7 @@ def _divide_as_it_is(x: Tensor, out: Tensor, compute: torch.dtype, eps: float) -
     norms = _norms(x)
     if not all(_is_usual(norm, eps) for norm in norms.flatten().tolist()):
         return None
-    torch.div(x, norms if norms.dtype == compute else norms.to(compute), out=out)
+    torch.div(x, norms.to(compute), out=out)
     return norms
 
 

@@ -85,7 +85,8 @@ def momentum_norms(
     k, _, tiles = _tiles(momentum)
     partials = torch.empty((k, tiles), dtype=torch.float64, device=momentum.device)
     if partials.numel():
-        _fold(_momentum_kernel, grads, momentum, partials, stacked=[momentum], beta=beta, nesterov=nesterov)
+        _launch(_momentum_kernel, grads, [momentum, partials], 1 - beta, beta, stacked=[momentum], nesterov=nesterov)
+        increment_version(momentum)
     return partials.sum(dim=1).sqrt_()
 
 
@@ -109,29 +110,13 @@ def normalized_update(
             or :func:`unsupported` tensors.
     """
     _check_momentum(grads, momentum)
-    k, numel, tiles = _tiles(momentum)
+    k = len(momentum)
     _check(_unfit("norms", [norms], torch.Size([k]), momentum.device, dtypes=(torch.float64,)))
     _check(_unfit("out", [out], momentum.shape, momentum.device))
-    if not k * tiles:
-        return
-    table, aligned = _addresses([*grads], [momentum, out])
-    with torch.cuda.device_of(momentum):
-        _normalize_kernel[(k * tiles,)](
-            table,
-            momentum,
-            norms,
-            out,
-            float(beta),
-            float(eps),
-            numel,
-            tiles,
-            NESTEROV=nesterov,
-            GRAD=DTYPES[grads[0].dtype],
-            ALIGNED=aligned,
-            BLOCK=_BLOCK,
-            **_LAUNCH,
-        )
-    increment_version(out)
+    if out.numel():
+        tensors, stacked = [momentum, norms, out], [momentum, out]
+        _launch(_normalize_kernel, grads, tensors, beta, eps, stacked=stacked, nesterov=nesterov)
+        increment_version(out)
 
 
 def momentum_update(
@@ -152,8 +137,9 @@ def momentum_update(
     _check_momentum(grads, momentum)
     _check(_unfit("out", [out], momentum.shape, momentum.device))
     if out.numel():
-        _fold(_fold_kernel, grads, momentum, out, stacked=[momentum, out], beta=beta, nesterov=nesterov)
-        increment_version(out)
+        stacked = [momentum, out]
+        _launch(_fold_kernel, grads, stacked, 1 - beta, beta, stacked=stacked, nesterov=nesterov)
+        increment_version(stacked)
 
 
 def norms_of(x: Tensor) -> Tensor:  # (k, m, n), fp32, fp16 or bf16 -> (k,), fp64
@@ -209,26 +195,22 @@ def apply_update(
     increment_version(params)
 
 
-def _fold(
+def _launch(
     kernel: Any,
     grads: Sequence[Tensor],
-    momentum: Tensor,
-    result: Tensor,
-    *,
+    tensors: list[Tensor],
+    *factors: float,
     stacked: list[Tensor],
-    beta: float,
     nesterov: bool,
 ) -> None:
-    """Launch a kernel that folds gradients into ``momentum``; ``stacked`` are the tensors that it goes through."""
-    k, numel, tiles = _tiles(momentum)
+    """Launch a kernel that takes gradients, ``tensors`` and two factors; it goes through those that are ``stacked``."""
+    k, numel, tiles = _tiles(stacked[0])
     table, aligned = _addresses([*grads], stacked)
-    with torch.cuda.device_of(momentum):
+    with torch.cuda.device_of(stacked[0]):
         kernel[(k * tiles,)](
             table,
-            momentum,
-            result,
-            float(1 - beta),
-            float(beta),
+            *tensors,
+            *map(float, factors),
             numel,
             tiles,
             NESTEROV=nesterov,
@@ -237,7 +219,6 @@ def _fold(
             BLOCK=_BLOCK,
             **_LAUNCH,
         )
-    increment_version(momentum)
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)

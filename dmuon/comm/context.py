@@ -97,9 +97,9 @@ class Comm:
 
     All process groups are dmuon's own: collectives of one group must come in one order on all its ranks, which no one
     could promise for a group that a user communicates over as well. There are several because collectives of one group
-    also run one after the other: weights must not wait behind gradients (two lines in :class:`Lanes`), reductions
-    of what nobody shards start from backward while others block (``average_group`` and ``group``), and a vote must
-    reach every rank of the model (``control``).
+    also run one after the other: weights must not wait behind gradients (two lines in :class:`Lanes`), and a vote must
+    reach every rank of the model (``control``), also one that is about to reduce something else. Gradients of what
+    nobody shards are averaged over :meth:`average_group`.
 
     Attributes:
         mesh: the data-parallel mesh.
@@ -115,10 +115,10 @@ class Comm:
         row: the ranks over which weights are sharded: fills and reductions. None if weights are not sharded.
         column: those that hold the same shard in every replica: publications and reductions. None with one replica.
         group: over ``ranks``: broadcasts of initial values, state dicts, and other collectives that block.
-        average_group: over ``ranks``: all-reduces of gradients of parameters that nobody shards.
         control: over all ranks of the topology, tensor parallelism included: agreement on plans, and votes.
         tensor: the tensor-parallel ranks at this coordinate: pieces of matrices, to their owners and back. None without
             tensor parallelism.
+        groups: of this model.
     """
 
     mesh: DeviceMesh
@@ -138,9 +138,9 @@ class Comm:
     row: Lanes | None
     column: Lanes | None
     group: dist.ProcessGroup
-    average_group: dist.ProcessGroup
     control: dist.ProcessGroup
     tensor: Domain | None
+    groups: Groups
 
     @property
     def world(self) -> int:
@@ -156,6 +156,20 @@ class Comm:
     def domain(self) -> Domain:
         """The data-parallel ranks, for matrices that travel while everything else waits."""
         return Domain(self.ranks, self.position, self.device, self.group, self.monitor, lane=None)
+
+    def average_group(self) -> dist.ProcessGroup:
+        """Over ``ranks``: all-reduces of gradients of parameters that nobody shards. Collective; ask once.
+
+        Not in :func:`make_comm`: where FSDP2 shards all that dmuon does not own, there is nothing to average. Averages
+        start from backward, where a rank may issue them at another place among its reductions than others. So they have
+        a group of their own, or that of collectives that block, if votes go over another one.
+        """
+        if self.control is not self.group:
+            return self.group
+        group = self.groups.keep(make_group(self.device.type, [self.ranks], "average", self.options.timeout))
+        with self.monitor.watch("first use of the process group of averages"):
+            connect(group, self.device)
+        return group
 
     def coordinate(self, owner: Position) -> Coordinate:
         """Of a position among the data-parallel ranks."""
@@ -202,9 +216,8 @@ def make_comm(
     if mesh.ndim > 1:
         flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
     row, column = (_lanes(groups, device.type, topology, along, rank, options, control) for along in ("s", "r"))
-    average_group = groups.keep(make_group(device.type, topology.partition("rs"), "average", options.timeout))
     with monitor.watch("first use of dmuon's process groups"):
-        for one in (control, group, average_group):
+        for one in dict.fromkeys((control, group)):
             connect(one, device)
         if tensor is not None:
             connect(tensor.group, device, exchanges=True, gathers=True)
@@ -235,9 +248,9 @@ def make_comm(
         row=row,
         column=column,
         group=group,
-        average_group=average_group,
         control=control,
         tensor=tensor,
+        groups=groups,
     )
 
 

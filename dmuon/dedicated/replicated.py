@@ -40,7 +40,7 @@ class _Bucket:
         """Whether all gradients are there."""
         return len(self.ready) == len(self.params)
 
-    def launch(self, comm: Comm) -> None:
+    def launch(self, comm: Comm, group: dist.ProcessGroup) -> None:
         for origin in self.origins:
             origin.join()
         self.origins = []
@@ -57,11 +57,11 @@ class _Bucket:
                 flat.zero_()
             if present:
                 torch._foreach_copy_([slot for slot, _ in present], [grad for _, grad in present])
-        average, group = dist.ReduceOp.AVG, comm.average_group
+        op = dist.ReduceOp.AVG
         with comm.reduce_stream.beside():
             what = f"average of {len(self.params)} replicated gradients, {sum(p.numel() for p in self.params)} elements"
             self.pending = comm.monitor.start(
-                "average", what, lambda: [dist.all_reduce(flat, average, group=group, async_op=True)]
+                "average", what, lambda: [dist.all_reduce(flat, op, group=group, async_op=True)]
             )
         self.flat = flat
 
@@ -100,7 +100,8 @@ class GradAverager:
     of their own ([Note: one order of collectives]). So a bucket leaves early only if by earlier votes all its gradients
     have always come on all ranks, once each and behind as many reductions; the others form the last buckets. The order
     differs between ranks in the one backward in which a gradient is missing or elsewhere for the first time. Where each
-    collective is awaited at once, that would be a deadlock, and all buckets leave at the end.
+    collective is awaited at once, that would be a deadlock, and all buckets leave at the end. So they do until their
+    process group is made: by all ranks at the end of the first backward that averages anything.
 
     A gradient accumulates without a second tensor: the average of ``previous average + new gradient`` is right, because
     the previous average is the same on all ranks.
@@ -121,6 +122,7 @@ class GradAverager:
         self.params = list(params)
         self._trained = trained
         self._comm = comm
+        self._group: dist.ProcessGroup | None = None
         self._on_gradient = on_gradient
         self._reductions = 0  # of this backward, so far
         self._places: dict[int, int] = {}  # by ``id``, behind how many of them the gradient came in the last backward
@@ -181,7 +183,7 @@ class GradAverager:
     def reduction_started(self) -> None:
         """A block's owned gradients leave, as on all ranks: start averaging what is complete, and leaves early."""
         self._reductions += 1
-        if self._active:
+        if self._active and self._group is not None:
             while self._next < self._early_buckets and self._active[self._next].complete:
                 self._launch_next()
 
@@ -214,7 +216,12 @@ class GradAverager:
         bucket = self._active[self._next]
         self._next += 1
         if bucket.params:
-            bucket.launch(self._comm)
+            bucket.launch(self._comm, self._made_group())
+
+    def _made_group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            self._group = self._comm.average_group()
+        return self._group
 
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Average whatever is left and write the averages back.
@@ -239,7 +246,7 @@ class GradAverager:
 
     def _average_late(self, grad: Tensor) -> None:
         """Of a parameter of two checkpointed segments, the first time that its second gradient came late."""
-        average, group = dist.ReduceOp.AVG, self._comm.average_group
+        average, group = dist.ReduceOp.AVG, self._made_group()
         what = f"second average of a replicated gradient of {grad.numel()} elements"
         self._comm.monitor.start(
             "average", what, lambda: [dist.all_reduce(grad, average, group=group, async_op=True)]

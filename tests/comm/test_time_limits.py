@@ -31,7 +31,7 @@ def test_groups_have_the_limit_of_the_default_group_unless_told(rank: int, world
     for timeout, seconds in ((None, COLLECTIVE_SECONDS), (timedelta(seconds=7), 7.0)):
         comm = dedications(lay("1d", build(), comm=dmuon.CommOptions(timeout=timeout)).model)[0].runtime.comm
         assert comm.row is not None
-        assert {limit_of(g) for g in (comm.control, comm.average_group, comm.row.weights.group)} == {seconds}
+        assert {limit_of(g) for g in (comm.control, comm.average_group(), comm.row.weights.group)} == {seconds}
         assert limit_of(make_domain(range(world), CPU, timeout).group) == seconds
 
 

@@ -218,7 +218,7 @@ def test_where_ranks_destroy_groups_together_they_agree_on_which(rank: int, worl
         assert {first, second} < opened < group_names()
         models.clear()
         fourth: Any = dedicated(mesh)
-        assert len(group_names()) == len(before) + 8 and not {first, second} & group_names()
+        assert len(group_names()) == len(before) + 6 and not {first, second} & group_names()
         del third, fourth
     dmuon.Muon(dedicated(mesh), lr=LR)
     assert group_names() == before

@@ -213,12 +213,22 @@ def test_weights_on_pretended_streams_are_those_of_a_single_process(
     "name", [slowly(name, ["lines"]) for name in ("lines", "levels", "tensor fsdp", "hsdp exchanged")]
 )
 def test_communicators_are_first_used_when_they_are_made(seen: Callable[[str], list[Findings]], name: str) -> None:
-    """A back end connects on first use, which blocks the host until the other ranks come."""
+    """A back end connects on first use, which blocks the host until the other ranks come.
+
+    That of averages is made at the end of the first backward: behind all its reductions, before its vote.
+    """
     for found in seen(name):
         early = {entry.communicator for entry in found.journal[: found.before_training]}
-        used = {entry.communicator for entry in found.journal[found.before_training :]}
-        late = {name for name, _ in used - early if name.startswith("dmuon")}
-        assert late == set(), "used for the first time in training"
+        training = found.journal[found.before_training :]
+        late = {name for name, _ in {entry.communicator for entry in training} - early if name.startswith("dmuon")}
+        averages = {name for name in late if name.startswith("dmuon_average")}
+        assert late - averages == set(), "used for the first time in training"
+        for average in averages:
+            sites = [entry.site for entry in training]
+            vote = sites.index("Election.__init__")
+            first = next(i for i, entry in enumerate(training) if entry.communicator[0] == average)
+            reductions = [i for i, site in enumerate(sites[:vote]) if site.startswith("GradReduction")]
+            assert sites[first] == "connect" and max(reductions) < first < vote
 
 
 def test_averages_leave_early_once_all_ranks_have_had_all_gradients(seen: Callable[[str], list[Findings]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -239,6 +239,11 @@ class _Even:
         spec = owned_spec(mesh, placements, matrix.shape, matrix.master.dtype)
         return cls(spec, layout.pieces[comm.position].shape, parts)
 
+    def owned_by(self, matrix: OwnedMatrix) -> _Even:
+        """Of one that lies alike, and has other owners."""
+        pairs = zip(self.parts, matrix.parts, strict=True)
+        return replace(self, parts=[replace(part, owner=other.owner) for part, other in pairs])
+
     def owned_at(self, position: Position) -> list[int]:
         """Numbers of the parts that the rank at ``position`` has the masters of."""
         return [number for number, part in enumerate(self.parts) if part.owner == position]
@@ -247,15 +252,18 @@ class _Even:
 def _evens(matrices: Sequence[OwnedMatrix], comm: Comm) -> list[_Even]:
     """Of each matrix; those that lie alike, and have the same owners, have one together."""
     known: dict[object, _Even] = {}
+    lying: dict[object, _Even] = {}  # whoever owns it
     evens = []
     for matrix in matrices:
         tensor = None if matrix.tensor is None else matrix.tensor.placement
-        kind: tuple[object, ...] = (matrix.shape, matrix.local_shape, matrix.master.dtype, matrix.owners, tensor)
+        kind: tuple[object, ...] = (matrix.shape, matrix.local_shape, matrix.master.dtype, tensor)
         if matrix.is_split:
             kind = (*kind, spec_of(matrix.rest).flattened, tuple(part.region for part in matrix.parts))
-        if kind not in known:
-            known[kind] = _Even.of(matrix, comm)
-        evens.append(known[kind])
+        own = (kind, matrix.owners)
+        if own not in known:
+            alike = lying.get(kind)
+            known[own] = lying[kind] = _Even.of(matrix, comm) if alike is None else alike.owned_by(matrix)
+        evens.append(known[own])
     return evens
 
 

@@ -81,11 +81,13 @@ class Phase:
         work: processor seconds, or calls of functions.
         collectives: that were started.
         grown: MiB by which resident memory was larger at most than before.
+        batches: that this rank orthogonalized.
     """
 
     work: float
     collectives: int
     grown: float
+    batches: int = 0
 
 
 class Meter:
@@ -181,6 +183,7 @@ def measure(residency: str, ranks: int, matrices: int, calls: bool, copies: int)
             loss.backward()
         with meter.phase(f"{later}step"):
             optimizer.step()
+        meter.phases[f"{later}step"][-1].batches = optimizer.last_step.ns_batches
         with meter.phase(f"{later}zero_grad"):
             optimizer.zero_grad()
     save_and_load(meter, optimizer, model)

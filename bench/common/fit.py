@@ -160,7 +160,7 @@ def fit_host() -> Terms:
         if residency not in ("dedicated", "exchanged"):
             continue
         work = {phase: of_phase[phase]["work"] for phase in phases}
-        owned = count / ranks  # batches of one matrix each
+        owned = of_phase["step"]["batches"]
         if residency == "dedicated":
             calls = sum(of_phase[phase]["collectives"] for phase in phases)
             table.append((count, calls, 0, owned))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .storage import HALF
+from .storage import HALF, Storage
 from .streams import is_capturing
 from .symmetric_tiles import DESCRIPTOR_ALIGNMENT
 
@@ -24,9 +24,8 @@ _AGREEMENT = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _checked: dict[tuple[object, ...], bool] = {}
 
 
-@lru_cache(maxsize=64)
-def quack_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why quack's products cannot run on ``device`` in ``dtype``, or ``None``; imports it, to see if it is there."""
+def quack_absence(device: torch.device, dtype: Storage) -> str | None:
+    """Why quack has no products for ``device`` and ``dtype``, or ``None``; does not import it."""
     if dtype not in HALF:
         return f"it multiplies half precision, not {dtype}"
     if device.type != "cuda" or torch.version.hip is not None:
@@ -34,21 +33,22 @@ def quack_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major not in _CAPABILITIES:
         return f"it has no kernel for compute capability {major}.{minor}"
+    return None if importlib.util.find_spec("quack") is not None else "it is not installed"
+
+
+@lru_cache(maxsize=64)
+def quack_fault(device: torch.device, dtype: Storage) -> str | None:
+    """Why quack's products cannot run on ``device`` in ``dtype``, or ``None``; imports it, to see if that works."""
+    absence = quack_absence(device, dtype)
+    if absence is not None:
+        return absence
     try:
         _installed()
-    except ModuleNotFoundError as error:
-        if error.name == "quack":
-            return "it is not installed"
-        return _not_imported(error)
     except Exception as error:  # whatever its imports may raise
-        return _not_imported(error)
+        told = f"it does not import ({type(error).__name__}: {error})"
+        warnings.warn(f"quack is installed, but {told}; not used")
+        return told
     return None
-
-
-def _not_imported(error: Exception) -> str:
-    told = f"it does not import ({type(error).__name__}: {error})"
-    warnings.warn(f"quack is installed, but {told}; not used")
-    return told
 
 
 def equal_factors(

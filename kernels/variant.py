@@ -17,7 +17,7 @@ from .squares import Squares
 from .storage import HALF, Storage, storage_spans
 from .symmetric_cpu import worth_splitting
 from .symmetric_gluon import loader_obstacle
-from .symmetric_quack import quack_fault
+from .symmetric_quack import quack_absence, quack_fault
 from .symmetric_tiles import TileConfig, candidates
 from .symmetric_triton import symmetric_product, unsupported
 
@@ -182,7 +182,7 @@ def alternatives(
             for method in methods
             for backend in backends
         )
-        if backend_fault("quack", device, dtype) is not None:
+        if quack_absence(device, dtype) is not None:  # importing it changes other modules: in a trial's process first
             return found
         return found + tuple(replace(form, backend="quack") for form in found if form.backend == "triton")
 

@@ -23,11 +23,12 @@ from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.record import StepRecord
 from dmuon.step.residency import like_param
+from dmuon.step.rounds import Round
 from dmuon.step.update import Done, apply, folded, orthogonalize_whole
 
 
 @dataclass(eq=False)
-class UserRound:
+class UserRound(Round):
     """At most one parameter of each owner: all are gathered, each owner orthogonalizes, all are redistributed.
 
     A batch is one parameter, and its position the number of that.
@@ -42,7 +43,6 @@ class UserRound:
 
     exchanged = True
     queue = 0  # one for all domains: the functions of every rank are called for all parameters in one order
-    last_leg = True
 
     index: int
     batches: Sequence[Batch]
@@ -113,9 +113,6 @@ class UserRound:
                     wholes[number], fault = None, fault or error
         self._raise(fault, wholes)
         return wholes
-
-    def forward(self, timer: PhaseTimer) -> None:
-        pass
 
     def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
         """Nothing is recorded: what is here of each matrix, only the functions know."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,25 +27,24 @@ from dmuon.step.update import (
 )
 
 
-class Round(Protocol):
+class Round(ABC):
     """Batches that go through a step together; the same on all ranks that share them.
 
     Attributes:
         index: of the batches' group of the optimizer.
+        batches: in one order on all ranks that share them.
         exchanged: ``start`` sends something, for which ``compute`` waits.
         queue: rounds of one domain, which are counted on their own when the next ones start ahead.
         last_leg: what is under way arrives where it is wanted; otherwise :meth:`forward` sends it on.
     """
 
     index: int
+    batches: Sequence[Batch]
     exchanged: bool
-    queue: int
-    last_leg: bool
+    queue: int = 0
+    last_leg: bool = True
 
-    @property
-    def batches(self) -> Sequence[Batch]:
-        """In one order on all ranks that share them."""
-
+    @abstractmethod
     def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
         """Fold gradients into momentum, and send what others orthogonalize.
 
@@ -52,17 +52,19 @@ class Round(Protocol):
             present: ids of the parameters of which some rank has a gradient.
         """
 
+    @abstractmethod
     def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
         """Orthogonalize what this rank owns, and send it."""
 
     def forward(self, timer: PhaseTimer) -> None:
         """Send on what has come, if others wait for it."""
 
+    @abstractmethod
     def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
         """Update this rank's parts of the weights, after :meth:`forward`; ``record`` is told of it."""
 
 
-class AloneRound:
+class AloneRound(Round):
     """One batch that this rank has whole.
 
     Attributes:
@@ -70,8 +72,6 @@ class AloneRound:
     """
 
     exchanged = False
-    queue = 0
-    last_leg = True
 
     def __init__(self, index: int, batch: Batch) -> None:
         self.index = index
@@ -96,9 +96,6 @@ class AloneRound:
                 self._ready.append((start, end, ready))
         return [ready.done for _, _, ready in self._ready]
 
-    def forward(self, timer: PhaseTimer) -> None:
-        pass
-
     def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
         batch, ready = self.batches[0], self._ready
         self._ready = []
@@ -106,7 +103,7 @@ class AloneRound:
             apply(group, batch, batch.params[start:end], one.update, timer, record=record)
 
 
-class ExchangedRound:
+class ExchangedRound(Round):
     """Batches of several owners in one domain: their pieces travel to these in one all-to-all, and back in another.
 
     Where there are copies, updates go from the owner's one on to the others.
@@ -119,7 +116,7 @@ class ExchangedRound:
     def __init__(self, index: int, batches: Sequence[SharedBatch], what: str) -> None:
         """``what`` names the batches, the same on all ranks."""
         self.index = index
-        self.batches = list(batches)
+        self.batches: list[SharedBatch] = list(batches)
         self.domain = batches[0].domain
         self.queue = id(self.domain)
         self.parcels = [batch.parcel for batch in batches]
@@ -130,7 +127,6 @@ class ExchangedRound:
         self._gathering: Redistribution | None = None
         self._scattering: Redistribution | None = None
         self._copying: Copying | None = None
-        self.last_leg = True
 
     def bundle(self) -> dict[int, Tensor]:
         """Treat batches together whose parts here are small and alike; returns their momentum, which is new."""

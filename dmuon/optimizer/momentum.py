@@ -57,7 +57,10 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
         ValueError: one has another shape.
     """
     of_residency: dict[int, list[tuple[_Row, Tensor]]] = {}
-    for row, value in values:
+    stacks = {row.local.untyped_storage().data_ptr() for row, _ in values if row.local.numel()}
+    # A user may put what is shown of one parameter into another's place: it is read before anything is written.
+    apart = [v if v is None or not _lies_in(v, stacks) else v.clone() for _, v in values]
+    for (row, _), value in zip(values, apart, strict=True):
         if value is None:
             row.local.zero_()
         else:
@@ -68,6 +71,11 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
         for (row, _), part in zip(some, parts, strict=True):
             if part.numel():
                 row.local.copy_(part)
+
+
+def _lies_in(value: Tensor, stacks: set[int]) -> bool:
+    local = local_tensor(value)
+    return local.numel() > 0 and local.untyped_storage().data_ptr() in stacks
 
 
 class Momentum:

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.checkpoints import SINGLE, TOTAL, Run
+from harness.checkpoints import start as start_checkpointed
 from harness.exchanged_runs import MOMENTUM, by_dtensors, expected_weights, inner, momenta, start
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS
@@ -121,3 +122,29 @@ def test_momentum_follows_a_changed_layout(rank: int, world: int, where: str) ->
     run.train(range(2, TOTAL))
     assert all(momentum.placements == (Shard(0),) for momentum in momenta(run).values())
     assert_equal_weights(full_state(model), expected_weights("rows on 2"))
+
+
+def whole_momentum(run: Run, name: str) -> Tensor:
+    """Through a state dict, which adopts what users put into the state. Collective."""
+    params = [param for group in run.optimizer.param_groups for param in group["params"]]
+    number = next(i for i, param in enumerate(params) if param is run.model.get_parameter(name))
+    saved = run.optimizer.state_dict()["state"][number][MOMENTUM]
+    whole: Tensor = saved.full_tensor() if isinstance(saved, DTensor) else saved.clone()
+    return whole
+
+
+@pytest.mark.parametrize("layout", ["1d", "fsdp2-2"])
+@on_ranks(2)
+def test_momenta_that_change_places_are_both_kept(rank: int, world: int, layout: str) -> None:
+    """What the state shows lies in stacks, into which what takes its place is written."""
+    run = start_checkpointed(layout)
+    run.train(range(2))
+    state, params = run.optimizer.state, dict(run.model.named_parameters())
+    names = [f"blocks.{i}.mix.weight" for i in range(3)]
+    kept = [whole_momentum(run, name) for name in names]
+    shown = [state[params[name]][MOMENTUM] for name in names]
+    for name, value in zip(names, [shown[1], shown[0], None], strict=True):
+        state[params[name]][MOMENTUM] = value
+    expected = [kept[1], kept[0], torch.zeros_like(kept[2])]
+    for name, momentum in zip(names, expected, strict=True):
+        assert torch.equal(whole_momentum(run, name), momentum), name

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import BufferState
+from dmuon.dedicated.even_dtensor import in_rounds
 from dmuon.dedicated.matrix import OwnedMatrix, whole_parameter
+from dmuon.dedicated.part import Part
 from dmuon.dedicated.runtime import Runtime
+from dmuon.layout.topology import Position
 from dmuon.model.routing import Route
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
@@ -129,8 +134,10 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
     for runtime in runtimes:
         runtime.at_rest("summon_full_params()")
     blocks = [block for runtime in runtimes for block in runtime.blocks]
-    wholes = [[_whole(block.buffer.comm, matrix) for matrix in block.matrices] for block in blocks]
-    for block, whole in zip(blocks, wholes, strict=True):
+    of_blocks = [(runtime.comm, [m for block in runtime.blocks for m in block.matrices]) for runtime in runtimes]
+    wholes = iter([whole for comm, matrices in of_blocks for whole in _wholes(comm, matrices)])
+    of_block = [[*islice(wholes, len(block.matrices))] for block in blocks]
+    for block, whole in zip(blocks, of_block, strict=True):
         if block.buffer.state is not BufferState.FREED:
             block.buffer.free()
         block.summon(whole)
@@ -164,17 +171,34 @@ def _edited(matrix: OwnedMatrix) -> nn.Parameter:
     return param
 
 
-def _whole(comm: Comm, matrix: OwnedMatrix) -> nn.Parameter:
-    with torch.no_grad():
-        whole = torch.empty(matrix.local_shape, dtype=matrix.master.dtype, device=comm.device)
-        pieces = {id(part): piece for part, piece in matrix.pieces(matrix.master)}
+def _wholes(comm: Comm, matrices: Sequence[OwnedMatrix]) -> Iterator[nn.Parameter]:
+    """Each matrix, whole. Collective over the data-parallel ranks: a broadcast of each owner a round."""
+    for some in in_rounds(matrices, lambda matrix: matrix):
+        with torch.no_grad():
+            wholes = _round_of_wholes(comm, some)
+        for whole, matrix in zip(wholes, some, strict=True):
+            yield whole_parameter(
+                whole if matrix.tensor is None else matrix.tensor.wrap(whole, matrix.shape), matrix.rest
+            )
+
+
+def _round_of_wholes(comm: Comm, matrices: Sequence[OwnedMatrix]) -> list[Tensor]:
+    wholes = [torch.empty(m.local_shape, dtype=m.master.dtype, device=comm.device) for m in matrices]
+    pieces = {id(part): piece for matrix in matrices for part, piece in matrix.pieces(matrix.master)}
+    by_owner: dict[Position, list[tuple[Tensor, Part]]] = {}
+    for whole, matrix in zip(wholes, matrices, strict=True):
         for part in matrix.parts:
-            piece = pieces.get(id(part))
-            value = whole.new_empty(part.local_shape) if piece is None else piece.contiguous()
-            if comm.world > 1:
-                with comm.monitor.watch(f"broadcast of {matrix.fqn!r} for summon_full_params"):
-                    dist.broadcast(value, src=comm.ranks[part.owner], group=comm.group)
-            part.write(whole, value)
-        if matrix.tensor is not None:
-            whole = matrix.tensor.wrap(whole, matrix.shape)
-    return whole_parameter(whole, matrix.rest)
+            by_owner.setdefault(part.owner, []).append((whole, part))
+    for owner, targets in sorted(by_owner.items()):
+        flat = wholes[0].new_empty(sum(part.numel for _, part in targets))
+        slots = flat.split([part.numel for _, part in targets])
+        if owner == comm.position:
+            for slot, (_, part) in zip(slots, targets, strict=True):
+                slot.copy_(pieces[id(part)].reshape(-1))
+        if comm.world > 1:
+            what = f"broadcast of {len(targets)} matrices from rank {comm.ranks[owner]} for summon_full_params"
+            with comm.monitor.watch(what):
+                dist.broadcast(flat, src=comm.ranks[owner], group=comm.group)
+        for slot, (whole, part) in zip(slots, targets, strict=True):
+            part.write(whole, slot.view(part.local_shape))
+    return wholes

@@ -78,13 +78,18 @@ def _grid(ranks: Sequence[Rank]) -> tuple[_Ints, _Ints]:
     return np.array(nodes, dtype=np.int64), np.array(lanes, dtype=np.int64)
 
 
+def _alike(ranks: Sequence[Rank]) -> list[_Ints]:
+    """Groups of ranks that may trade labels, ascending in each."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, rank in enumerate(ranks):
+        groups.setdefault((rank.speed, rank.memory, rank.pools), []).append(i)
+    return [np.array(members, dtype=np.int64) for members in groups.values()]
+
+
 def _peers(ranks: Sequence[Rank]) -> list[_Ints]:
     """Per rank, the ranks that it may trade labels with, itself included."""
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for i, rank in enumerate(ranks):
-        alike.setdefault((rank.speed, rank.memory, rank.pools), []).append(i)
-    groups = {key: np.array(members, dtype=np.int64) for key, members in alike.items()}
-    return [groups[rank.speed, rank.memory, rank.pools] for rank in ranks]
+    group_of = {int(rank): group for group in _alike(ranks) for rank in group}
+    return [group_of[rank] for rank in range(len(ranks))]
 
 
 def _rows(matrices: Sequence[Matrix], owners: Mapping[str, int], ranks: int) -> _Ints:
@@ -120,8 +125,8 @@ def _xor_order(ranks: Sequence[Rank]) -> _Ints:
     turn = lanes ^ (nodes % width) if width & (width - 1) == 0 else (lanes - nodes) % width
     step = np.lexsort((nodes, turn)).argsort()  # when a place is due
     label = np.arange(len(ranks))
-    for peers in _peers(ranks):
-        label[peers] = peers[step[peers].argsort()]
+    for alike in _alike(ranks):
+        label[alike] = alike[step[alike].argsort()]
     return label
 
 
@@ -136,12 +141,11 @@ def _place(rows: _Ints, grid: tuple[_Ints, _Ints], peers: Sequence[_Ints]) -> _I
     free = np.ones(rows.shape[1], dtype=bool)
     links = [(link_of, np.zeros((len(rows), int(link_of.max()) + 1), dtype=np.int64)) for link_of in grid]
     most = np.where(rows.any(axis=0), rows[: (len(rows) + 1) // 2].argmax(axis=0), len(rows))
-    for rank in np.lexsort((-rows.sum(axis=0), most)).tolist():
+    idle = ~rows.any(axis=0)
+    order = np.lexsort((-rows.sum(axis=0), most))
+    for rank in order[~idle[order]].tolist():
         touched = np.flatnonzero(rows[:, rank])
         able = peers[rank][free[peers[rank]]]
-        if not len(touched):  # it adds nothing anywhere
-            label[rank], free[able[0]] = able[0], False
-            continue
         own = rows[touched, rank][:, None]
         added, shared = np.zeros((2, len(able)), dtype=np.int64)
         for link_of, traffic in links:
@@ -152,6 +156,9 @@ def _place(rows: _Ints, grid: tuple[_Ints, _Ints], peers: Sequence[_Ints]) -> _I
         label[rank], free[chosen] = chosen, False
         for link_of, traffic in links:
             traffic[touched, link_of[chosen]] += own[:, 0]
+    left = {id(peers[rank]): peers[rank] for rank in np.flatnonzero(idle)}
+    for alike in left.values():
+        label[alike[idle[alike]]] = alike[free[alike]]  # they add nothing anywhere
     return label
 
 

@@ -220,7 +220,7 @@ def _check_momentum(grads: Sequence[Tensor], momentum: Tensor) -> None:
         )
     shape = momentum.shape[1:]
     for index, grad in enumerate(grads):
-        if grad.shape != shape:
+        if grad.shape != shape:  # copy_ would broadcast
             raise ValueError(f"gradient {index} is {tuple(grad.shape)}, momentum {tuple(shape)}; batch equal shapes")
 
 

@@ -141,7 +141,7 @@ def _place(rows: _Ints, grid: tuple[_Ints, _Ints], peers: Sequence[_Ints]) -> _I
     free = np.ones(rows.shape[1], dtype=bool)
     links = [(link_of, np.zeros((len(rows), int(link_of.max()) + 1), dtype=np.int64)) for link_of in grid]
     most = np.where(rows.any(axis=0), rows[: (len(rows) + 1) // 2].argmax(axis=0), len(rows))
-    idle = ~rows.any(axis=0)
+    idle: NDArray[np.bool_] = np.logical_not(rows.any(axis=0))
     order = np.lexsort((-rows.sum(axis=0), most))
     for rank in order[~idle[order]].tolist():
         touched = np.flatnonzero(rows[:, rank])
@@ -156,7 +156,7 @@ def _place(rows: _Ints, grid: tuple[_Ints, _Ints], peers: Sequence[_Ints]) -> _I
         label[rank], free[chosen] = chosen, False
         for link_of, traffic in links:
             traffic[touched, link_of[chosen]] += own[:, 0]
-    left = {id(peers[rank]): peers[rank] for rank in np.flatnonzero(idle)}
+    left = {id(peers[rank]): peers[rank] for rank in np.flatnonzero(idle).tolist()}
     for alike in left.values():
         label[alike[idle[alike]]] = alike[free[alike]]  # they add nothing anywhere
     return label

@@ -109,7 +109,7 @@ class Itinerary:
                 begin += routes[i].count
         held = [i for i, route in enumerate(routes) if here in route.senders]
         self.held = [*dict.fromkeys(rows[i][0] if i in rows else i for i in held)]
-        self.kept = {i for i in held if here in routes[i].receivers}
+        self.kept = {i for i in self.held if here in routes[i].receivers}
         sends: list[tuple[Position, int, Piece, Piece]] = []
         gets: list[tuple[Position, int, Piece]] = []
         self._wanted: list[_Wanted] = []
@@ -118,9 +118,11 @@ class Itinerary:
             for receiver in route.receivers if own is not None else ():
                 if receiver != here and own is not None:
                     sends.append((receiver, i, own, route.piece(here, receiver)))
+                    assert i not in rows or route.piece(here, receiver) == own, "a stack travels as it is"
             if here in route.receivers:
                 parts = [(sender, route.piece(sender, here)) for sender in route.senders]
                 gets += [(sender, i, piece) for sender, piece in parts if sender != here]
+                assert i not in rows or own is None, "a part of a stack stays on no rank"
                 if i not in rows:
                     self._wanted.append(_Wanted(i, route, route.receivers[here], parts, here))
         # Pieces lie by rank, and of one rank in the order of the routes.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from dmuon.comm.agreement import agree
+from dmuon.comm.agreement import require_no_fault
 from dmuon.comm.context import Comm
 from dmuon.comm.domain import redistribute_all
 from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor, joined, tensor_placements
@@ -174,7 +174,7 @@ def write_even(
     mesh, placements = param.device_mesh, param.placements
     shape = even_shape(matrix.shape, mesh, placements)
     mismatch = f"{matrix.fqn}: an even shard has shape {tuple(shape)} here, not {tuple(shard.shape)}"
-    agree(comm.control, mismatch if shard.shape != shape else fault)
+    require_no_fault(comm.control, mismatch if shard.shape != shape else fault, comm.device)
     with torch.no_grad():
         local = shard.to(device=comm.device, dtype=matrix.master.dtype)
         even = as_dtensor(local, mesh, placements, matrix.shape)

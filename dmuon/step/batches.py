@@ -199,7 +199,7 @@ class Bundle:
 
     Attributes:
         numbers: of the batches in the round.
-        joint: all of their parameters, one after the other. It is not orthogonalized as such: only its parts are alike.
+        joint: all of their parameters, one after the other. It is not orthogonalized as one: only its parts are alike.
         owned: by this rank.
     """
 

@@ -43,20 +43,20 @@ class StepRecord:
         labels: Sequence[Label],
         shape: tuple[int, int],
         factor: float,
-        update: Tensor,
+        updates: Sequence[Tensor],
         weights: Sequence[Tensor],
     ) -> None:
         """Of ``k`` matrices.
 
         Args:
             shape: of each whole matrix.
-            update: what was subtracted ``factor`` times, ``(k, …)`` of this rank's parts.
+            updates: what was subtracted ``factor`` times, this rank's part of each.
             weights: the parts of the new weights.
         """
-        numel = prod(update.shape[1:])
-        if not labels or not numel:
+        if not labels or not updates[0].numel():
             return
-        of_update = local_terms(list(update.unbind(0)), 2.0, None)
+        numel = updates[0].numel()
+        of_update = local_terms(list(updates), 2.0, None)
         of_weight = local_terms(list(weights), 2.0, None)
         self.terms.append(Terms(tuple(labels), shape, numel, factor, of_update, of_weight))
 

@@ -195,10 +195,10 @@ class ExchangedRound(Round):
             joint, present = bundle.joint, self._of_params(bundle)
             if all(present):
                 apply(group, joint, joint.params, parts, timer, record=record)
-                continue
-            update = torch.cat(parts)
-            for start, end in joint.runs(present):
-                apply(group, joint, joint.params[start:end], update[joint.rows(start, end)], timer, record=record)
+            elif any(present):
+                update = parts[0] if len(parts) == 1 else torch.cat(parts)
+                for start, end in joint.runs(present):
+                    apply(group, joint, joint.params[start:end], update[joint.rows(start, end)], timer, record=record)
 
     @cached_property
     def copies(self) -> Copies:

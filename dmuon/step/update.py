@@ -35,6 +35,8 @@ from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.record import StepRecord
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Done:
@@ -128,7 +130,8 @@ def apply(
         record: is told of update and weights.
     """
     with timer.phase("apply"):
-        weights = [local_tensor(p) for p in params]
+        # As the fused pass takes them, and without a view where that is so; torch's in-place operations need none here.
+        weights = [p if type(p) in _PLAIN else p.detach() for p in map(local_tensor, params)]
         matrices = batch.matrices(weights)
         if scale is None:
             scale = update_scale(group["adjust_lr_fn"], batch.scaled_shape)
@@ -141,8 +144,9 @@ def apply(
         )
         batch.put(weights, matrices)
         if record is not None:
-            whole = update if isinstance(update, Tensor) else torch.cat([*update])
-            record.note(batch.labels_of(params), batch.shape, group["lr"] * scale, whole, matrices)
+            stacks = [update] if isinstance(update, Tensor) else update
+            parts = [part for stack in stacks for part in stack.unbind(0)]
+            record.note(batch.labels_of(params), batch.shape, group["lr"] * scale, parts, matrices)
 
 
 def wire_dtype(group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> torch.dtype:

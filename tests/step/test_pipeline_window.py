@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmuon.platform.streams import PhaseTimer
-from dmuon.step.rounds import drive, prefetch_windows
+from dmuon.step.rounds import Round, drive, prefetch_windows
 
 Event = tuple[str, str]  # what happens, and to which round
 
 ALONE = "."
 
 
-class Recorded:
+class Recorded(Round):
     """A round of a domain, or of nobody else, that writes down what the pipeline does with it."""
 
     index = 0
@@ -26,7 +26,7 @@ class Recorded:
     def __init__(self, name: str, events: list[Event], copied: bool) -> None:
         self.name = name
         self.copied = copied
-        self.last_leg = True
+        self.batches = []
         self.exchanged = name[0] != ALONE
         self.queue = ord(name[0])
         self._events = events

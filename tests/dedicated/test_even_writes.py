@@ -1,0 +1,48 @@
+"""Even shards that checkpointing writes into what `to_local()` of an owned parameter gives."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness.dedicated_toy import dedicated
+from harness.on_ranks import on_ranks
+from torch import Tensor
+
+import dmuon
+
+
+def owned(model: nn.Module) -> dict[str, Tensor]:
+    found = dmuon.owned_parameters(model)
+    return {name: param for name, param in model.named_parameters() if param in found}
+
+
+@on_ranks(2)
+def test_written_even_shards_become_the_weights_without_gathering_objects(rank: int, world: int) -> None:
+    model = dedicated()
+    torch.manual_seed(7)
+    with mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("an object for each matrix")):
+        expected = {}
+        for name, param in owned(model).items():
+            expected[name] = torch.randn(param.shape)
+            param.to_local().copy_(expected[name].chunk(world)[rank])
+        assert len(expected) == 9
+    with dmuon.summon_full_params(model, writeback=False):
+        for name, param in model.named_parameters():
+            if name in expected:
+                assert torch.equal(param, expected[name])
+
+
+@on_ranks(2)
+def test_an_even_shard_of_another_shape_is_refused_on_all_ranks(rank: int, world: int) -> None:
+    model = dedicated()
+    name, param = next(iter(owned(model).items()))
+    shard = torch.zeros(param.shape).chunk(world)[rank]
+    with pytest.raises(ValueError, match=f"{name}: an even shard has shape"):
+        param.to_local().copy_(shard[1:] if rank else shard)
+    param.to_local().copy_(shard)
+    with dmuon.summon_full_params(model, writeback=False):
+        assert not dict(model.named_parameters())[name].any()

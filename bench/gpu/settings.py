@@ -18,18 +18,24 @@ from dmuon.planning.profiler import unproven_variants
 from dmuon.planning.quarantine import proven_kinds
 from gpu.journal import Journal
 
-_TRIAL_SECONDS = 60.0
+_TRIAL_SECONDS = 120.0
+_TRIAL_SHAPES, _TRIAL_BATCH = ((4096, 4096), (4104, 4104)), 4
 _DRY = ("16x16w4s2g8", "16x16w4s2dg8", "16x16w4s2dhg8", "16x16w4s2dpg8")
 
 
 @cache
 def _loader_runs(device: torch.device) -> bool:
-    """Whether tiles with a loader end, and rightly: in a process of their own, as no result must be lost by them."""
-    shape, options = (1024, 1024), NsOptions()
-    variant = unproven_variants(shape, device, options).get("loader")
-    if variant is None:
-        return False
-    return (shape, "loader") in proven_kinds({"loader": [(shape, variant)]}, device, options, _TRIAL_SECONDS)
+    """Whether tiles with a loader end, and rightly: in a process of their own, as no result must be lost by them.
+
+    On H100 and H200 each multiprocessor computes three tiles and more in turn, of the second side also ragged ones.
+    """
+    options = NsOptions()
+    trials = [
+        (shape, unproven_variants(shape, (_TRIAL_BATCH,), device, options).get("loader")) for shape in _TRIAL_SHAPES
+    ]
+    offered = [(shape, rivals) for shape, rivals in trials if rivals is not None]
+    proven = proven_kinds({"loader": offered}, device, options, _TRIAL_SECONDS) if offered else frozenset()
+    return all((shape, "loader") in proven for shape in _TRIAL_SHAPES)
 
 
 @dataclass(frozen=True, slots=True)

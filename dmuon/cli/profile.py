@@ -15,7 +15,7 @@ import torch
 
 from dmuon.cli.arguments import FAILED, BadArgument, Parser, count, positive, require_target
 from dmuon.cli.figures import cost_table, draw_costs
-from dmuon.kernels import MIXED, PRESETS, Storage
+from dmuon.kernels import MIXED, PRESETS, Storage, Variant
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import (
     CacheKey,
@@ -33,7 +33,7 @@ from dmuon.solver import Shape
 
 _DTYPES: Mapping[str, Storage] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "mixed": MIXED}
 _SAMPLE = 5  # entries that --check times again
-_TRIALS = 0.5  # of the budget, what processes may take at most that try kernels which no GPU has run
+_TRIALS = 0.5  # of the budget, and beside it, what processes may take that try kernels which no GPU has run
 _TOLERANCE = 1.5  # clocks and neighbours on the machine stay below this; another device or kernel rarely does
 _RUN = ("dtype", "coefficients", "steps")
 # Which arguments each mode reads: any other is refused rather than ignored.
@@ -188,9 +188,17 @@ def _check(arguments: argparse.Namespace) -> int:
         return FAILED
     print(f"{path}: valid on {device}, {'exactly' if match == 'exact' else f'measured with other versions: {changes}'}")
     work = _sample(cache.entries)
+    named = (cache.entries[shape][k].variant for shape, sizes in work.items() for k in sizes)
+    kinds = {kind for variant in named if variant for kind in Variant.parse(variant).unproven}
     with timing_bar(work, key.device) as progress:
         again = measure(
-            work, device=device, options=options, budget_s=budget_s, trial_s=_TRIALS * budget_s, progress=progress
+            work,
+            device=device,
+            options=options,
+            budget_s=budget_s,
+            trial_s=_TRIALS * budget_s,
+            kinds=kinds,
+            progress=progress,
         )
     if not again:
         raise BadArgument(f"nothing fitted --budget {budget_s:g}; allow more seconds")

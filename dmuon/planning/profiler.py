@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from dmuon.kernels import (
 )
 from dmuon.planning.cost_cache import Timing
 from dmuon.planning.device_key import NsOptions
-from dmuon.planning.quarantine import proven_kinds
+from dmuon.planning.quarantine import Rivals, proven_kinds
 from dmuon.solver import Shape
 
 MAX_BATCH = 64  # an owner of more runs several batches: by then launches are long hidden
@@ -68,6 +68,7 @@ def measure(
     options: NsOptions | None = None,
     budget_s: float = 10.0,
     trial_s: float = 0.0,
+    kinds: Collection[str] | None = None,
     progress: Callable[[Shape, int], None] | None = None,
     too_large: Callable[[Shape, int], None] | None = None,
 ) -> dict[Shape, dict[int, Timing]]:
@@ -80,13 +81,13 @@ def measure(
 
     Args:
         work: shape (small side, large side) to batch sizes.
-        trial_s: of the budget, what may be spent on processes that try kernels which no GPU has run; without them these
-            are no rivals.
+        trial_s: beside the budget, what may be spent on processes that try kernels which no GPU has run, or a minute
+            for each kind of them if that is more; 0 starts none, and then these are no rivals.
+        kinds: which of them are tried; ``None``: all.
         progress: called with shape and batch size after each is timed or left out.
         too_large: called with shape and batch size where the device's memory ran out; larger ones are not tried.
     """
     options = options or NsOptions()
-    deadline = time.perf_counter() + budget_s
     items = sorted(
         ((k, options.flops(shape, device), shape) for shape, sizes in work.items() for k in set(sizes)),
         key=lambda item: (item[0], item[0] * item[1], item[2]),
@@ -95,7 +96,8 @@ def measure(
     full: set[Shape] = set()
     if not items or budget_s <= 0:
         return result
-    proven = _proven(work, device, options, trial_s) if trial_s > 0 else frozenset()
+    proven = _proven(work, device, options, trial_s, kinds) if trial_s > 0 else frozenset()
+    deadline = time.perf_counter() + budget_s
     with _clock(device) as clock:
         calibration = (256, 256) if device.type == "cpu" else (2048, 2048)
         rate = _rate(calibration, device, options, clock)  # operations per ns
@@ -117,38 +119,76 @@ def measure(
 
 
 def _proven(
-    work: Mapping[Shape, Sequence[int]], device: torch.device, options: NsOptions, seconds: float
+    work: Mapping[Shape, Sequence[int]],
+    device: torch.device,
+    options: NsOptions,
+    seconds: float,
+    kinds: Collection[str] | None,
 ) -> frozenset[tuple[Shape, str]]:
     """The shapes that kernels which no GPU has run have updated rightly, in a process of their own."""
-    candidates: dict[str, list[tuple[Shape, Variant]]] = {}
-    for shape in sorted(work):
-        for kind, variant in unproven_variants(shape, device, options).items():
-            candidates.setdefault(kind, []).append((shape, variant))
-    return proven_kinds(candidates, device, options, seconds)
+    candidates: dict[str, list[tuple[Shape, Rivals]]] = {}
+    for shape, sizes in sorted(work.items()):
+        for kind, rivals in unproven_variants(shape, sizes, device, options).items():
+            if kinds is None or kind in kinds:
+                candidates.setdefault(kind, []).append((shape, rivals))
+    return proven_kinds(candidates, device, options, seconds) if candidates else frozenset()
 
 
-def unproven_variants(shape: Shape, device: torch.device, options: NsOptions) -> dict[str, Variant]:
-    """For each kind of kernels that no GPU has run, and that could on ``device``, a variant with them alone."""
+def unproven_variants(
+    shape: Shape, sizes: Sequence[int], device: torch.device, options: NsOptions
+) -> dict[str, dict[int, list[Variant]]]:
+    """For each kind of kernels that no GPU has run, and that could on ``device``, all variants with that kind alone.
+
+    Of one matrix and of the largest of the batch ``sizes``: there a multiprocessor computes several tiles in turn.
+    """
     sequence = coefficient_sequence(options.coefficients, options.steps)
     dtype = storage_dtype(torch.float32, device, options.dtype)
-    forms, tiles, *_ = alternatives(shape, 1, sequence, dtype, device)
-    found: dict[str, Variant] = {}
-    for form in forms(choose_variant(shape, 1, sequence, dtype, device)):
-        for rival in (form, *tiles(form)):
-            if len(rival.unproven) == 1:
-                (kind,) = rival.unproven
-                found.setdefault(kind, rival)
+    found: dict[str, dict[int, list[Variant]]] = {}
+    for k in sorted({1, max(sizes)}):
+        forms, tiles, _, replays = alternatives(shape, k, sequence, dtype, device)
+        for form in forms(choose_variant(shape, k, sequence, dtype, device)):
+            for tiled in (form, *tiles(form)):
+                for rival in (tiled, *replays(tiled)) if len(tiled.unproven) == 1 else ():
+                    (kind,) = rival.unproven
+                    found.setdefault(kind, {}).setdefault(k, []).append(rival)
     return found
 
 
-def trial_fault(shape: Shape, device: torch.device, options: NsOptions, variant: Variant) -> str | None:
-    """What is wrong with an update by ``variant`` of one matrix of ``shape``, or ``None``. The host waits for it."""
-    batch = _Batch(shape, 1, device)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        batch.update(options, variant)()
-        _agrees(batch, options, variant)
-    return next((f"says: {w.message}" for w in told if "not used" in str(w.message)), None)
+def trial_fault(shape: Shape, device: torch.device, options: NsOptions, rivals: Rivals) -> str | None:
+    """What is wrong with updates of batches of ``shape``, upright and transposed, or ``None``; the host waits.
+
+    A batch that does not fit the device's memory is halved.
+    """
+    for k, variants in sorted(rivals.items()):
+        for sides in dict.fromkeys((shape, shape[::-1])):
+            for variant in variants:
+                fault = _fault(sides, k, device, options, variant)
+                if fault is not None:
+                    return f"{fault} ({k} of {sides[0]}x{sides[1]} by {variant})"
+    return None
+
+
+def _fault(shape: Shape, k: int, device: torch.device, options: NsOptions, variant: Variant) -> str | None:
+    while True:
+        try:
+            batch = _Batch(shape, k, device)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                batch.update(options, variant)()
+                agrees = _agrees(batch, options, variant)
+            break
+        except torch.OutOfMemoryError:
+            if k == 1:
+                raise
+        k //= 2
+    # A product that quack's own check refuses is left to another kernel, and so agrees.
+    refused = [str(w.message) for w in told if "not used" in str(w.message)]
+    return None if agrees and not refused else f"says: {'; '.join(refused) or 'differs'}"
+
+
+def touch(device: torch.device) -> None:
+    """Write and read a number on ``device``: raises where an error has taken it from this process."""
+    torch.ones((), device=device).item()
 
 
 def fastest_variant(shape: Shape, k: int, device: torch.device, options: NsOptions, *, seconds: float) -> Variant:

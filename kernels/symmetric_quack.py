@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -64,7 +65,8 @@ def equal_factors(
     Of two factors that differ the diagonal tiles would not be symmetric: they are computed whole, and rounded otherwise
     on each side. Of equal ones both sides are the same sums. The first product of a kind (shapes, strides, dtype) is
     checked, on random matrices, against torch's and for symmetry; the host waits for it. One that fails is not used
-    again in this process, with a warning that says why. A graph that is captured before has none.
+    again in this process, with a warning that says why. A graph that is captured before has none. How many matrices
+    there are is not part of the kind: one of them is checked.
     """
     if out is not None and out is c:
         return None  # it reads addends and writes both halves in an order of its own
@@ -75,23 +77,34 @@ def equal_factors(
         return whole if whole is None else whole[0]
     result = a.new_empty(len(a), a.shape[1], a.shape[1]) if out is None else out
     used = (a, result) if c is None else (a, result, c)
-    if any(x.data_ptr() % DESCRIPTOR_ALIGNMENT for x in used) or not a.numel():
+    if not a.numel() or not all(map(_is_aligned, used)):
         return None
-    kind = (a.device, a.dtype, *((x.shape, x.stride()) for x in used), alpha == 1, beta == 1)
+    kind = (a.device, a.dtype, *((x.shape[1:], x.stride()[1:]) for x in used), alpha == 1, beta == 1)
     if kind not in _checked:
         if is_capturing(a.device):
             return None
-        _checked[kind] = _checks(a, c, alpha, beta)
+        try:
+            _checked[kind] = _checks(a[:1], None if c is None else c[:1], alpha, beta)
+        except torch.OutOfMemoryError:
+            return None  # another time there may be room
     if not _checked[kind]:
         return None
     _multiply(a, c, alpha, beta, result)
     return result if out is None else out
 
 
+def _is_aligned(x: Tensor) -> bool:
+    """Whether its address, and that of each row or column, is one that descriptors take."""
+    apart = [stride * x.element_size() for stride in x.stride() if stride != 1]
+    return not any(nbytes % DESCRIPTOR_ALIGNMENT for nbytes in (x.data_ptr(), *apart))
+
+
 def _checks(a: Tensor, c: Tensor | None, alpha: float, beta: float) -> bool:
     """Whether a product like this one is right and symmetric; warns if not."""
     try:
         fault = _fault(a, c, alpha, beta)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a compiler or a driver may raise
         fault = f"failed ({type(error).__name__}: {error})"
     if fault is not None:
@@ -122,7 +135,8 @@ def _fault(a: Tensor, c: Tensor | None, alpha: float, beta: float) -> str | None
 
 def _multiply(a: Tensor, c: Tensor | None, alpha: float, beta: float, out: Tensor) -> None:
     scale = 1.0 if c is None else float(beta)
-    _installed()(a, a.mT, C=c, out=out, alpha=float(alpha), beta=scale)
+    with torch.cuda.device(a.device) if a.is_cuda else nullcontext():  # it launches on the current one
+        _installed()(a, a.mT, C=c, out=out, alpha=float(alpha), beta=scale)
 
 
 @lru_cache(maxsize=1)

@@ -56,7 +56,7 @@ _GRAM_CALL = 1.4
 _BF16_COST = 0.45
 
 # What a product with a symmetric result costs, relative to a whole one.
-_SYMMETRIC_COST = {"torch": 1.0, "split": 0.7, "triton": 0.5}
+_SYMMETRIC_COST = {"torch": 1.0, "split": 0.7, "triton": 0.5, "quack": 0.5}
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,9 +95,27 @@ def test_equal_factors_are_multiplied_and_checked_once_of_a_kind(quack, transpos
         found = equal_factors(x, c, alpha=0.25, beta=-2.0)
         assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
         assert torch.equal(found, found.mT)
-    assert quack.calls == [(2, 16, 24)] * 3, "the check is one of three"
+    assert quack.calls == [(1, 16, 24)] + [(2, 16, 24)] * 2, "one matrix is checked, once"
     equal_factors(x[:1], None if c is None else c[:1], alpha=0.25, beta=-2.0)
-    assert quack.calls == [(2, 16, 24)] * 3 + [(1, 16, 24)] * 2, "another kind is checked, too"
+    assert quack.calls[3:] == [(1, 16, 24)], "the same kind, however many there are"
+    equal_factors(x[:, :8], None if c is None else c[:, :8, :8], alpha=0.25, beta=-2.0)
+    assert quack.calls[4:] == [(1, 8, 24), (2, 8, 24)], "another kind is checked, too"
+
+
+def test_strides_that_no_descriptor_takes_are_left_to_others(quack):
+    assert equal_factors(_matrices(1, 12, 24)) is None and equal_factors(_matrices(1, 16, 20)) is None
+    assert not quack.calls
+
+
+def test_memory_that_is_short_once_is_no_fault(quack, monkeypatch):
+    def short(*_: object) -> str:
+        raise torch.OutOfMemoryError("no room")
+
+    x = _matrices(1, 16, 24)
+    with monkeypatch.context() as patched:
+        patched.setattr(symmetric_quack, "_fault", short)
+        assert equal_factors(x) is None
+    assert equal_factors(x) is not None
 
 
 def test_one_matrix_is_a_batch_of_one_and_is_written_where_it_belongs(quack):

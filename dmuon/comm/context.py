@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.comm.agreement import agree, destroy_released
+from dmuon.comm.agreement import destroy_released
 from dmuon.comm.domain import Domain
 from dmuon.comm.lifetime import Groups
-from dmuon.comm.lines import Line, gather, line_in_levels, reduce, scratch
-from dmuon.comm.monitor import Monitor, Pending
+from dmuon.comm.lines import Line, Parts, Works, gather, line_in_levels, reduce, scratch
+from dmuon.comm.monitor import CollectiveError, Monitor
 from dmuon.comm.process_groups import connect, make_group, this_rank
 from dmuon.layout.buffer import Transport, lay_spans
 from dmuon.layout.topology import Coordinate, GlobalRank, NodeGrid, Position, Ranks, Topology, node_grid, position_in
-from dmuon.platform.host import HostShare
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
-from dmuon.platform.torch_private import backend_of, default_store
+from dmuon.platform.torch_private import backend_of, default_group_is_bound, default_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,11 @@ class Lanes:
 
     weights: Line
     gradients: Line
+
+    @property
+    def votes(self) -> dist.ProcessGroup:
+        """Over the whole line, for passes in which no gradients travel."""
+        return self.gradients.group
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +56,9 @@ class CommOptions:
         hierarchical: rows over several nodes communicate in two levels: among the ranks that have the same place in
             their nodes, and within the node. A message then passes nodes − 1 links between nodes and one node's, one
             after the other; as many bytes pass between nodes. It needs as many ranks of a row on each of its hosts.
-            Gradients are averaged within nodes first, which rounds otherwise; on devices without streams the first
-            level is waited for where it starts. Unmeasured.
+            Gradients are averaged within nodes first, which rounds otherwise. On devices without streams the first
+            level is waited for where it starts, so that a fill that fails raises there, perhaps inside ``step()``.
+            Unmeasured.
         max_ctas: how many of a GPU's multiprocessors a collective of weights may occupy, on NCCL alone (its
             ``maxCTAs``): those of a rank that waits for an owner are lost to Newton–Schulz. ``None`` is NCCL's choice.
         asynchronous: ``False`` waits for every collective where it starts: for debugging; results are bitwise the same.
@@ -99,7 +106,7 @@ class Comm:
     could promise for a group that a user communicates over as well. There are several because collectives of one group
     also run one after the other: weights must not wait behind gradients (two lines in :class:`Lanes`), and a vote must
     reach every rank of the model (``control``), also one that is about to reduce something else. Gradients of what
-    nobody shards are averaged over :meth:`average_group`.
+    nobody shards are averaged over :attr:`averages`.
 
     Attributes:
         mesh: the data-parallel mesh.
@@ -118,6 +125,9 @@ class Comm:
         control: over all ranks of the topology, tensor parallelism included: agreement on plans, and votes.
         tensor: the tensor-parallel ranks at this coordinate: pieces of matrices, to their owners and back. None without
             tensor parallelism.
+        averages: over ``ranks``, for gradients of parameters that nobody shards: those start from backward, where a
+            rank may issue them at another place among its reductions than others. That of collectives that block, if
+            votes go over another one. None until :meth:`average_group` makes it.
         groups: of this model.
     """
 
@@ -140,6 +150,7 @@ class Comm:
     group: dist.ProcessGroup
     control: dist.ProcessGroup
     tensor: Domain | None
+    averages: dist.ProcessGroup | None
     groups: Groups
 
     @property
@@ -158,16 +169,21 @@ class Comm:
         return Domain(self.ranks, self.position, self.device, self.group, self.monitor, lane=None)
 
     def average_group(self) -> dist.ProcessGroup:
-        """Over ``ranks``: all-reduces of gradients of parameters that nobody shards. Collective; ask once.
+        """:attr:`averages`, made now if it is not there. Collective then; ask once.
 
-        Not in :func:`make_comm`: where FSDP2 shards all that dmuon does not own, there is nothing to average. Averages
-        start from backward, where a rank may issue them at another place among its reductions than others. So they have
-        a group of their own, or that of collectives that block, if votes go over another one.
+        Where FSDP2 shards all that dmuon does not own, there is nothing to average, and nobody asks.
+
+        Raises:
+            CollectiveError: it was not made; nothing more can be started on this model.
         """
-        if self.control is not self.group:
-            return self.group
-        group = self.groups.keep(make_group(self.device.type, [self.ranks], "average", self.options.timeout))
-        with self.monitor.watch("first use of the process group of averages"):
+        if self.averages is not None:
+            return self.averages
+        what = "making the process group of averages"
+        with self.monitor.watch(what, "average"):
+            try:
+                group = _made(self.groups, self.device, self.options, "average", [self.ranks])
+            except CollectiveError as fault:  # which the monitor has not heard of
+                raise RuntimeError(str(fault.__cause__ or fault)) from fault
             connect(group, self.device)
         return group
 
@@ -183,21 +199,25 @@ def make_comm(
     groups: Groups,
     options: CommOptions,
     tensor_mesh: DeviceMesh | None,
+    control: dist.ProcessGroup,
+    hosts: Mapping[GlobalRank, str],
 ) -> Comm:
-    """Create dmuon's process groups. Collective over all ranks of ``topology``, and over no others.
+    """Create dmuon's process groups. Collective over all ranks of ``topology``, which have agreed on ``options``.
 
     Args:
         group: over the data-parallel ranks of this process.
         groups: get the others. Their ``lasting`` ones have ``group``, which tensors of a state dict may use for longer.
         tensor_mesh: of tensor parallelism, 1-D.
+        control: over all ranks of ``topology``.
+        hosts: of all these.
+
+    Raises:
+        ValueError: on all ranks alike, where rows have no two levels.
     """
     device = mesh_device(mesh.device_type)
     rank = this_rank()
     at = topology.of(rank)
     ranks = topology.data_parallel(at.t)
-    control = group
-    if topology.tensor > 1:
-        control = groups.keep(make_group(device.type, [topology.ranks], "control", options.timeout))
     monitor = Monitor(
         topology.ranks,
         rank,
@@ -215,9 +235,14 @@ def make_comm(
     flat = mesh
     if mesh.ndim > 1:
         flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
-    row, column = (_lanes(groups, device.type, topology, along, rank, options, control) for along in ("s", "r"))
+    made = partial(_made, groups, device, options)
+    row, column = (_lanes(topology, along, rank, made, options, hosts) for along in ("s", "r"))
+    averages = group if control is not group else None
+    if averages is None and default_group_is_bound():
+        # Split off the default group's communicator, over which something may be under way in training.
+        averages = made("average", [ranks])
     with monitor.watch("first use of dmuon's process groups"):
-        for one in dict.fromkeys((control, group)):
+        for one in dict.fromkeys(one for one in (control, group, averages) if one is not None):
             connect(one, device)
         if tensor is not None:
             connect(tensor.group, device, exchanges=True, gathers=True)
@@ -250,23 +275,26 @@ def make_comm(
         group=group,
         control=control,
         tensor=tensor,
+        averages=averages,
         groups=groups,
     )
 
 
 def _connect_lanes(lanes: Lanes, device: torch.device, monitor: Monitor) -> None:
     """As :func:`connect`, by all that its groups are for: one root of broadcasts connects its ring for all."""
-    line = lanes.weights
-    firsts: tuple[int, ...] = (0,)
-    if line.levels is not None and line.order is not None:
-        connect(lanes.gradients.group, device)  # which is for votes then
-        firsts = line.order[:: line.levels[0].group.size()]  # one on each rail
+    line, what = lanes.weights, "first use of the process groups of a line"
+    if line.levels is not None:
+        connect(lanes.votes, device)  # which is for nothing else then
     transports: tuple[Transport, ...] = ("broadcast", "single")
     for transport in transports:
-        spans = lay_spans(transport, dict.fromkeys(sorted(firsts), 1), len(line.ranks), order=line.order)
+        spans = lay_spans(transport, dict.fromkeys(line.firsts, 1), len(line.ranks), order=line.order)
         region, parts = scratch(transport, spans, torch.float32, device)
-        Pending(monitor, "gather", gather(transport, region, parts, lanes.weights)).wait()
-        Pending(monitor, "reduce", reduce(transport, region, parts, lanes.gradients)[1]).wait()
+        monitor.start(None, what, partial(gather, transport, region, parts, lanes.weights)).wait()
+        monitor.start(None, what, partial(_reduced, transport, region, parts, lanes.gradients)).wait()
+
+
+def _reduced(transport: Transport, region: Tensor, parts: Parts, line: Line) -> Works:
+    return reduce(transport, region, parts, line)[1]
 
 
 def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: Topology) -> DeviceMesh:
@@ -284,36 +312,68 @@ def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: 
     )
 
 
-def _lanes(
+class _Make(Protocol):
+    """Makes this rank's process group out of a partition, for a purpose."""
+
+    def __call__(
+        self,
+        purpose: str,
+        partition: Sequence[Sequence[GlobalRank]],
+        *,
+        urgent: bool = False,
+        max_ctas: int | None = None,
+    ) -> dist.ProcessGroup: ...
+
+
+def _made(
     groups: Groups,
-    device_type: str,
+    device: torch.device,
+    options: CommOptions,
+    purpose: str,
+    partition: Sequence[Sequence[GlobalRank]],
+    *,
+    urgent: bool = False,
+    max_ctas: int | None = None,
+) -> dist.ProcessGroup:
+    """A group of :func:`make_group` that is released with ``groups``."""
+    return groups.keep(make_group(device.type, partition, purpose, options.timeout, urgent=urgent, max_ctas=max_ctas))
+
+
+def _lanes(
     topology: Topology,
     along: Literal["r", "s"],
     rank: GlobalRank,
+    make: _Make,
     options: CommOptions,
-    control: dist.ProcessGroup,
+    hosts: Mapping[GlobalRank, str],
 ) -> Lanes | None:
+    """Of the line of ``rank``; None of a rank on its own."""
     partition = topology.partition(along)
-    ranks = next(group for group in partition if rank in group)
-    grids: list[NodeGrid] = []
     if along == "s" and options.hierarchical:
-        hosts = dict(zip(topology.ranks, agree(control, None, HostShare.here().host), strict=True))
-        grids = [node_grid(line, hosts) for line in partition]  # of all rows, so that all ranks refuse alike
+        # Of all rows, so that all ranks refuse alike.
+        return _lanes_in_levels(partition, [node_grid(row, hosts) for row in partition], rank, make, options)
+    ranks = next(line for line in partition if rank in line)
     if len(ranks) == 1:
         return None
-    by_rank = [sorted(group) for group in partition]
+    lines = [sorted(line) for line in partition]
+    position = position_in(ranks, rank)
+    weights = make(f"weights_along_{along}", lines, urgent=True, max_ctas=options.max_ctas)
+    return Lanes(Line(ranks, position, weights), Line(ranks, position, make(f"gradients_along_{along}", lines)))
 
-    def made(purpose: str, partition: Sequence[Sequence[GlobalRank]], **how: Any) -> dist.ProcessGroup:
-        return groups.keep(make_group(device_type, partition, purpose, options.timeout, **how))
 
-    def line(what: str, **how: Any) -> Line:
-        if not grids:
-            return Line(ranks, position_in(ranks, rank), made(f"{what}_along_{along}", by_rank, **how))
-        along_rails = made(f"{what}_along_rails", [rail for grid in grids for rail in grid.rails], **how)
-        within_nodes = made(f"{what}_within_nodes", [node for grid in grids for node in grid.nodes], **how)
-        return line_in_levels(ranks, position_in(ranks, rank), own, votes, along_rails, within_nodes)
-
-    if grids:
-        own = grids[partition.index(ranks)]
-        votes = made("votes_along_s", by_rank)
-    return Lanes(line("weights", urgent=True, max_ctas=options.max_ctas), line("gradients"))
+def _lanes_in_levels(
+    partition: Sequence[tuple[GlobalRank, ...]],
+    grids: Sequence[NodeGrid],
+    rank: GlobalRank,
+    make: _Make,
+    options: CommOptions,
+) -> Lanes:
+    """Of the row of ``rank``, which lies over several nodes as its grid says; votes go over the whole row."""
+    ranks, grid = next((row, grid) for row, grid in zip(partition, grids, strict=True) if rank in row)
+    rails, nodes = [rail for one in grids for rail in one.rails], [node for one in grids for node in one.nodes]
+    in_levels = partial(line_in_levels, ranks, position_in(ranks, rank), grid)
+    votes = make("votes_along_s", [sorted(row) for row in partition])
+    urgent = partial(make, urgent=True, max_ctas=options.max_ctas)
+    weights = urgent("weights_along_rails", rails), urgent("weights_within_nodes", nodes)
+    gradients = make("gradients_along_rails", rails), make("gradients_within_nodes", nodes)
+    return Lanes(in_levels(votes, *weights), in_levels(votes, *gradients))

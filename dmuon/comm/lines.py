@@ -6,7 +6,8 @@ within nodes. A message then goes around a rail and a node in place of the whole
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dmuon.comm.monitor import Interrupted, run_all
 from dmuon.layout.buffer import Spans, Transport
 from dmuon.layout.topology import GlobalRank, NodeGrid, Position, position_in
 from dmuon.platform.torch_private import all_gather_single, in_one_launch, reduce_scatter_single
@@ -62,13 +64,20 @@ class Line:
     ranks: tuple[GlobalRank, ...]
     position: Position
     group: dist.ProcessGroup
-    levels: tuple[Leg, Leg] | None = field(default=None, compare=False)
-    order: tuple[Position, ...] | None = field(default=None, compare=False)
+    levels: tuple[Leg, Leg] | None = field(default=None, hash=False)
+    order: tuple[Position, ...] | None = None
 
     @property
     def legs(self) -> tuple[Leg, ...]:
         """In the order in which parts take them when they are gathered."""
         return (Leg(self.group),) if self.levels is None else self.levels
+
+    @property
+    def firsts(self) -> tuple[Position, ...]:
+        """Ascending, one position on each rail: what they send passes all of them. Of a line of one leg one."""
+        if self.levels is None or self.order is None:
+            return (Position(0),)
+        return tuple(sorted(self.order[:: self.levels[0].group.size()]))
 
 
 def line_in_levels(
@@ -121,27 +130,42 @@ def gather(transport: Transport, region: Tensor, parts: Parts, line: Line) -> Wo
     works: Works = []
     here = _own(region, parts, line)
     for leg in line.legs:
-        _queue_behind(works)
-        match transport:
-            case "single":
-                whole = leg.of(region)
-                works.append(all_gather_single(whole, here, group=leg.group, async_op=True))
-                here = whole
-            case _:
-                launches = [
-                    partial(dist.broadcast, part, src=source, group=leg.group, async_op=True)
-                    for position, part in parts.items()
-                    if (source := leg.end(position, line)) is not None
-                ]
-                works += in_one_launch(leg.group, region.device, launches)
+        with _behind(works):
+            match transport:
+                case "single":
+                    whole = leg.of(region)
+                    works.append(all_gather_single(whole, here, group=leg.group, async_op=True))
+                    here = whole
+                case _:
+                    launches = [
+                        partial(dist.broadcast, part, src=source, group=leg.group, async_op=True)
+                        for position, part in parts.items()
+                        if (source := leg.end(position, line)) is not None
+                    ]
+                    works += in_one_launch(leg.group, region.device, launches)
     return works
 
 
-def _queue_behind(works: Works) -> None:
+@contextmanager
+def _behind(works: Works) -> Iterator[None]:
+    """What starts in here runs after ``works``.
+
+    Raises:
+        Interrupted: something failed while ``works`` are under way.
+    """
+    started = [work for work in works if work is not None]
+    try:
+        _queue_behind(started)
+        yield
+    except Exception as error:
+        if not started:
+            raise
+        raise Interrupted(started) from error
+
+
+def _queue_behind(works: Sequence[dist.Work]) -> None:
     """What starts from now on runs after ``works``; the host waits where a device has no streams."""
-    for work in works:
-        if work is not None:
-            work.wait()
+    run_all(work.wait for work in works)
 
 
 def _own(region: Tensor, parts: Parts, line: Line) -> Tensor:
@@ -160,17 +184,18 @@ def reduce(transport: Transport, region: Tensor, parts: Parts, line: Line) -> tu
     result = own = _own(region, parts, line)
     legs = line.legs[::-1]
     for number, leg in enumerate(legs, 1):
-        _queue_behind(works)
-        match transport:
-            case "single":
-                # In place but for the last, which outlives the region.
-                result = legs[number].of(region) if number < len(legs) else torch.empty_like(own)
-                works.append(reduce_scatter_single(result, leg.of(region), op=average, group=leg.group, async_op=True))
-            case _:
-                launches = [
-                    partial(dist.reduce, part, target, average, group=leg.group, async_op=True)
-                    for position, part in parts.items()
-                    if (target := leg.end(position, line)) is not None
-                ]
-                works += in_one_launch(leg.group, region.device, launches)
+        with _behind(works):
+            match transport:
+                case "single":
+                    # In place but for the last, which outlives the region.
+                    result = legs[number].of(region) if number < len(legs) else torch.empty_like(own)
+                    reduced = reduce_scatter_single(result, leg.of(region), op=average, group=leg.group, async_op=True)
+                    works.append(reduced)
+                case _:
+                    launches = [
+                        partial(dist.reduce, part, target, average, group=leg.group, async_op=True)
+                        for position, part in parts.items()
+                        if (target := leg.end(position, line)) is not None
+                    ]
+                    works += in_one_launch(leg.group, region.device, launches)
     return result, works

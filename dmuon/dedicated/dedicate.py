@@ -308,19 +308,23 @@ def _connect(
     inspected: _Inspected,
     seats: list[_Seat],
 ) -> tuple[Comm, list[str]]:
-    """Make the process groups, and compare the models of all tensor-parallel ranks too.
+    """Compare the models of all tensor-parallel ranks too, and make the process groups.
 
     Returns:
         What blocks need to communicate, and the host of every rank.
     """
     topology = topology.with_tensor_parallel([ranks for _, ranks in seats])
-    context = make_comm(mesh, topology, group, groups, options, inspected.tensor_mesh)
+    control = group
     if topology.tensor > 1:
-        seats = require_same(context.control, topology.ranks, None, inspected.description, inspected.seat)
+        control = groups.keep(make_group(mesh.device_type, [topology.ranks], "control", options.timeout))
+        # Before the other groups: which are made goes by the options.
+        seats = require_same(control, topology.ranks, None, inspected.description, inspected.seat)
     shares = [share for share, _ in seats]
+    hosts = {rank: share.host for rank, share in zip(topology.ranks, shares, strict=True)}
+    context = make_comm(mesh, topology, group, groups, options, inspected.tensor_mesh, control, hosts)
     if mesh.device_type == "cpu":
         warn_if_oversubscribed(shares, topology.ranks.index(this_rank()))
-    return context, [share.host for share in shares]
+    return context, list(hosts.values())
 
 
 @contextmanager

@@ -22,7 +22,7 @@ class OrderCheck:
     vote at the end of a pass tells; the end is that of the root's forward, or, where blocks are called without the
     root, the second run of a block.
 
-    - Without gradients the ranks of a row vote, over the group of gradients, which is idle then. Where nothing is
+    - Without gradients the ranks of a row vote, over a group that is idle then (``Lanes.votes``). Where nothing is
       gathered (weights that are kept) they need nothing of each other, and need not evaluate the same. Other rows may
       evaluate more or fewer batches.
     - Tensor-parallel ranks need each other in every pass, and vote among themselves.
@@ -74,7 +74,7 @@ class OrderCheck:
         comm, fills = self._comm, self._comm.monitor.count("fill")
         if comm.row is not None and not trains and (fills != self._compared or by_fsdp):
             self._compared = fills
-            self._elect("row", comm.row.gradients.group, comm.monitor.digest, by_fsdp)
+            self._elect("row", comm.row.votes, comm.monitor.digest, by_fsdp)
         if comm.tensor is not None and ran:
             self._elect("tensor", comm.tensor.group, 0, ran)
 

@@ -100,8 +100,9 @@ class GradAverager:
     of their own ([Note: one order of collectives]). So a bucket leaves early only if by earlier votes all its gradients
     have always come on all ranks, once each and behind as many reductions; the others form the last buckets. The order
     differs between ranks in the one backward in which a gradient is missing or elsewhere for the first time. Where each
-    collective is awaited at once, that would be a deadlock, and all buckets leave at the end. So they do until their
-    process group is made: by all ranks at the end of the first backward that averages anything.
+    collective is awaited at once, that would be a deadlock, and all buckets leave at the end. So they do until
+    their process group is there: if it was not from the start, all ranks make it at the end of the first backward that
+    averages anything.
 
     A gradient accumulates without a second tensor: the average of ``previous average + new gradient`` is right, because
     the previous average is the same on all ranks.
@@ -122,7 +123,7 @@ class GradAverager:
         self.params = list(params)
         self._trained = trained
         self._comm = comm
-        self._group: dist.ProcessGroup | None = None
+        self._group = comm.averages
         self._on_gradient = on_gradient
         self._reductions = 0  # of this backward, so far
         self._places: dict[int, int] = {}  # by ``id``, behind how many of them the gradient came in the last backward

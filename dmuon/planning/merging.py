@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from dmuon.comm.context import Comm
-from dmuon.comm.lines import gather
+from dmuon.comm.lines import gather, scratch
+from dmuon.layout.buffer import lay_spans
 from dmuon.platform.log import logger
 
 _log = logger(__name__)
@@ -62,18 +64,19 @@ def measured_merge_bytes(comm: Comm, block_bytes: int) -> int:
 
 
 def _fastest(comm: Comm, nbytes: int) -> float:
-    """Seconds of one broadcast along the line of weights."""
+    """Seconds of one broadcast along the line of weights; of two levels a part of it along each rail, as blocks do."""
     lanes = comm.row or comm.column
     assert lanes is not None, "weights travel"
-    region = torch.zeros(nbytes, dtype=torch.uint8, device=comm.device)
+    line = lanes.weights
+    spans = lay_spans("broadcast", dict.fromkeys(line.firsts, math.ceil(nbytes / len(line.firsts))), len(line.ranks))
+    region, parts = scratch("broadcast", spans, torch.uint8, comm.device)
+    send = partial(gather, "broadcast", region, parts, line)
     best = math.inf
     for probe in range(_PROBES + 1):
         comm.monitor.synchronize()
         start = time.perf_counter()
         with comm.monitor.watch("measurement of a broadcast"):
-            for work in gather("broadcast", region, {0: region}, lanes.weights):
-                if work is not None:
-                    work.wait()
+            comm.monitor.start(None, "measurement of a broadcast", send).wait()
             comm.monitor.synchronize()
         if probe:
             best = min(best, time.perf_counter() - start)

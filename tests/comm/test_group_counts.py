@@ -6,12 +6,18 @@ from collections import Counter
 
 import pytest
 from harness.checkpoints import start
+from harness.hosts import on_hosts
 from harness.on_ranks import on_ranks
+from harness.topologies import lay
+from harness.toy import build
 
+import dmuon
+from dmuon.comm import context, process_groups
 from dmuon.platform.torch_private import group_names
 
 LINE = {"weights_along_s": 1, "gradients_along_s": 1}
 COLUMN = {"weights_along_r": 1, "gradients_along_r": 1}
+LEVELS = {f"{what}_{where}": 1 for what in ("weights", "gradients") for where in ("along_rails", "within_nodes")}
 OWN = {"average": 1}  # where dmuon averages what nobody shards
 TENSOR = {"control": 1, "tensor": 1}
 
@@ -47,7 +53,11 @@ def count(layout: str) -> None:
     assert group_names() <= first
 
 
-@pytest.mark.parametrize("layout", ["1d", "1d-two-lines", "ddp-2", "fsdp2-2", "ddp"])
+def slowly(layout: str) -> object:
+    return pytest.param(layout, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("layout", ["1d", slowly("1d-two-lines"), slowly("ddp-2"), "fsdp2-2", slowly("ddp")])
 @on_ranks(2)
 def test_no_more_groups_than_purposes_on_two_ranks(rank: int, world: int, layout: str) -> None:
     count(layout)
@@ -58,3 +68,26 @@ def test_no_more_groups_than_purposes_on_two_ranks(rank: int, world: int, layout
 @on_ranks(4)
 def test_no_more_groups_than_purposes_on_four_ranks(rank: int, world: int, layout: str) -> None:
     count(layout)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_row_of_two_levels_has_five_groups(rank: int, world: int) -> None:
+    before = group_names()
+    with on_hosts(rank, "aabb"):
+        lay("1d-4", build(), comm=dmuon.CommOptions(hierarchical=True))
+    assert purposes(group_names() - before) == {"group": 1, "votes_along_s": 1, **LEVELS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [False, True])
+@on_ranks(2)
+def test_averages_have_a_group_from_the_start_where_it_is_split_off_another(rank: int, world: int, bound: bool) -> None:
+    """Splitting a communicator while something may be under way over it is nothing for mid-training."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (context, process_groups):
+            patch.setattr(module, "default_group_is_bound", lambda: bound)
+        laid = lay("1d-two-lines", build())
+        before = group_names()
+        laid.backward(0)
+    assert len(group_names() - before) == (0 if bound else 1)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -32,6 +33,7 @@ from dmuon.check.model import Network, loss_of
 from dmuon.check.topologies import full_state
 from dmuon.comm.lifetime import Groups
 from dmuon.dedicated.dedication import dedications
+from dmuon.dedicated.replicated import GradAverager
 
 OPTIONS: dict[str, Any] = {"lr": LR, "ns_coefficients": "classic"}
 FAULT_STEP = 2
@@ -604,3 +606,33 @@ def test_every_work_is_waited_for_and_the_first_fault_is_raised() -> None:
     with pytest.raises(ValueError, match="fault 1"):
         dmuon.comm.monitor.run_all(partial(work, i) for i in range(4))
     assert waited == [0, 1, 2, 3]
+
+
+def raising_before_averages(rank: int, world: int) -> None:
+    """Rank 1 leaves backward behind its last reduction, where the others make the process group of averages."""
+    model = build()
+    laid = lay("1d-two-lines", model)
+    be_impatient(model, PATIENCE)
+    if rank == 1:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+            patch.setattr(GradAverager, "finish", lambda _self: throw())
+            laid.backward(0)
+        time.sleep(2 * PATIENCE + TIMEOUT)
+        return
+    with pytest.raises(
+        dmuon.CollectiveError, match=r"^rank 0, step 0: making the process group of averages failed: "
+    ) as caught:
+        laid.backward(0)
+    assert "Silent: rank 1 (" in str(caught.value), str(caught.value)
+    begin = time.monotonic()
+    with pytest.raises(dmuon.CollectiveError, match="was not started, because an earlier collective failed: rank 0"):
+        laid.backward(0)
+    assert time.monotonic() - begin < TIMEOUT / 2, "it waits no second time"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.pitfall("P49")
+def test_a_rank_missing_where_averages_get_their_group_is_named() -> None:
+    ended = gang.run(2, raising_before_averages, limit=PROGRAM_SECONDS, timeout=TIMEOUT / 2)
+    assert all(one.code == 0 for one in ended.values()), {rank: one.text for rank, one in ended.items()}

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Barrier, local
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness.assertions import about, assert_equal_weights, assert_same_bits, assert_same_tensors
 from harness.dedicated_toy import dedicate, refused
 from harness.hosts import on_hosts
+from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import Laid, lay, runtime_of
@@ -20,8 +27,12 @@ import dmuon
 from dmuon.check.accounting import Amount, Traffic
 from dmuon.check.model import loss_of
 from dmuon.check.topologies import full_state
-from dmuon.comm.lines import Line, gather, reduce, scratch
+from dmuon.comm import lines
+from dmuon.comm.lines import Line, gather, line_in_levels, reduce, scratch
+from dmuon.comm.monitor import Monitor
 from dmuon.layout.buffer import Transport, lay_spans
+from dmuon.layout.topology import GlobalRank, Position, node_grid
+from dmuon.planning import merging
 from dmuon.report.accounting import expected_traffic
 
 TWO_BY_TWO = "aabb"  # the host of each rank
@@ -90,6 +101,156 @@ def test_two_levels_bring_what_one_brings(ranks: RankPool, hosts: str) -> None:
                 if rank in sizes:
                     expected = torch.arange(sizes[rank]) * 16.0 + 1000 * rank + 6
                     assert torch.equal(average_in_levels[: sizes[rank]], expected)
+
+
+# -- six positions, of which nodes and ranks per node differ --------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Meeting:
+    """A process group of threads, which is as many barriers with a value of each rank."""
+
+    ranks: tuple[int, ...]
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = Barrier(len(self.ranks), timeout=20)
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def meet(self, value: Tensor) -> list[Tensor]:
+        """Of all ranks, in their order."""
+        self.values[here.rank] = value.clone()
+        self.barrier.wait()
+        found = [self.values[rank] for rank in self.ranks]
+        self.barrier.wait()
+        return found
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+here = local()
+
+
+def fake_collectives(patch: pytest.MonkeyPatch) -> None:
+    def all_gather(out: Tensor, own: Tensor, *, group: Meeting, async_op: bool) -> Done:
+        out.copy_(torch.cat(group.meet(own)))
+        return Done()
+
+    def reduce_scatter(out: Tensor, whole: Tensor, op: Any, *, group: Meeting, async_op: bool) -> Done:
+        average = torch.stack(group.meet(whole)).mean(0)
+        whole.fill_(math.nan)  # garbage
+        out.copy_(average.chunk(group.size())[group.ranks.index(here.rank)])
+        return Done()
+
+    def broadcast(part: Tensor, src: int, group: Meeting, async_op: bool) -> Done:
+        part.copy_(group.meet(part)[group.ranks.index(src)])
+        return Done()
+
+    def reduce_(part: Tensor, target: int, op: Any, group: Meeting, async_op: bool) -> Done:
+        average = torch.stack(group.meet(part)).mean(0)
+        assert target in group.ranks
+        part.copy_(average if here.rank == target else torch.full_like(part, math.nan))
+        return Done()
+
+    patch.setattr(lines, "all_gather_single", all_gather)
+    patch.setattr(lines, "reduce_scatter_single", reduce_scatter)
+    patch.setattr(lines, "in_one_launch", lambda _group, _device, launches: [launch() for launch in launches])
+    patch.setattr(dist, "broadcast", broadcast)
+    patch.setattr(dist, "reduce", reduce_)
+
+
+@pytest.mark.parametrize("hosts", ["aaabbb", "aabbcc", "abcabc", "abbacc"])
+@pytest.mark.parametrize("transport", ["broadcast", "single"])
+def test_nodes_and_ranks_of_a_node_are_not_taken_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, transport: Transport, hosts: str
+) -> None:
+    fake_collectives(monkeypatch)
+    row, sizes = tuple(map(GlobalRank, range(6))), {0: 3, 1: 5, 3: 2, 4: 1}
+    grid = node_grid(row, dict(zip(row, hosts, strict=True)))
+    groups = [{ranks: Meeting(ranks) for ranks in (*grid.rails, *grid.nodes)} for _ in range(2)]
+
+    def both(rank: GlobalRank) -> None:
+        here.rank = rank
+        weights, gradients = (
+            line_in_levels(row, Position(rank), grid, None, made[grid.rail_of(rank)], made[grid.node_of(rank)])
+            for made in groups
+        )
+        assert [grid.rails.index(grid.rail_of(row[i])) for i in weights.firsts] == sorted(
+            range(len(grid.rails)), key=lambda rail: min(grid.rails[rail])
+        ), "one position on each rail"
+        spans = lay_spans(transport, sizes, 6, order=weights.order)
+        region = torch.full((spans.size,), -1.0)
+        parts = {i: region[a:b] for i, (a, b) in spans.filled.items()}
+        if rank in parts:
+            parts[rank].copy_(torch.arange(parts[rank].numel()) + 100.0 * rank)
+        gather(transport, region, parts, weights)
+        for i, size in sizes.items():
+            assert torch.equal(parts[i][:size], torch.arange(size) + 100.0 * i)
+        region, averaged = scratch(transport, spans, torch.float64, torch.device("cpu"))
+        for i, part in averaged.items():
+            part.copy_(torch.arange(part.numel()) + 1000 * i + 12 * rank)
+        mine, _ = reduce(transport, region, averaged, gradients)
+        if rank in sizes:
+            torch.testing.assert_close(
+                mine[: sizes[rank]], torch.arange(sizes[rank], dtype=torch.float64) + 1000 * rank + 30
+            )
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(both, row))
+
+
+@pytest.mark.parametrize(("waiting_fails", "launch_fails", "error"), [(True, "", "gone"), (False, "node", "no link")])
+def test_what_was_started_is_handed_over_when_a_second_leg_fails(
+    monkeypatch: pytest.MonkeyPatch, waiting_fails: bool, launch_fails: str, error: str
+) -> None:
+    waited: list[int] = []
+
+    class Under:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            waited.append(self.number)
+            if waiting_fails and self.number == 0:
+                raise RuntimeError(error)
+
+    def launch(group: str, *_: object) -> list[Any]:
+        if group == launch_fails:
+            raise RuntimeError(error)
+        return works
+
+    works, left = [Under(0), Under(1)], Left()
+    row = tuple(map(GlobalRank, range(4)))
+    grid = node_grid(row, dict(zip(row, TWO_BY_TWO, strict=True)))
+    line: Any = line_in_levels(row, Position(0), grid, None, "rail", "node")
+    parts = {i: torch.zeros(1) for i in range(4)}
+    monkeypatch.setattr(lines, "in_one_launch", launch)
+    cpu = torch.device("cpu")
+    monitor = Monitor(row[:1], row[0], dist.HashStore(), "a", device=cpu, groups=left, patience=0.1)
+    with pytest.raises(dmuon.CollectiveError, match=f"fill a failed: {error}"):
+        monitor.start("fill", "fill a", lambda: gather("broadcast", torch.zeros(4), parts, line))
+    assert left.works == works and waited == [0, 1]
+
+
+@dataclass
+class Left:
+    works: list[Any] = field(default_factory=list)
+
+    def leave(self, works: Iterable[Any]) -> None:
+        self.works.extend(works)
+
+
+def test_lines_of_one_level_and_of_two_differ() -> None:
+    row = tuple(map(GlobalRank, range(4)))
+    grid = node_grid(row, dict(zip(row, TWO_BY_TWO, strict=True)))
+    levels = line_in_levels(row, Position(0), grid, None, "rail", "node")
+    assert levels != Line(row, Position(0), None)
+    assert hash(levels) == hash(line_in_levels(row, Position(0), grid, None, "rail", "node"))
 
 
 # -- training -----------------------------------------------------------------------------------------------------
@@ -161,6 +322,29 @@ def test_each_replica_has_a_row_of_two_levels() -> None:
         pool.close()
     assert_same_bits(found)
     assert_equal_weights(found[0], reference_weights(3))
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_blocks_merge_by_what_passes_all_rails(rank: int, world: int) -> None:
+    """What the probe sends, and that training goes on in two levels."""
+    sent: list[tuple[int, ...]] = []
+
+    def seen(transport: Transport, region: Tensor, parts: Any, line: Line) -> Any:
+        sent.append(tuple(parts))
+        return gather(transport, region, parts, line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merging, "gather", seen)
+        comm = dmuon.CommOptions(hierarchical=True, merge_bytes="auto")
+        laid = laid_on(rank, "1d-4-two-lines", TWO_BY_TWO, comm=comm)
+    assert set(sent) == {(0, 1)}, "one position on each of two rails"
+    optimizer = laid.optimizer()
+    for step in range(3):
+        optimizer.zero_grad()
+        laid.backward(step)
+        optimizer.step()
+    assert_equal_weights(full_state(laid.model), reference_weights(3))
 
 
 def refuse(rank: int, _world: int, hosts: str) -> None:

@@ -51,13 +51,17 @@ class Way:
     def code(self) -> str:
         """What to write."""
         t = self.topology
-        sizes, names = (t.replicate, t.shard), ("replicate", "shard")
-        if t.replicate == 1:
+        named = [(size, name) for size, name in ((t.replicate, "replicate"), (t.shard, "shard")) if size > 1]
+        named = named or [(1, "shard")]
+        if len(named) == 1 and named[0][1] == "shard" and t.tp == 1:
             mesh = f'init_device_mesh("cuda", ({t.shard},))'
-        elif t.shard == 1:
-            mesh = f'init_device_mesh("cuda", ({t.replicate},), mesh_dim_names=("replicate",))'
         else:
+            dims = [*named, (t.tp, "tp")] if t.tp > 1 else named
+            sizes, names = zip(*dims, strict=True)
             mesh = f'init_device_mesh("cuda", {sizes}, mesh_dim_names={names})'.replace("'", '"')
+            if t.tp > 1:
+                data = ", ".join(f'"{name}"' for _, name in named)
+                mesh = f"{mesh}[{data}]"
         kept = ", reshard_after_forward=False" if self.kept else ""
         if self.residency == "exchanged":
             return f"mesh = {mesh}; fully_shard(model, mesh=mesh{kept}); optimizer = dmuon.Muon(model)"
@@ -115,7 +119,8 @@ class Recommendation:
             )
         lines += [f"recommended, because {why}:", f"    {self.taken.code()}"]
         if self.taken.topology.ep > 1:
-            lines.append("    # experts likewise, over the ranks that hold the same ones: a mesh of their own")
+            flat = ", without hierarchical" if self.taken.hierarchical else ""
+            lines.append(f"    # experts likewise{flat}, over the ranks that hold the same ones: a mesh of their own")
         return "\n".join(lines)
 
 

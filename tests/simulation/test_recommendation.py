@@ -6,6 +6,7 @@ import ast
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness.configs import LLAMA_8B, written
@@ -54,7 +55,9 @@ def test_rows_over_several_nodes_may_have_two_levels(found: Recommendation, scen
     assert all("hierarchical=True" in way.code() for way in ways)
     for way in ways:
         flat = next(
-            one for one in found.ways if replace(one, hierarchical=True, step_s=0.0) == replace(way, step_s=0.0)
+            one
+            for one in found.ways
+            if not one.hierarchical and replace(one, hierarchical=True, step_s=0.0) == replace(way, step_s=0.0)
         )
         alike = replace(scenario, topology=way.topology, gathers_once=way.kept, merge_bytes=way.merge_bytes)
         assert "hierarchical" not in flat.code()
@@ -150,3 +153,33 @@ def test_the_table_is_written_to_be_read(found: Recommendation) -> None:
     assert lines[0].startswith("ways to train, predicted; over the best AdamW") and "± 10.0%" in lines[0]
     assert len(lines) == 2 + len(found.ways) + 2
     assert "recommended, because" in lines[-2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ({"tp": 2}, ((32, 2), ("shard", "tp"), ("shard",))),
+        ({"tp": 2, "replicate": 4}, ((4, 8, 2), ("replicate", "shard", "tp"), ("replicate", "shard"))),
+        ({"tp": 2, "replicate": 32}, ((32, 2), ("replicate", "tp"), ("replicate",))),
+        ({"replicate": 4}, ((4, 16), ("replicate", "shard"), None)),
+        ({}, ((64,), None, None)),
+    ],
+)
+def test_the_mesh_of_the_line_has_all_ranks(
+    found: Recommendation, shape: dict[str, int], expected: tuple[object, ...]
+) -> None:
+    """With tensor parallelism the model is dedicated over the other dimensions."""
+    way = replace(found.ways[0], topology=Topology(64, **shape), residency="dedicated", hierarchical=False)
+
+    class Mesh:
+        def __init__(self, device: str, sizes: tuple[int, ...], mesh_dim_names: tuple[str, ...] | None = None) -> None:
+            self.seen: tuple[object, ...] = (sizes, mesh_dim_names, None)
+
+        def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
+            self.seen = (*self.seen[:2], (names,) if isinstance(names, str) else names)
+            return self
+
+    given: list[Mesh] = []
+    dmuon = SimpleNamespace(dedicate_params=lambda model, mesh, **_: given.append(mesh), CommOptions=dict)
+    exec(way.code(), {"init_device_mesh": Mesh, "dmuon": dmuon, "model": None})
+    assert given[0].seen == expected

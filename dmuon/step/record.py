@@ -53,7 +53,7 @@ class StepRecord:
             updates: what was subtracted ``factor`` times, this rank's part of each.
             weights: the parts of the new weights.
         """
-        if not labels or not updates[0].numel():
+        if not labels or not updates or not updates[0].numel():
             return
         numel = updates[0].numel()
         of_update = local_terms(list(updates), 2.0, None)

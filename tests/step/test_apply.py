@@ -11,6 +11,7 @@ from torch import Tensor
 
 import dmuon
 from dmuon.step import update
+from dmuon.step.record import StepRecord
 
 
 class Tagged(nn.Parameter):
@@ -34,3 +35,12 @@ def test_fused_updates_get_no_subclass_of_a_parameter() -> None:
         optimizer.step()
     assert len(seen) == 3 and {*seen} <= {Tensor, nn.Parameter}
     assert torch.equal(params[0], params[1]) and not torch.equal(params[0], torch.ones(4, 3))
+
+
+def test_a_rank_without_parts_of_named_matrices_records_nothing() -> None:
+    record = StepRecord()
+    record.note([(torch.ones(2, 2), 0)], (2, 2), 0.1, [], [])
+    record.note([(torch.ones(2, 2), 0)], (2, 2), 0.1, [torch.ones(0, 2)], [torch.ones(0, 2)])
+    assert not record.terms
+    record.note([(torch.ones(2, 2), 0)], (2, 2), 0.1, [torch.ones(1, 2)], [torch.ones(1, 2)])
+    assert [terms.numel for terms in record.terms] == [2]

@@ -74,6 +74,7 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
                     "ranks": world,
                     "ep": scenario.topology.ep,
                     "adamw_ms": 1e3 * found.adamw_s,
+                    "adamw_fits": found.adamw_fits,
                     "overhead": found.overhead,
                     "verdict": result,
                     "equal": len(found.equal),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -17,6 +17,7 @@ from dmuon.simulation.terms import ERROR, verdict
 
 Residency = Literal["dedicated", "exchanged"]
 
+_TIE = 0.1  # of the error: for so much less nobody should set an option
 _ROOM = 0.6  # of a device's memory: the rest is for activations, workspaces and fragments
 _GIB = 2**30
 
@@ -48,6 +49,11 @@ class Way:
     def mesh(self) -> str:
         return f"{self.topology.replicate} × {self.topology.shard}"
 
+    @property
+    def place(self) -> str:
+        """The mesh, and whether weights are kept."""
+        return f"{self.mesh}, kept" if self.kept else self.mesh
+
     def code(self) -> str:
         """What to write."""
         t = self.topology
@@ -76,27 +82,31 @@ class Recommendation:
     """All ways, fastest first, and the one to take.
 
     Attributes:
-        adamw_s: AdamW on the mesh that suits it best, of those that fit.
+        adamw_s: AdamW on the mesh that suits it best, of those that fit; on that of ``taken`` if none fits.
+        adamw_fits: whether any does.
         equal: ways that fit and whose predicted steps cannot be told from the fastest.
-        taken: the first of these. Nobody can tell it from the others; it is compared with an AdamW chosen likewise.
+        taken: the first of these; or one of a tenth of the error more whose rows have one level, or blocks are not
+            merged. Nobody can tell it from the others; it is compared with an AdamW chosen likewise.
         error: of predicted overheads.
     """
 
     ways: tuple[Way, ...]
     adamw_s: float
+    adamw_fits: bool
     equal: tuple[Way, ...]
     taken: Way
     error: float
 
     @property
     def overhead(self) -> float:
-        """Of the way that is taken, over the best AdamW."""
+        """Of the way that is taken, over AdamW."""
         return self.taken.step_s / self.adamw_s - 1
 
     def report(self) -> str:
         """The table of alternatives, and the line to paste, as text for people."""
+        which = "the best AdamW" if self.adamw_fits else f"AdamW on {self.taken.place}, as none of it fits"
         lines = [
-            f"ways to train, predicted; over the best AdamW ({1e3 * self.adamw_s:.1f} ms), ± {self.error:.1%}:",
+            f"ways to train, predicted; over {which} ({1e3 * self.adamw_s:.1f} ms), ± {self.error:.1%}:",
             f"{'mesh':>12} {'residency':<10} {'kept':<4} {'levels':>6} {'merge MiB':>9} {'step ms':>9} "
             f"{'of AdamW here':>14} {'over AdamW':>16} {'GiB':>7}",
         ]
@@ -115,7 +125,7 @@ class Recommendation:
             least = min(self.equal, key=lambda way: way.nbytes)
             why = (
                 f"it fits, and {len(self.equal) - 1} more are equal to it within the error of the prediction; of all "
-                f"these {least.mesh} {least.residency}{', kept' if least.kept else ''} holds least"
+                f"these {least.residency} {least.place} holds least"
             )
         lines += [f"recommended, because {why}:", f"    {self.taken.code()}"]
         if self.taken.topology.ep > 1:
@@ -154,9 +164,16 @@ def recommend(scenario: Scenario, memory: float, error: float = ERROR) -> Recomm
                 )
     ways.sort(key=lambda way: (not way.fits, way.step_s))
     fitting = [way for way in ways if way.fits] or ways
-    equal = tuple(way for way in fitting if way.step_s / fitting[0].step_s - 1 < error) or (fitting[0],)
-    adamw_s = min([step for fits, step in best if fits] or [step for _, step in best])
-    return Recommendation(tuple(ways), adamw_s, equal, equal[0], error)
+    equal = tuple(_within(error, fitting))
+    taken = min(_within(error * _TIE, fitting), key=lambda way: (way.hierarchical, way.merge_bytes > 0))
+    of_adamw = [step for fits, step in best if fits]
+    adamw_s = min(of_adamw, default=taken.adamw_s)
+    return Recommendation(tuple(ways), adamw_s, bool(of_adamw), equal, taken, error)
+
+
+def _within(error: float, ways: Sequence[Way]) -> list[Way]:
+    """The first, which is the fastest, and those that take less than ``error`` longer."""
+    return [way for way in ways if way is ways[0] or way.step_s / ways[0].step_s - 1 < error]
 
 
 def meshes(given: Topology) -> Iterator[Topology]:

@@ -160,13 +160,12 @@ def fit_host() -> Terms:
         if residency not in ("dedicated", "exchanged"):
             continue
         work = {phase: of_phase[phase]["work"] for phase in phases}
-        owned = of_phase["step"]["batches"]
         if residency == "dedicated":
             calls = sum(of_phase[phase]["collectives"] for phase in phases)
-            table.append((count, calls, 0, owned))
+            table.append((count, calls, 0))
             spent.append(sum(work.values()))
         else:
-            table.append((0, 0, count, owned))
+            table.append((0, 0, count))
             spent.append(work["step"])
             if ranks <= 64:  # beyond that the shards of so small matrices are empty
                 module.append((work["forward"] + work["backward"] + work["zero_grad"]) / count)
@@ -178,7 +177,6 @@ def fit_host() -> Terms:
         host_weight_s=solved[0] - per_module,
         host_call_s=solved[1],
         host_exchanged_s=solved[2],
-        host_owned_s=solved[3],
     )
 
 

@@ -40,8 +40,6 @@ from dmuon.solver import Matrix, Rank, SolveOptions
 from dmuon.step.batches import SharedBatch, make_batches
 from dmuon.step.rounds import exchanged_rounds, longest_first
 
-MASTER_BYTES = 4  # of momentum on its way to the owner
-UPDATE_BYTES = 2  # of an update on its way back: Newton–Schulz leaves fp16
 _Array = NDArray[np.int64]
 _NAMED = re.compile(r"(?P<base>.*)\[(?P<number>\d+)\]$")
 
@@ -79,7 +77,6 @@ class RoundLoad:
         copied: bytes that ranks with the same parts get of each other, most of any, and by how many broadcasts.
         ns: seconds of Newton–Schulz, by rank.
         parts: elements that each rank folds, packs and applies.
-        owned: batches of each rank.
     """
 
     gather: Load
@@ -87,7 +84,6 @@ class RoundLoad:
     copied: tuple[float, int]
     ns: Times
     parts: Times
-    owned: _Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +92,11 @@ class Schedule:
 
     Attributes:
         alone: seconds of Newton–Schulz of matrices that one rank has whole, by rank.
-        batches: of matrices that it owns or has whole, on the rank with most.
         matrices: that are exchanged.
     """
 
     rounds: tuple[RoundLoad, ...]
     alone: Times
-    batches: int
     matrices: int
 
 
@@ -110,7 +104,6 @@ def schedule(scenario: Scenario) -> Schedule:
     """What :func:`dmuon.create_dtensor_config` would do with the model of ``scenario``, whose plan it replaces."""
     pieces = _Pieces()
     layouts = _layouts(scenario)
-    alone, of_alone = _alone(scenario, layouts)
     loads = []
     total = 0
     if layouts.plans:
@@ -130,8 +123,7 @@ def schedule(scenario: Scenario) -> Schedule:
         ):
             total += sum(parcel.count for parcel in round_.parcels)
             loads.append(_round(scenario, pieces, round_.parcels))
-    owned = sum((round_.owned for round_ in loads), start=of_alone)
-    return Schedule(tuple(loads), alone, int(owned.max()), total)
+    return Schedule(tuple(loads), _alone(scenario, layouts), total)
 
 
 # -- layouts --------------------------------------------------------------------------------------------------------
@@ -199,8 +191,8 @@ def _planned(scenario: Scenario, matrices: list[Matrix], pools: list[frozenset[s
     return OwnerPlan.from_solution(solution, FoundCosts(scenario.costs, "as given"))
 
 
-def _alone(scenario: Scenario, layouts: Layouts) -> tuple[Times, _Array]:
-    """Seconds of each rank for the matrices that nobody else has a part of, and its batches of them."""
+def _alone(scenario: Scenario, layouts: Layouts) -> Times:
+    """Seconds of each rank for the matrices that nobody else has a part of."""
     counts: list[Counter[tuple[int, int]]] = [Counter() for _ in range(scenario.topology.world)]
     for param, placed in zip(layouts.params, layouts.placed, strict=True):
         if placed is None:
@@ -209,8 +201,7 @@ def _alone(scenario: Scenario, layouts: Layouts) -> tuple[Times, _Array]:
             for share, numbers in numbered(placed.layout, spec_of(param)):
                 if len(share.holders) == 1:
                     counts[share.holders[0]][_two(share.layout.shape)] += len(numbers)
-    found = [batches(scenario, of_rank) for of_rank in counts]
-    return np.array([sum(seconds) for seconds in found]), np.array([len(seconds) for seconds in found])
+    return np.array([sum(batches(scenario, of_rank)) for of_rank in counts], dtype=float)
 
 
 def _two(shape: Sequence[int]) -> tuple[int, int]:
@@ -222,23 +213,21 @@ def _two(shape: Sequence[int]) -> tuple[int, int]:
 
 def _round(scenario: Scenario, pieces: _Pieces, parcels: Sequence[Parcel]) -> RoundLoad:
     topology = scenario.topology
-    world = topology.world
-    ns, parts, owned = np.zeros(world), np.zeros(world), np.zeros(world, dtype=np.int64)
+    world, itemsize = topology.world, scenario.machine.ns_bytes
+    ns, parts = np.zeros(world), np.zeros(world)
     for parcel in parcels:
         m, n = parcel.layout.shape
         ns[parcel.owner] += sum(batches(scenario, {(m, n): parcel.count}))
-        owned[parcel.owner] += 1
         at, numel = pieces.flat(parcel.pieces)
         parts[at] += parcel.count * numel
     gathers = [(parcel.owner, parcel.to_owner, parcel.to_owner.senders) for parcel in parcels]
     scatters = [(parcel.owner, parcel.from_owner, parcel.from_owner.receivers) for parcel in parcels]
     return RoundLoad(
-        _load(topology, pieces, gathers, MASTER_BYTES, to_owner=True),
-        _load(topology, pieces, scatters, UPDATE_BYTES, to_owner=False),
-        _copied(topology, pieces, parcels),
+        _load(topology, pieces, gathers, itemsize, to_owner=True),
+        _load(topology, pieces, scatters, itemsize, to_owner=False),
+        _copied(topology, pieces, parcels, itemsize),
         ns,
         parts,
-        owned,
     )
 
 
@@ -268,14 +257,14 @@ def _load(
     return Load(of_others, of_owner, messages) if to_owner else Load(of_owner, of_others, messages)
 
 
-def _copied(topology: Topology, known: _Pieces, parcels: Sequence[Parcel]) -> tuple[float, int]:
+def _copied(topology: Topology, known: _Pieces, parcels: Sequence[Parcel], itemsize: int) -> tuple[float, int]:
     """What goes on to other copies: by the replica that it comes from, for each rank."""
     nbytes = np.zeros((topology.replicate, topology.world))
     replica = topology.coordinates()[0]
     for parcel in parcels:
         if parcel.spread.copies > 1:
             at, numel = known.flat(parcel.pieces)
-            nbytes[replica[parcel.owner], at] += UPDATE_BYTES * parcel.count * numel
+            nbytes[replica[parcel.owner], at] += itemsize * parcel.count * numel
     return float(nbytes.sum(axis=0).max()), int(np.count_nonzero(nbytes, axis=0).max())
 
 

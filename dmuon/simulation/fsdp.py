@@ -6,10 +6,9 @@ import numpy as np
 
 from dmuon.simulation.engine import COMPUTE, Groups, Simulation, Times, latest
 from dmuon.simulation.network import NOTHING, Collective, Travel
-from dmuon.simulation.scenario import Scenario, batches, gathered_shapes, tensors
+from dmuon.simulation.scenario import MASTER_BYTES, Scenario, batches, gathered_shapes, tensors
 from dmuon.simulation.workload import Block
 
-MASTER_BYTES = 4
 _EVERYBODYS = ("FSDP2 gather", "FSDP2 reduce", "FSDP2 all-reduce", "tokens")  # streams of AdamW's step too
 
 

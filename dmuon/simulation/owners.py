@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from dmuon.layout.buffer import BufferLayout, make_layout
 from dmuon.simulation.engine import COMPUTE, Simulation, Times, latest
-from dmuon.simulation.fsdp import MASTER_BYTES, AdamW
+from dmuon.simulation.fsdp import AdamW
 from dmuon.simulation.network import NOTHING, Collective, Travel, of_ranks
-from dmuon.simulation.scenario import Scenario, merged, ns_chunks, owned_elements, tensors
-from dmuon.simulation.workload import Block
+from dmuon.simulation.scenario import MASTER_BYTES, Scenario, merged, ns_chunks, owned_elements, tensors
+from dmuon.simulation.workload import Block, is_expert
 
 _MAX_REDUCTIONS = 2  # as in dmuon.dedicated.runtime
 _ALIGN = 256  # bytes, as in dmuon.dedicated.buffer
@@ -113,6 +113,7 @@ class Dedicated(AdamW):
         self._chunks = ns_chunks(scenario)
         self._fills: dict[int, Times] = {}
         self._reductions: deque[Times] = deque()
+        self._passed_on = np.zeros(sim.ranks)
         self._updated = np.zeros(sim.ranks)
         self._publications = [np.zeros(sim.ranks)]  # of the first block, before any step
         column = self.topology.coordinates()[1]
@@ -130,20 +131,26 @@ class Dedicated(AdamW):
         return False
 
     def host_s(self) -> float:
-        terms, plan = self.machine.terms, self.scenario.plan
-        owners: dict[str, set[int]] = {}
+        terms = self.machine.terms
+        host = (terms.host_module_s + terms.host_weight_s) * tensors(self.scenario.plan.matrices)
+        return host + terms.host_call_s * self._calls() * (2 if self.keeps else 3)
+
+    def _calls(self) -> int:
+        """Collectives by which the rank with most fills, or reduces, every block once: one for each owner it meets."""
+        plan, topology = self.scenario.plan, self.topology
+        shared: dict[str, set[int]] = {}
+        experts: dict[int, set[tuple[str, int]]] = {}  # by the part of them that a rank has
         for m in plan.matrices:
-            owners.setdefault(m.block, set()).add(plan.owners[m.name])
-        calls = sum(map(len, owners.values()))
+            owner = plan.owners[m.name] // topology.tp
+            if topology.ep > 1 and is_expert(m.name):
+                experts.setdefault(owner % topology.shard % topology.ep, set()).add((m.block, owner))
+            else:
+                shared.setdefault(m.block, set()).add(owner)
+        calls = sum(map(len, shared.values())) + max(map(len, experts.values()), default=0)
         if self.in_levels:
-            places = (
-                Counter(owner // self.topology.tp % self.topology.rails for owner in some) for some in owners.values()
-            )
+            places = (Counter(owner % topology.rails for owner in owners) for owners in shared.values())
             calls += sum(max(place.values()) for place in places)
-        calls *= 2 if self.keeps else 3
-        most = int(np.count_nonzero(self._chunks, axis=0).max())
-        host = (terms.host_module_s + terms.host_weight_s) * tensors(plan.matrices)
-        return host + terms.host_call_s * calls + terms.host_owned_s * most
+        return calls
 
     def units(self, block: Block) -> list[tuple[str, float]]:
         return [("shard", float(block.other_elements))]
@@ -175,7 +182,9 @@ class Dedicated(AdamW):
         ready = self.sim.now(COMPUTE)
         arrived = ready
         for suffix, _, ways in self._ways[index]:
-            reduced = self._along_legs("reduce", suffix, ways.reduce, ready)
+            reduced = self._along_legs("reduce", suffix, ways.reduce, latest(ready, self._passed_on))
+            if len(ways.reduce) > 1 and self.topology.replicate > 1:
+                self._passed_on = reduced  # the stream that starts legs waits for both, to start that over replicas
             name = "reduce over replicas"
             replicated = self.travel(f"{name}{suffix}", name, "replicate", ways.replica_reduce, ready, reduced)
             arrived = latest(arrived, replicated)

@@ -15,6 +15,8 @@ from dmuon.simulation.terms import FITTED, NO_TERMS, Terms
 from dmuon.simulation.workload import Block, Workload, is_expert
 from dmuon.solver import CostTable, Matrix, Plan
 
+MASTER_BYTES = 4  # of an element of masters, gradients and momentum: fp32
+_HALF_BYTES = 2
 _ADAMW_BYTES = 28  # per element: weight, gradient and two moments read, all but the gradient written, fp32
 
 
@@ -29,6 +31,7 @@ class Machine:
         network: how long collectives take.
         ns_scale: factor on every cost of Newton–Schulz.
         communication_computes: communication takes the compute stream, as on CPU ranks with one core each.
+        ns_bytes: of an element as Newton–Schulz takes and leaves it, and as it is exchanged.
         terms: what operations alone leave out.
     """
 
@@ -38,11 +41,12 @@ class Machine:
     network: Network
     ns_scale: float = 1.0
     communication_computes: bool = False
+    ns_bytes: int = MASTER_BYTES
     terms: Terms = NO_TERMS
 
     @classmethod
     def of(cls, hardware: Hardware, efficiency: float | None = None, terms: Terms = FITTED) -> Machine:
-        """Rates of a preset.
+        """Rates of a preset, whose Newton–Schulz is in half precision.
 
         Args:
             efficiency: part of the peak that forward and backward reach; ``None`` takes that of large matrix products,
@@ -59,6 +63,7 @@ class Machine:
             device.memory_bandwidth,
             device.memory_bandwidth / _ADAMW_BYTES,
             AlphaBeta.of(hardware),
+            ns_bytes=_HALF_BYTES,
             terms=terms,
         )
 

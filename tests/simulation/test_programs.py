@@ -21,7 +21,7 @@ from dmuon.simulation.pools import plan_pools, pooled
 from dmuon.simulation.prediction import Prediction, overhead, predict
 from dmuon.simulation.programs import PROGRAMS, ProgramName, simulate
 from dmuon.simulation.scenario import Machine, Scenario, batches, gathered_shapes, ns_chunks
-from dmuon.simulation.terms import NO_TERMS
+from dmuon.simulation.terms import NO_TERMS, Terms
 from dmuon.simulation.workload import Block, Workload
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
 
@@ -69,8 +69,13 @@ def case(*owners: int, world: int = 2, network: Fixed = SLOW, **grid: int) -> Sc
     )
 
 
+def in_levels(scenario: Scenario) -> Scenario:
+    return replace(scenario, hierarchical=True)
+
+
 TWO = case(0, 1)
 COMPUTING = replace(TWO, machine=replace(TWO.machine, communication_computes=True))
+HALVED = replace(TWO, machine=replace(TWO.machine, ns_bytes=2))
 REDUCING = Fixed(SLOW.figures | {"broadcast": 0.0, "reduce": 50.0, "all_reduce": 0.0})
 
 
@@ -86,11 +91,20 @@ REDUCING = Fixed(SLOW.figures | {"broadcast": 0.0, "reduce": 50.0, "all_reduce":
         ("gather", TWO, 4 + 20 + 4 + 40 + 6 + 2 * 4 + 2 * 7),
         # As AdamW; both momenta go to their owners in one all-to-all with one other rank, and both updates back.
         ("exchanged", TWO, 4 + 20 + 4 + 40 + 6 + 2 + 7 + 2),
+        # In half precision all ranks add up norms before that: 1.
+        ("exchanged", HALVED, 4 + 20 + 4 + 40 + 6 + 1 + 2 + 7 + 2),
+        # Full copies are not gathered, and normalized by their owners: two broadcasts of 3 after one all-reduce of 1.
+        ("exchanged", replace(case(0, 1, replicate=2), machine=HALVED.machine), 60 + 1 + 7 + 2 * 3),
         # The next forward waits for the slowest owner.
         ("dedicated", case(0, 0), 3 + 20 + 3 + 40 + 5 + 1 + 2 * 7),
         # Two reductions may be on their way. Backward ends at 50 + 20 + …: b3's reduction starts at 60, each takes 50
         # and they follow one another.
         ("dedicated", case(0, 1, 0, 1, network=REDUCING), 40 + 20 + 4 * 50 + 14),
+        # In rows of two levels a reduction takes three legs of 50: within nodes, along rails, over replicas. The second
+        # begins behind the second leg of the first, whose third it overlaps.
+        ("dedicated", in_levels(case(0, 1, world=8, gpus_per_node=2, replicate=2, network=REDUCING)), 40 + 5 * 50 + 7),
+        # Without replicas it begins behind the first leg.
+        ("dedicated", in_levels(case(0, 1, world=4, gpus_per_node=2, network=REDUCING)), 40 + 3 * 50 + 7),
         # Replicas publish and reduce across and fill nothing. Publish b0 3; forward hides that of b1; reduction over
         # replicas 5; votes 1; Newton–Schulz 7.
         ("dedicated", case(0, 1, replicate=2), 3 + 20 + 40 + 5 + 1 + 7),
@@ -156,6 +170,30 @@ def test_experts_by_hand(name: ProgramName, ep: int, seconds: float) -> None:
     scenario = experts(4, ep)
     assert simulate(name, scenario).step_s == pytest.approx(seconds)
     assert sum(map(sum, (batches(scenario, shapes) for shapes in gathered_shapes(scenario).values()))) == 7 + 56 / ep
+
+
+def test_the_host_calls_owners_of_shared_experts_and_rails() -> None:
+    """Each rank calls for owners of the experts that it has, by rows of one level; for the rest by two legs."""
+    scenario = experts(8, 2, gpus_per_node=2)
+    host = replace(scenario, machine=replace(scenario.machine, terms=Terms(host_call_s=1e3)))
+    places = {name: {owner for n, owner in scenario.plan.owners.items() if ("experts" in n) == name} for name in (0, 1)}
+    assert places == {0: {7}, 1: set(range(8))}  # four ranks hold the same experts
+    assert simulate("dedicated", host).step_s == 3e3 * (1 + 4)
+    assert simulate("dedicated", in_levels(host)).step_s == 3e3 * (1 + 1 + 4)
+
+
+def test_parts_travel_as_newton_schulz_takes_them() -> None:
+    """Folded before the first round: 12 bytes of an element, and 8 read again; two of those that travel are copied."""
+
+    def took(scenario: Scenario) -> float:
+        machine = replace(scenario.machine, copy_bytes_per_s=1.0, network=FREE)
+        spans = simulate("exchanged", replace(scenario, machine=machine)).spans
+        seconds = [float((span.end - span.start).max()) for span in spans if span.name == "momentum"]
+        return sum(seconds) / 3  # the spans hold three updates
+
+    elements = 16  # of a rank, half of each of two matrices
+    assert took(TWO) == elements * (12 + 2 * 4)
+    assert took(HALVED) == elements * (12 + 8 + 2 * 2)
 
 
 def test_a_pipeline_stage_gathers_once_and_waits_for_the_others() -> None:
@@ -244,7 +282,12 @@ def test_all_durations_scale_the_step(llama: Path) -> None:
     )
     machine = Machine.of(hardware, terms=NO_TERMS)
     thrice = Machine(
-        machine.flops_per_s / 3, machine.copy_bytes_per_s / 3, machine.adamw_elements_per_s / 3, slower, ns_scale=3.0
+        machine.flops_per_s / 3,
+        machine.copy_bytes_per_s / 3,
+        machine.adamw_elements_per_s / 3,
+        slower,
+        ns_scale=3.0,
+        ns_bytes=machine.ns_bytes,
     )
     for name in PROGRAMS:
         once = simulate(name, Scenario(workload, owners, costs, machine, topology))

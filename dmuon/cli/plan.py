@@ -25,7 +25,7 @@ from dmuon.simulation.pools import plan_pools, pooled
 from dmuon.simulation.prediction import Prediction, predict
 from dmuon.simulation.recommendation import recommend
 from dmuon.simulation.wave_model import describe, wave_costs
-from dmuon.simulation.workload import Workload
+from dmuon.simulation.workload import Workload, is_expert
 from dmuon.solver import (
     BASELINES,
     Backend,
@@ -54,17 +54,22 @@ class _Stage:
 
     Attributes:
         number: from 1.
-        bubble: seconds in which it waits for others, as a part of its forward and backward.
+        micro_batches: of a step.
     """
 
     number: int
     count: int
-    bubble: float
+    micro_batches: int
+
+    @property
+    def bubble(self) -> float:
+        """Seconds in which it waits for others, as a part of its forward and backward."""
+        return (self.count - 1) / self.micro_batches
 
     def __str__(self) -> str:
         return (
-            f"stage {self.number} of {self.count}, which computes longest; it waits for the others for "
-            f"{self.bubble:.1%} of its forward and backward"
+            f"stage {self.number} of {self.count}, which computes longest: in {self.micro_batches} micro-batches it "
+            f"waits for the others for {self.bubble:.1%} of its forward and backward, and gathers weights once (kept)"
         )
 
 
@@ -101,7 +106,8 @@ class _Question:
             speeds={rank.index: rank.speed for rank in self.ranks if rank.speed != 1},
             efficiency=self.efficiency,
             target=target,
-            bubble=None if self.stage is None else self.stage.bubble,
+            stages=1 if self.stage is None else self.stage.count,
+            bubble=0.0 if self.stage is None else self.stage.bubble,
         )
 
 
@@ -161,7 +167,12 @@ def _parser() -> Parser:
     grid.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     grid.add_argument("--ep", type=count, default=1, metavar="N", help="ranks that divide the experts (default: 1)")
     grid.add_argument("--pp", type=count, default=1, metavar="N", help="pipeline stages (default: 1)")
-    grid.add_argument("--micro-batches", type=count, metavar="N", help="of a pipeline in one step (default: 4 a stage)")
+    grid.add_argument(
+        "--micro-batches",
+        type=count,
+        metavar="N",
+        help="of a pipeline in one step (default: 4 a stage, or as many as there are sequences)",
+    )
     grid.add_argument(
         "--memory-gib", type=positive, metavar="X", help="most fp32 masters and momentum per rank (default: no limit)"
     )
@@ -220,6 +231,8 @@ def _question(arguments: argparse.Namespace) -> _Question:
     workload = Workload.from_config(
         arguments.model, tokens=arguments.tokens, sequence=arguments.sequence, recompute=arguments.recompute
     )
+    if arguments.ep > 1 and not any(is_expert(m.name) for m in matrices):
+        raise BadArgument(f"--ep {arguments.ep}: this model has no experts; leave --ep out")
     workload, matrices, stage = _staged(arguments, workload, matrices)
     costs = _costs(arguments.costs, machine, matrices)
     if topology.tp > 1:
@@ -244,13 +257,21 @@ def _staged(
 ) -> tuple[Workload, tuple[Matrix, ...], _Stage | None]:
     """What the longest pipeline stage computes, and its matrices; everything without a pipeline."""
     if arguments.pp == 1:
+        if arguments.micro_batches is not None:
+            raise BadArgument("--micro-batches is of a pipeline; give --pp too, or leave it out")
         return workload, matrices, None
+    sequences = workload.tokens // arguments.sequence
+    micro_batches = arguments.micro_batches or min(4 * arguments.pp, sequences)
+    if micro_batches > sequences:
+        raise BadArgument(
+            f"--micro-batches {micro_batches}: a rank has {sequences} sequences in a step; give no more, or raise "
+            "--tokens"
+        )
     stages = workload.stages(arguments.pp)
     number = max(range(len(stages)), key=lambda i: (stages[i].flops, stages[i].elements))
     blocks = {block.name for block in stages[number].blocks}
-    bubble = (arguments.pp - 1) / (arguments.micro_batches or 4 * arguments.pp)
     mine = tuple(m for m in matrices if m.block in blocks)
-    return stages[number], mine, _Stage(number + 1, arguments.pp, bubble)
+    return stages[number], mine, _Stage(number + 1, arguments.pp, micro_batches)
 
 
 def _topology(arguments: argparse.Namespace, machine: Hardware) -> Topology:

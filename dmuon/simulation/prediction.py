@@ -98,8 +98,9 @@ class Prediction:
         topology, workload, costs = self.scenario.topology, self.scenario.workload, self.scenario.costs
         shapes = {m.shape for m in self.scenario.plan.matrices}
         guessed = len(shapes & set(costs.estimated))
+        what = "predicted step of the stage" if self.scenario.stages > 1 else "predicted step"
         lines = [
-            f"predicted step, {topology.world} × {self.device}, {_plural(topology.nodes, 'node')} "
+            f"{what}, {topology.world} × {self.device}, {_plural(topology.nodes, 'node')} "
             f"(replicate {topology.replicate} × shard {topology.shard} × tp {topology.tp}{_experts(topology)}), "
             f"{workload.tokens:,} tokens per rank; Newton–Schulz costs "
             + (f"estimated for {guessed} of {_plural(len(shapes), 'shape')}" if guessed else "measured"),
@@ -112,6 +113,9 @@ class Prediction:
                 f"{1e3 * time.exposed_s:>9.2f}{_over(name, time.step_s / adamw - 1):>16}{gather / time.step_s:>10.2f}×"
             )
         lines.append(f"± {ERROR:.1%} is how far predictions were off from steps that others published; less is equal")
+        unsent = [("tensor", topology.tp), ("pipeline", self.scenario.stages)]
+        if left_out := " and ".join(name for name, size in unsent if size > 1):
+            lines.append(f"left out is what {left_out} parallelism sends of activations: all steps take longer")
         if self.target is not None:
             lines.append("")
             if self.overhead < self.target:
@@ -134,14 +138,16 @@ def predict(
     speeds: Mapping[int, float] | None = None,
     efficiency: float | None = None,
     target: float | None = 0.01,
-    bubble: float | None = None,
+    stages: int = 1,
+    bubble: float = 0.0,
 ) -> Prediction:
     """Predict one step of every program, and what would bring dedicated owners within ``target`` of AdamW.
 
     Args:
         speeds: of ranks that are slower or faster than ``hardware``.
         efficiency: part of the peak that forward and backward reach; ``None`` takes that of large matrix products.
-        bubble: of a pipeline stage, the part of its forward and backward in which it waits for others.
+        stages: of a pipeline, of which this is one, and gathers its weights once.
+        bubble: the part of its forward and backward in which it waits for others.
 
     Raises:
         ValueError: arguments that do not belong together, an efficiency outside (0, 1], or a
@@ -150,8 +156,9 @@ def predict(
     if target is not None and not (math.isfinite(target) and target > 0):
         raise ValueError(f"target={target!r} must be a positive part of AdamW's step, or None")
     machine = Machine.of(hardware, efficiency)
-    once = bubble is not None
-    scenario = Scenario(workload, plan, costs, machine, topology, speeds or {}, gathers_once=once, bubble=bubble or 0.0)
+    scenario = Scenario(
+        workload, plan, costs, machine, topology, speeds or {}, gathers_once=stages > 1, stages=stages, bubble=bubble
+    )
     times = {name: _program_time(name, scenario) for name in PROGRAMS}
     result = Prediction(times, scenario, hardware.device.name, target, ())
     if target is None or result.overhead < max(target, ERROR):

@@ -27,6 +27,7 @@ class Way:
     """One way to train.
 
     Attributes:
+        stages: of a pipeline, each on a mesh like this.
         hierarchical: rows communicate in two levels.
         kept: whole weights stay from forward to backward (``reshard_after_forward=False``).
         step_s: predicted.
@@ -36,6 +37,7 @@ class Way:
     """
 
     topology: Topology
+    stages: int
     residency: Residency
     merge_bytes: int
     hierarchical: bool
@@ -59,13 +61,14 @@ class Way:
         t = self.topology
         named = [(size, name) for size, name in ((t.replicate, "replicate"), (t.shard, "shard")) if size > 1]
         named = named or [(1, "shard")]
-        if len(named) == 1 and named[0][1] == "shard" and t.tp == 1:
+        stages, tp = ([(size, name)] if size > 1 else [] for size, name in ((self.stages, "pp"), (t.tp, "tp")))
+        dims = [*stages, *named, *tp]
+        if dims == [(t.shard, "shard")]:
             mesh = f'init_device_mesh("cuda", ({t.shard},))'
         else:
-            dims = [*named, (t.tp, "tp")] if t.tp > 1 else named
             sizes, names = zip(*dims, strict=True)
             mesh = f'init_device_mesh("cuda", {sizes}, mesh_dim_names={names})'.replace("'", '"')
-            if t.tp > 1:
+            if dims != named:
                 data = ", ".join(f'"{name}"' for _, name in named)
                 mesh = f"{mesh}[{data}]"
         kept = ", reshard_after_forward=False" if self.kept else ""
@@ -104,9 +107,10 @@ class Recommendation:
 
     def report(self) -> str:
         """The table of alternatives, and the line to paste, as text for people."""
+        what = "ways to train the stage" if self.taken.stages > 1 else "ways to train"
         which = "the best AdamW" if self.adamw_fits else f"AdamW on {self.taken.place}, as none of it fits"
         lines = [
-            f"ways to train, predicted; over {which} ({1e3 * self.adamw_s:.1f} ms), ± {self.error:.1%}:",
+            f"{what}, predicted; over {which} ({1e3 * self.adamw_s:.1f} ms), ± {self.error:.1%}:",
             f"{'mesh':>12} {'residency':<10} {'kept':<4} {'levels':>6} {'merge MiB':>9} {'step ms':>9} "
             f"{'of AdamW here':>14} {'over AdamW':>16} {'GiB':>7}",
         ]
@@ -159,9 +163,8 @@ def recommend(scenario: Scenario, memory: float, error: float = ERROR) -> Recomm
             for one in of_dedicated if residency == "dedicated" else [here]:
                 nbytes, step = held(one), simulate(of_residency, one).step_s
                 fits = nbytes <= _ROOM * memory
-                ways.append(
-                    Way(topology, residency, one.merge_bytes, one.hierarchical, kept, step, adamw, nbytes, fits)
-                )
+                options = one.merge_bytes, one.hierarchical, kept
+                ways.append(Way(topology, one.stages, residency, *options, step, adamw, nbytes, fits))
     ways.sort(key=lambda way: (not way.fits, way.step_s))
     fitting = [way for way in ways if way.fits] or ways
     equal = tuple(_within(error, fitting))

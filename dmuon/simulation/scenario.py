@@ -78,6 +78,7 @@ class Scenario:
         merge_bytes: as in ``CommOptions``: neighbouring blocks of dedicated weights communicate together up to so many.
         hierarchical: as in ``CommOptions``, of rows that can; experts that ranks divide travel as ever.
         gathers_once: weights stay whole from forward to backward, as pipeline stages with several micro-batches do.
+        stages: of a pipeline, of which this is one.
         bubble: seconds in which a pipeline stage waits for others, as a part of its forward and backward.
 
     Raises:
@@ -93,6 +94,7 @@ class Scenario:
     merge_bytes: int = 0
     hierarchical: bool = False
     gathers_once: bool = False
+    stages: int = 1
     bubble: float = 0.0
 
     @property

@@ -133,9 +133,13 @@ def test_overrides_change_the_prediction(plan: Callable[..., Any]) -> None:
 def test_experts_and_stages_are_planned_on_their_own(tmp_path: Path, ended: Callable[..., Any]) -> None:
     small = QWEN_MOE | {"num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 100}
     small = {name: value for name, value in small.items() if name != "num_experts"}  # as transformers 5 writes it
-    done = ended(main, written(tmp_path, small), "--world", 16, "--pp", 2, "--ep", 4, "--owners")
+    done = ended(main, written(tmp_path, small), "--world", 16, "--pp", 2, "--ep", 4, "--owners", "--recommend")
     assert done.status == 0, done.err
-    assert done.out.startswith("stage 2 of 2, which computes longest; it waits for the others for 12.5%")
+    assert done.out.startswith(
+        "stage 2 of 2, which computes longest: in 4 micro-batches it waits for the others for 25.0%"
+    )
+    assert "predicted step of the stage, 8 × H200" in done.out and "left out is what pipeline parallelism" in done.out
+    assert 'mesh_dim_names=("pp", ' in done.out.splitlines()[-2] and "ways to train the stage" in done.out
     assert "(replicate 1 × shard 8 × tp 1, experts over 4)" in done.out
     owners = {row.split()[0]: int(row.split()[2]) for row in done.out.splitlines() if row.startswith("model.layers.")}
     assert {name.split(".")[2] for name in owners} == {"2", "3"}
@@ -164,6 +168,9 @@ def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
         (["--world", "8", "--ep", "3"], "ep=3 does not divide the 8 shards of a replica"),
         (["--world", "8", "--pp", "3"], "--pp 3 does not divide --world 8"),
         (["--world", "8", "--pp", "8"], "pp=8 must be from 1 to the number of blocks, 4"),
+        (["--world", "8", "--ep", "2"], "--ep 2: this model has no experts"),
+        (["--world", "8", "--micro-batches", "2"], "--micro-batches is of a pipeline; give --pp too"),
+        (["--world", "8", "--pp", "2", "--micro-batches", "5"], "a rank has 4 sequences in a step"),
         (["--world", "8", "--pp", "2"], "pipeline stages and expert groups are dedicated on their own"),
         (["--world", "2", "--compare", "best"], "'best' is not one of round-robin, lpt, greedy, milp"),
         (["--world", "2", "--speed", "2=0.5"], "--speed: '2=0.5' names no rank below 2"),

@@ -191,6 +191,9 @@ def test_the_table_is_written_to_be_read(found: Recommendation) -> None:
     [
         ({"tp": 2}, ((32, 2), ("shard", "tp"), ("shard",))),
         ({"tp": 2, "replicate": 4}, ((4, 8, 2), ("replicate", "shard", "tp"), ("replicate", "shard"))),
+        ({"stages": 2, "tp": 2}, ((2, 32, 2), ("pp", "shard", "tp"), ("shard",))),
+        ({"stages": 2, "replicate": 4}, ((2, 4, 16), ("pp", "replicate", "shard"), ("replicate", "shard"))),
+        ({"stages": 2}, ((2, 64), ("pp", "shard"), ("shard",))),
         ({"tp": 2, "replicate": 32}, ((32, 2), ("replicate", "tp"), ("replicate",))),
         ({"replicate": 4}, ((4, 16), ("replicate", "shard"), None)),
         ({}, ((64,), None, None)),
@@ -199,8 +202,12 @@ def test_the_table_is_written_to_be_read(found: Recommendation) -> None:
 def test_the_mesh_of_the_line_has_all_ranks(
     found: Recommendation, shape: dict[str, int], expected: tuple[object, ...]
 ) -> None:
-    """With tensor parallelism the model is dedicated over the other dimensions."""
-    way = replace(found.ways[0], topology=Topology(64, **shape), residency="dedicated", hierarchical=False)
+    """With tensor parallelism, and in a pipeline, the model is dedicated over the other dimensions."""
+    grid = {name: size for name, size in shape.items() if name != "stages"}
+    stages = shape.get("stages", 1)
+    way = replace(
+        found.ways[0], topology=Topology(64, **grid), stages=stages, residency="dedicated", hierarchical=False
+    )
 
     class Mesh:
         def __init__(self, device: str, sizes: tuple[int, ...], mesh_dim_names: tuple[str, ...] | None = None) -> None:

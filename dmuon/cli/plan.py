@@ -80,6 +80,7 @@ class _Question:
     matrices: tuple[Matrix, ...]
     ranks: tuple[Rank, ...]
     costs: FoundCosts
+    exchanged_costs: CostTable
     options: SolveOptions
     machine: Hardware
     topology: Topology
@@ -106,6 +107,7 @@ class _Question:
             speeds={rank.index: rank.speed for rank in self.ranks if rank.speed != 1},
             efficiency=self.efficiency,
             target=target,
+            exchanged_costs=self.exchanged_costs,
             stages=1 if self.stage is None else self.stage.count,
             bubble=0.0 if self.stage is None else self.stage.bubble,
         )
@@ -235,6 +237,7 @@ def _question(arguments: argparse.Namespace) -> _Question:
         raise BadArgument(f"--ep {arguments.ep}: this model has no experts; leave --ep out")
     workload, matrices, stage = _staged(arguments, workload, matrices)
     costs = _costs(arguments.costs, machine, matrices)
+    exchanged_costs = costs.table
     if topology.tp > 1:
         table = costs.table.with_transfer({shape: _gather_ns(shape, machine, topology) for shape in costs.table.costs})
         source = f"{costs.source}, gather and scatter over {topology.tp} tensor-parallel ranks added"
@@ -249,7 +252,9 @@ def _question(arguments: argparse.Namespace) -> _Question:
     )
     matrices, ranks = pooled(matrices, _ranks(arguments, topology), topology)
     predicted = workload if arguments.costs == "wave" or arguments.device is not None else None
-    return _Question(matrices, ranks, costs, options, machine, topology, predicted, arguments.efficiency, stage)
+    return _Question(
+        matrices, ranks, costs, exchanged_costs, options, machine, topology, predicted, arguments.efficiency, stage
+    )
 
 
 def _staged(

@@ -102,6 +102,7 @@ class Schedule:
 
 def schedule(scenario: Scenario) -> Schedule:
     """What :func:`dmuon.create_dtensor_config` would do with the model of ``scenario``, whose plan it replaces."""
+    scenario = replace(scenario, costs=scenario.exchanged_costs or scenario.costs)
     pieces = _Pieces()
     layouts = _layouts(scenario)
     loads = []

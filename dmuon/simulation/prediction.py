@@ -115,7 +115,7 @@ class Prediction:
         lines.append(f"± {ERROR:.1%} is how far predictions were off from steps that others published; less is equal")
         unsent = [("tensor", topology.tp), ("pipeline", self.scenario.stages)]
         if left_out := " and ".join(name for name, size in unsent if size > 1):
-            lines.append(f"left out is what {left_out} parallelism sends of activations: all steps take longer")
+            lines.append(f"left out are activations on their way by {left_out} parallelism: all steps take longer")
         if self.target is not None:
             lines.append("")
             if self.overhead < self.target:
@@ -138,6 +138,7 @@ def predict(
     speeds: Mapping[int, float] | None = None,
     efficiency: float | None = None,
     target: float | None = 0.01,
+    exchanged_costs: CostTable | None = None,
     stages: int = 1,
     bubble: float = 0.0,
 ) -> Prediction:
@@ -146,6 +147,7 @@ def predict(
     Args:
         speeds: of ranks that are slower or faster than ``hardware``.
         efficiency: part of the peak that forward and backward reach; ``None`` takes that of large matrix products.
+        exchanged_costs: as in :class:`Scenario`.
         stages: of a pipeline, of which this is one, and gathers its weights once.
         bubble: the part of its forward and backward in which it waits for others.
 
@@ -157,7 +159,16 @@ def predict(
         raise ValueError(f"target={target!r} must be a positive part of AdamW's step, or None")
     machine = Machine.of(hardware, efficiency)
     scenario = Scenario(
-        workload, plan, costs, machine, topology, speeds or {}, gathers_once=stages > 1, stages=stages, bubble=bubble
+        workload,
+        plan,
+        costs,
+        machine,
+        topology,
+        speeds or {},
+        gathers_once=stages > 1,
+        exchanged_costs=exchanged_costs,
+        stages=stages,
+        bubble=bubble,
     )
     times = {name: _program_time(name, scenario) for name in PROGRAMS}
     result = Prediction(times, scenario, hardware.device.name, target, ())

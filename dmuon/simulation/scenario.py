@@ -78,6 +78,8 @@ class Scenario:
         merge_bytes: as in ``CommOptions``: neighbouring blocks of dedicated weights communicate together up to so many.
         hierarchical: as in ``CommOptions``, of rows that can; experts that ranks divide travel as ever.
         gathers_once: weights stay whole from forward to backward, as pipeline stages with several micro-batches do.
+        exchanged_costs: of matrices that are exchanged, if others: their pieces come from tensor-parallel ranks anyway,
+            while ``costs`` have what these gather and scatter.
         stages: of a pipeline, of which this is one.
         bubble: seconds in which a pipeline stage waits for others, as a part of its forward and backward.
 
@@ -94,6 +96,7 @@ class Scenario:
     merge_bytes: int = 0
     hierarchical: bool = False
     gathers_once: bool = False
+    exchanged_costs: CostTable | None = None
     stages: int = 1
     bubble: float = 0.0
 

@@ -130,6 +130,17 @@ def test_overrides_change_the_prediction(plan: Callable[..., Any]) -> None:
     assert step("--tokens", 32768) > step()
 
 
+def test_tensor_parallel_pieces_travel_once(plan: Callable[..., Any]) -> None:
+    """Owners of dedicated weights gather them beside Newton–Schulz; exchanged ones come with all others."""
+
+    def ns(program: str, *args: object) -> float:
+        rows = [line.split() for line in plan("--world", 16, *args).out.splitlines() if line.startswith(f"{program} ")]
+        return float(rows[0][3])
+
+    slow = ("--tp", 2, "--set", "intra_bandwidth=1e9")
+    assert ns("exchanged", *slow) == ns("exchanged", "--tp", 2) < ns("dedicated", "--tp", 2) < ns("dedicated", *slow)
+
+
 def test_experts_and_stages_are_planned_on_their_own(tmp_path: Path, ended: Callable[..., Any]) -> None:
     small = QWEN_MOE | {"num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 100}
     small = {name: value for name, value in small.items() if name != "num_experts"}  # as transformers 5 writes it
@@ -138,7 +149,7 @@ def test_experts_and_stages_are_planned_on_their_own(tmp_path: Path, ended: Call
     assert done.out.startswith(
         "stage 2 of 2, which computes longest: in 4 micro-batches it waits for the others for 25.0%"
     )
-    assert "predicted step of the stage, 8 × H200" in done.out and "left out is what pipeline parallelism" in done.out
+    assert "predicted step of the stage, 8 × H200" in done.out and "on their way by pipeline parallelism" in done.out
     assert 'mesh_dim_names=("pp", ' in done.out.splitlines()[-2] and "ways to train the stage" in done.out
     assert "(replicate 1 × shard 8 × tp 1, experts over 4)" in done.out
     owners = {row.split()[0]: int(row.split()[2]) for row in done.out.splitlines() if row.startswith("model.layers.")}

@@ -19,10 +19,19 @@ from .newton_schulz import iteration_flops, newton_schulz_flops, orthogonalize, 
 from .normalization import normalize
 from .replay import drop_graphs
 from .squares import Squares
-from .storage import HALF, MIXED, Storage, carrier_dtype, storage_dtype, storage_spans
+from .storage import HALF, MIXED, Storage, carrier_dtype, first_dtype, storage_dtype, storage_spans
 from .streams import is_capturing, streams_in_place, streams_of
 from .symmetric import symmetric_product
-from .update import apply_update_, momentum_update, muon_update_, normalized, normalized_momentum, update_scale
+from .update import (
+    apply_update_,
+    momentum_norms,
+    momentum_update,
+    muon_update_,
+    normalized,
+    normalized_momentum,
+    normalized_update,
+    update_scale,
+)
 from .variant import Variant, adapted, alternatives, backend_fault, batch_size, choose_variant, variant_fault
 
 __all__ = [
@@ -47,17 +56,20 @@ __all__ = [
     "choose_variant",
     "coefficient_sequence",
     "drop_graphs",
+    "first_dtype",
     "is_capturing",
     "is_safe",
     "iterate",
     "iteration_flops",
     "make_iteration",
+    "momentum_norms",
     "momentum_update",
     "muon_update_",
     "newton_schulz_flops",
     "normalize",
     "normalized",
     "normalized_momentum",
+    "normalized_update",
     "orthogonalize",
     "run",
     "safe_restarts",

@@ -71,6 +71,22 @@ def divide(
     return (out if carrier == first else out.copy_(out.to(first))), found
 
 
+def divide_by(
+    x: Tensor,  # (k, m, n), fp32
+    norms: Tensor,  # (k,), fp64
+    eps: float,
+) -> Tensor:  # (k, m, n)
+    """``x / max(norm, eps)`` in place, where ``norms`` are of matrices that ``x`` may be parts of. Zero stays zero.
+
+    As :func:`normalize`, at any scale: both are divided by a power of two first.
+    """
+    clamped = norms.clamp(min=eps).reshape(-1, 1, 1)
+    exponent = torch.frexp(clamped).exponent.clamp(-126, 126)
+    inverse = _power_of_two(-torch.where(clamped.isfinite(), exponent, 0))
+    divisor = (clamped * inverse).to(x.dtype)
+    return x.mul_(inverse.to(x.dtype)).div_(torch.where(divisor == 0, 1.0, divisor))
+
+
 def _divide_as_it_is(x: Tensor, out: Tensor, compute: torch.dtype, eps: float) -> Tensor | None:
     """The norms, or ``None``, and nothing is written, where matrices must be scaled first. Waits for the device."""
     x = x if x.dtype == compute else x.to(compute)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .coefficients import coefficient_sequence
 from .newton_schulz import CoefficientsArg, run
-from .normalization import check_eps, normalize
-from .storage import Storage, carrier_dtype, storage_dtype
+from .normalization import check_eps, divide_by, normalize
+from .storage import Storage, carrier_dtype, first_dtype, storage_dtype
 from .streams import is_capturing
 from .variant import Variant, choose_variant
 
@@ -71,16 +71,13 @@ def momentum_update(
     """
     _check_momentum(grads, momentum)
     update = torch.empty_like(momentum, memory_format=torch.contiguous_format)
-    if not grads:  # of which torch makes an error
+    if not grads:
         return update
-    fused = _fused(momentum)
-    if fused is not None and fused.unsupported(grads, momentum) is None and momentum.dtype == torch.float32:
+    fused = _fused_fold(grads, momentum)
+    if fused is not None:
         fused.momentum_update(grads, momentum, beta=beta, nesterov=nesterov, out=update)
         return update
-    if all(grad.dtype == update.dtype for grad in grads):
-        torch.stack(list(grads), out=update)
-    else:  # a stack converts more slowly than copies do
-        torch._foreach_copy_(list(update.unbind(0)), list(grads))
+    _stack(grads, update)
     momentum.lerp_(update, 1 - beta)
     return update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
 
@@ -108,17 +105,74 @@ def normalized_momentum(
     """
     check_eps(eps)
     _check_momentum(grads, momentum)
-    fused = _fused(momentum)
     kept = carrier_dtype(momentum.device, storage)
-    fits = momentum.dtype == torch.float32 and kept != torch.float64
-    if fused is not None and fits and fused.unsupported(grads, momentum) is None:
+    fused = _fused_fold(grads, momentum)
+    if fused is not None and kept != torch.float64:
         norms = fused.momentum_norms(grads, momentum, beta=beta, nesterov=nesterov)
         out = torch.empty(momentum.shape, dtype=kept, device=momentum.device)
         fused.normalized_update(grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, out=out)
         return out, norms
     update = momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
-    in_place = update.dtype == carrier_dtype(update.device, storage)
-    return normalize(update, storage, eps, out=update if in_place else None)
+    return normalize(update, storage, eps, out=update if update.dtype == kept else None)
+
+
+@torch.no_grad()
+def momentum_norms(
+    grads: Sequence[Tensor],  # k of (m, n)
+    momentum: Tensor,  # (k, m, n)
+    *,
+    beta: float,
+    nesterov: bool,
+) -> Tensor:  # (k,)
+    """Fold gradients into ``momentum`` as :func:`momentum_update` does; return the norms of what to orthogonalize.
+
+    They are fp64, and right for any scale of fp32. Of parts of matrices they are those of the parts: the squares of
+    all parts' add up to that of the whole.
+
+    Raises:
+        ValueError: as :func:`momentum_update`.
+    """
+    _check_momentum(grads, momentum)
+    fused = _fused_fold(grads, momentum)
+    if fused is not None:
+        found: Tensor = fused.momentum_norms(grads, momentum, beta=beta, nesterov=nesterov)
+        return found
+    update = momentum_update(grads, momentum, beta=beta, nesterov=nesterov)
+    norms: Tensor = torch.linalg.vector_norm(update.flatten(1), dim=1, dtype=torch.float64)
+    return norms
+
+
+@torch.no_grad()
+def normalized_update(
+    grads: Sequence[Tensor],  # k of (m, n)
+    momentum: Tensor,  # (k, m, n)
+    norms: Tensor,  # (k,), fp64
+    *,
+    beta: float,
+    nesterov: bool,
+    storage: Storage,
+    eps: float = 0.0,
+) -> Tensor:  # (k, m, n)
+    """What to orthogonalize over ``max(norm, eps)``, rounded once to the dtype in which Newton–Schulz begins.
+
+    After :func:`momentum_norms`, which has folded the gradients into ``momentum``; ``norms`` are of whole matrices,
+    of which these may be parts. Zero norms give zeros.
+
+    Raises:
+        ValueError: as :func:`momentum_update`; ``eps`` negative or not finite.
+    """
+    check_eps(eps)
+    _check_momentum(grads, momentum)
+    fused = _fused_fold(grads, momentum)
+    first = first_dtype(storage)
+    if fused is not None and first != torch.float64:
+        out = torch.empty(momentum.shape, dtype=first, device=momentum.device)
+        fused.normalized_update(grads, momentum, norms, beta=beta, nesterov=nesterov, eps=eps, out=out)
+        return out
+    update = torch.empty_like(momentum, memory_format=torch.contiguous_format)
+    _stack(grads, update)
+    update = update.lerp_(momentum, beta) if nesterov else update.copy_(momentum)
+    return divide_by(update, norms, eps).to(first)
 
 
 @torch.no_grad()
@@ -232,6 +286,22 @@ def _check_shapes(params: Sequence[Tensor], stacks: Sequence[Tensor]) -> None:
     for index, (param, shape) in enumerate(zip(params, shapes, strict=True)):
         if param.shape != shape:  # add_ would broadcast
             raise ValueError(f"parameter {index} is {tuple(param.shape)}, update {tuple(shape)}; batch equal shapes")
+
+
+def _stack(grads: Sequence[Tensor], out: Tensor) -> None:
+    if not grads:  # of which torch makes an error
+        return
+    if all(grad.dtype == out.dtype for grad in grads):
+        torch.stack(list(grads), out=out)
+    else:  # a stack converts more slowly than copies do
+        torch._foreach_copy_(list(out.unbind(0)), list(grads))
+
+
+def _fused_fold(grads: Sequence[Tensor], momentum: Tensor) -> ModuleType | None:
+    """The Triton kernels, where they take these tensors."""
+    fused = _fused(momentum)
+    fits = fused is not None and momentum.dtype == torch.float32 and fused.unsupported(grads, momentum) is None
+    return fused if fits else None
 
 
 def _fused(tensor: Tensor) -> ModuleType | None:

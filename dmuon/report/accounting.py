@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.publication import fills_wait
@@ -18,7 +19,7 @@ from dmuon.layout.parcels import travels
 from dmuon.optimizer.muon import Muon
 from dmuon.step.batches import make_batches
 from dmuon.step.rounds import ExchangedRound, prefetch_windows
-from dmuon.step.update import wire_dtype
+from dmuon.step.update import begin_dtype, sent_normalized, wire_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,9 @@ class Memory:
 class Traffic:
     """Collectives that this rank starts for owned matrices in one step, and the bytes of their tensors, by purpose.
 
-    ``fill`` and ``publish`` carry weights, ``reduce`` gradients, ``exchange`` what tensor parallelism splits. The bytes
-    are those of whole regions: of every part that is broadcast or reduced, of the output of an all-gather, of the input
-    of a reduce-scatter, of the output of an all-to-all.
+    ``fill`` and ``publish`` carry weights, ``reduce`` gradients, ``exchange`` what tensor parallelism splits, without
+    the norms of matrices. The bytes are those of whole regions: of every part that is broadcast or reduced, of the
+    output of an all-gather, of the input of a reduce-scatter, of the output of an all-to-all.
     """
 
     calls: dict[str, int]
@@ -66,7 +67,8 @@ class ExchangeBudget:
 
     Attributes:
         calls: all-to-alls, at most two a round; those of which this rank sends and receives nothing count. Where
-            there are copies, also broadcasts or all-gathers among the ranks that have the same parts.
+            there are copies, also broadcasts or all-gathers among the ranks that have the same parts. The all-reduce
+            of norms, where pieces travel in half precision, does not.
         received_before: bytes from other ranks that Newton-Schulz here waits for.
         received_after: bytes of updates from other ranks.
         sent_before: bytes of momentum to other ranks.
@@ -146,8 +148,7 @@ def _count_exchanges(runtime: Runtime, group: Mapping[str, Any], calls: Counter[
     for round_ in residency.rounds([batches]):
         if not isinstance(round_, ExchangedRound):
             continue
-        back = wire_dtype(group, round_.batches[0].dtype, runtime.comm.device)
-        one = _RoundBytes.of(round_, back.itemsize)
+        one = _RoundBytes.of(round_, group, torch.empty(0, dtype=round_.batches[0].dtype, device=runtime.comm.device))
         calls["exchange"] += one.calls
         nbytes["exchange"] += one.received + one.returned + one.copied
 
@@ -166,8 +167,8 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
         if not isinstance(round_, ExchangedRound):
             raise TypeError("gather_fn and redistribute_fn of the distributed_config are a user's own: count them")
         batch = round_.batches[0]
-        back = wire_dtype(optimizer.param_groups[round_.index], batch.dtype, batch.device)
-        found.append(_RoundBytes.of(round_, back.itemsize))
+        like = torch.empty(0, dtype=batch.dtype, device=batch.device)
+        found.append(_RoundBytes.of(round_, optimizer.param_groups[round_.index], like))
         domains.append(id(round_.domain))
     return ExchangeBudget(
         calls=sum(one.calls for one in found),
@@ -264,9 +265,11 @@ class _RoundBytes:
         return self.updates + self.answered + self.returned
 
     @classmethod
-    def of(cls, round_: ExchangedRound, back: int) -> _RoundBytes:
-        """``back``: bytes of an element of an update."""
-        position, itemsize = round_.domain.position, round_.batches[0].dtype.itemsize
+    def of(cls, round_: ExchangedRound, group: Mapping[str, Any], like: Tensor) -> _RoundBytes:
+        """``like``: of the dtype and on the device of its momentum."""
+        position = round_.domain.position
+        there = begin_dtype(group, like) if sent_normalized(group, like) else like.dtype
+        itemsize, back = there.itemsize, wire_dtype(group, like.dtype, like.device).itemsize
         nbytes: Counter[str] = Counter()
         for parcel in round_.parcels:
             gather, scatter = parcel.to_owner, parcel.from_owner

@@ -20,11 +20,16 @@ from dmuon.step.update import (
     Done,
     Orthogonalized,
     apply,
+    begin_dtype,
     folded,
+    folded_norms,
+    normalized_parts,
     orthogonalize,
     orthogonalize_whole,
+    sent_normalized,
     wire_dtype,
 )
+from dmuon.step.whole_norms import WholeNorms, join
 
 
 class Round(ABC):
@@ -124,6 +129,7 @@ class ExchangedRound(Round):
         self._what = what
         self.bundles = [Bundle((i,), batch, i in self._owned) for i, batch in self._held.items()]
         self._present: list[list[bool]] = []
+        self._norms: WholeNorms | None = None
         self._gathering: Redistribution | None = None
         self._scattering: Redistribution | None = None
         self._copying: Copying | None = None
@@ -133,35 +139,59 @@ class ExchangedRound(Round):
         self.bundles, momentum = make_bundles(self._held, self._owned)
         return momentum
 
-    def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
-        self._gathering = self._scattering = self._copying = None  # a step before may have failed
+    def fold(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> WholeNorms | None:
+        """Before :meth:`start`: where parts travel normalized, fold gradients into momentum. The norms must be joined.
+
+        Args:
+            present: as for :meth:`start`.
+        """
+        self._gathering = self._scattering = self._copying = self._norms = None  # a step before may have failed
         self.last_leg = True
         self._present = [[id(p) in present for p in batch.params] for batch in self.batches]
+        like = self._like()
+        if not (any(map(any, self._present)) and sent_normalized(group, like)):
+            return None
+        norms: dict[int, Tensor] = {}
+        with timer.phase("momentum"):
+            for bundle in self.bundles:
+                found = folded_norms(group, bundle.joint, self._of_params(bundle))
+                norms |= zip(bundle.numbers, found.split(self._counts(bundle)), strict=True)
+            self._norms = WholeNorms(self.parcels, self.domain, norms, like.device)
+        return self._norms
+
+    def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
         if not any(map(any, self._present)):
             return
         parts: dict[int, Tensor] = {}
+        like = self._like()
+        norms = None if self._norms is None else self._norms.of_batches()
         with timer.phase("momentum"):
             for bundle in self.bundles:
-                update = folded(group, bundle.joint, self._of_params(bundle))
+                if norms is None:
+                    update = folded(group, bundle.joint, self._of_params(bundle))
+                else:
+                    of_bundle = torch.cat([norms[i] for i in bundle.numbers])
+                    update = normalized_parts(group, bundle.joint, self._of_params(bundle), of_bundle)
                 if bundle.owned:
-                    counts = [self.batches[i].count for i in bundle.numbers]
-                    parts |= zip(bundle.numbers, update.split(counts), strict=True)
+                    parts |= zip(bundle.numbers, update.split(self._counts(bundle)), strict=True)
                 else:
                     parts[bundle.numbers[0]] = update
         with timer.phase("exchange"):
             what = f"gather of {self._what}"
-            self._gathering = Redistribution(self._to_owners, parts, self.domain, self._like(), what)
+            like = like if norms is None else like.to(begin_dtype(group, like))
+            self._gathering = Redistribution(self._to_owners, parts, self.domain, like, what)
 
     def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
         if self._gathering is None:
             return []
         with timer.phase("exchange"):
             whole = self._gathering.wait()
-        self._gathering = None
+        norms = None if self._norms is None else self._norms.of_batches()
+        self._gathering = self._norms = None
         done = []
         for i in list(whole):
             batch = self.batches[i]
-            ready = orthogonalize_whole(group, batch, whole.pop(i), timer)
+            ready = orthogonalize_whole(group, batch, whole.pop(i), timer, norms=None if norms is None else norms[i])
             whole[i] = ready.update
             done += _of_present(ready.done, batch, self._present[i])
         like = self._like()
@@ -228,6 +258,9 @@ class ExchangedRound(Round):
     def _held(self) -> dict[int, Batch]:
         """The batches of which this rank has parts, by number."""
         return {i: batch for i, batch in enumerate(self.batches) if self.domain.position in batch.parcel.spread.parts}
+
+    def _counts(self, bundle: Bundle) -> list[int]:
+        return [self.batches[i].count for i in bundle.numbers]
 
     def _of_params(self, bundle: Bundle) -> list[bool]:
         """Which of its parameters have a gradient somewhere."""
@@ -340,6 +373,10 @@ def drive(
     started: set[int] = set()
     turn = 0  # of the next round to exchange
     leaving: list[tuple[Round, list[Done]]] = []
+    folded = [r.fold(group_at(r.index), present, timer) for r in rounds if isinstance(r, ExchangedRound)]
+    if norms := [of_round for of_round in folded if of_round is not None]:
+        with timer.phase("exchange"):
+            join(norms)
 
     def start(turns: Iterable[int]) -> None:
         for coming in turns:

@@ -14,16 +14,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from dmuon.kernels import (
+    HALF,
     Polynomial,
     Storage,
     Variant,
     adapted,
     apply_update_,
+    carrier_dtype,
     choose_variant,
     coefficient_sequence,
+    first_dtype,
+    momentum_norms,
     momentum_update,
     normalized,
     normalized_momentum,
+    normalized_update,
     run,
     storage_dtype,
     storage_spans,
@@ -81,11 +86,20 @@ def orthogonalize(
     return Orthogonalized(Done(batch.labels(*run_of), batch.shape, choice.variant, norms), update)
 
 
-def orthogonalize_whole(group: Mapping[str, Any], batch: Batch, x: Tensor, timer: PhaseTimer) -> Orthogonalized:
-    """Orthogonalize whole matrices that were gathered, ``(k, m, n)``; their memory may be reused."""
-    choice = _Choice.of(group, batch, len(x), x.dtype, x.device)
+def orthogonalize_whole(
+    group: Mapping[str, Any], batch: Batch, x: Tensor, timer: PhaseTimer, *, norms: Tensor | None = None
+) -> Orthogonalized:
+    """Orthogonalize whole matrices that were gathered, ``(k, m, n)``; their memory may be reused.
+
+    Args:
+        norms: if they are divided by these already.
+    """
+    choice = _Choice.of(group, batch, len(x), batch.dtype, x.device)
     with timer.phase("momentum"):
-        normal, norms = normalized(x, storage=choice.storage, eps=group["eps"])
+        if norms is None:
+            normal, norms = normalized(x, storage=choice.storage, eps=group["eps"])
+        else:
+            normal = x.to(carrier_dtype(x.device, choice.storage))
     with timer.phase("ns"):
         update = run(normal, choice.variant, choice.sequence, choice.storage)
     return Orthogonalized(Done(batch.labels(0, len(batch.params)), batch.shape, choice.variant, norms), update)
@@ -99,14 +113,54 @@ def folded(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> T
     """
     parts = []
     for start, end in batch.runs(present):
-        grads = [torch.zeros_like(p) if (grad := p.grad) is None else grad for p in batch.params[start:end]]
         momentum = batch.momentum(start, end)
-        update = momentum_update(batch.matrices(grads), momentum, beta=group["momentum"], nesterov=group["nesterov"])
+        update = momentum_update(_grads(batch, start, end), momentum, **_fold_options(group))
         batch.put_momentum(start, end, momentum)
         parts.append((batch.rows(start, end), update))
+    return _with_zeros(parts, batch, present, batch.dtype)
+
+
+def folded_norms(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> Tensor:
+    """Fold gradients as :func:`folded` does; return only the norms of this rank's parts, fp64 ``(k,)``."""
+    norms = torch.zeros(batch.count, dtype=torch.float64, device=batch.device)
+    for start, end in batch.runs(present):
+        momentum = batch.momentum(start, end)
+        norms[batch.rows(start, end)] = momentum_norms(_grads(batch, start, end), momentum, **_fold_options(group))
+        batch.put_momentum(start, end, momentum)
+    return norms
+
+
+def normalized_parts(group: Mapping[str, Any], batch: Batch, present: Sequence[bool], norms: Tensor) -> Tensor:
+    """What :func:`folded` gives over the norms of the whole matrices, ``(k,)``, in the dtype of :func:`begin_dtype`.
+
+    The gradients were folded by :func:`folded_norms`.
+    """
+    storage = storage_dtype(batch.dtype, batch.device, group["ns_dtype"])
+    options = {**_fold_options(group), "storage": storage, "eps": group["eps"]}
+    parts = []
+    for start, end in batch.runs(present):
+        rows, grads = batch.rows(start, end), _grads(batch, start, end)
+        parts.append((rows, normalized_update(grads, batch.momentum(start, end), norms[rows], **options)))
+    return _with_zeros(parts, batch, present, first_dtype(storage))
+
+
+def _grads(batch: Batch, start: int, end: int) -> list[Tensor]:
+    """This rank's parts of the gradients of parameters ``start`` to ``end``; zeros where it has none."""
+    return batch.matrices([torch.zeros_like(p) if p.grad is None else p.grad for p in batch.params[start:end]])
+
+
+def _fold_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {"beta": group["momentum"], "nesterov": group["nesterov"]}
+
+
+def _with_zeros(
+    parts: Sequence[tuple[slice, Tensor]], batch: Batch, present: Sequence[bool], dtype: torch.dtype
+) -> Tensor:
+    """All of a batch, of its parts that are not zero."""
     if len(parts) == 1 and all(present):
         return parts[0][1]
-    out = torch.zeros_like(batch.momentum(0, len(batch.params)), memory_format=torch.contiguous_format)
+    like = batch.momentum(0, len(batch.params))
+    out = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     for rows, update in parts:
         out[rows] = update
     return out
@@ -147,6 +201,16 @@ def apply(
             stacks = [update] if isinstance(update, Tensor) else update
             parts = [part for stack in stacks for part in stack.unbind(0)]
             record.note(batch.labels_of(params), batch.shape, group["lr"] * scale, parts, matrices)
+
+
+def begin_dtype(group: Mapping[str, Any], like: Tensor) -> torch.dtype:
+    """The dtype in which Newton–Schulz begins with matrices whose momentum is as ``like``."""
+    return first_dtype(storage_dtype(like.dtype, like.device, group["ns_dtype"]))
+
+
+def sent_normalized(group: Mapping[str, Any], like: Tensor) -> bool:
+    """Whether parts are divided by norms of the whole before they travel: where that halves their bytes."""
+    return like.dtype == torch.float32 and begin_dtype(group, like) in HALF
 
 
 def wire_dtype(group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> torch.dtype:

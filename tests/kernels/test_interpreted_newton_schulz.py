@@ -14,10 +14,12 @@ from dmuon.kernels import (
     Variant,
     apply_update_,
     coefficient_sequence,
+    momentum_norms,
     momentum_update,
     muon_update_,
     normalized,
     normalized_momentum,
+    normalized_update,
     orthogonalize,
 )
 from dmuon.kernels import arithmetic as products_module
@@ -127,6 +129,12 @@ def test_what_is_exchanged_takes_a_pass_before_and_two_after(launches, dtype):
     assert launches == ["momentum_update", "norms_of", "normalized_update"]
     expected, of_whole = normalized_momentum(grads, whole, beta=0.95, nesterov=True, storage=dtype)
     assert torch.equal(x, expected) and torch.equal(norms, of_whole) and torch.equal(momentum, whole)
+    launches.clear()
+    parts = gaussian(2, 24, 40, seed=1)
+    norms = momentum_norms(grads, parts, beta=0.95, nesterov=True)
+    half = normalized_update(grads, parts, norms, beta=0.95, nesterov=True, storage=dtype)
+    assert launches == ["momentum_norms", "normalized_update"]
+    assert torch.equal(norms, of_whole) and torch.equal(half, expected.to(dtype)), "rounded once"
     launches.clear()
     double, _ = normalized(update.double(), storage=torch.float64)
     assert not launches, "other dtypes go torch's way"

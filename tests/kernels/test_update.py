@@ -9,7 +9,16 @@ import torch
 from torch.optim import _muon
 from zoo import torch_newton_schulz
 
-from dmuon.kernels import apply_update_, momentum_update, muon_update_, orthogonalize, update_scale
+from dmuon.kernels import (
+    apply_update_,
+    momentum_norms,
+    momentum_update,
+    muon_update_,
+    normalized_momentum,
+    normalized_update,
+    orthogonalize,
+    update_scale,
+)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -162,3 +171,30 @@ def test_mismatched_batches_are_refused_before_anything_changes():
         apply_update_(weights, torch.ones(3, 3, 4), lr=0.1, weight_decay=0.1, scale=1.0)
     assert torch.equal(weights[0], torch.ones(3, 4))
     apply_update_([], torch.empty(0, 3, 4), lr=0.1, weight_decay=0.1, scale=1.0)
+
+
+@pytest.mark.pitfall("P35", "P38")
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize(("storage", "rounding"), [(torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_parts_over_the_norms_of_the_whole_are_what_the_whole_gives(nesterov, storage, rounding, scale):
+    """Cut into unlike parts, squares of which are added up; zeros stay zeros, and NaN in its matrix."""
+    torch.manual_seed(3)
+    grads, start = torch.randn(4, 24, 20) * scale, torch.randn(4, 24, 20) * scale
+    grads[2], start[2] = 0, 0
+    grads[3, 20, 4] = torch.nan
+    options = {"beta": 0.9, "nesterov": nesterov}
+    whole = start.clone()
+    expected, of_whole = normalized_momentum(list(grads), whole, storage=storage, **options)
+    cuts = [slice(0, 5), slice(5, 6), slice(6, 24)]
+    momenta = [start[:, cut].contiguous() for cut in cuts]
+    of_parts = [[g[cut] for g in grads] for cut in cuts]
+    squares = [momentum_norms(g, m, **options).square() for g, m in zip(of_parts, momenta, strict=True)]
+    norms = torch.stack(squares).sum(0).sqrt()
+    torch.testing.assert_close(norms, of_whole.double(), rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(torch.cat(momenta, 1).nan_to_num(0.0), whole.nan_to_num(0.0))
+    parts = [normalized_update(g, m, norms, storage=storage, **options) for g, m in zip(of_parts, momenta, strict=True)]
+    found = torch.cat(parts, 1)
+    assert found.dtype == storage and not found[2].any() and found[3].isnan().all()
+    tiny = torch.finfo(storage).smallest_normal * rounding
+    torch.testing.assert_close(found[:2].float(), expected[:2].float(), rtol=rounding, atol=2 * tiny)

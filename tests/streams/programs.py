@@ -37,6 +37,7 @@ class Program:
         layout: of ``harness.topologies``; None: a copy on each of two ranks, exchanged by a user's functions.
         actions: names of :data:`ACTIONS`, in order; with ``@side`` on another stream, before and after which the
             program waits as it should.
+        ns_dtype: of Newton–Schulz; in half precision pieces travel normalized.
         nccl: transports are chosen as on NCCL.
         graphs: how many recordings are kept, of which all updates are replayed; 0: nothing is recorded.
         bucket: bytes of replicated gradients that travel together; None is dmuon's own choice.
@@ -49,6 +50,7 @@ class Program:
     keep: bool = False
     overlap: bool = False
     half: bool = False
+    ns_dtype: torch.dtype | None = None
     nccl: bool = False
     graphs: int = 0
     model: Literal["toy", "single", "auxiliary", "experts"] = "toy"
@@ -343,7 +345,7 @@ def _made(program: Program) -> Trained:
     options: dict[str, Any] = {"comm": dmuon.CommOptions(**program.comm)} if program.dedicated else {}
     with on_hosts(dist.get_rank(), "aabb"):
         laid = lay(program.layout, model, keep=program.keep, mp_policy=half, **options)
-    return Trained(laid, laid.optimizer(overlap_backward=program.overlap), program.half)
+    return Trained(laid, laid.optimizer(overlap_backward=program.overlap, ns_dtype=program.ns_dtype), program.half)
 
 
 @contextmanager
@@ -373,6 +375,7 @@ PROGRAMS: dict[str, Program] = {
     "single": Program("hsdp-two-lines", f"{T} {T} backward step step {T}", model="single"),
     "tensor": Program("tp-two-lines", f"{T} {T}"),
     "fsdp exchanged": Program("fsdp2-2", f"{T} {T}"),
+    "fsdp exchanged half": Program("fsdp2-2", f"{T} {T}", ns_dtype=torch.float16),
     "fsdp": Program("1d", f"{T} {T}"),
     "fsdp overlap": Program("1d", f"{T} {T}", overlap=True),
     "in turn": Program("1d-two-lines", f"{T} {T}", comm={"asynchronous": False}),

@@ -261,6 +261,7 @@ PLANTS = {
     # -- the others are slow
     "work.wait in _queue_behind": "levels",
     "self._pending.wait in Copying.wait": "hsdp exchanged",
+    "work.wait in join": "fsdp exchanged half",
     "pending.wait in OwnedBuffer._settle": "lines",
     "tensor.record_stream in Stream.beside": "overlap",
     "work.wait in Pending.wait": "lines",

@@ -3,7 +3,7 @@
 Triton is imported where its kernels are first used.
 """
 
-from .arithmetic import Arithmetic
+from .arithmetic import Arithmetic, make_arithmetic
 from .coefficients import (
     PRESETS,
     QUINTICS,
@@ -18,7 +18,7 @@ from .iteration import Iteration, iterate, make_iteration
 from .newton_schulz import iteration_flops, newton_schulz_flops, orthogonalize, run
 from .normalization import normalize
 from .replay import drop_graphs
-from .squares import Squares
+from .squares import Square, Squares
 from .storage import HALF, MIXED, Storage, carrier_dtype, first_dtype, storage_dtype, storage_spans
 from .streams import is_capturing, streams_in_place, streams_of
 from .symmetric import symmetric_product
@@ -42,6 +42,7 @@ __all__ = [
     "Arithmetic",
     "Iteration",
     "Polynomial",
+    "Square",
     "Squares",
     "Storage",
     "Variant",
@@ -61,6 +62,7 @@ __all__ = [
     "is_safe",
     "iterate",
     "iteration_flops",
+    "make_arithmetic",
     "make_iteration",
     "momentum_norms",
     "momentum_update",

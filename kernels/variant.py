@@ -104,6 +104,17 @@ class Variant:
         loader = bool(self.tile) and TileConfig.parse(self.tile).loader
         return frozenset(["loader"] * loader + ["quack"] * (self.backend == "quack"))
 
+    @property
+    def same_sums(self) -> Variant | None:
+        """What adds up the same products in the same order by kernels that are proven, if there are any.
+
+        Those of tiles with a loader are the same tiles without it.
+        """
+        if self.unproven != {"loader"}:
+            return None
+        tile = replace(TileConfig.parse(self.tile), loader=False, persistent=False)
+        return replace(self, tile=str(tile), replay=False)
+
     def __str__(self) -> str:
         restarts = "r" + ",".join(map(str, self.restarts)) if self.restarts else ""
         words = (self.method, restarts, self.backend, self.tile, f"by{self.piece}", "replay" if self.replay else "")

@@ -238,7 +238,9 @@ def _show(arguments: argparse.Namespace) -> int:
     options = options_of(cache.key, path)
     figure = None if png is None else draw_costs(cache, options)
     key = cache.key
-    versions = ", ".join(f"{name} {value}" for name in ("torch", "cuda", "driver") if (value := getattr(key, name)))
+    versions = ", ".join(
+        f"{name} {value}" for name in ("torch", "cuda", "driver", "compilers") if (value := getattr(key, name))
+    )
     print(f"{path}\n{key.device}, {key.dtype}, {key.coefficients}, {key.steps} steps; {versions}")
     print(cost_table(cache.entries, options, torch.device("cpu")))
     if png is not None:

@@ -43,10 +43,11 @@ class CacheKey:
     Attributes:
         device: device name; on the CPU its model and instruction set.
         sm_count: streaming multiprocessors, 0 on the CPU.
-        driver, torch, cuda: versions, empty where there is none; costs carry over to others, with a warning.
+        driver, torch, cuda, compilers: versions, empty where there is none; costs carry over to others, with a warning.
         dtype: storage dtype of Newton–Schulz.
         kernels: digest of what the kernels compute; comments, docstrings and file names do not change it.
         coefficients, steps: the Newton–Schulz run.
+        compilers: names and versions of what makes kernels for a GPU; no part of files of earlier versions.
     """
 
     device: str
@@ -58,11 +59,12 @@ class CacheKey:
     kernels: str
     coefficients: str
     steps: int
+    compilers: str = ""
 
     @property
     def strict(self) -> CacheKey:
         """The key without the versions that costs carry over between."""
-        return replace(self, driver="", torch="", cuda="")
+        return replace(self, driver="", torch="", cuda="", compilers="")
 
     def differences(self, other: CacheKey) -> dict[str, tuple[object, object]]:
         """Field name to both values, where they differ."""
@@ -161,10 +163,22 @@ class CostCache:
         return CostCache(self.key, merge_entries(self.entries, other.entries))
 
     def matches(self, key: CacheKey) -> Literal["exact", "compatible", "no"]:
-        """Whether the costs hold for ``key``: ``"compatible"`` is another driver, torch or CUDA, to be warned about."""
+        """Whether the costs hold for ``key``: ``"compatible"`` has other versions, to be warned about."""
         if self.key == key:
             return "exact"
         return "compatible" if self.key.strict == key.strict else "no"
+
+    def entries_for(self, key: CacheKey) -> Entries:
+        """The timings; with other compilers than ``key``'s, without naming kernels that were tried with these only.
+
+        The times stay, as near ones. ``Variant.unproven`` tells which kernels these are.
+        """
+        if self.key.compilers == key.compilers:
+            return self.entries
+        return {
+            shape: {k: replace(t, variant="") if _unproven(t) else t for k, t in batches.items()}
+            for shape, batches in self.entries.items()
+        }
 
     def table(self, shapes: Iterable[Shape]) -> CostTable:
         """The planner's costs for ``shapes``.
@@ -191,6 +205,10 @@ def parse_shape(text: str) -> Shape:
     if match is None:
         raise ValueError(f"shape {text!r} is not like '1024x4096'")
     return int(match[1]), int(match[2])
+
+
+def _unproven(timing: Timing) -> bool:
+    return bool(timing.variant and Variant.parse(timing.variant).unproven)
 
 
 def merge_entries(base: Entries, over: Entries) -> dict[Shape, dict[int, Timing]]:
@@ -259,7 +277,8 @@ def _document(document: object) -> CostCache:
     top = _object(document, "the file", ("schema", "key", "entries"))
     if top["schema"] != SCHEMA or isinstance(top["schema"], bool):
         raise ValueError(f"field 'schema' is {top['schema']!r}, this version reads {SCHEMA}")
-    key = _object(top["key"], "field 'key'", tuple(f.name for f in fields(CacheKey)))
+    raw = {"compilers": "", **top["key"]} if isinstance(top["key"], dict) else top["key"]
+    key = _object(raw, "field 'key'", tuple(f.name for f in fields(CacheKey)))
     for name, value in key.items():
         if name in ("sm_count", "steps"):
             _integer(value, f"field 'key.{name}'", 0 if name == "sm_count" else 1, 10**6)

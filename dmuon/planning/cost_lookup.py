@@ -137,7 +137,7 @@ def fastest_variants(entries: Entries, shapes: Iterable[Shape]) -> dict[Shape, d
 def cached_entries(key: CacheKey) -> tuple[Entries, str]:
     """What the user's cache and the shipped profiles hold for ``key``, the user's and the exact winning.
 
-    Warns of invalid files and of costs measured with another driver, torch or CUDA.
+    Warns of invalid files and of costs measured with another driver, torch, CUDA or compiler.
     """
     caches: list[tuple[str, str, CostCache]] = []
     for name, data in shipped_profiles():
@@ -159,7 +159,7 @@ def cached_entries(key: CacheKey) -> tuple[Entries, str]:
                 continue
             case "compatible":
                 _warn_compatible(name, cache.key, key)
-        entries = merge_entries(entries, cache.entries)
+        entries = merge_entries(entries, cache.entries_for(key))
         tiers.insert(0, f"{tier} {name}")
     return entries, ", ".join(tiers)
 
@@ -244,7 +244,7 @@ def _explicit(path: str | os.PathLike[str], key: CacheKey, shapes: Iterable[Shap
             f"cost cache {os.fspath(path)}: no timing for {', '.join(lacking)}, estimated instead; "
             f"run dmuon-profile --shapes {','.join(lacking)}"
         )
-    return cache.entries
+    return cache.entries_for(key)
 
 
 def _warn_compatible(name: str, cached: CacheKey, key: CacheKey) -> None:

@@ -7,9 +7,10 @@ import hashlib
 import platform
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 
 import torch
@@ -38,11 +39,12 @@ def device_key(device: torch.device, options: NsOptions) -> CacheKey:
     storage = storage_dtype(torch.float32, device, options.dtype)
     check_storage(coefficients, storage)
     named = isinstance(options.coefficients, str)
-    name, sm_count, cuda, driver = _cpu_name(), 0, "", ""
+    name, sm_count, cuda, driver, compilers = _cpu_name(), 0, "", "", ""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, sm_count = properties.name, properties.multi_processor_count
         cuda, driver = torch.version.cuda or torch.version.hip or "", _driver_version()
+        compilers = _compilers()
     elif device.type != "cpu":
         name = f"{device.type} {torch.get_device_module(device.type).get_device_name(device)}"
     return CacheKey(
@@ -55,6 +57,7 @@ def device_key(device: torch.device, options: NsOptions) -> CacheKey:
         kernels=_kernel_digest(),
         coefficients=str(options.coefficients) if named else repr(coefficients),
         steps=options.steps,
+        compilers=compilers,
     )
 
 
@@ -92,6 +95,16 @@ def _driver_version() -> str:
         return "unknown"
     version = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return version[1] if version else "unknown"
+
+
+@lru_cache(maxsize=1)
+def _compilers() -> str:
+    """Installed packages that make kernels, with versions: ``"triton 3.6.0, quack-kernels 0.6.5"``."""
+    found = []
+    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows", "quack-kernels"):
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return ", ".join(found)
 
 
 @lru_cache(maxsize=1)

@@ -30,6 +30,7 @@ from dmuon.kernels import (
 from dmuon.planning.cost_cache import Timing
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.quarantine import Rivals, proven_kinds
+from dmuon.planning.repetition import product_fault
 from dmuon.solver import Shape
 
 MAX_BATCH = 64  # an owner of more runs several batches: by then launches are long hidden
@@ -157,7 +158,8 @@ def unproven_variants(
 def trial_fault(shape: Shape, device: torch.device, options: NsOptions, rivals: Rivals) -> str | None:
     """What is wrong with updates of batches of ``shape``, upright and transposed, or ``None``; the host waits.
 
-    A batch that does not fit the device's memory is halved.
+    Of kernels that no GPU has run, also with products that are repeated. A batch that does not fit the device's memory
+    is halved.
     """
     for k, variants in sorted(rivals.items()):
         for sides in dict.fromkeys((shape, shape[::-1])):
@@ -176,6 +178,7 @@ def _fault(shape: Shape, k: int, device: torch.device, options: NsOptions, varia
                 warnings.simplefilter("always")
                 batch.update(options, variant)()
                 agrees = _agrees(batch, options, variant)
+                repeated = _repeated_fault(batch, options, variant) if agrees and variant.unproven else None
             break
         except torch.OutOfMemoryError:
             if k == 1:
@@ -183,7 +186,13 @@ def _fault(shape: Shape, k: int, device: torch.device, options: NsOptions, varia
         k //= 2
     # A product that quack's own check refuses is left to another kernel, and so agrees.
     refused = [str(w.message) for w in told if "not used" in str(w.message)]
-    return None if agrees and not refused else f"says: {'; '.join(refused) or 'differs'}"
+    return repeated if agrees and not refused else f"says: {'; '.join(refused) or 'differs'}"
+
+
+def _repeated_fault(batch: _Batch, options: NsOptions, variant: Variant) -> str | None:
+    dtype = storage_dtype(torch.float32, batch.device, options.dtype)
+    x = batch.momentum if batch.shape[0] <= batch.shape[1] else batch.momentum.mT
+    return product_fault(x, variant, dtype) if isinstance(dtype, torch.dtype) else None
 
 
 def touch(device: torch.device) -> None:

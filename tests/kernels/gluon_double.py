@@ -3,18 +3,23 @@
 Gluon has no interpreter. What stands here of it is what the kernel uses: barriers with phases, slots of shared memory,
 copies, and products that read their operands only when they are waited for. So a slot that is overwritten too early, or
 read too early, gives wrong results, and a barrier that nobody arrives at ends with :class:`Stuck`.
+
+Any one call of the kernel can be left out, by its line: :func:`order_calls` has those that order what runs at once.
 """
 
 from __future__ import annotations
 
+import ast
 import operator
 import random
+import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -94,11 +99,14 @@ class Memory:
 
 
 class Barrier:
-    """One arrival ends a phase, and the bytes that it said are expected."""
+    """One arrival ends a phase, and the bytes that it said are expected. It holds anything until it is set up."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.phase, self.arrivals, self.bytes = 0, 1, 0
+        self.phase, self.arrivals, self.bytes = 0, -1, 0
+
+    def begin(self) -> None:
+        self.arrivals = 1
 
     def arrive(self, expected: int = 0, landed: int = 0, count: int = 1) -> None:
         with self.changed:
@@ -142,32 +150,32 @@ class Accumulator:
 
 
 class Device:
-    """Runs the kernel. What is named in ``without`` does nothing, to see that this shows."""
+    """Runs the kernel. What it calls in the line ``without`` does nothing, to see that this shows."""
 
-    def __init__(self, without: str = "") -> None:
+    def __init__(self, without: int = 0) -> None:
         self.without = without
         self.delays = random.Random(0)
         self.stores: list[tuple[Descriptor, list[int], Memory]] = []
         self.written: set[int] = set()
         kernel = vars(symmetric_gluon_kernel)
-        names = {name: self._unless(name, getattr(self, f"_{name}")) for name in ("load", "store")}
-        tma = SimpleNamespace(store_wait=self._unless("store_wait", self._store_wait))
+        tma = SimpleNamespace(store_wait=self._unless_left_out(self._store_wait))
         mbarrier = SimpleNamespace(
             MBarrierLayout=lambda: None,
-            init=lambda barrier, count: None,
-            expect=lambda barrier, size: barrier.arrive(expected=size),
-            arrive=self._unless("arrive", lambda barrier, count, pred=True: pred and barrier.arrive(count=count)),
-            wait=self._unless("wait", Barrier.wait),
+            init=self._unless_left_out(self._begin),
+            expect=self._unless_left_out(lambda barrier, size: barrier.arrive(expected=size)),
+            arrive=self._unless_left_out(lambda barrier, count, pred=True: pred and barrier.arrive(count=count)),
+            wait=self._unless_left_out(Barrier.wait),
         )
         self.names: dict[str, Any] = {
-            **{f"_{name}": function for name, function in names.items()},
+            "_load": self._unless_left_out(self._load),
+            "_store": self._unless_left_out(self._store),
             "_LOADER_REGISTERS": 24,
             "tma": tma,
             "mbarrier": mbarrier,
-            "fence_async_shared": self._unless("fence", self.written.clear),
+            "fence_async_shared": self._unless_left_out(self.written.clear),
             "warpgroup_mma_init": lambda x: x if isinstance(x, Accumulator) else Accumulator(x.data, []),
             "warpgroup_mma": self._multiply,
-            "warpgroup_mma_wait": self._multiply_wait,
+            "warpgroup_mma_wait": self._unless_left_out(self._multiply_wait, lambda pending, deps: deps[0]),
             "lower_tile": self._lower_tile,
             "gl": self._language(),
         }
@@ -184,8 +192,18 @@ class Device:
 
         return launch
 
-    def _unless(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return (lambda *arguments, **options: None) if name == self.without else function
+    def _unless_left_out(
+        self, function: Callable[..., Any], otherwise: Callable[..., Any] = lambda *_, **__: None
+    ) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            left_out = sys._getframe(1).f_lineno == self.without
+            return (otherwise if left_out else function)(*arguments, **options)
+
+        return call
+
+    def _begin(self, barrier: Barrier, count: int) -> None:
+        barrier.begin()
+        self.written.add(id(barrier))
 
     def _language(self) -> SimpleNamespace:
         def layout(*arguments: object) -> None:
@@ -225,6 +243,7 @@ class Device:
     def _specialize(self, parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *_: object) -> None:
         (multiply, own), (load, others) = parts
         failed: list[BaseException] = []
+        assert not self.written, "no fence is between what sets barriers up and those who use them"
 
         def work() -> None:
             try:
@@ -279,8 +298,21 @@ class Device:
         return [(row, col) for row in range(side) for col in range(row + 1)][index]
 
 
+def order_calls() -> dict[str, int]:
+    """What the kernel calls that orders asynchronous work, or is such work, and its line: ``"_load 2"`` is the second."""
+    of_barriers = [f"mbarrier.{name}" for name in ("init", "expect", "arrive", "wait")]
+    names = ["_load", "_store", "tma.store_wait", *of_barriers, "fence_async_shared", "warpgroup_mma_wait"]
+    tree = ast.parse(Path(symmetric_gluon_kernel.__file__).read_text())
+    lines: dict[str, list[int]] = {name: [] for name in names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in lines:
+            lines[ast.unparse(node.func)].append(node.lineno)
+    assert all(lines.values()), lines
+    return {f"{name} {i}": line for name, found in lines.items() for i, line in enumerate(sorted(found), 1)}
+
+
 @contextmanager
-def doubled(without: str = "", processors: int = 3) -> Iterator[None]:
+def doubled(without: int = 0, processors: int = 3) -> Iterator[None]:
     """Inside, ``symmetric_product`` of CPU tensors runs the kernel with a loader on the double."""
     triton_symmetric._plan.cache_clear()
     device = Device(without)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from aot import INSTRUCTION, SHARED_MEMORY, compile_product, recording
-from gluon_double import Stuck, doubled
+from gluon_double import Stuck, doubled, order_calls
 
 from dmuon.kernels import Variant, alternatives, coefficient_sequence, symmetric_gluon, variant, variant_fault
 from dmuon.kernels.symmetric_gluon import loader_obstacle
@@ -29,9 +30,7 @@ def _operands(k: int, m: int, p: int, layouts: str, seed: int = 0) -> tuple[torc
     return (a if layouts[0] == "n" else a.mT.contiguous().mT), b
 
 
-def _check(
-    k: int, m: int, p: int, layouts: str = "nt", adds: int = 0, identity: float = 0.0, without: str = ""
-) -> None:
+def _check(k: int, m: int, p: int, layouts: str = "nt", adds: int = 0, identity: float = 0.0, without: int = 0) -> None:
     a, b = _operands(k, m, p, layouts)
     c = torch.randn(adds, k, m, m, generator=torch.Generator().manual_seed(1)).half()
     c = (c + c.mT).div_(2)
@@ -66,12 +65,14 @@ def test_addends_and_the_identity_are_added_once(adds):
     _check(2, 72, 40, adds=adds, identity=0.5)
 
 
-@pytest.mark.parametrize("without", ["wait", "store_wait", "fence", "arrive", "load", "store"])
-def test_a_kernel_that_leaves_a_step_out_does_not_pass(monkeypatch, without):
-    """Of what orders the two: so the tests before say something."""
+@pytest.mark.parametrize("without", order_calls())
+def test_a_kernel_that_leaves_one_call_out_does_not_pass(monkeypatch, without):
+    """Of what orders those that run at once: so the tests before say something of each."""
     monkeypatch.setattr("gluon_double._SECONDS", 0.2)
+    line = order_calls()[without]
     with pytest.raises((AssertionError, Stuck)):
-        _check(2, 72, 40, adds=2, without=without)
+        _check(2, 72, 40, "nt", adds=4, without=line)
+        _check(2, 72, 40, "tn", adds=4, without=line)
 
 
 @pytest.mark.parametrize("adds", [0, 4])
@@ -94,13 +95,33 @@ def test_every_layout_builds_with_a_loader(layouts, dtype):
         assert used.spill_bytes == 0 and used.shared_bytes <= SHARED_MEMORY[90] and used.instruction == "wgmma"
 
 
-def test_all_warps_have_read_a_slot_before_one_of_them_frees_it():
+@pytest.mark.parametrize(("layouts", "adds"), [("nt", 0), ("nt", 2), ("tn", 1)])
+def test_all_warps_have_read_or_written_memory_before_one_of_them_lets_it_go(layouts, adds):
     """Barriers that the compiler sets: in Gluon nobody writes them."""
-    ptx = compile_product(LOADED, torch.float16, 90).ptx
+    ptx = compile_product(LOADED, torch.float16, 90, layouts=layouts, adds=adds).ptx
     frees = re.findall(r"wgmma\.wait_group(.*?)mbarrier\.arrive", ptx, re.DOTALL)
     assert len(frees) == 2 and all("bar.sync" in between for between in frees)
-    stored = re.findall(r"stmatrix((?:(?!stmatrix).)*?)cp\.async\.bulk\.tensor\.3d\.global", ptx, re.DOTALL)
-    assert stored and all(re.search(r"fence\.proxy\.async.*bar\.sync", between, re.DOTALL) for between in stored)
+    steps = re.findall(
+        r"stmatrix|ldmatrix|bar\.sync|fence\.proxy\.async|cp\.async\.bulk\.(?:tensor\.3d\.\S+?(?=\.)|wait_group\.read)",
+        ptx.partition("wgmma.wait_group")[2],
+    )
+    loads = [i for i, step in enumerate(steps) if step == "cp.async.bulk.tensor.3d.shared::cta"]
+    stores = [i for i, step in enumerate(steps) if step == "cp.async.bulk.tensor.3d.global"]
+    halves = 2
+    assert len(stores) == 2 * halves and len(loads) > adds * halves, "and the loader's"
+    for at in stores:
+        assert steps[:at][-2:] == ["fence.proxy.async", "bar.sync"], "what is stored is written by all"
+    for at in loads[: adds * halves]:
+        assert steps[at - 1] == "bar.sync", "what was there is read by all, or stored"
+        assert steps[at + 1 : at + 3] == ["bar.sync", "ldmatrix"], "one has waited for it"
+    of_adds = [steps[a + 2 : b] for a, b in itertools.pairwise(loads[: adds * halves])]
+    again = [between for between in of_adds if not any(step.startswith("cp.async") for step in between)]
+    assert len(again) == halves * max(0, adds - 1), "the second into the same memory"
+    for between in again:
+        first, *rest = [step for step in between if step != "ldmatrix"]
+        assert first == "bar.sync" and "fence.proxy.async" in rest, "read by all, and known to those who copy"
+    writes = [i for i, step in enumerate(steps) if step == "stmatrix" and steps[i - 1] != "stmatrix"]
+    assert all(steps[at - 1] == "bar.sync" for at in writes), "what was there is read by all, or stored"
 
 
 def test_coefficients_and_batch_sizes_share_one_kernel_with_a_loader():

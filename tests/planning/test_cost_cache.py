@@ -56,7 +56,10 @@ def plausible_entries(draw):
 
 keys = st.builds(
     CacheKey,
-    **{name: st.text() for name in ("device", "driver", "torch", "cuda", "dtype", "kernels", "coefficients")},
+    **{
+        name: st.text()
+        for name in ("device", "driver", "torch", "cuda", "dtype", "kernels", "coefficients", "compilers")
+    },
     sm_count=st.integers(0, 1000),
     steps=st.integers(1, 20),
 )
@@ -335,6 +338,7 @@ def test_concurrent_writers_lose_nothing_and_readers_never_see_half_a_file(tmp_p
         ({}, "exact"),
         ({"driver": "560"}, "compatible"),
         ({"torch": "2.14", "cuda": "13.0"}, "compatible"),
+        ({"compilers": "triton 3.9.0"}, "compatible"),
         ({"device": "Device Y"}, "no"),
         ({"sm_count": 114}, "no"),
         ({"dtype": "bfloat16"}, "no"),
@@ -350,6 +354,30 @@ def test_matching(changes, expected):
     same_folder = user_cache_path(other).name.rpartition("-")[0] == user_cache_path(KEY).name.rpartition("-")[0]
     assert same_folder == (expected != "no")
     assert (user_cache_path(other) == user_cache_path(KEY)) == (expected == "exact")
+
+
+LOADED, TILED = "gram r2 triton 128x64w8s4dhplg8 by4", "gram r2 triton 128x64w8s4dhg8 by4"
+
+
+def test_kernels_that_no_gpu_has_run_are_not_named_where_another_compiler_makes_them():
+    """They were tried with the first one; the time stays, and so does what other compilers make as well."""
+    key = replace(KEY, compilers="triton 3.6.0")
+    timings = {k: Timing(100 * k, 99, 900, 9, name) for k, name in enumerate((LOADED, "gram quack by4", TILED, ""), 1)}
+    cache = CostCache(key, {(64, 256): timings})
+    assert cache.entries_for(key) == cache.entries_for(replace(key, driver="560", torch="2.14")) == cache.entries
+    for other in (KEY, replace(key, compilers="triton 3.6.0, quack-kernels 0.6.5")):
+        found = cache.entries_for(other)[64, 256]
+        assert {k: t.variant for k, t in found.items()} == {1: "", 2: "", 3: TILED, 4: ""}
+        assert [replace(t, variant="") for t in found.values()] == [replace(t, variant="") for t in timings.values()]
+
+
+def test_a_file_of_a_version_without_compilers_is_read_as_one_without_any():
+    document = json.loads(CACHE.to_json())
+    assert document["key"].pop("compilers") == ""
+    assert CostCache.parse(json.dumps(document).encode(), "x") == CACHE
+    document["key"]["compilers"] = 3
+    with pytest.raises(CostCacheError, match=r"x: field 'key\.compilers' is 3, not a string"):
+        CostCache.parse(json.dumps(document).encode(), "x")
 
 
 def test_the_users_files_of_a_key_are_those_of_other_versions_and_last_its_own(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -263,6 +264,22 @@ def test_another_torchs_costs_are_used_with_a_warning(measurements, keep):
     with pytest.warns(UserWarning, match=r"other versions \(torch 2.11.0 → .*run dmuon-profile"):
         table, _ = alone()
     assert table.costs[16, 16][1] == 7 and measurements == []
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_kernel_that_another_triton_made_is_not_carried_over(measurements, key, keep, tmp_path, explicit):
+    """Its time is; no GPU has run it as the Triton here makes it."""
+    variant = "gram r2 triton 128x64w8s4dhplg8 by4"
+    path = tmp_path / "mine.json" if explicit else user_cache_path(replace(key, compilers="triton 3.5.0"))
+    for compilers, named in (("triton 3.5.0", {}), (key.compilers, {1: variant})):
+        path.unlink(missing_ok=True)
+        CostCache(replace(key, compilers=compilers), {(16, 16): {1: Timing(7, 7, 7, 9, variant)}}).save(path)
+        forget()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = costs.find_costs({(16, 16): 1}, world=1, rank=0, device=CPU, costs=path if explicit else None)
+        assert found.variants.get((16, 16), {}) == named and found.table.costs[16, 16][1] == 7
+        assert any("compilers triton 3.5.0 → " in str(w.message) for w in told) == (not named)
 
 
 def test_a_shipped_profile_is_used_after_the_users_cache(measurements, monkeypatch, keep, tmp_path):

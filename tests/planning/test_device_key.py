@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dmuon.planning import device_key as device_keys
 from dmuon.planning.cost_cache import CostCache, shipped_profiles
-from dmuon.planning.device_key import code_digest, device_key, options_of
+from dmuon.planning.device_key import NsOptions, code_digest, device_key, options_of
 
 RULE = '''"""How fast it goes."""
 
@@ -93,6 +95,30 @@ def test_the_key_holds_the_digest_of_the_kernels() -> None:
     assert len(sources) > 10
     key = device_key(torch.device("cpu"), options_of(profiles()[0][1].key, ""))
     assert key.kernels == code_digest(sources)
+
+
+def test_the_key_of_a_gpu_names_what_makes_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs of a CPU do not depend on it."""
+    versions = {"triton": "3.6.0", "quack-kernels": "0.6.5", "torch": "2.13.0"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise device_keys.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(device_keys.metadata, "version", version)
+    properties = SimpleNamespace(name="Device X", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device_keys._compilers.cache_clear()
+    try:
+        options = NsOptions(dtype=torch.float16)
+        assert device_key(torch.device("cuda", 0), options).compilers == "triton 3.6.0, quack-kernels 0.6.5"
+        assert device_key(torch.device("cpu"), options).compilers == ""
+        versions.clear()
+        device_keys._compilers.cache_clear()
+        assert device_key(torch.device("cuda", 0), options).compilers == ""
+    finally:
+        device_keys._compilers.cache_clear()
 
 
 def profiles() -> list[tuple[str, CostCache]]:

@@ -225,6 +225,7 @@ def _tried(monkeypatch: pytest.MonkeyPatch, fits: int = 100) -> list[tuple[tuple
 
     monkeypatch.setattr(profiler, "_agrees", agrees)
     monkeypatch.setattr(profiler._Batch, "update", lambda self, options, variant=None: lambda: None)
+    monkeypatch.setattr(profiler, "product_fault", lambda *_: None)
     return tried
 
 
@@ -239,6 +240,24 @@ def test_a_trial_covers_one_matrix_and_the_largest_batch_all_variants_and_both_o
     ]
     tried.clear()
     assert profiler.trial_fault((8, 8), CPU, NsOptions(), {1: [LOADED]}) is None and len(tried) == 1
+
+
+@pytest.mark.parametrize("sides", [(8, 16), (16, 8)])
+def test_only_what_no_gpu_has_run_is_repeated_with_the_small_side_first(monkeypatch, sides):
+    _tried(monkeypatch)
+    asked = []
+
+    def repeated(x: torch.Tensor, variant: Variant, dtype: torch.dtype) -> str:
+        asked.append((tuple(x.shape), x.stride(), variant, dtype))
+        return "gives another product"
+
+    monkeypatch.setattr(profiler, "product_fault", repeated)
+    half = NsOptions(dtype=torch.float16)
+    assert profiler.trial_fault(sides, CPU, half, {2: [STANDARD]}) is None and not asked
+    told = profiler.trial_fault(sides, CPU, half, {2: [QUACK]})
+    assert told == f"gives another product (2 of {sides[0]}x{sides[1]} by {QUACK})"
+    strides = (128, 16, 1) if sides == (8, 16) else (128, 1, 8)
+    assert asked == [((2, 8, 16), strides, QUACK, torch.float16)]
 
 
 def test_a_batch_that_does_not_fit_is_halved_until_it_does(monkeypatch):

@@ -299,7 +299,7 @@ class Device:
 
 
 def order_calls() -> dict[str, int]:
-    """What the kernel calls that orders asynchronous work, or is such work, and its line: ``"_load 2"`` is the second."""
+    """What the kernel calls that orders asynchronous work, or is such work, and its line: ``"_load 2"`` is the 2nd."""
     of_barriers = [f"mbarrier.{name}" for name in ("init", "expect", "arrive", "wait")]
     names = ["_load", "_store", "tma.store_wait", *of_barriers, "fence_async_shared", "warpgroup_mma_wait"]
     tree = ast.parse(Path(symmetric_gluon_kernel.__file__).read_text())

@@ -64,7 +64,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--max-batch", type=count, help=f"largest number of matrices per batch (default and most: {MAX_BATCH})"
     )
-    parser.add_argument("--budget", type=positive, help="seconds to measure at most (default: 120, with --check 20)")
+    parser.add_argument(
+        "--budget", type=positive, help="seconds to measure, beside trials of new kernels (default: 120, --check 20)"
+    )
     parser.add_argument("--out", help="file to write or add to (default: the user's cache)")
     parser.add_argument(
         "--merge", nargs="+", metavar="CACHE", help="add caches of one key to --out; of equal entries the last wins"

@@ -149,8 +149,8 @@ class ExchangedRound(Round):
         self.last_leg = True
         self._present = [[id(p) in present for p in batch.params] for batch in self.batches]
         like = self._like()
-        if not (any(map(any, self._present)) and sent_normalized(group, like)):
-            return None
+        if not (self.exchanged and any(map(any, self._present)) and sent_normalized(group, like)):
+            return None  # a round of one rank's own matrices is unknown to the others
         norms: dict[int, Tensor] = {}
         with timer.phase("momentum"):
             for bundle in self.bundles:

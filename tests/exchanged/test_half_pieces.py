@@ -15,8 +15,8 @@ from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import build
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 import dmuon
 from dmuon.check.topologies import full_state
@@ -122,3 +122,126 @@ def test_a_nan_stays_in_its_matrix_and_what_is_missing_is_zero(rank: int, world:
     limit = 0.02 if dtype == torch.float16 else 0.1
     assert_close(good, change[None][0], "good", limit)
     assert_close(missing, change[None][3], "missing on a rank", limit)
+
+
+def assert_like_exact(change: dict[bool, list[Tensor]], limit: float) -> None:
+    for exact, half in zip(change[False], change[True], strict=True):
+        sides = exact.shape[-2:]
+        for number, (x, y) in enumerate(zip(exact.reshape(-1, *sides), half.reshape(-1, *sides), strict=True)):
+            assert (x - y).norm() <= limit * x.norm(), f"matrix {number} of {tuple(exact.shape)}"
+
+
+def stacks(
+    rank: int,
+    world: int,
+    dims: tuple[int, ...],
+    shape: tuple[int, ...],
+    placements: list[Placement],
+    dtype: torch.dtype,
+) -> None:
+    """Each matrix of a stack has a norm of its own, some a million times others'."""
+    mesh = init_device_mesh("cpu", dims)
+    change: dict[bool, list[Tensor]] = {}
+    for half in (False, True):
+        params = [
+            parameter(noise(1, *shape), mesh, placements),
+            parameter(noise(2, 6, 8), mesh, [Shard(0)] * len(dims)),
+            parameter(noise(3, *shape), mesh, placements),
+        ]
+        config = dmuon.create_dtensor_config(costs="flops")
+        options: dict[str, Any] = {"ns_dtype": dtype} if half else {}
+        groups = [{"params": params, "use_muon": True}]
+        optimizer = dmuon.Muon(groups, lr=0.1, weight_decay=0.0, distributed_config=config, **options)
+        before = [whole(p).clone() for p in params]
+        for _ in range(2):
+            for i, param in enumerate(params):
+                scales = torch.logspace(-3, 3, shape[0]).reshape(-1, 1, 1) if i != 1 else 1.0
+                give(param, noise(10 + i, *param.shape) * scales)
+            optimizer.step()
+        change[half] = [whole(p) - b for p, b in zip(params, before, strict=True)]
+    assert_like_exact(change, 0.02 if dtype == torch.float16 else 0.15)
+
+
+STACKS = [
+    ((2,), (5, 6, 8), [Shard(0)]),  # each matrix is whole on one rank, and the other knows nothing of it
+    ((2,), (1, 6, 8), [Shard(0)]),
+    ((2,), (4, 6, 8), [Shard(1)]),
+    ((3,), (4, 6, 8), [Shard(0)]),
+    ((2, 2), (4, 6, 8), [Shard(0), Shard(1)]),
+    ((2, 2), (5, 6, 8), [Shard(0), Shard(0)]),
+    ((2, 2), (3, 6, 8), [Shard(0), Shard(2)]),
+    ((2, 2), (3, 6, 8), [Replicate(), Shard(0)]),
+    ((2, 2), (6, 6, 8), [Replicate(), Shard(1)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "placements", "dtype"),
+    [
+        pytest.param(*case, dtype, marks=[] if dtype == torch.float16 and i in (0, 4, 7) else pytest.mark.slow)
+        for i, case in enumerate(STACKS)
+        for dtype in HALF
+    ],
+)
+def test_matrices_of_stacks_keep_norms_of_their_own(
+    ranks: RankPool, dims: tuple[int, ...], shape: tuple[int, ...], placements: list[Placement], dtype: torch.dtype
+) -> None:
+    ranks(torch.Size(dims).numel(), stacks, dims, shape, placements, dtype)
+
+
+PLACES = ("all", "experts", "data", "cut experts", "tensor", "all", "data", "cut experts")
+
+
+def _placed(index: int, where: str, mesh: DeviceMesh) -> Tensor:
+    shape, of_mesh, placements = {
+        "all": ((8, 12), mesh, [Shard(0), Shard(0)]),
+        "tensor": ((8, 16), mesh, [Shard(0), Shard(1)]),
+        "data": ((6, 10), mesh["data"], [Shard(1)]),
+        "experts": ((4, 6, 8), mesh["experts"], [Shard(0)]),
+        "cut experts": ((4, 6, 8), mesh["experts"], [Shard(1)]),
+    }[where]
+    return parameter(noise(index, *shape), of_mesh, placements)
+
+
+def several_domains(
+    rank: int, world: int, prefetch: int, missing: dict[int, int], dtypes: tuple[torch.dtype | None, ...]
+) -> None:
+    """``missing``: of a parameter a rank that has no gradient."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    change: dict[bool, list[Tensor]] = {}
+    for half in (False, True):
+        params = [_placed(i, where, mesh) for i, where in enumerate(PLACES)]
+        groups: list[dict[str, Any]] = [
+            {"params": params[i :: len(dtypes)], "use_muon": True, **({"ns_dtype": dtype} if half else {})}
+            for i, dtype in enumerate(dtypes)
+        ]
+        config = dmuon.create_dtensor_config(costs="flops")
+        optimizer = dmuon.Muon(groups, lr=0.1, weight_decay=0.0, distributed_config=config)
+        optimizer._prefetch = prefetch
+        before = [whole(p).clone() for p in params]
+        for step in range(2):
+            for i, param in enumerate(params):
+                give(param, noise(10 + i + 100 * step, *param.shape))
+                if missing.get(i) == rank:
+                    param.grad = None
+            optimizer.step()
+        change[half] = [whole(p) - b for p, b in zip(params, before, strict=True)]
+    assert_like_exact(change, 0.15)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "missing", "dtypes"),
+    [
+        (1, {2: 3, 4: 0}, (torch.float16, None, torch.bfloat16)),
+        *(
+            pytest.param(prefetch, missing, dtypes, marks=pytest.mark.slow)
+            for prefetch in (0, 1, 4)
+            for missing in ({}, {0: 1}, {2: 3, 4: 0})
+            for dtypes in ((torch.float16,), (torch.float16, None, torch.bfloat16))
+        ),
+    ],
+)
+def test_ranks_of_several_domains_add_up_norms_in_one_order(
+    ranks: RankPool, prefetch: int, missing: dict[int, int], dtypes: tuple[torch.dtype | None, ...]
+) -> None:
+    ranks(4, several_domains, prefetch, missing, dtypes)

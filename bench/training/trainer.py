@@ -268,17 +268,27 @@ class Trainer:
         if self.rank == 0:
             if self.built.plan is not None:
                 self.built.plan.save(temporary / PLAN)
-            shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed from further back
+            if final.exists():  # of a run that was resumed from further back
+                _remove(final)
             temporary.rename(final)
             for other in folder.iterdir():
                 if other != final:
-                    shutil.rmtree(other)
+                    _remove(other)
         dist.barrier()
 
     def _record(self, *records: report.Record) -> None:
         if self.rank == 0:
             about = {"optimizer": self.job.optimizer, "seed": self.job.seed, "step": self.step}
             report.append(self.job.metrics, ({**about, **record} for record in records))
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint, which is none any more as soon as that begins: an interrupt leaves no half of it."""
+    if folder.name.startswith("step-"):
+        gone = folder.with_name(f"gone-{folder.name}")
+        shutil.rmtree(gone, ignore_errors=True)
+        folder = folder.rename(gone)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def full(x: Tensor) -> Tensor:

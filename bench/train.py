@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from dataclasses import asdict, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
@@ -78,6 +79,7 @@ def launch(settings: Settings, job: Job) -> None:
         for rank in range(settings.world)
     ]
     try:
+        resource_tracker.ensure_running()  # the first start of a process does so otherwise, and unblocks SIGINT
         # Ctrl-C goes to the whole group of processes: one that is yet importing would print its innards.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it, and keep it
         try:

@@ -129,7 +129,7 @@ FAULTS = {
         "a_nan_of_another_rank_is_lost": "bits if order > 0 else «torch.where(terms.isnan(), _LARGEST, -bits)→-bits»",
     },
     "tests/planning/test_cost_cache.py": {
-        "costs_of_another_device_fit": 'return replace(self, driver="", torch="", cuda=""«→, device=""»)',
+        "costs_of_another_device_fit": 'return replace(self, driver="", torch="", cuda=""«→, device=""», compilers="")',
     },
     "tests/planning/test_owner_plan.py": {
         "checksum_of_a_plan_is_not_checked": "if «checksum !=→not» document[_CHECKSUM]:",

@@ -167,6 +167,7 @@ def judge(round_: Round, ended: Ended, out: Path, bits: str | None) -> tuple[str
     if not round_.kind.diverges and (wrong := wrong_losses(ended, round_.layout, truth)):
         return FAILED, wrong
     worst = max(found, key=lambda each: OUTCOMES.index(each[0]))
-    if worst[0] == GLOOS and not any(outcome in (NAMED, TORCHS) for outcome, _ in found):
+    # Ranks that begin different collectives at once may all be aborted, each with gloo's message that names the cause.
+    if worst[0] == GLOOS and not round_.kind.diverges and not any(outcome in (NAMED, TORCHS) for outcome, _ in found):
         return FAILED, "gloo aborted all ranks, and nobody has a message"
     return worst

@@ -16,7 +16,7 @@ from harness.topologies import LAYOUTS
 from programs.chaos import Chaos, table
 from programs.chaos_jobs import LIMIT, Ended, RankEnd
 from programs.chaos_rounds import FAULTS, ROOMS, Round, draw, part_of, steps_of
-from programs.chaos_verdict import FAILED, NAMED, RIGHT, TORCHS, UNNAMED, expected, judge
+from programs.chaos_verdict import FAILED, GLOO, GLOOS, NAMED, RIGHT, TORCHS, UNNAMED, expected, judge
 
 SEED = 13
 
@@ -43,6 +43,7 @@ def test_parts_of_a_batch_are_those_of_the_layout() -> None:
 
 KILL = replace(draw(SEED, 0, "kill"), layout="1d", variant="", victim=1, phase="step", step=2)
 PAUSE = replace(KILL, fault="pause", detail="short")
+OTHER_ORDER = replace(draw(SEED, 0, "other order"), layout="1d", variant="", victim=1, step=2)
 
 
 def said(digest: str | None = "a" * 64, **error: Any) -> str:
@@ -99,13 +100,18 @@ def cases() -> Iterator[Any]:
     yield "left", KILL, ended(named, KILLED, left=["77 cbc"]), (FAILED, "processes are left")
     yield "no fault", KILL, ended(right, peer, faults={}), (FAILED, "never came")
     yield "not killed", KILL, ended(named, named), (FAILED, "was to be killed")
+    aborted = RankEnd(-signal.SIGABRT, f"Received data size doesn't match expected size. {GLOO}", 0.0)
+    yield "gloo aborts both", OTHER_ORDER, ended(aborted, aborted), (GLOOS, "")
+    silent = ended(aborted, replace(aborted, text=""))
+    yield "one of them without a word", OTHER_ORDER, silent, (FAILED, "exit status -6")
+    yield "gloo aborts all without a reason", KILL, ended(aborted, KILLED), (FAILED, "nobody has a message")
     yield "harm", PAUSE, ended(named, replace(named, text=said(**NAME))), (FAILED, "shorter than the timeout")
 
 
-@pytest.mark.parametrize("number", range(18))
+@pytest.mark.parametrize("number", range(21))
 def test_the_checker_tells_right_from_wrong(tmp_path: Path, number: int) -> None:
     all_cases = list(cases())
-    assert len(all_cases) == 18
+    assert len(all_cases) == 21
     name, round_, job, (outcome, why) = all_cases[number]
     torch.save(expected().weights, tmp_path / "weights.pt")
     found = judge(round_, job, tmp_path, "a" * 64)

@@ -336,7 +336,7 @@ def _like(source: OwnedTensor, local: Tensor, keeper: Keeper | None = None) -> O
 
 
 def _lie_alike(target: Tensor, source: Tensor) -> bool:
-    return (
+    return target is source or (
         isinstance(target, OwnedTensor)
         and isinstance(source, OwnedTensor)
         and (target.shape, target.owners, target.placements) == (source.shape, source.owners, source.placements)

@@ -231,14 +231,15 @@ class _Loading:
             elif kinds[key] == _UNFIT:
                 errors.append(f"{key}: {_unfit(self.runtime.comm.topology.ranks[0], matrix)}")
             if found and key not in found and kinds[key] not in (_ABSENT, _UNFIT):
-                state_dict[key] = matrix.like_rest(matrix.master, matrix.fqn)  # it stays: the call is going to fail
+                state_dict[key] = matrix.rest  # it stays: the call is going to fail
             elif found or kinds[key] in (_ABSENT, _UNFIT):
                 state_dict.pop(key, None)  # torch then reports the key as missing
             else:
                 local = None if rounds is None else rounds.take(key)
                 if local is None:
                     local = self._convert(values, [(key, matrix)])[0]
-                state_dict[key] = matrix.like_rest(local, matrix.fqn)
+                # Torch copies what stands there; nothing to nothing, of a matrix that is another rank's.
+                state_dict[key] = matrix.like_rest(local, matrix.fqn) if local.numel() else matrix.rest
 
     def _compared(self, fault: Exception | None, kinds: dict[str, str]) -> dict[str, Difference]:
         """How ranks differ in what they got; of each key, the first difference."""

@@ -32,7 +32,16 @@ from .update import (
     normalized_update,
     update_scale,
 )
-from .variant import Variant, adapted, alternatives, backend_fault, batch_size, choose_variant, variant_fault
+from .variant import (
+    Variant,
+    adapted,
+    alternatives,
+    backend_fault,
+    batch_size,
+    choose_variant,
+    rule_on,
+    variant_fault,
+)
 
 __all__ = [
     "HALF",
@@ -73,6 +82,7 @@ __all__ = [
     "normalized_momentum",
     "normalized_update",
     "orthogonalize",
+    "rule_on",
     "run",
     "safe_restarts",
     "storage_dtype",

@@ -158,11 +158,37 @@ def choose_variant(
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
     require_backend(backend, device, dtype)
-    explicit = not isinstance(restarts, str)
-    if method == "standard" and explicit:
+    if method == "standard" and not isinstance(restarts, str):
         raise ValueError(f"restarts={restarts!r} needs the Gram form; use method='gram' or restarts='auto'")
     if backend == "auto":
         backend = _usual_backend(shape, k, dtype, device, fused=isinstance(coefficients, Squares))
+    return _formed(shape, k, coefficients, dtype, device, method, restarts, backend)
+
+
+def rule_on(
+    multiprocessors: int, shape: tuple[int, int], k: int, coefficients: Polynomial, dtype: torch.dtype
+) -> Variant:
+    """What :func:`choose_variant` chooses on a GPU of so many multiprocessors, which need not be here.
+
+    The Triton kernel runs there.
+    """
+    fused = isinstance(coefficients, Squares)
+    halves = dtype in HALF and _takes_halves(shape, k, multiprocessors, fused)
+    return _formed(shape, k, coefficients, dtype, torch.device("cuda"), "auto", "auto", "triton" if halves else "torch")
+
+
+def _formed(
+    shape: tuple[int, int],
+    k: int,
+    coefficients: Polynomial,
+    dtype: Storage,
+    device: torch.device,
+    method: Method,
+    restarts: Literal["auto"] | tuple[int, ...],
+    backend: Literal["torch", "split", "triton"],
+) -> Variant:
+    """With ``backend``: the form that takes fewer operations, unless it is given."""
+    explicit = not isinstance(restarts, str)
     schedule = checked_restarts(restarts, coefficients, dtype)
     if isinstance(coefficients, Squares):  # one form, which both names mean
         method = "gram" if method == "auto" else method
@@ -361,9 +387,13 @@ def _usual_backend(
         return "torch"
     if backend_fault("triton", device, dtype) is not None:
         return "torch"
-    if fused:
-        return "triton"
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return "triton" if _takes_halves(shape, k, multiprocessors, fused) else "torch"
+
+
+def _takes_halves(shape: tuple[int, int], k: int, multiprocessors: int, fused: bool) -> bool:
+    """Whether Triton computes symmetric results, in half precision on a GPU where its kernel runs."""
+    small = min(shape)
     rows = -(-small // 128)
     tiles = k * rows * (rows + 1) // 2
-    enough = tiles >= _TRITON_WAVES * torch.cuda.get_device_properties(device).multi_processor_count
-    return "triton" if enough else "torch"
+    return fused or (small >= _TRITON_LEAST_SIDE and tiles >= _TRITON_WAVES * multiprocessors)

@@ -71,7 +71,7 @@ def scenario_of(case: Case) -> tuple[Scenario, float]:
     stage = max(model.stages(case.pp), key=lambda s: (s.flops, s.elements))
     blocks = {block.name for block in stage.blocks}
     matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in shapes if m.block in blocks]
-    costs = wave_costs(machine.device, Counter(m.shape for m in matrices))
+    costs = wave_costs(machine.device, Counter(m.shape for m in matrices), backend="torch")  # they are not dmuon
     owned, ranks = pooled(matrices, [Rank(i, i // topology.gpus_per_node) for i in range(topology.world)], topology)
     owners = plan_pools(owned, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0))
     bubble = (case.pp - 1) / case.micro_batches if case.pp > 1 else 0.0

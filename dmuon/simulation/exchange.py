@@ -35,12 +35,14 @@ from dmuon.simulation.engine import Times
 from dmuon.simulation.network import Topology
 from dmuon.simulation.pools import plan_pools
 from dmuon.simulation.scenario import Scenario, batches
+from dmuon.simulation.wave_model import UPDATE_BYTES
 from dmuon.simulation.workload import is_expert
 from dmuon.solver import Matrix, Rank, SolveOptions
 from dmuon.step.batches import SharedBatch, make_batches
 from dmuon.step.rounds import exchanged_rounds, longest_first
 
 _Array = NDArray[np.int64]
+_JOINED = 4  # of each element: read and written when it has come, and before it goes back
 _NAMED = re.compile(r"(?P<base>.*)\[(?P<number>\d+)\]$")
 
 
@@ -217,8 +219,7 @@ def _round(scenario: Scenario, pieces: _Pieces, parcels: Sequence[Parcel]) -> Ro
     world, itemsize = topology.world, scenario.machine.ns_bytes
     ns, parts = np.zeros(world), np.zeros(world)
     for parcel in parcels:
-        m, n = parcel.layout.shape
-        ns[parcel.owner] += sum(batches(scenario, {(m, n): parcel.count}))
+        ns[parcel.owner] += _orthogonalized_s(scenario, parcel)
         at, numel = pieces.flat(parcel.pieces)
         parts[at] += parcel.count * numel
     gathers = [(parcel.owner, parcel.to_owner, parcel.to_owner.senders) for parcel in parcels]
@@ -230,6 +231,18 @@ def _round(scenario: Scenario, pieces: _Pieces, parcels: Sequence[Parcel]) -> Ro
         ns,
         parts,
     )
+
+
+def _orthogonalized_s(scenario: Scenario, parcel: Parcel) -> float:
+    """Seconds of the owner for what has come whole: an update less its passes, which each rank runs over its parts.
+
+    Instead, parts are joined, and those of the update are laid out for the others.
+    """
+    m, n = parcel.layout.shape
+    machine = scenario.machine
+    less = UPDATE_BYTES - _JOINED * machine.ns_bytes
+    update = sum(batches(scenario, {(m, n): parcel.count}))
+    return max(0.0, update - less * parcel.numel / machine.copy_bytes_per_s)
 
 
 def _load(

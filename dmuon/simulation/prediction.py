@@ -80,11 +80,13 @@ class Prediction:
         target: the overhead that ``changes`` aim at.
         changes: one per quantity; empty if the target is met or was not asked for.
         device: name of the GPU.
+        efficiency: part of its peak that forward and backward reach.
     """
 
     programs: dict[ProgramName, ProgramTime]
     scenario: Scenario
     device: str
+    efficiency: float
     target: float | None
     changes: tuple[Change, ...]
 
@@ -102,7 +104,8 @@ class Prediction:
         lines = [
             f"{what}, {topology.world} × {self.device}, {_plural(topology.nodes, 'node')} "
             f"(replicate {topology.replicate} × shard {topology.shard} × tp {topology.tp}{_experts(topology)}), "
-            f"{workload.tokens:,} tokens per rank; Newton–Schulz costs "
+            f"{workload.tokens:,} tokens per rank, forward and backward at {self.efficiency:.0%} of the peak; "
+            "Newton–Schulz costs "
             + (f"estimated for {guessed} of {_plural(len(shapes), 'shape')}" if guessed else "measured"),
             f"{'program':<16}{'step ms':>10}{'fwd+bwd':>10}{'NS':>9}{'exposed':>9}{'vs AdamW':>16}{'vs gather':>11}",
         ]
@@ -146,7 +149,7 @@ def predict(
 
     Args:
         speeds: of ranks that are slower or faster than ``hardware``.
-        efficiency: part of the peak that forward and backward reach; ``None`` takes that of large matrix products.
+        efficiency: part of the peak that forward and backward reach; ``None`` is a half.
         exchanged_costs: as in :class:`Scenario`.
         stages: of a pipeline, of which this is one, and gathers its weights once.
         bubble: the part of its forward and backward in which it waits for others.
@@ -171,7 +174,8 @@ def predict(
         bubble=bubble,
     )
     times = {name: _program_time(name, scenario) for name in PROGRAMS}
-    result = Prediction(times, scenario, hardware.device.name, target, ())
+    reached = machine.flops_per_s / hardware.device.peak_flops
+    result = Prediction(times, scenario, hardware.device.name, reached, target, ())
     if target is None or result.overhead < max(target, ERROR):
         return result
     return replace(result, changes=find_changes(scenario, target))

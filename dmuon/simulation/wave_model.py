@@ -5,15 +5,17 @@ a wave, and the last wave takes as long as a full one: a staircase in the batch 
 time that memory needs for its operands and its result where that is longer, and a launch. The passes around it take
 their memory traffic and a launch each. Which products run is noted while the kernels' own code runs without data.
 
-Every product is counted whole, as cuBLAS computes it. dmuon's Triton kernel computes symmetric results by halves, where
-a rule or a measurement chooses it: then an update takes less time than this.
+The form and what multiplies are the rule's for that GPU. Where it takes the Triton kernel, of a symmetric result the
+lower tiles alone are computed, at a part of cuBLAS's rate. ``backend="torch"`` has all products whole, as cuBLAS
+computes them, and the passes of separate operations: other implementations do so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,11 +23,14 @@ from torch import Tensor
 from dmuon.kernels import (
     HALF,
     Arithmetic,
-    Iteration,
+    Polynomial,
+    Square,
+    Variant,
     choose_variant,
     coefficient_sequence,
     iterate,
     make_iteration,
+    rule_on,
 )
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.profiler import useful_batch_sizes
@@ -36,10 +41,32 @@ from dmuon.solver import CostTable, Shape
 _TILE = 128  # judgement: a usual tile of cuBLAS; small matrices get smaller ones, but there launches dominate
 _ELEMENT = 2  # bytes of fp16 and bf16
 
-# Bytes per element of each pass of the update that is no product, with fp32 gradients as the profiler has: gradients to
-# a batch, momentum, Nesterov, cast to fp64, norm, scaling to half, cast to fp32, weight decay, weight update.
-_PASSES = (8, 12, 12, 12, 8, 6, 6, 8, 12)
-_NORM_LAUNCHES = 8  # on one number per matrix: stack, norm, two clamps, reciprocal, comparison, choice, cast
+# Of cuBLAS's rate, that of the Triton kernel's tiles: python bench/product_model.py has 0.65 to 0.87 for the tiles that
+# the rule takes on H100 and H200, and is 20 % uncertain itself.
+_HALVES_RATE = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """What an update does beside products, with fp32 gradients as the profiler has.
+
+    Attributes:
+        nbytes: per element, of each pass.
+        norm_launches: on one number per matrix.
+    """
+
+    nbytes: tuple[int, ...]
+    norm_launches: int
+
+
+_PASSES = {
+    # Momentum and norms; what Newton–Schulz takes; the weight. Sums of the norms' parts, and their root.
+    "triton": _Passes((12, 10, 10), 2),
+    # Gradients to a batch, momentum, Nesterov, cast to fp64, norm, scaling to half, cast to fp32, weight decay, weight.
+    # Stack, norm, two clamps, reciprocal, comparison, choice, cast.
+    "torch": _Passes((8, 12, 12, 12, 8, 6, 6, 8, 12), 8),
+}
+UPDATE_BYTES = sum(_PASSES["triton"].nbytes)  # of an element, that pass through memory beside products
 
 # Sides of the matrix that the products are noted on; each stands for a side of the matrix that is priced.
 _SMALL, _LARGE = 2, 3
@@ -47,20 +74,23 @@ _SMALL, _LARGE = 2, 3
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """``(rows, inner) · (inner, columns)``, plus an addend or not."""
+    """``(rows, inner) · (inner, columns)`` with so many addends; of a symmetric result perhaps the lower tiles only."""
 
     rows: int
     inner: int
     columns: int
-    addend: bool
+    addends: int = 0
+    halves: bool = False
 
     @property
     def flops(self) -> int:
+        """Of the whole."""
         return 2 * self.rows * self.inner * self.columns
 
     @property
     def tiles(self) -> int:
-        return math.ceil(self.rows / _TILE) * math.ceil(self.columns / _TILE)
+        rows, columns = math.ceil(self.rows / _TILE), math.ceil(self.columns / _TILE)
+        return rows * (rows + 1) // 2 if self.halves else rows * columns
 
     @property
     def result_bytes(self) -> int:
@@ -68,15 +98,21 @@ class _Product:
 
     @property
     def moved_bytes(self) -> int:
-        """Least traffic: each operand read once, the addend read, the result written."""
+        """Least traffic: each operand read once, the addends read, the result written."""
         operands = _ELEMENT * self.inner * (self.rows + self.columns)
-        return operands + self.result_bytes * (2 if self.addend else 1)
+        return operands + self.result_bytes * (1 + self.addends)
+
+    @property
+    def copied_bytes(self) -> int:
+        """PyTorch copies an addend into the result, for cuBLAS to add to."""
+        return 0 if self.halves else 2 * self.addends * self.result_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorder(Arithmetic):
     """Notes the products of an iteration, and how many other kernels it launches, instead of computing."""
 
+    halves: bool = False
     products: list[_Product] = field(default_factory=list)
     others: list[None] = field(default_factory=list)
 
@@ -90,8 +126,32 @@ class _Recorder(Arithmetic):
         beta: float = 1.0,
         out: Tensor | None = None,
     ) -> Tensor:
+        return self._noted(a, b, addends=c is not None)
+
+    def symmetric(
+        self,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        out: Tensor | None = None,
+        b_symmetric: bool = True,
+    ) -> Tensor:
+        return self._noted(a, b, addends=c is not None, halves=self.halves)
+
+    def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
+        if not self.halves:
+            return Arithmetic.square(self, s, square, stored, out=out)
+        return self._noted(s, s, addends=len(square.addends), halves=True)
+
+    def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return self._noted(x, x.mT, halves=self.halves)
+
+    def _noted(self, a: Tensor, b: Tensor, addends: int = 0, halves: bool = False) -> Tensor:
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
-        self.products.append(_Product(rows, inner, columns, c is not None))
+        self.products.append(_Product(rows, inner, columns, addends, halves))
         return a.new_empty(rows, columns)
 
     def round_(self, x: Tensor) -> Tensor:
@@ -100,16 +160,23 @@ class _Recorder(Arithmetic):
         return x
 
 
-def wave_costs(device: Device, limits: Mapping[Shape, int], *, options: NsOptions | None = None) -> CostTable:
+def wave_costs(
+    device: Device,
+    limits: Mapping[Shape, int],
+    *,
+    options: NsOptions | None = None,
+    backend: Literal["triton", "torch"] = "triton",
+) -> CostTable:
     """Costs of momentum, Newton–Schulz and weight update together, as ``dmuon-profile`` would time them on ``device``.
 
-    All are marked estimated. They are isotonic and sub-additive in the batch size, which takes the values that are
-    worth timing: powers of two up to the limit, at most 64.
+    All are marked estimated. They are isotonic in the batch size, which takes the values that are worth timing: powers
+    of two up to the limit, at most 64.
 
     Args:
         device: the GPU.
         limits: shape (small side, large side) to the most matrices in a batch.
         options: the Newton–Schulz run; fp16 or bf16. Whether it is in Gram form is the kernels' choice.
+        backend: ``"triton"``: as dmuon runs where its kernels do; ``"torch"``: cuBLAS alone, and separate passes.
 
     Raises:
         ValueError: a shape is not two positive integers, small side first; a limit is not a positive integer; the
@@ -120,15 +187,16 @@ def wave_costs(device: Device, limits: Mapping[Shape, int], *, options: NsOption
     if dtype not in HALF:
         raise ValueError(f"options.dtype={dtype} has no wave model; use float16 or bfloat16, or costs='flops'")
     CostTable({shape: {1: 1} for shape in limits})  # refuses a shape by name before it is computed with
+    sequence = coefficient_sequence(options.coefficients, options.steps)
     costs: dict[Shape, dict[int, int]] = {}
     for shape, limit in limits.items():
         if not is_integer(limit, 1):
             raise ValueError(f"limits: shape {shape}: {limit!r} must be a positive integer; give the largest batch")
-        sequence = coefficient_sequence(options.coefficients, options.steps)
-        variant = choose_variant(shape, 1, sequence, dtype, torch.device("cuda"), backend="torch")
-        iteration = make_iteration(variant, sequence, dtype)
-        sizes = useful_batch_sizes(shape, limit, torch.device("cuda"))
-        costs[shape] = {k: _update_ns(device, shape, k, iteration) for k in sizes}
+        most = 0
+        costs[shape] = {}
+        for k in useful_batch_sizes(shape, limit, torch.device("cuda")):
+            most = max(most, _update_ns(device, shape, k, sequence, dtype, backend))
+            costs[shape][k] = most  # a larger batch may be the first in halves, and shorter
     return CostTable(costs, dict.fromkeys(costs, "estimated"))
 
 
@@ -137,14 +205,21 @@ def describe(device: Device) -> str:
     return f"estimated: wave model of {device.name}"
 
 
-def _update_ns(device: Device, shape: Shape, k: int, iteration: Iteration) -> int:
+def _update_ns(
+    device: Device,
+    shape: Shape,
+    k: int,
+    sequence: Polynomial,
+    dtype: torch.dtype,
+    backend: Literal["triton", "torch"] = "triton",
+) -> int:
     """Whole nanoseconds of one update of ``k`` matrices. Rounded up, which keeps sums above the whole."""
-    products, others = _kernels(shape, iteration)
+    products, others = _kernels(shape, _variant(device, shape, k, sequence, dtype, backend), sequence, dtype)
+    update = _PASSES[backend]
     elements = k * shape[0] * shape[1]
-    passes = [count * elements / device.memory_bandwidth for count in _PASSES]
-    # PyTorch copies an addend into the result, for the product to add to.
-    passes += [2 * k * p.result_bytes / device.memory_bandwidth for p in products if p.addend]
-    launches = len(products) + len(passes) + _NORM_LAUNCHES + others
+    passes = [count * elements / device.memory_bandwidth for count in update.nbytes]
+    passes += [k * p.copied_bytes / device.memory_bandwidth for p in products if p.copied_bytes]
+    launches = len(products) + len(passes) + update.norm_launches + others
     work = sum(_product_s(device, product, k) for product in products)
     return max(1, math.ceil((work + sum(passes) + launches * device.launch_s) * 1e9))
 
@@ -152,14 +227,24 @@ def _update_ns(device: Device, shape: Shape, k: int, iteration: Iteration) -> in
 def _product_s(device: Device, product: _Product, k: int) -> float:
     """Seconds of one product of a batch of ``k``, without its launch."""
     waves = math.ceil(k * product.tiles / device.sms)
-    tile_s = 2 * _TILE**2 * product.inner * device.sms / (device.peak_flops * device.matmul_efficiency)
+    rate = device.peak_flops * device.matmul_efficiency * (_HALVES_RATE if product.halves else 1)
+    tile_s = 2 * _TILE**2 * product.inner * device.sms / rate
     return max(waves * tile_s, k * product.moved_bytes / device.memory_bandwidth)
 
 
-def _kernels(shape: Shape, iteration: Iteration) -> tuple[list[_Product], int]:
-    """The products that ``iteration`` runs on one matrix of ``shape``, in order, and the number of other kernels."""
-    recorder = _Recorder(iteration.dtype, iteration.dtype)
-    iterate(torch.empty(_SMALL, _LARGE, dtype=iteration.dtype, device="meta"), iteration, recorder)
+def _variant(
+    device: Device, shape: Shape, k: int, sequence: Polynomial, dtype: torch.dtype, backend: Literal["triton", "torch"]
+) -> Variant:
+    """How ``k`` matrices would run."""
+    if backend == "triton":
+        return rule_on(device.sms, shape, k, sequence, dtype)
+    return choose_variant(shape, 1, sequence, dtype, torch.device("cuda"), backend="torch")
+
+
+def _kernels(shape: Shape, variant: Variant, sequence: Polynomial, dtype: torch.dtype) -> tuple[list[_Product], int]:
+    """The products that ``variant`` runs on one matrix of ``shape``, in order, and the number of other kernels."""
+    recorder = _Recorder(dtype, dtype, halves=variant.backend == "triton")
+    iterate(torch.empty(_SMALL, _LARGE, dtype=dtype, device="meta"), make_iteration(variant, sequence, dtype), recorder)
     side = {_SMALL: shape[0], _LARGE: shape[1]}
-    products = [_Product(side[p.rows], side[p.inner], side[p.columns], p.addend) for p in recorder.products]
+    products = [replace(p, rows=side[p.rows], inner=side[p.inner], columns=side[p.columns]) for p in recorder.products]
     return products, len(recorder.others)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
+from dmuon.kernels import coefficient_sequence, rule_on
 from dmuon.kernels.symmetric_tiles import TileConfig
+from dmuon.simulation.hardware import HARDWARE
+from dmuon.simulation.wave_model import _Product, _product_s
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -85,3 +90,20 @@ def test_instructions_behind_the_product_are_counted(bench: Callable[[str], Modu
     resources = bench("kernel_resources")
     assert resources.epilogue(listing) == 3
     assert resources.epilogue(listing.replace("HGMMA", "FFMA")) is None
+
+
+def test_the_wave_model_takes_as_long_where_the_rule_takes_the_kernel(bench: Callable[[str], ModuleType]) -> None:
+    """Both are models: this one is 20 % uncertain, and the other has one rate in place of its terms."""
+    h200 = HARDWARE["h200"].device
+    polar = coefficient_sequence("polar_express", 5)
+    rows = json.loads((BENCH / "results" / "kernel-resources.json").read_text())["rows"]
+    ratios = []
+    for row in bench("product_model").predictions(rows):
+        k, shape = row["k"], (row["m"], row["p"])
+        taken = rule_on(h200.sms, shape, k, polar, torch.float16).backend == "triton"
+        if row["device"] == "H200" and row["default"] and row["addends"] <= 1 and taken:  # Polar Express adds one
+            product = _Product(row["m"], row["p"], row["m"], row["addends"], halves=True)
+            ratios.append((_product_s(h200, product, k) + h200.launch_s) * 1e3 / row["ms"])
+    assert len(ratios) >= 10
+    assert min(ratios) > 0.8 and max(ratios) < 1.2, ratios
+    assert math.prod(ratios) ** (1 / len(ratios)) == pytest.approx(1, abs=0.05)

@@ -264,7 +264,7 @@ def test_llama_8b_within_brackets(llama: Path, world: int, replicate: int) -> No
     found = prediction(llama, world, replicate=replicate)
     times = found.programs
     for time_ in times.values():
-        assert time_.step_s > time_.forward_backward_s == pytest.approx(0.5, rel=0.01)
+        assert time_.step_s > time_.forward_backward_s == pytest.approx(0.8, rel=0.01)
     assert times["gather"].step_s > times["adamw"].step_s + times["gather"].ns_s
     assert times["gather"].ns_s == pytest.approx(0.854, rel=0.01)
     assert times["dedicated"].ns_s >= times["gather"].ns_s / world

@@ -99,7 +99,9 @@ def test_options_are_set_for_more_than_a_tenth_of_the_error(
     assert taken(flat=1.0, merging=1.0, levels=1.0) == (False, False)
 
 
-def test_where_no_adamw_fits_the_baseline_is_that_of_the_same_mesh(found: Recommendation, scenario: Scenario) -> None:
+def test_where_no_adamw_fits_the_baseline_is_that_of_the_same_mesh(scenario: Scenario) -> None:
+    scenario = replace(scenario, machine=Machine.of(DEVICE, efficiency=0.8))  # what holds least is not the best here
+    found = recommend(scenario, DEVICE.device.memory, error=0.1)
     assert found.adamw_fits and "over the best AdamW" in found.report()
     least = min(found.ways, key=lambda way: way.nbytes)  # AdamW has a moment more
     tight = recommend(scenario, least.nbytes / 0.6, error=0.1)

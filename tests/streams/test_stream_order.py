@@ -44,7 +44,7 @@ ASKS_FOR_THE_CPU = {
     "_usual_backend": COMPUTES,
     "alternatives": COMPUTES,
     "backend_fault": COMPUTES,
-    "choose_variant": COMPUTES,
+    "_formed": COMPUTES,
     "carrier_dtype": COMPUTES,
     "storage_dtype": COMPUTES,
     "unsupported": COMPUTES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -18,6 +19,8 @@ from dmuon.simulation.terms import ERROR, verdict
 Residency = Literal["dedicated", "exchanged"]
 
 _TIE = 0.1  # of the error: for so much less nobody should set an option
+_MOST_TOKENS = 64  # times as many as were asked for
+_PRECISION = 0.02  # of tokens that are found
 _ROOM = 0.6  # of a device's memory: the rest is for activations, workspaces and fragments
 _GIB = 2**30
 
@@ -91,6 +94,8 @@ class Recommendation:
         taken: the first of these; or one of a tenth of the error more whose rows have one level, or blocks are not
             merged. Nobody can tell it from the others; it is compared with an AdamW chosen likewise.
         error: of predicted overheads.
+        enough_tokens: per rank, from which on ``taken`` and AdamW cannot be told apart; None where they cannot now, or
+            up to 64 times as many do not suffice.
     """
 
     ways: tuple[Way, ...]
@@ -99,6 +104,7 @@ class Recommendation:
     equal: tuple[Way, ...]
     taken: Way
     error: float
+    enough_tokens: int | None = None
 
     @property
     def overhead(self) -> float:
@@ -135,6 +141,8 @@ class Recommendation:
         if self.taken.topology.ep > 1:
             flat = ", without hierarchical" if self.taken.hierarchical else ""
             lines.append(f"    # experts likewise{flat}, over the ranks that hold the same ones: a mesh of their own")
+        if self.enough_tokens is not None:
+            lines.append(f"it costs more than AdamW here, and is equal from {self.enough_tokens:,} tokens per rank on")
         return "\n".join(lines)
 
 
@@ -147,7 +155,8 @@ def recommend(scenario: Scenario, memory: float, error: float = ERROR) -> Recomm
         error: steps that differ by less are equal.
     """
     ways: list[Way] = []
-    best: list[tuple[bool, float]] = []
+    of_way: dict[Way, tuple[ProgramName, Scenario]] = {}
+    best: list[tuple[bool, float, Scenario]] = []
     for topology, kept in product(meshes(scenario.topology), sorted({scenario.gathers_once, True})):
         here = replace(scenario, topology=topology, gathers_once=kept, merge_bytes=0)
         together = replace(here, merge_bytes=_merge_bytes(here))
@@ -157,21 +166,50 @@ def recommend(scenario: Scenario, memory: float, error: float = ERROR) -> Recomm
             levels = replace(here, hierarchical=True)
             together = replace(levels, merge_bytes=_merge_bytes(levels))
             of_dedicated += [levels, together] if together.merge_bytes else [levels]
-        adamw = min(simulate("adamw", merged(one)).step_s for one in both)
-        best.append((_adamw_bytes(here) <= _ROOM * memory, adamw))
+        adamw, adamw_here = min(
+            ((simulate("adamw", merged(one)).step_s, merged(one)) for one in both), key=lambda found: found[0]
+        )
+        best.append((_adamw_bytes(here) <= _ROOM * memory, adamw, adamw_here))
         for residency, of_residency, held in _RESIDENCIES:
             for one in of_dedicated if residency == "dedicated" else [here]:
                 nbytes, step = held(one), simulate(of_residency, one).step_s
                 fits = nbytes <= _ROOM * memory
                 options = one.merge_bytes, one.hierarchical, kept
-                ways.append(Way(topology, one.stages, residency, *options, step, adamw, nbytes, fits))
+                way = Way(topology, one.stages, residency, *options, step, adamw, nbytes, fits)
+                ways.append(way)
+                of_way[way] = of_residency, one
     ways.sort(key=lambda way: (not way.fits, way.step_s))
     fitting = [way for way in ways if way.fits] or ways
     equal = tuple(_within(error, fitting))
     taken = min(_within(error * _TIE, fitting), key=lambda way: (way.hierarchical, way.merge_bytes > 0))
-    of_adamw = [step for fits, step in best if fits]
-    adamw_s = min(of_adamw, default=taken.adamw_s)
-    return Recommendation(tuple(ways), adamw_s, bool(of_adamw), equal, taken, error)
+    of_adamw = sorted(((step, one) for fits, step, one in best if fits), key=lambda found: found[0])
+    adamw_s = of_adamw[0][0] if of_adamw else taken.adamw_s
+    enough = None
+    if taken.fits and of_adamw and taken.step_s / adamw_s - 1 >= error:
+        enough = _enough_tokens(*of_way[taken], of_adamw[0][1], error)
+    return Recommendation(tuple(ways), adamw_s, bool(of_adamw), equal, taken, error, enough)
+
+
+def _enough_tokens(program: ProgramName, scenario: Scenario, adamw: Scenario, error: float) -> int | None:
+    """Per rank, the fewest of ``scenario``'s or more with which ``program`` is within ``error`` of AdamW, about."""
+
+    def over(factor: float) -> float:
+        steps = [
+            simulate(name, replace(one, workload=one.workload.scaled(factor))).step_s
+            for name, one in ((program, scenario), ("adamw", adamw))
+        ]
+        return steps[0] / steps[1] - 1
+
+    factor = 2
+    while over(factor) >= error:
+        factor *= 2
+        if factor > _MOST_TOKENS:
+            return None
+    below, above = factor / 2, float(factor)
+    while above / below > 1 + _PRECISION:
+        middle = math.sqrt(below * above)
+        below, above = (below, middle) if over(middle) < error else (middle, above)
+    return math.ceil(above * scenario.workload.tokens)
 
 
 def _within(error: float, ways: Sequence[Way]) -> list[Way]:

@@ -135,6 +135,29 @@ def test_what_does_not_fit_is_not_recommended(found: Recommendation, scenario: S
     assert "none of them fits" in recommend(scenario, 1.0).report()
 
 
+def test_tokens_from_which_the_way_is_equal_to_adamw(scenario: Scenario) -> None:
+    error = 0.02
+    found = recommend(scenario, DEVICE.device.memory, error=error)
+    assert found.overhead > error and found.enough_tokens is not None
+    assert f"is equal from {found.enough_tokens:,} tokens per rank on" in found.report()
+    taken = found.taken
+    way = replace(scenario, topology=taken.topology, gathers_once=taken.kept, merge_bytes=taken.merge_bytes)
+
+    def over(tokens: float) -> float:
+        more = scenario.workload.scaled(tokens / scenario.workload.tokens)
+        best = min(
+            simulate("adamw", replace(scenario, topology=t, gathers_once=kept, workload=more)).step_s
+            for t in meshes(scenario.topology)
+            for kept in (False, True)
+        )
+        return simulate(taken.residency, replace(way, workload=more)).step_s / best - 1
+
+    assert over(found.enough_tokens) < 1.1 * error  # of the AdamW that is best now
+    assert over(0.9 * found.enough_tokens) > error
+    enough = recommend(replace(scenario, workload=scenario.workload.scaled(64)), DEVICE.device.memory, error=error)
+    assert enough.enough_tokens is None and "tokens per rank on" not in enough.report()
+
+
 def test_meshes_hold_all_ranks_and_divide_experts() -> None:
     for given in (Topology(64), Topology(48), Topology(4), Topology(64, tp=2), Topology(64, ep=16)):
         for mesh in meshes(given):

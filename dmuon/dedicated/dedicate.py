@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -29,27 +29,29 @@ from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
-from dmuon.dedicated.dedication import Dedication
+from dmuon.dedicated.dedication import Dedication, dedications
 from dmuon.dedicated.initial_values import from_first_rank
+from dmuon.dedicated.inspection import Inspected, Seat, describe
 from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, initial_master, resting
 from dmuon.dedicated.meta_model import Initialize, check_initialize, is_on_meta, put, replacement, values_of_meta
+from dmuon.dedicated.nesting import own_buffers, own_parameters, taken_modules
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.part import parts_of
 from dmuon.dedicated.refusals import (
     check_mesh,
-    check_model,
     check_parameters,
     checked_policy,
+    checked_roots,
     tensor_group_of,
     tensor_mesh_of,
 )
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.shards import layout_of
-from dmuon.layout.topology import GlobalRank, Topology
-from dmuon.model.blocks import BlockPredicate, canonical_fqn
+from dmuon.layout.topology import Topology
+from dmuon.model.blocks import BlockPredicate
 from dmuon.model.exclusion import Exclude
-from dmuon.model.matrix_spec import MatrixSpec, remember_spec
+from dmuon.model.matrix_spec import remember_spec
 from dmuon.model.routing import Route, Select, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
 from dmuon.planning.merging import measured_merge_bytes
@@ -60,14 +62,13 @@ from dmuon.platform.log import logger
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import backend_of, local_tensor, require_supported_torch
-from dmuon.solver import Matrix, SolveOptions
+from dmuon.solver import SolveOptions
 
 _log = logger(__name__)
-_Seat = tuple[HostShare, list[GlobalRank]]
 
 
 def dedicate_params(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     mesh: DeviceMesh,
     *,
     select: Select | None = None,
@@ -91,6 +92,9 @@ def dedicate_params(
     the optimizer. Collective over the mesh.
 
     Args:
+        model: a module; or several, such as the experts of all layers, that are planned together and share process
+            groups: names then begin with their numbers, ``"0.up"``. What lies in it and was dedicated before, over the
+            ranks that hold the same experts, stays as it is.
         mesh: device mesh over which the model is data parallel. Dimensions whose name contains ``replicate`` (and
             ``cp``, context parallelism) hold copies, the others share one; without names a 1-D mesh is shared and a
             2-D one is ``(replicate, shard)``. One of copies only is DDP: every rank keeps full weights, in the
@@ -140,7 +144,7 @@ def dedicate_params(
     groups = Groups(lasting)
     group = lasting.keep(make_group(mesh.device_type, [topology.ranks], "group", options.timeout))
 
-    def inspect() -> _Inspected:
+    def inspect() -> Inspected:
         check_options(costs, solve, plan, ranks)
         policy = checked_policy(mp_policy)
         check_flag("reshard_after_forward", reshard_after_forward)
@@ -156,17 +160,20 @@ def dedicate_params(
             "comm": options,
             "initialize": "a function" if initialize is not None else None,
         }
-        check_model(model)
-        check_initialize(model, initialize)
-        routes = route_to_blocks(model, select, blocks, exclude)
+        roots = checked_roots(model)
+        whole = roots[0] if len(roots) == 1 else nn.ModuleList(roots)
+        check_initialize(whole, initialize)
+        taken = taken_modules(whole)
+        theirs = {id(param) for module in taken for param in module.parameters(recurse=False)}
+        routes = route_to_blocks(whole, select, blocks, exclude, theirs)
         for route in routes:
             if route.muon:
                 remember_spec(route.param, route.spec)
-        check_parameters(model, routes, topology.ranks)
+        check_parameters(whole, routes, topology.ranks)
         tensor_mesh = tensor_mesh_of(routes)
         split_over = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
         seat = (HostShare.here(), split_over)
-        return _Inspected(routes, policy, tensor_mesh, _describe(model, routes, common), seat)
+        return Inspected(roots, whole, routes, policy, tensor_mesh, describe(whole, taken, routes, common), seat)
 
     try:
         inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
@@ -179,10 +186,11 @@ def dedicate_params(
             solve=solve,
             plan=plan,
             hosts=hosts,
+            pools=inspected.pools(context.topology),
             ranks=ranks,
         )
         with _all_or_nothing(inspected.routes):
-            _own(model, inspected, result, context, initialize, keep=not reshard_after_forward)
+            _own(inspected, result, context, initialize, keep=not reshard_after_forward)
         _tell(result, context, "are freed" if reshard_after_forward else "stay")
     except BaseException:
         groups.release()  # at once: a traceback keeps them alive
@@ -230,50 +238,20 @@ def owned_parameters(module: nn.Module) -> set[nn.Parameter]:
     return {p for p in map(resting, module.parameters()) if issubclass(type(p), OwnedTensor)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Inspected:
-    """What a rank knows of its model before it talks to any other.
-
-    Attributes:
-        tensor_mesh: over which tensor parallelism has split matrices, 1-D; None without.
-        description: what all ranks must have in common, by name.
-        seat: this process on its host, and the global ranks over which tensor parallelism splits its model.
-    """
-
-    routes: list[Route]
-    policy: MixedPrecisionPolicy
-    tensor_mesh: DeviceMesh | None
-    description: list[tuple[str, str]]
-    seat: _Seat
-
-    def dtype_of(self, route: Route) -> torch.dtype:
-        """The dtype in which the matrix of ``route`` travels and is computed with."""
-        return self.policy.param_dtype or route.param.dtype
-
-    def matrices(self) -> list[Matrix]:
-        """The matrices that need owners, as the solver takes them."""
-        return [
-            Matrix(name, m, n, r.block, m * n * self.dtype_of(r).itemsize)
-            for r in self.routes
-            if r.block is not None
-            for name, m, n in r.spec.named(r.fqn, r.param.shape)
-        ]
-
-
 def _agree(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     topology: Topology,
     group: dist.ProcessGroup,
     device_type: str,
-    inspect: Callable[[], _Inspected],
-) -> tuple[_Inspected, list[_Seat]]:
+    inspect: Callable[[], Inspected],
+) -> tuple[Inspected, list[Seat]]:
     """Inspect, and fail on every rank if some rank fails or has another model.
 
     Returns:
         What this rank has inspected, and the seat of every data-parallel rank.
     """
 
-    def look() -> _Inspected | Exception:
+    def look() -> Inspected | Exception:
         try:
             return inspect()
         except Exception as fault:  # also what select or blocks raise: the other ranks must not wait
@@ -292,7 +270,7 @@ def _agree(
     return inspected, seats
 
 
-def _agree_along_tensor(model: nn.Module, topology: Topology, fault: Exception | None) -> None:
+def _agree_along_tensor(model: nn.Module | Sequence[nn.Module], topology: Topology, fault: Exception | None) -> None:
     """Carry a fault to the other tensor-parallel ranks, which have agreed among their own data-parallel ones only."""
     group = tensor_group_of(model, topology.ranks)
     if group is not None:
@@ -305,8 +283,8 @@ def _connect(
     group: dist.ProcessGroup,
     groups: Groups,
     options: CommOptions,
-    inspected: _Inspected,
-    seats: list[_Seat],
+    inspected: Inspected,
+    seats: list[Seat],
 ) -> tuple[Comm, list[str]]:
     """Compare the models of all tensor-parallel ranks too, and make the process groups.
 
@@ -340,8 +318,7 @@ def _all_or_nothing(routes: Sequence[Route]) -> Iterator[None]:
 
 
 def _own(
-    model: nn.Module,
-    inspected: _Inspected,
+    inspected: Inspected,
     plan: OwnerPlan,
     comm: Comm,
     initialize: Initialize | None,
@@ -353,7 +330,7 @@ def _own(
     weights_of_all = [weight for _, weights in packed for weight in weights]
     fault: Exception | None = None
     try:
-        masters = _share_initial_values(model, weights_of_all, comm, initialize)
+        masters = _share_initial_values(inspected.whole, weights_of_all, comm, initialize)
     except Exception as error:  # what the user's function raises: tensor-parallel ranks must not go on without this one
         fault = error
     if comm.topology.tensor > 1:
@@ -378,28 +355,14 @@ def _own(
             module = modules[name]
             assert module is not None
             blocks.append(Block(name, module, of_block, buffer))
-    runtime = Runtime(model, blocks, comm, plan)
-    hook_state_dicts(model, runtime)
-    Dedication(model, plan, inspected.routes, runtime)  # which stays on the model
-
-
-def _describe(model: nn.Module, routes: Sequence[Route], options: dict[str, object]) -> list[tuple[str, str]]:
-    """By name, what must be the same on all ranks; parameters come in the order of their collectives."""
-    items = [(f"option {name}", str(value)) for name, value in options.items()]
-    for r in routes:
-        by = "" if r.spec == MatrixSpec() else f" by {r.spec}"
-        route = f"Muon in block {r.block}{by}" if r.muon else "AdamW"
-        frozen = "" if r.param.requires_grad else ", frozen"
-        items.append(
-            (f"parameter {r.fqn!r}", f"{tuple(r.param.shape)}, {r.param.dtype}, {route}{frozen}{_where(r.param)}")
-        )
-    for name, buffer in model.named_buffers():
-        items.append((f"buffer {canonical_fqn(name)!r}", f"{tuple(buffer.shape)}, {buffer.dtype}{_where(buffer)}"))
-    return items
-
-
-def _where(tensor: Tensor) -> str:
-    return ", on the meta device" if tensor.is_meta else ""
+    for inner in dedications(inspected.whole):
+        known = set(inner.runtime.comm.topology.ranks)
+        inner.runtime.strangers = tuple(rank for rank in comm.topology.ranks if rank not in known)
+    runtime = Runtime(inspected.roots, blocks, comm, plan)
+    hook_state_dicts(inspected.roots, runtime)
+    several = len(inspected.roots) > 1
+    roots = {f"{i}." if several else "": root for i, root in enumerate(inspected.roots)}
+    Dedication(roots, plan, inspected.routes, runtime)  # which stays on the model
 
 
 def _share_initial_values(
@@ -424,7 +387,9 @@ def _share_initial_values(
 
 def _initial_values(model: nn.Module, comm: Comm, initialize: Initialize | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Every parameter and buffer, with the first rank's value of its local part."""
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    taken = taken_modules(model)
+    own = chain(own_parameters(model, taken), own_buffers(model, taken))
+    tensors = [tensor for _, tensor in own if not tensor.is_meta]
     if is_on_meta(model):
         yield from values_of_meta(model, comm, initialize)
     # Behind the others: initializing a module may have changed buffers of it that were there.
@@ -432,7 +397,7 @@ def _initial_values(model: nn.Module, comm: Comm, initialize: Initialize | None)
     yield from zip(tensors, values, strict=True)
 
 
-def _pack(inspected: _Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torch.dtype, list[Weight]]]:
+def _pack(inspected: Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torch.dtype, list[Weight]]]:
     """The weights of each buffer: one per block and communication dtype; small neighbours up to ``merge_bytes``."""
     packed: list[tuple[torch.dtype, list[Weight]]] = []
     growing: dict[torch.dtype, list[Weight]] = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -16,6 +17,7 @@ from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import BufferState
 from dmuon.dedicated.even_dtensor import in_rounds
 from dmuon.dedicated.matrix import OwnedMatrix, whole_parameter
+from dmuon.dedicated.nesting import ATTRIBUTE, mark
 from dmuon.dedicated.part import Part
 from dmuon.dedicated.runtime import Runtime
 from dmuon.layout.topology import Position
@@ -23,29 +25,40 @@ from dmuon.model.routing import Route
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
 
-_ATTRIBUTE = "_dmuon_dedication"
-
 
 class Dedication:
-    """The plan, the routes, and the runtime that moves the weights of one dedicated model."""
+    """The plan, the routes, and the runtime that moves the weights of one dedicated model, or of several modules.
 
-    def __init__(self, model: nn.Module, plan: OwnerPlan, routes: Sequence[Route], runtime: Runtime) -> None:
+    Args:
+        roots: what ``dedicate_params`` was called with; by the prefix of the names of what each holds.
+    """
+
+    def __init__(
+        self, roots: Mapping[str, nn.Module], plan: OwnerPlan, routes: Sequence[Route], runtime: Runtime
+    ) -> None:
         self.plan = plan
-        self.reasons = {r.fqn: (r.muon, r.reason) for r in routes}  # routes themselves would keep the parameters alive
-        self.adamw_elements = sum(r.param.numel() for r in routes if not r.muon)
         self.runtime = runtime
-        setattr(model, _ATTRIBUTE, self)
+        self._reasons = {r.fqn: (r.muon, r.reason) for r in routes}  # routes themselves would keep the parameters alive
+        self._prefixes = weakref.WeakKeyDictionary({root: prefix for prefix, root in roots.items()})
+        for root in roots.values():
+            mark(root, self)
+
+    def reasons(self, root: nn.Module) -> dict[str, tuple[bool, str]]:
+        """Whether Muon takes a parameter, and why, by its name in ``root``."""
+        prefix = self._prefixes[root]
+        return {fqn.removeprefix(prefix): why for fqn, why in self._reasons.items() if fqn.startswith(prefix)}
 
 
 def dedication_of(module: nn.Module) -> Dedication | None:
     """What ``dedicate_params(module)`` left; None where it was called on another module, above or below."""
-    dedication: Dedication | None = module.__dict__.get(_ATTRIBUTE)
+    dedication: Dedication | None = module.__dict__.get(ATTRIBUTE)
     return dedication
 
 
 def dedications(module: nn.Module) -> list[Dedication]:
-    """What ``dedicate_params`` left in ``module`` or below it, outermost first."""
-    return [dedication for dedication in map(dedication_of, module.modules()) if dedication is not None]
+    """What ``dedicate_params`` left in ``module`` or below it, outermost first, each once."""
+    found = (dedication_of(part) for part in module.modules())
+    return list(dict.fromkeys(dedication for dedication in found if dedication is not None))
 
 
 def undedicated(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -73,11 +73,13 @@ class GradReduction:
         pairs: list[tuple[Tensor, Tensor]] = []
         grads = {id(matrix): matrix.full_grad() for matrix in self.buffer.matrices}
         for matrix, part, (start, end) in self.buffer.spans:
-            first = self.buffer.layout.segments[part.at.s][0]
-            slot = parts[part.at.s][start - first : end - first].view(part.local_shape)
             grad = grads[id(matrix)]
             if grad is not None or matrix.has_partial:
                 used.add(id(matrix))
+            if start == end:  # another tensor-parallel rank has it, and perhaps nothing goes to that owner
+                continue
+            first = self.buffer.layout.segments[part.at.s][0]
+            slot = parts[part.at.s][start - first : end - first].view(part.local_shape)
             if grad is None:
                 slot.zero_()
             else:

@@ -120,6 +120,16 @@ def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Pa
     return tuple(parts[number] for number in sorted(parts, key=lambda number: (number % kinds, number)))
 
 
+def holders_of(param: Tensor) -> list[tuple[Position, ...]]:
+    """For each matrix of ``param``, the tensor-parallel ranks that have some of it; none where all have."""
+    if not isinstance(param, DTensor) or is_one_matrix(param):
+        return [() for _ in spec_of(param).matrices(param.shape)]
+    of_param = numbered(layout_of(param.shape, [param.device_mesh.size()], param.placements), spec_of(param))
+    by_number = {number: share.holders for share, numbers in of_param for number in numbers}
+    every = param.device_mesh.size()
+    return [() if len(by_number[i]) == every else by_number[i] for i in range(len(by_number))]
+
+
 def _owner(planned: Position, comm: Comm) -> tuple[Position, Coordinate, Position]:
     """The data-parallel rank that keeps this tensor-parallel rank's part, its place, and the tensor-parallel owner."""
     at = comm.topology.coordinates[planned]

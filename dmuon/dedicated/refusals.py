@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dmuon.dedicated.dedication import dedication_of
+from dmuon.dedicated.nesting import holder_of, own_buffers, own_modules, own_parameters, taken_modules
 from dmuon.layout.topology import Topology, topology_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.routing import Route
@@ -94,8 +96,26 @@ def checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
     return policy
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise for a model that something else manages already."""
+def checked_roots(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """What is dedicated together: a module, or several.
+
+    Raises:
+        TypeError, ValueError: something else, no module, or one that lies in another one or is managed already.
+    """
+    roots = list(model) if isinstance(model, (list, tuple)) else [model]
+    if not roots:
+        raise ValueError("model is an empty list; give a module, or several")
+    for root in roots:
+        _check_model(root)
+    held = Counter(id(module) for root in roots for module in root.modules())
+    for i, root in enumerate(roots):
+        if held[id(root)] > 1:
+            raise ValueError(f"model[{i}], a {type(root).__name__}, lies in another module of the list; give each once")
+    return roots
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise for a model that something else manages already, apart from modules in it that were dedicated before."""
     if any(base.__module__.startswith("deepspeed") for base in type(model).__mro__):
         raise TypeError(
             f"model is a DeepSpeed {type(model).__name__}, which shards and steps on its own; pass the plain model to "
@@ -103,9 +123,15 @@ def check_model(model: nn.Module) -> None:
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    for name, module in model.named_modules():
-        if dedication_of(module) is not None:
-            raise ValueError(f"dedicate_params was called on {name or 'this model'!r} already; call it once per model")
+    if dedication_of(model) is not None:
+        raise ValueError("dedicate_params was called on 'this model' already; call it once per model")
+    holder = holder_of(model)
+    if holder is not None:
+        raise ValueError(
+            f"model, a {type(model).__name__}, lies in a {type(holder).__name__} that was dedicated before, which has "
+            "made its values alike on all ranks: call dedicate_params on what is inside first, such as experts"
+        )
+    for name, module in own_modules(model, taken_modules(model)):
         if isinstance(module, tuple(_WRAPPERS)):
             raise ValueError(
                 f"module {name or 'model'!r} is wrapped in {type(module).__name__}; dedicate_params takes the plain "
@@ -130,7 +156,8 @@ def check_parameters(model: nn.Module, routes: Sequence[Route], data_parallel: S
     """
     owned = [r for r in routes if r.muon]
     tensors: list[tuple[str, torch.Tensor]] = [(f"parameter {r.fqn!r}", r.param) for r in routes]
-    tensors += [(f"buffer {canonical_fqn(name)!r}", buffer) for name, buffer in model.named_buffers()]
+    buffers = own_buffers(model, taken_modules(model))
+    tensors += [(f"buffer {canonical_fqn(name)!r}", buffer) for name, buffer in buffers]
     for name, tensor in tensors:
         if hasattr(tensor, "ds_id"):
             raise ValueError(
@@ -145,9 +172,11 @@ def check_parameters(model: nn.Module, routes: Sequence[Route], data_parallel: S
     _check_optimizers({id(r.param): r.fqn for r in owned})
 
 
-def tensor_group_of(model: nn.Module, data_parallel: Sequence[int]) -> dist.ProcessGroup | None:
+def tensor_group_of(model: nn.Module | Sequence[nn.Module], data_parallel: Sequence[int]) -> dist.ProcessGroup | None:
     """The group over which tensor parallelism has split anything in ``model``, which need not be a module."""
-    params = model.parameters() if isinstance(model, nn.Module) else ()
+    roots = model if isinstance(model, (list, tuple)) else [model]
+    modules = [root for root in roots if isinstance(root, nn.Module)]
+    params = [p for root in modules for _, p in own_parameters(root, taken_modules(root))]
     meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
     return next((m.get_group() for m in meshes if m.ndim == 1 and not _crosses(m, data_parallel)), None)
 

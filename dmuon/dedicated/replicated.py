@@ -261,9 +261,9 @@ class GradAverager:
 
 
 def unsharded_parameters(
-    model: nn.Module, owned: Iterable[OwnedMatrix], originals: Mapping[int, weakref.ref[nn.Parameter]]
+    modules: Iterable[nn.Module], owned: Iterable[OwnedMatrix], originals: Mapping[int, weakref.ref[nn.Parameter]]
 ) -> list[nn.Parameter]:
-    """The parameters of ``model`` that neither dmuon owns nor FSDP2 shards.
+    """The parameters that ``modules`` hold and that neither dmuon owns nor FSDP2 shards.
 
     FSDP2 may have put whole weights into its modules by now, but never the very tensors that were there before.
 
@@ -282,7 +282,7 @@ def unsharded_parameters(
     forms = {id(form) for matrix in owned for form in (matrix.rest, matrix.full)}
     params: dict[int, nn.Parameter] = {}
     sharded: set[int] = set()
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, FSDPModule):
             sharded.update(id(m) for m in module.modules())
         for param in module.parameters(recurse=False):

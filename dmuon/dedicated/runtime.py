@@ -31,10 +31,12 @@ from dmuon.dedicated.buffer import BufferState, OwnedBuffer
 from dmuon.dedicated.even_dtensor import write_even
 from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
+from dmuon.dedicated.nesting import Covered
 from dmuon.dedicated.order_check import OrderCheck
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.publication import Publications
 from dmuon.dedicated.replicated import GradAverager, unsharded_parameters
+from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.log import logger
@@ -49,6 +51,9 @@ class Runtime:
 
     It is the :class:`Keeper` of the owned parameters.
 
+    Args:
+        roots: the model; or several modules that were dedicated together, none of which begins a forward.
+
     Attributes:
         buffers: in the order of the model.
         generation: version of the masters, see [Note: what a generation is].
@@ -56,11 +61,12 @@ class Runtime:
         sync: backward reduces gradients; otherwise they accumulate where they arise.
         all_reduce: backward reduces gradients across replicas too.
         members: of this model, in some optimizer.
+        strangers: ranks of a model around this one that hold other matrices by these names, and not these.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        roots: Sequence[nn.Module],
         blocks: Sequence[Block],
         comm: Comm,
         plan: OwnerPlan,
@@ -73,6 +79,7 @@ class Runtime:
         self.sync = True
         self.all_reduce = True
         self.members: weakref.WeakSet[Residency] = weakref.WeakSet()
+        self.strangers: tuple[GlobalRank, ...] = ()
         self.order = ExecutionOrder(self.blocks)
         self.gradients = Gradients(comm, list(self.matrices()))
         self.order_check = OrderCheck(comm, self.blocks)
@@ -83,12 +90,14 @@ class Runtime:
         self._strays: dict[Block, int] = {}  # with gradients of a backward that did not enter them, and which
         self.publications = Publications(comm)
         self._warned: set[Block] = set()
-        self._model = weakref.ref(model)  # modules own their hooks, and so this
+        self._covered = Covered(roots)  # which it does not hold: modules own their hooks, and so this
+        params = [param for _, param in self._named_parameters()]
         # Without what dmuon owns: `Module.to` swaps tensor subclasses, and fails if a weak reference watches one.
-        self._replicated = {id(p): weakref.ref(p) for p in model.parameters() if not isinstance(p, OwnedTensor)}
-        self._trained = {id(p) for p in model.parameters() if p.requires_grad}  # which all ranks have agreed on
-        model.register_forward_pre_hook(self._root_pre_forward)
-        model.register_forward_hook(self._root_post_forward)
+        self._replicated = {id(p): weakref.ref(p) for p in params if not isinstance(p, OwnedTensor)}
+        self._trained = {id(p) for p in params if p.requires_grad}  # which all ranks have agreed on
+        if len(roots) == 1:
+            roots[0].register_forward_pre_hook(self._root_pre_forward)
+            roots[0].register_forward_hook(self._root_post_forward)
         self._by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
         self._by_name = {matrix.fqn: matrix for matrix in self.matrices()}
         for matrix in self.matrices():
@@ -110,19 +119,16 @@ class Runtime:
 
     def param_ids(self) -> set[int]:
         """Of everything that the model has."""
-        return {id(p) for p in self._present.parameters()} | self._by_rest.keys()
+        return {id(p) for _, p in self._named_parameters()} | self._by_rest.keys()
 
     def unclaimed(self, claimed: set[int]) -> list[str]:
         """Names of tensors of two dimensions or more that have a gradient and are not among the ids ``claimed``."""
         named: list[tuple[str, Tensor]] = [(matrix.fqn, matrix.rest) for matrix in self.matrices()]
-        named += [(canonical_fqn(n), p) for n, p in self._present.named_parameters() if not isinstance(p, OwnedTensor)]
+        named += [(canonical_fqn(n), p) for n, p in self._named_parameters() if not isinstance(p, OwnedTensor)]
         return [name for name, p in named if p.ndim >= 2 and p.grad is not None and id(p) not in claimed]
 
-    @property
-    def _present(self) -> nn.Module:
-        """The model, or the blocks that are left of it."""
-        model, left = self._model(), [block.module for block in self.blocks]
-        return nn.ModuleList(module for module in left if module is not None) if model is None else model
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._covered.named_parameters(self.blocks)
 
     @property
     def name(self) -> str:
@@ -326,11 +332,11 @@ class Runtime:
         """Average what nobody shards. The first forward tells what that is: FSDP2 may be applied until then."""
         if self.gradients.averager is not None:
             return
-        params = unsharded_parameters(self._present, list(self.matrices()), self._replicated)
+        params = unsharded_parameters(self._covered.modules(self.blocks), list(self.matrices()), self._replicated)
         several = [p for p in params if self.comm.world > 1 or isinstance(p, DTensor)]
         arrived = weakref.WeakMethod(self._gradient_arrived)
         self.gradients.averager = GradAverager(several, self.comm, self._trained, arrived)
-        self.gradients.names = {id(p): canonical_fqn(name) for name, p in self._present.named_parameters()}
+        self.gradients.names = {id(p): canonical_fqn(name) for name, p in self._named_parameters()}
         self._replicated.clear()
 
     # -- backward --------------------------------------------------------------------------------------------------

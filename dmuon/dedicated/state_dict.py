@@ -26,7 +26,7 @@ _Matrices = dict[str, OwnedMatrix]  # of one module, by attribute
 _K = TypeVar("_K", bound=Hashable)
 
 
-def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
+def hook_state_dicts(roots: Sequence[nn.Module], runtime: Runtime) -> None:
     """Make ``state_dict()`` and ``load_state_dict()`` of every module that holds an owned matrix convert it.
 
     Both become collective: call them on all ranks.
@@ -36,13 +36,15 @@ def hook_state_dicts(model: nn.Module, runtime: Runtime) -> None:
         for module, name in matrix.sites:
             by_module.setdefault(module, {})[name] = matrix
     saving, loading = _Saving(runtime, by_module), _Loading(runtime, by_module)
-    model.register_state_dict_pre_hook(saving.begin)
-    model.register_load_state_dict_pre_hook(loading.begin)
-    model.register_load_state_dict_post_hook(loading.end)
+    for root in roots:
+        root.register_state_dict_pre_hook(saving.begin)
+        root.register_load_state_dict_pre_hook(loading.begin)
+        root.register_load_state_dict_post_hook(loading.end)
     for module, matrices in by_module.items():
         module.register_state_dict_post_hook(partial(saving.convert, matrices))
         module.register_load_state_dict_pre_hook(partial(loading.convert, matrices))
-    model.register_state_dict_post_hook(partial(saving.end))  # torch writes on what it is given
+    for root in roots:
+        root.register_state_dict_post_hook(partial(saving.end))  # torch writes on what it is given
 
 
 def describe(value: Any, shape: torch.Size, meshes: MutableMapping[int, bool]) -> str | None:

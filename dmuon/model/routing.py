@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import EllipsisType
 
@@ -106,10 +106,12 @@ def route_to_blocks(
     select: Select | None = None,
     blocks: Sequence[nn.Module] | BlockPredicate | None = None,
     exclude: Exclude | None = None,
+    ignored: Collection[int] = (),
 ) -> list[Route]:
     """As :func:`route_parameters`, and every matrix of Muon has a block, which is called when its weight is used.
 
     Args:
+        ignored: ids of parameters that somebody else routes.
         blocks: the blocks themselves, or ``blocks(fqn, module) -> bool``; they are also what is inside blocks. By
             default the elements of stacks, and where nothing repeats, the model's layers (:func:`own_blocks`).
 
@@ -117,7 +119,7 @@ def route_to_blocks(
         TypeError, ValueError: as :func:`route_parameters`, and for a selected parameter that lies in no block or in
             two, and blocks that overlap or are never called.
     """
-    routes, found = _route(model, select, blocks, exclude)
+    routes, found = _route(model, select, blocks, exclude, ignored)
     _require_some(routes, select, blocks)
     if found is None:
         found = own_blocks(model, [[module for module, _ in r.sites] for r in routes if r.muon])
@@ -141,7 +143,11 @@ _Named = tuple[str, nn.Parameter, _Sites]  # canonical name, parameter, everythi
 
 
 def _route(
-    model: nn.Module, select: Select | None, blocks: _Blocks, exclude: Exclude | None
+    model: nn.Module,
+    select: Select | None,
+    blocks: _Blocks,
+    exclude: Exclude | None,
+    ignored: Collection[int] = (),
 ) -> tuple[list[Route], list[NamedModule] | None]:
     """Routes without blocks, and the blocks that are given or repeat; None if there are none."""
     if isinstance(model, ScriptModule):
@@ -149,7 +155,7 @@ def _route(
             "this model was compiled by torch.jit.script, which hides its layers: give dmuon the module that it was "
             "made of, whose parameters it shares, or give dmuon.Muon groups with use_muon"
         )
-    params: list[_Named] = list(_parameters_with_sites(model))
+    params: list[_Named] = [named for named in _parameters_with_sites(model) if id(named[1]) not in ignored]
     for fqn, param, sites in params:
         if is_lazy(param):
             raise ValueError(f"parameter {fqn!r} {UNINITIALIZED}")

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.norm import absent_term, join_terms, norms_of, reduce_terms
 from dmuon.dedicated.owned_norm import by_kind, whole_terms
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.runtime import runtime_of
+from dmuon.layout.topology import listed
 from dmuon.platform.streams import mesh_device
 from dmuon.platform.torch_private import local_tensor
 
@@ -54,7 +56,8 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: a NaN or negative ``max_norm``, a NaN ``norm_type``, a ``pp_mesh`` of several dimensions, a gradient
-            that is Partial, or one on a mesh without this rank.
+            that is Partial, one on a mesh without this rank, or one that other ranks hold others like, such as plain
+            parts of experts.
         RuntimeError: the total is not finite and ``error_if_nonfinite`` is set; a gradient without elements, whose norm
             of a negative or infinite order does not exist; no foreach kernels.
     """
@@ -65,7 +68,9 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type must be a number or an infinity, got {order}")
     if pp_mesh is not None and pp_mesh.ndim != 1:
         raise ValueError(f"pp_mesh must have one dimension, that of the pipeline stages, got {pp_mesh}")
-    grads = _gradients(parameters, foreach)
+    tensors = _listed(parameters)
+    _require_alike(tensors)
+    grads = _gradients(tensors, foreach)
     _check_elements(grads, order)
     if not grads and pp_mesh is None:
         return torch.zeros(())
@@ -105,7 +110,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     limit = float(clip_value)
     if not limit >= 0:
         raise ValueError(f"clip_value must be at least 0, got {limit}")
-    for same in by_kind(_gradients(parameters, foreach)):
+    for same in by_kind(_gradients(_listed(parameters), foreach)):
         if foreach is False:
             for local in same:
                 local.clamp_(min=-limit, max=limit)
@@ -115,13 +120,30 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
         increment_version(same)
 
 
-def _gradients(parameters: Tensor | Iterable[Tensor], foreach: bool | None) -> list[Tensor]:
-    """The gradients of ``parameters``, in order, after a check that each can be clipped."""
+def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not tensors and isinstance(parameters, types.GeneratorType):
         warnings.warn(
             "`parameters` is a generator without elements, perhaps a used one: nothing is clipped", stacklevel=4
         )
+    return tensors
+
+
+def _require_alike(tensors: Sequence[Tensor]) -> None:
+    """Raise where ranks would each find another total."""
+    for tensor in tensors:
+        runtime = runtime_of(tensor)
+        if runtime is not None and runtime.strangers:
+            raise ValueError(
+                f"the norm of parameter {runtime.matrix_of(tensor).fqn!r} is known on ranks "
+                f"{listed(runtime.comm.topology.ranks)} only, and ranks {listed(runtime.strangers)} of the model "
+                "around it hold others: make it a DTensor over the expert-parallel dimension before dedicate_params, "
+                "or clip what each group holds on its own"
+            )
+
+
+def _gradients(tensors: Sequence[Tensor], foreach: bool | None) -> list[Tensor]:
+    """The gradients of ``tensors``, in order, after a check that each can be clipped."""
     grads = [p.grad for p in tensors if p.grad is not None]
     for number, grad in enumerate(grads):
         if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):

@@ -141,7 +141,7 @@ def _dedicated_routes(model: nn.Module) -> dict[str, _Policy]:
     routes = {}
     for name, module in model.named_modules():
         dedication = dedication_of(module)
-        for fqn, (muon, reason) in () if dedication is None else dedication.reasons.items():
+        for fqn, (muon, reason) in () if dedication is None else dedication.reasons(module).items():
             routes[canonical_fqn(f"{name}.{fqn}" if name else fqn)] = _Policy(muon, reason, None)
     return routes
 

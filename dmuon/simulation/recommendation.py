@@ -137,12 +137,12 @@ class Recommendation:
                 f"it fits, and {len(self.equal) - 1} more are equal to it within the error of the prediction; of all "
                 f"these {least.residency} {least.place} holds least"
             )
+        if self.enough_tokens is not None:
+            lines.append(f"it costs more than AdamW, and is equal from {self.enough_tokens:,} tokens per rank on")
         lines += [f"recommended, because {why}:", f"    {self.taken.code()}"]
         if self.taken.topology.ep > 1:
             flat = ", without hierarchical" if self.taken.hierarchical else ""
             lines.append(f"    # experts likewise{flat}, over the ranks that hold the same ones: a mesh of their own")
-        if self.enough_tokens is not None:
-            lines.append(f"it costs more than AdamW here, and is equal from {self.enough_tokens:,} tokens per rank on")
         return "\n".join(lines)
 
 

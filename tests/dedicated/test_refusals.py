@@ -38,6 +38,11 @@ def part_dedicated_before() -> None:
     dedicate(model)
 
 
+def part_of_dedicated() -> None:
+    model = dedicated()
+    dedicate(model.blocks[0])
+
+
 def fsdp_before() -> None:
     model = build()
     torch_fully_shard(model.blocks[1], mesh=default_mesh())
@@ -154,7 +159,11 @@ EVERYWHERE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: dedicate(dedicated()),
         ValueError, "was called on 'this model' already; call it once per model",
     ),
-    "part dedicated before": (part_dedicated_before, ValueError, "was called on 'blocks' already"),
+    "all matrices dedicated before": (part_dedicated_before, ValueError, "no matrix was selected for Muon: no "),
+    "part of a dedicated model": (
+        part_of_dedicated,
+        ValueError, "a Block, lies in a Network that was dedicated before, .* on what is inside first",
+    ),
     "fsdp before": (
         fsdp_before,
         ValueError, r"'blocks\.1' is sharded by fully_shard already; call dedicate_params before",

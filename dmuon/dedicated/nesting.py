@@ -1,0 +1,78 @@
+"""Modules that were dedicated on their own, inside a model that is dedicated after them: they keep all that they hold.
+
+Groups of experts are: these have other owners, and other weights, than what all ranks share.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+
+import torch.nn as nn
+from torch import Tensor
+
+from dmuon.dedicated.block import Block
+
+ATTRIBUTE = "_dmuon_dedication"  # of a module that ``dedicate_params`` was called with
+
+_roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all of these
+
+
+def mark(root: nn.Module, dedication: object) -> None:
+    """Leave on ``root`` what was made of it."""
+    setattr(root, ATTRIBUTE, dedication)
+    _roots.add(root)
+
+
+def taken_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules in ``model``, which was not dedicated, that belong to what was."""
+    return {module for root in model.modules() if ATTRIBUTE in root.__dict__ for module in root.modules()}
+
+
+def holder_of(module: nn.Module) -> nn.Module | None:
+    """A dedicated model that has ``module`` in it; None without."""
+    return next((root for root in _roots if any(module is one for one in root.modules())), None)
+
+
+class Covered:
+    """What is dedicated together: modules, without what was dedicated in them before. Holds none of them."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots = [weakref.ref(root) for root in roots]
+        self._taken = weakref.WeakSet(module for root in roots for module in taken_modules(root))
+
+    def modules(self, blocks: Sequence[Block]) -> Iterator[nn.Module]:
+        """All of them."""
+        return (module for _, module in own_modules(self._present(blocks), self._taken))
+
+    def named_parameters(self, blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of all of them.
+
+        Args:
+            blocks: what is left where nothing else is.
+        """
+        return own_parameters(self._present(blocks), self._taken)
+
+    def _present(self, blocks: Sequence[Block]) -> nn.Module:
+        roots = [root() for root in self._roots]
+        if len(roots) == 1 and roots[0] is not None:
+            return roots[0]
+        left = [block.module for block in blocks] if None in roots else roots
+        return nn.ModuleList(module for module in left if module is not None)
+
+
+def own_modules(model: nn.Module, taken: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """As ``named_modules``, without ``taken``."""
+    return ((name, module) for name, module in model.named_modules() if module not in taken)
+
+
+def own_parameters(model: nn.Module, taken: Collection[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """As ``named_parameters``, without those that ``taken`` modules hold."""
+    theirs = {id(param) for module in taken for param in module.parameters(recurse=False)}
+    return ((name, param) for name, param in model.named_parameters() if id(param) not in theirs)
+
+
+def own_buffers(model: nn.Module, taken: Collection[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """As ``named_buffers``, without those that ``taken`` modules hold."""
+    theirs = {id(buffer) for module in taken for buffer in module.buffers(recurse=False)}
+    return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in theirs)

@@ -1,0 +1,260 @@
+"""Experts over groups of ranks, dedicated within the ranks that hold the same ones, before everything else is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import torch.nn.functional as F
+from harness.assertions import assert_equal_weights
+from harness.on_ranks import on_ranks
+from harness.pool import RankPool
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dmuon
+from dmuon.check.topologies import full_state
+from dmuon.dedicated.dedication import dedications
+from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.platform.torch_private import local_tensor
+
+WIDTH, EXPERTS, LAYERS, TOKENS, VOCAB = 8, 4, 2, 5, 17
+STEPS, MAX_NORM = 4, 0.05
+OPTIONS: dict[str, Any] = {"lr": 2e-2, "adamw_lr": 1e-2, "ns_coefficients": "classic"}
+
+
+class _Share(torch.autograd.Function):
+    """A loss is the mean over all ranks; that of what a group has alone is the sum of its shares."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
+        ctx.parts = parts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.parts, None
+
+
+class Experts(nn.Module):
+    """Stacks ``(experts here, out, in)``; tokens travel over ``group`` to theirs, and back."""
+
+    def __init__(self, up: Tensor, down: Tensor, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.up, self.down, self.group = nn.Parameter(up), nn.Parameter(down), group
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        order = expert.argsort(stable=True)
+        tokens, mine, out, back = x[order], expert[order], [len(x)], [len(x)]
+        if self.group is not None:
+            sent = expert.bincount(minlength=EXPERTS)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self.group)
+            out, back = (n.view(ranks, -1).sum(1).tolist() for n in (received, sent))
+            tokens = all_to_all_single_autograd(tokens, out, back, self.group)
+            mine = torch.arange(EXPERTS // ranks).repeat(ranks).repeat_interleave(received)
+        up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
+        up, down = _Share.apply(up, ranks), _Share.apply(down, ranks)
+        found = torch.zeros_like(tokens)
+        for i in range(len(up)):
+            at = (mine == i).nonzero().squeeze(1)
+            found = found.index_copy(0, at, F.gelu(tokens[at] @ up[i].T) @ down[i].T)
+        if self.group is not None:
+            found = all_to_all_single_autograd(found, back, out, self.group)
+        return torch.zeros_like(x).index_copy(0, order, found)
+
+
+class Block(nn.Module):
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        weight, expert = self.router(h).softmax(-1).max(-1)
+        return x + self.mix(h) + weight[:, None] * self.experts(h, expert)
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int = 0, mesh: DeviceMesh | None = None, stored: str = "plain") -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.blocks = nn.ModuleList()
+        for _ in range(LAYERS):
+            up, down = 0.3 * torch.randn(EXPERTS, 2 * WIDTH, WIDTH), 0.3 * torch.randn(EXPERTS, WIDTH, 2 * WIDTH)
+            if mesh is not None:
+                up, down = (w.tensor_split(mesh.size())[mesh.get_local_rank()].clone() for w in (up, down))
+            if mesh is not None and stored == "DTensor":
+                up, down = (DTensor.from_local(w, mesh, [Shard(0)]) for w in (up, down))
+            self.blocks.append(Block(Experts(up, down, None if mesh is None else mesh.get_group())))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batch(step: int, rank: int = 0, world: int = 1, parts: int = 4) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCAB, (parts * TOKENS,), generator=torch.Generator().manual_seed(step))
+    size = len(tokens) // world
+    mine = tokens[rank * size : (rank + 1) * size]
+    return mine, (3 * mine + 1) % VOCAB
+
+
+def train(
+    model: nn.Module, optimizer: dmuon.Muon, steps: range, rank: int = 0, world: int = 1, *, clip: bool = True
+) -> list[float]:
+    norms = []
+    for step in steps:
+        tokens, targets = batch(step, rank, world)
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens), targets).backward()
+        if clip:
+            norms.append(float(dmuon.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    return norms
+
+
+def reference(clip: bool) -> tuple[dict[str, Tensor], list[float]]:
+    model = Model()
+    optimizer = dmuon.Muon(model, exclude=["*.router"], **OPTIONS)
+    norms = train(model, optimizer, range(STEPS), clip=clip)
+    return dict(model.state_dict()), norms
+
+
+def laid(stored: str, rest: str, seed: int = 0) -> tuple[Model, dmuon.Muon, DeviceMesh]:
+    """Experts over two groups of two ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep_shard", "ep"))
+    everybody = init_device_mesh("cpu", (4,))
+    model = Model(seed, mesh["ep"], stored)
+    dmuon.dedicate_params([block.experts for block in model.blocks], mesh["ep_shard"], costs="flops")
+    if rest == "dedicated":
+        dmuon.dedicate_params(model, everybody, costs="flops", exclude=["*.router"])
+        return model, dmuon.Muon(model, **OPTIONS), mesh["ep"]
+    for block in model.blocks:
+        dmuon.fully_shard(block, mesh=everybody)
+    dmuon.fully_shard(model, mesh=everybody)
+    names = dict(model.named_parameters())
+    muon = [p for name, p in names.items() if ".mix." in name or ".experts." in name]
+    others = [p for p in names.values() if not any(p is one for one in muon)]
+    vectors, tables = ([p for p in others if (p.ndim < 2) == flat] for flat in (True, False))
+    groups = [
+        {"params": muon, "use_muon": True},
+        {"params": tables, "use_muon": False},
+        {"params": vectors, "use_muon": False, "weight_decay": 0.0},
+    ]
+    config = dmuon.create_dtensor_config(costs="flops")
+    return model, dmuon.Muon(groups, distributed_config=config, **OPTIONS), mesh["ep"]
+
+
+def whole(model: Model, ep: DeviceMesh) -> dict[str, Tensor]:
+    """Of all groups' experts."""
+    found = full_state(model)
+    for name, tensor in found.items():
+        if len(tensor) < EXPERTS and ".experts." in name:
+            parts = [torch.empty_like(tensor) for _ in range(ep.size())]
+            dist.all_gather(parts, tensor.contiguous(), group=ep.get_group())
+            found[name] = torch.cat(parts)
+    return found
+
+
+@pytest.mark.parametrize("rest", ["dedicated", "fsdp2"])
+@pytest.mark.parametrize("stored", ["plain", "DTensor"])
+@on_ranks(4)
+def test_experts_of_groups_equal_a_single_process(rank: int, world: int, stored: str, rest: str) -> None:
+    """Plain parts of a stack, or a DTensor over the expert-parallel dimension, whose norm is that of all groups."""
+    clip = stored == "DTensor"
+    model, optimizer, ep = laid(stored, rest)
+    of_experts, *others = dedications(model)[::-1]
+    assert len(others) == (rest == "dedicated"), "one dedication of all layers' experts, and one of the rest"
+    expected, norms = reference(clip)
+    found = train(model, optimizer, range(STEPS), rank, world, clip=clip)
+    assert_equal_weights(whole(model, ep), expected)
+    assert found == pytest.approx(norms, rel=1e-5)
+    if rest == "dedicated" and not clip:
+        with pytest.raises(ValueError, match=r"'0.up' is known on ranks .* only, and ranks .* hold others: make it a"):
+            dmuon.clip_grad_norm_(model.parameters(), MAX_NORM)
+    comm = of_experts.runtime.comm
+    mine = [name for name, owner in of_experts.plan.owners.items() if comm.topology.ranks[owner] == rank]
+    assert len(mine) == LAYERS * 2 * EXPERTS / world, "planned together, each over the ranks that hold it"
+    if stored == "DTensor":
+        first = ep.get_local_rank() * EXPERTS // 2
+        assert {int(name[-2]) for name in mine} <= {first, first + 1}, "an owner holds what it owns"
+    matrices = torch.tensor(optimizer.last_step.ns_matrices)
+    dist.all_reduce(matrices)
+    assert matrices == LAYERS * (2 * EXPERTS + 1), "each matrix is orthogonalized once"
+
+
+def saved_and_resumed(rank: int, world: int, folder: str) -> None:
+    model, optimizer, ep = laid("DTensor", "dedicated")
+    train(model, optimizer, range(2), rank, world)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    fresh, resumed, ep = laid("DTensor", "dedicated", seed=1)
+    weights, state = get_state_dict(fresh, resumed)
+    held = {"model": weights, "optimizer": state}
+    dcp.load(held, checkpoint_id=folder)
+    set_state_dict(fresh, resumed, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+    train(fresh, resumed, range(2, STEPS), rank, world)
+    assert_equal_weights(whole(fresh, ep), reference(clip=True)[0])
+
+
+def test_a_run_resumes_from_a_checkpoint_of_all_groups(ranks: RankPool, tmp_path: Any) -> None:
+    ranks(4, saved_and_resumed, str(tmp_path))
+
+
+@on_ranks(2)
+def test_what_was_dedicated_before_keeps_its_values_and_its_gradients(rank: int, world: int) -> None:
+    """The outer call neither gives it the first rank's values, nor averages its gradients over all ranks."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_shard", "ep"))
+    model = Model(0, mesh["ep"])
+    model.blocks[0].experts.bias = nn.Parameter(torch.full((2, WIDTH), float(rank)))
+    model.blocks[0].experts.register_buffer("seen", torch.full((1,), float(rank)))
+    before = [block.experts.up.detach().clone() for block in model.blocks]
+    dmuon.dedicate_params([block.experts for block in model.blocks], mesh["ep_shard"], costs="flops")
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)), costs="flops", exclude=["*.router"])
+    assert model.blocks[0].experts.bias.eq(rank).all() and model.blocks[0].experts.seen.eq(rank).all()
+    for block, value in zip(model.blocks, before, strict=True):
+        assert isinstance(block.experts.up, OwnedTensor)
+        assert torch.equal(local_tensor(block.experts.up).view_as(value), value), "a group of one rank has it whole"
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    tokens, targets = batch(0, rank, world)
+    extra = model.blocks[0].experts.bias.sum() * (rank + 1)
+    (F.cross_entropy(model(tokens), targets) + extra).backward()
+    grad = model.blocks[0].experts.bias.grad
+    assert grad is not None and grad.eq(rank + 1).all()
+    optimizer.step()
+    text = dmuon.explain(model, optimizer)
+    assert "blocks.1.experts.up" in text and "blocks.0.experts.bias" in text and "outside what" not in text
+
+
+@on_ranks(2)
+def test_the_order_is_inside_first_and_lists_hold_each_module_once(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = Model()
+    experts = [block.experts for block in model.blocks]
+    for given, message in (
+        ([], "model is an empty list; give a module, or several"),
+        ([*experts, experts[0]], r"model\[0\], a Experts, lies in another module of the list; give each once"),
+        ([*experts, model.blocks[1]], r"model\[1\], a Experts, lies in another module of the list; give each once"),
+        ([experts[0], 3], "model must be an nn.Module, got int"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            dmuon.dedicate_params(given, mesh, costs="flops")  # type: ignore[arg-type]
+    dmuon.dedicate_params(model, mesh, costs="flops", select=lambda fqn, module, param: ".mix." in fqn)
+    with pytest.raises(ValueError, match=r"a Experts, lies in a Model that was dedicated .* inside first"):
+        dmuon.dedicate_params(experts, mesh, costs="flops")
+    with pytest.raises(ValueError, match="was called on 'this model' already; call it once per model"):
+        dmuon.dedicate_params(model, mesh, costs="flops")

@@ -142,7 +142,10 @@ class Recommendation:
         lines += [f"recommended, because {why}:", f"    {self.taken.code()}"]
         if self.taken.topology.ep > 1:
             flat = ", without hierarchical" if self.taken.hierarchical else ""
-            lines.append(f"    # experts likewise{flat}, over the ranks that hold the same ones: a mesh of their own")
+            before = "before it " if self.taken.residency == "dedicated" else ""
+            lines.append(
+                f"    # {before}experts likewise{flat}, over the ranks that hold the same ones: a mesh of their own"
+            )
         return "\n".join(lines)
 
 

@@ -21,11 +21,13 @@ SECOND = 10**9
 HALF = 2  # bytes of an element
 
 
-def planned(matrices: list[Matrix], topology: Topology, ns_bytes: int = HALF) -> Schedule:
+def planned(
+    matrices: list[Matrix], topology: Topology, ns_bytes: int = HALF, copy_bytes_per_s: float = math.inf
+) -> Schedule:
     costs = CostTable({m.shape: {1: SECOND} for m in matrices})
     elements = sum(m.rows * m.cols for m in matrices)
     workload = Workload((Block("b", 1.0, 2.0, elements, 0),), Block("ends", 0.0, 0.0, 0, 0), 1)
-    machine = Machine(1.0, math.inf, math.inf, AlphaBeta.of(HARDWARE["h200"]), ns_bytes=ns_bytes)
+    machine = Machine(1.0, copy_bytes_per_s, math.inf, AlphaBeta.of(HARDWARE["h200"]), ns_bytes=ns_bytes)
     owners = plan(matrices, topology.world, costs, SolveOptions(method="greedy"))
     return schedule(Scenario(workload, owners, costs, machine, topology))
 
@@ -60,6 +62,15 @@ def test_what_leaves_a_node_is_counted_apart() -> None:
     found = planned([Matrix("b.w", 16, 16, "b")], Topology(4, gpus_per_node=2))
     near, far = total(found, "gather", "received")
     assert (near.max(), far.max()) == (64 * HALF, 128 * HALF)  # from one neighbour, and from two others
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_an_owner_pays_no_pass_that_all_ranks_run_over_their_parts(itemsize: int) -> None:
+    """Of an update, which takes a second, 32 bytes an element pass; the owner joins parts, and lays them out again."""
+    for ranks, seconds in ((4, 1 - (32 - 4 * itemsize) * 256e-6), (1, 1.0)):
+        found = planned([Matrix("b.w", 16, 16, "b")], Topology(ranks), itemsize, 1e6)
+        times = found.alone + sum(round_.ns for round_ in found.rounds)
+        assert times.max() == pytest.approx(seconds), f"{ranks} ranks"
 
 
 def test_replicas_gather_from_one_copy_which_passes_the_update_on() -> None:

@@ -142,6 +142,10 @@ class ExecutionOrder:
         """The next block that runs does not follow the last one."""
         self._last = None
 
+    def begins_with(self, block: Block) -> bool:
+        """Whether ``block`` is the first one."""
+        return block is self._first
+
     def record(self, block: Block, *, first: bool) -> None:
         """``block`` runs forward now.
 

@@ -29,7 +29,7 @@ from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
-from dmuon.dedicated.dedication import Dedication, dedications
+from dmuon.dedicated.dedication import Dedication, dedication_of, dedications
 from dmuon.dedicated.initial_values import from_first_rank
 from dmuon.dedicated.inspection import Inspected, Seat, describe
 from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, initial_master, resting
@@ -161,7 +161,7 @@ def dedicate_params(
             "initialize": "a function" if initialize is not None else None,
         }
         roots = checked_roots(model)
-        whole = roots[0] if len(roots) == 1 else nn.ModuleList(roots)
+        whole = roots[""] if "" in roots else nn.ModuleList(roots.values())
         check_initialize(whole, initialize)
         taken = taken_modules(whole)
         theirs = {id(param) for module in taken for param in module.parameters(recurse=False)}
@@ -221,15 +221,25 @@ _Modules = TypeVar("_Modules", nn.Module, list[nn.Module])
 def fully_shard(module: _Modules, *, ignored_params: Collection[nn.Parameter] = (), **kwargs: Any) -> _Modules:
     """Torch's ``fully_shard`` for everything in ``module`` that dmuon does not own.
 
+    It leaves out all that a module below holds which was dedicated over other ranks than those of ``mesh``, as the
+    experts of a group are: others than these hold something else there.
+
     Args:
         module: a module, or a list of modules that communicate together.
         ignored_params: further parameters that FSDP2 shall not manage.
         kwargs: the other arguments of ``torch.distributed.fsdp.fully_shard``.
     """
-    owned: set[nn.Parameter] = set()
+    mesh: DeviceMesh | None = kwargs.get("mesh")
+    ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
+    left_out: set[nn.Parameter] = set()
     for part in module if isinstance(module, list) else [module]:
-        owned |= owned_parameters(part)
-    torch_fully_shard(module, ignored_params=owned | set(ignored_params), **kwargs)
+        left_out |= owned_parameters(part)
+        for below in part.modules():
+            inner = None if below is part else dedication_of(below)
+            if inner is not None and set(inner.runtime.comm.ranks) != set(ranks):
+                inner.note_around(ranks)
+                left_out |= set(below.parameters())
+    torch_fully_shard(module, ignored_params=left_out | set(ignored_params), **kwargs)
     return module  # torch shards in place
 
 
@@ -356,13 +366,10 @@ def _own(
             assert module is not None
             blocks.append(Block(name, module, of_block, buffer))
     for inner in dedications(inspected.whole):
-        known = set(inner.runtime.comm.topology.ranks)
-        inner.runtime.strangers = tuple(rank for rank in comm.topology.ranks if rank not in known)
+        inner.note_around(comm.topology.ranks)
     runtime = Runtime(inspected.roots, blocks, comm, plan)
-    hook_state_dicts(inspected.roots, runtime)
-    several = len(inspected.roots) > 1
-    roots = {f"{i}." if several else "": root for i, root in enumerate(inspected.roots)}
-    Dedication(roots, plan, inspected.routes, runtime)  # which stays on the model
+    hook_state_dicts([*inspected.roots.values()], runtime)
+    Dedication(inspected, plan, runtime)  # which stays on the model
 
 
 def _share_initial_values(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -16,12 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import BufferState
 from dmuon.dedicated.even_dtensor import in_rounds
+from dmuon.dedicated.inspection import Inspected
 from dmuon.dedicated.matrix import OwnedMatrix, whole_parameter
 from dmuon.dedicated.nesting import ATTRIBUTE, mark
 from dmuon.dedicated.part import Part
 from dmuon.dedicated.runtime import Runtime
-from dmuon.layout.topology import Position
-from dmuon.model.routing import Route
+from dmuon.layout.topology import GlobalRank, Position
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
 
@@ -29,19 +29,30 @@ from dmuon.platform.torch_private import local_tensor
 class Dedication:
     """The plan, the routes, and the runtime that moves the weights of one dedicated model, or of several modules.
 
-    Args:
-        roots: what ``dedicate_params`` was called with; by the prefix of the names of what each holds.
+    Attributes:
+        pools: of each rank, what it may own; None: everything.
     """
 
-    def __init__(
-        self, roots: Mapping[str, nn.Module], plan: OwnerPlan, routes: Sequence[Route], runtime: Runtime
-    ) -> None:
+    def __init__(self, inspected: Inspected, plan: OwnerPlan, runtime: Runtime) -> None:
         self.plan = plan
+        self.pools = inspected.pools(runtime.comm.topology)
         self.runtime = runtime
-        self._reasons = {r.fqn: (r.muon, r.reason) for r in routes}  # routes themselves would keep the parameters alive
-        self._prefixes = weakref.WeakKeyDictionary({root: prefix for prefix, root in roots.items()})
-        for root in roots.values():
+        # Routes themselves would keep the parameters alive.
+        self._reasons = {r.fqn: (r.muon, r.reason) for r in inspected.routes}
+        self._originals = [weakref.ref(r.param) for r in inspected.routes if r.muon]
+        self._prefixes = weakref.WeakKeyDictionary({root: prefix for prefix, root in inspected.roots.items()})
+        for root in inspected.roots.values():
             mark(root, self)
+
+    def note_around(self, ranks: Iterable[int]) -> None:
+        """A model of ``ranks`` lies around this one: those that are none of its own hold something else here."""
+        known = set(self.runtime.comm.topology.ranks)
+        self.runtime.strangers = tuple(GlobalRank(rank) for rank in sorted(ranks) if rank not in known)
+
+    def tied_outside(self, params: Iterable[Tensor]) -> bool:
+        """Whether one of ``params`` was among its own, before it had another one put into their place."""
+        alive = {id(param) for reference in self._originals if (param := reference()) is not None}
+        return any(id(param) in alive for param in params)
 
     def reasons(self, root: nn.Module) -> dict[str, tuple[bool, str]]:
         """Whether Muon takes a parameter, and why, by its name in ``root``."""

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dmuon.dedicated.nesting import own_buffers
 from dmuon.dedicated.part import holders_of
-from dmuon.layout.topology import GlobalRank, Topology, listed
+from dmuon.layout.topology import GlobalRank, Topology
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.routing import Route
@@ -28,14 +28,14 @@ class Inspected:
     """What a rank knows of its model before it talks to any other.
 
     Attributes:
-        roots: the modules that are dedicated together.
-        whole: the only one, or a list of them.
+        roots: the model; or the modules that are dedicated together, by the prefix of their names.
+        whole: the model, or a list of them.
         tensor_mesh: over which tensor parallelism has split matrices, 1-D; None without.
         description: what all ranks must have in common, by name.
         seat: this process on its host, and the global ranks over which tensor parallelism splits its model.
     """
 
-    roots: list[nn.Module]
+    roots: dict[str, nn.Module]
     whole: nn.Module
     routes: list[Route]
     policy: MixedPrecisionPolicy
@@ -68,7 +68,7 @@ class Inspected:
 
 
 def _pool(holders: Sequence[int]) -> str:
-    return f"tensor-parallel ranks {listed(holders)}" if holders else ""
+    return f"tensor-parallel ranks {' '.join(map(str, holders))}" if holders else ""
 
 
 def describe(

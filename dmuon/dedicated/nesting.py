@@ -6,7 +6,7 @@ Groups of experts are: these have other owners, and other weights, than what all
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch.nn as nn
 from torch import Tensor
@@ -29,17 +29,33 @@ def taken_modules(model: nn.Module) -> set[nn.Module]:
     return {module for root in model.modules() if ATTRIBUTE in root.__dict__ for module in root.modules()}
 
 
+def shared_with(model: nn.Module) -> nn.Module | None:
+    """A module that lies in what was dedicated in ``model`` before, and outside of it too; None without."""
+    outside: set[nn.Module] = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in outside:
+            outside.add(module)
+            waiting += [child for child in module.children() if ATTRIBUTE not in child.__dict__]
+    return next((module for module in taken_modules(model) if module in outside), None)
+
+
 def holder_of(module: nn.Module) -> nn.Module | None:
     """A dedicated model that has ``module`` in it; None without."""
     return next((root for root in _roots if any(module is one for one in root.modules())), None)
 
 
 class Covered:
-    """What is dedicated together: modules, without what was dedicated in them before. Holds none of them."""
+    """What is dedicated together: modules, without what was dedicated in them before. Holds none of them.
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
-        self._roots = [weakref.ref(root) for root in roots]
-        self._taken = weakref.WeakSet(module for root in roots for module in taken_modules(root))
+    Args:
+        roots: by the prefix of the names of what each holds; nothing, for a single one.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        self._roots = {prefix: weakref.ref(root) for prefix, root in roots.items()}
+        self._taken = weakref.WeakSet(module for root in roots.values() for module in taken_modules(root))
 
     def modules(self, blocks: Sequence[Block]) -> Iterator[nn.Module]:
         """All of them."""
@@ -54,11 +70,11 @@ class Covered:
         return own_parameters(self._present(blocks), self._taken)
 
     def _present(self, blocks: Sequence[Block]) -> nn.Module:
-        roots = [root() for root in self._roots]
-        if len(roots) == 1 and roots[0] is not None:
-            return roots[0]
-        left = [block.module for block in blocks] if None in roots else roots
-        return nn.ModuleList(module for module in left if module is not None)
+        roots = {prefix: root() for prefix, root in self._roots.items()}
+        alive = {prefix.rstrip("."): root for prefix, root in roots.items() if root is not None}
+        if alive:
+            return alive[""] if "" in alive else nn.ModuleDict(alive)
+        return nn.ModuleList(block.module for block in blocks if block.module is not None)
 
 
 def own_modules(model: nn.Module, taken: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

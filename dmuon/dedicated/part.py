@@ -112,8 +112,9 @@ def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Pa
             begin = places.get(i, 0)
             region = Region(stack, (begin, begin + (i in places)), spec.dim, share.runs.get(here, ()))
             parcel = None
-            if isinstance(param, DTensor):  # whoever holds nothing of a matrix of a stack cannot own it
-                parcel = Parcel(1, share.spread, t if t in share.holders else share.holders[0])
+            if isinstance(param, DTensor):
+                assert t in share.holders, "whoever holds nothing of a matrix of a stack is not planned to own it"
+                parcel = Parcel(1, share.spread, t)
             local_shape = region.shape if region.count else (0, n)
             parts[number] = Part(number, owner, at, (m, n), region, local_shape, spec.transposed, parcel)
     kinds = 1 + max(share.part for share, _ in of_param)

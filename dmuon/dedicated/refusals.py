@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dmuon.dedicated.dedication import dedication_of
-from dmuon.dedicated.nesting import holder_of, own_buffers, own_modules, own_parameters, taken_modules
+from dmuon.dedicated.dedication import dedication_of, dedications
+from dmuon.dedicated.nesting import holder_of, own_buffers, own_modules, own_parameters, shared_with, taken_modules
 from dmuon.layout.topology import Topology, topology_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.routing import Route
@@ -96,13 +96,16 @@ def checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
     return policy
 
 
-def checked_roots(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """What is dedicated together: a module, or several.
+def checked_roots(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """What is dedicated together, by the prefix of its names: a module, or several in a list.
 
     Raises:
         TypeError, ValueError: something else, no module, or one that lies in another one or is managed already.
     """
-    roots = list(model) if isinstance(model, (list, tuple)) else [model]
+    if not isinstance(model, (list, tuple)):
+        _check_model(model)
+        return {"": model}
+    roots = list(model)
     if not roots:
         raise ValueError("model is an empty list; give a module, or several")
     for root in roots:
@@ -111,7 +114,7 @@ def checked_roots(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     for i, root in enumerate(roots):
         if held[id(root)] > 1:
             raise ValueError(f"model[{i}], a {type(root).__name__}, lies in another module of the list; give each once")
-    return roots
+    return {f"{i}.": root for i, root in enumerate(roots)}
 
 
 def _check_model(model: nn.Module) -> None:
@@ -131,7 +134,20 @@ def _check_model(model: nn.Module) -> None:
             f"model, a {type(model).__name__}, lies in a {type(holder).__name__} that was dedicated before, which has "
             "made its values alike on all ranks: call dedicate_params on what is inside first, such as experts"
         )
-    for name, module in own_modules(model, taken_modules(model)):
+    shared = shared_with(model)
+    if shared is not None:
+        raise ValueError(
+            f"a {type(shared).__name__} lies in a module that was dedicated before, and outside of it as well, where "
+            "other ranks share it; give each its own"
+        )
+    taken = taken_modules(model)
+    own = [param for _, param in own_parameters(model, taken)]
+    if any(inner.tied_outside(own) for inner in dedications(model)):
+        raise ValueError(
+            "a matrix of a module that was dedicated before is tied to one outside of it, which no longer is the same: "
+            "untie them, or dedicate the whole at once"
+        )
+    for name, module in own_modules(model, taken):
         if isinstance(module, tuple(_WRAPPERS)):
             raise ValueError(
                 f"module {name or 'model'!r} is wrapped in {type(module).__name__}; dedicate_params takes the plain "

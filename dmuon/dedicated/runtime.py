@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -52,7 +52,8 @@ class Runtime:
     It is the :class:`Keeper` of the owned parameters.
 
     Args:
-        roots: the model; or several modules that were dedicated together, none of which begins a forward.
+        roots: the model, or several modules that were dedicated together, none of which begins a forward; by the
+            prefix of the names of what each holds.
 
     Attributes:
         buffers: in the order of the model.
@@ -66,7 +67,7 @@ class Runtime:
 
     def __init__(
         self,
-        roots: Sequence[nn.Module],
+        roots: Mapping[str, nn.Module],
         blocks: Sequence[Block],
         comm: Comm,
         plan: OwnerPlan,
@@ -95,9 +96,10 @@ class Runtime:
         # Without what dmuon owns: `Module.to` swaps tensor subclasses, and fails if a weak reference watches one.
         self._replicated = {id(p): weakref.ref(p) for p in params if not isinstance(p, OwnedTensor)}
         self._trained = {id(p) for p in params if p.requires_grad}  # which all ranks have agreed on
-        if len(roots) == 1:
-            roots[0].register_forward_pre_hook(self._root_pre_forward)
-            roots[0].register_forward_hook(self._root_post_forward)
+        self._has_root = "" in roots
+        if self._has_root:
+            roots[""].register_forward_pre_hook(self._root_pre_forward)
+            roots[""].register_forward_hook(self._root_post_forward)
         self._by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
         self._by_name = {matrix.fqn: matrix for matrix in self.matrices()}
         for matrix in self.matrices():
@@ -277,6 +279,8 @@ class Runtime:
         self._find_replicated()
         recomputation = current_backward() is not None
         if not recomputation:
+            if not self._has_root and self.order.begins_with(block):
+                self.order.restart()
             self.order_check.run(block, trains=torch.is_grad_enabled())
         self.order.record(block, first=not recomputation)
         self._ensure_ready(block)

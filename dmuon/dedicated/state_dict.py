@@ -19,9 +19,11 @@ from dmuon.dedicated.even_dtensor import even_to_owned, in_rounds, owned_to_even
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_shard import is_of_another_rank, mark_shards
-from dmuon.layout.topology import GlobalRank
+from dmuon.layout.topology import GlobalRank, listed
 from dmuon.model.blocks import canonical_fqn
+from dmuon.platform.log import logger
 
+_log = logger(__name__)
 _Matrices = dict[str, OwnedMatrix]  # of one module, by attribute
 _K = TypeVar("_K", bound=Hashable)
 
@@ -94,6 +96,7 @@ class _Saving:
         self.runtime = runtime
         self.by_module = by_module
         self._rounds: _Rounds[int] | None = None
+        self._warned = False
         self._generation = -1  # of the weights that it is of: a call that failed leaves it behind
 
     def begin(self, model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
@@ -101,6 +104,14 @@ class _Saving:
         if any(block.phase is Phase.REST for block in self.runtime.blocks):  # one rank may save what was summoned
             self.runtime.gradients.compare_now()
         self._verify()
+        if self.runtime.strangers and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%r and its like are other weights on ranks %s, by the same names: make them DTensors over the "
+                "expert-parallel dimension, or save what each group holds to a folder of its own",
+                next(self.runtime.matrices()).fqn,
+                listed(self.runtime.strangers),
+            )
         resting = (m for module in model.modules() for m in _resting(module, self.by_module.get(module, {})).values())
         matrices = {id(matrix): matrix for matrix in resting}
         self._rounds = _Rounds(list(matrices.items()), self._convert)
@@ -146,6 +157,7 @@ class _Call:
 
     Attributes:
         errors: the list in which torch collects faults; no other call has it.
+        before: how many of these, of keys that are missing and of unexpected ones there were, told of other modules.
         values: what it got on this rank, by key.
         kinds: of these.
         differences: between what it got on the ranks, the first one of each key; then none of them loads a matrix.
@@ -153,6 +165,7 @@ class _Call:
     """
 
     errors: list[str]
+    before: tuple[int, ...] = (0, 0, 0)
     values: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     differences: dict[str, Difference] = field(default_factory=dict)
@@ -178,7 +191,7 @@ class _Loading:
         self, model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *further: Any
     ) -> None:
         """Compare what kinds of values ranks got for the whole model."""
-        call = _Call(errors=further[-1])
+        call = _Call(further[-1], tuple(len(further[i]) for i in (-1, -3, -2)))
         fault: Exception | None = None
         meshes: dict[int, bool] = {}
         loadable: list[tuple[str, OwnedMatrix]] = []
@@ -257,8 +270,8 @@ class _Loading:
         if call is None:
             return  # a module that loads itself its own way
         missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
-        texts = zip(_KINDS, (call.errors, missing, unexpected), strict=True)
-        said = {kind + text: "" for kind, some in texts for text in some}
+        texts = zip(_KINDS, (call.errors, missing, unexpected), call.before, strict=True)
+        said = {kind + text: "" for kind, some, first in texts for text in some[first:]}
         faults: list[str] = []
         lacking: list[str] = []
         too_many: list[str] = []

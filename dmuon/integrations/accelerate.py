@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from dmuon.dedicated.dedication import dedications, no_sync
-from dmuon.integrations.whole_state import WholeModel, WholeOptimizer
+from dmuon.integrations.whole_state import WholeModel, WholeOptimizer, require_whole
 
 _SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -44,6 +44,7 @@ class DedicatedAccelerator(Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         if dedications(model):  # it is on its device already
+            require_whole(model)
             device_placement, evaluation_mode = False, True
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         return prepared

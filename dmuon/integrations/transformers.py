@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from dmuon.dedicated.dedication import require_dedicated
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.integrations.whole_state import WholeOptimizer
+from dmuon.integrations.whole_state import WholeOptimizer, require_whole
 from dmuon.step.residency import like_param, part_like
 
 
@@ -34,6 +34,7 @@ class DedicatedTrainerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         require_dedicated(self.model)
+        require_whole(self.model)
         if getattr(self, "is_fsdp_enabled", False) or getattr(self, "is_deepspeed_enabled", False):
             raise ValueError(
                 "args ask for FSDP or DeepSpeed, and the model is dedicated: leave them out, and call "

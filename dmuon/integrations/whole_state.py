@@ -13,7 +13,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from dmuon.dedicated.dedication import dedications
+from dmuon.layout.topology import listed
 from dmuon.model.blocks import canonical_fqn
+
+
+def require_whole(model: nn.Module) -> None:
+    """Raise ValueError for a model in whose place one file cannot stand: groups hold other weights by one name."""
+    for dedication in dedications(model):
+        runtime = dedication.runtime
+        if runtime.strangers:
+            raise ValueError(
+                f"{next(runtime.matrices()).fqn!r} and its like are other weights on ranks {listed(runtime.strangers)}"
+                ", so one file cannot hold the model: make them DTensors over the expert-parallel dimension before "
+                "dedicate_params"
+            )
 
 
 class WholeOptimizer:

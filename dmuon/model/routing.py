@@ -120,6 +120,11 @@ def route_to_blocks(
             two, and blocks that overlap or are never called.
     """
     routes, found = _route(model, select, blocks, exclude, ignored)
+    if ignored and not any(route.muon for route in routes):
+        raise ValueError(
+            "no matrix was selected for Muon, apart from those that were dedicated before: if that is all, shard or "
+            "average what is left yourself (dmuon.fully_shard), or choose with select"
+        )
     _require_some(routes, select, blocks)
     if found is None:
         found = own_blocks(model, [[module for module, _ in r.sites] for r in routes if r.muon])
@@ -155,7 +160,7 @@ def _route(
             "this model was compiled by torch.jit.script, which hides its layers: give dmuon the module that it was "
             "made of, whose parameters it shares, or give dmuon.Muon groups with use_muon"
         )
-    params: list[_Named] = [named for named in _parameters_with_sites(model) if id(named[1]) not in ignored]
+    params: list[_Named] = list(_parameters_with_sites(model))
     for fqn, param, sites in params:
         if is_lazy(param):
             raise ValueError(f"parameter {fqn!r} {UNINITIALIZED}")
@@ -178,6 +183,8 @@ def _route(
     hidden = _hidden(params, makeups, embeddings, within, left)
     routes = []
     for fqn, param, sites in params:
+        if id(param) in ignored:
+            continue
         makeup = makeups.get(id(param), _VECTOR)
         (muon, reason), spec, guessed = hidden[id(param)], makeup.spec, not makeup.known
         if is_excluded(fqn, sites[0][0], param):

@@ -130,15 +130,16 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _require_alike(tensors: Sequence[Tensor]) -> None:
-    """Raise where ranks would each find another total."""
-    for tensor in tensors:
-        runtime = runtime_of(tensor)
-        if runtime is not None and runtime.strangers:
+    """Raise where ranks would each find another total of what they share."""
+    runtimes = dict.fromkeys(runtime for tensor in tensors if (runtime := runtime_of(tensor)) is not None)
+    for runtime in runtimes:
+        own = runtime.param_ids() if runtime.strangers else set()
+        if own and any(id(tensor) not in own for tensor in tensors):
             raise ValueError(
-                f"the norm of parameter {runtime.matrix_of(tensor).fqn!r} is known on ranks "
+                f"the norm of parameter {next(runtime.matrices()).fqn!r} and its like is known on ranks "
                 f"{listed(runtime.comm.topology.ranks)} only, and ranks {listed(runtime.strangers)} of the model "
                 "around it hold others: make it a DTensor over the expert-parallel dimension before dedicate_params, "
-                "or clip what each group holds on its own"
+                "or clip what each group holds in a call of its own"
             )
 
 

@@ -280,7 +280,7 @@ def names_in(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> d
     for g, group in enumerate(groups):
         given = group.get("param_names", ())
         for i, param in enumerate(group["params"]):
-            name = param.fqn if isinstance(param, OwnedTensor) else names.get(id(param))
+            name = names.get(id(param), param.fqn if isinstance(param, OwnedTensor) else None)
             if name is None and len(given) == len(group["params"]):
                 name = given[i]
             named[id(param)] = name or f"parameter {i} of group {g}"

@@ -106,7 +106,7 @@ def make_plan(
     error, result = sent[0], None
     if error is None:
         try:
-            result = _fit(OwnerPlan.from_json(sent[1], sent[2]), matrices, world)
+            result = _fit(OwnerPlan.from_json(sent[1], sent[2]), matrices, world, pools)
         except Exception as fault:
             error = reason_of(fault)
     digests = agree(group, error, None if result is None else result.digest)
@@ -195,7 +195,7 @@ def _ranks(hosts: Sequence[str], pools: Sequence[frozenset[str]] | None, limits:
     ]
 
 
-def _fit(plan: OwnerPlan, matrices: Sequence[Matrix], world: int) -> OwnerPlan:
+def _fit(plan: OwnerPlan, matrices: Sequence[Matrix], world: int, pools: Sequence[frozenset[str]] | None) -> OwnerPlan:
     """``plan`` for exactly these matrices over ``world`` ranks, or a ValueError with the first that differs."""
     about = f"the owner plan ({plan.origin})"
     if plan.world != world:
@@ -214,6 +214,9 @@ def _fit(plan: OwnerPlan, matrices: Sequence[Matrix], world: int) -> OwnerPlan:
         ):
             if value != own_value:
                 raise ValueError(f"{about} has {name!r} with {what} {value!r}, here it is {own_value!r}; {AGAIN}")
+    for name, own in owned.items():
+        if pools is not None and own.pool not in pools[plan.owners[name]]:
+            raise ValueError(f"{about} gives {name!r} to rank {plan.owners[name]}, which has nothing of it; {AGAIN}")
     # Another communication dtype has other bytes; who owns what stands.
     counted = tuple(replace(m, nbytes=owned[m.name].nbytes) for m in plan.solution.matrices)
     return replace(plan, matrices=tuple(matrices), solution=replace(plan.solution, matrices=counted))

@@ -49,7 +49,7 @@ def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | Non
     dedications = require_dedicated(model)
     if len(dedications) > 1:
         raise ValueError("several models inside of this one were dedicated; ask for the plan of one of them")
-    plan, comm = dedications[0].plan, dedications[0].runtime.comm
+    plan, comm, pools = dedications[0].plan, dedications[0].runtime.comm, dedications[0].pools
     ranks = comm.topology.ranks
     position = ranks.index(this_rank())
     seconds = sum(optimizer.last_step.seconds.get(phase, 0.0) for phase in _PHASES)
@@ -73,7 +73,10 @@ def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | Non
         if dist.get_rank(comm.control) != 0:
             return [None, None]
         nodes = {host: node for node, host in enumerate(dict.fromkeys(hosts))}
-        own = [Rank(i, nodes[host], limit.speed) for i, (host, limit) in enumerate(zip(hosts, limits, strict=True))]
+        own = [
+            Rank(i, nodes[host], limit.speed, pools=None if pools is None else pools[i])
+            for i, (host, limit) in enumerate(zip(hosts, limits, strict=True))
+        ]
         try:
             assert plan.costs is not None
             found = replace(plan, solution=solve_plan(plan.matrices, own, plan.costs, solve or SolveOptions()))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import math
 from typing import Any
 
 import pytest
@@ -21,8 +24,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dmuon
 from dmuon.check.topologies import full_state
+from dmuon.dedicated.buffer import BufferState
 from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.integrations.whole_state import require_whole
 from dmuon.platform.torch_private import local_tensor
 
 WIDTH, EXPERTS, LAYERS, TOKENS, VOCAB = 8, 4, 2, 5, 17
@@ -46,9 +51,9 @@ class _Share(torch.autograd.Function):
 class Experts(nn.Module):
     """Stacks ``(experts here, out, in)``; tokens travel over ``group`` to theirs, and back."""
 
-    def __init__(self, up: Tensor, down: Tensor, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, up: Tensor, down: Tensor, bias: Tensor, group: dist.ProcessGroup | None) -> None:
         super().__init__()
-        self.up, self.down, self.group = nn.Parameter(up), nn.Parameter(down), group
+        self.up, self.down, self.bias, self.group = nn.Parameter(up), nn.Parameter(down), nn.Parameter(bias), group
 
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
         ranks = 1 if self.group is None else dist.get_world_size(self.group)
@@ -61,12 +66,12 @@ class Experts(nn.Module):
             out, back = (n.view(ranks, -1).sum(1).tolist() for n in (received, sent))
             tokens = all_to_all_single_autograd(tokens, out, back, self.group)
             mine = torch.arange(EXPERTS // ranks).repeat(ranks).repeat_interleave(received)
-        up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
-        up, down = _Share.apply(up, ranks), _Share.apply(down, ranks)
+        weights = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down, self.bias))
+        up, down, bias = (_Share.apply(w, ranks) for w in weights)
         found = torch.zeros_like(tokens)
         for i in range(len(up)):
             at = (mine == i).nonzero().squeeze(1)
-            found = found.index_copy(0, at, F.gelu(tokens[at] @ up[i].T) @ down[i].T)
+            found = found.index_copy(0, at, F.gelu(tokens[at] @ up[i].T) @ down[i].T + bias[i])
         if self.group is not None:
             found = all_to_all_single_autograd(found, back, out, self.group)
         return torch.zeros_like(x).index_copy(0, order, found)
@@ -92,12 +97,13 @@ class Model(nn.Module):
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.blocks = nn.ModuleList()
         for _ in range(LAYERS):
-            up, down = 0.3 * torch.randn(EXPERTS, 2 * WIDTH, WIDTH), 0.3 * torch.randn(EXPERTS, WIDTH, 2 * WIDTH)
+            shapes = (EXPERTS, 2 * WIDTH, WIDTH), (EXPERTS, WIDTH, 2 * WIDTH), (EXPERTS, WIDTH)
+            weights = [0.3 * torch.randn(shape) for shape in shapes]
             if mesh is not None:
-                up, down = (w.tensor_split(mesh.size())[mesh.get_local_rank()].clone() for w in (up, down))
+                weights = [w.tensor_split(mesh.size())[mesh.get_local_rank()].clone() for w in weights]
             if mesh is not None and stored == "DTensor":
-                up, down = (DTensor.from_local(w, mesh, [Shard(0)]) for w in (up, down))
-            self.blocks.append(Block(Experts(up, down, None if mesh is None else mesh.get_group())))
+                weights = [DTensor.from_local(w, mesh, [Shard(0)]) for w in weights]
+            self.blocks.append(Block(Experts(*weights, None if mesh is None else mesh.get_group())))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -129,7 +135,7 @@ def train(
 
 def reference(clip: bool) -> tuple[dict[str, Tensor], list[float]]:
     model = Model()
-    optimizer = dmuon.Muon(model, exclude=["*.router"], **OPTIONS)
+    optimizer = dmuon.Muon(model, exclude=["*.router", "*.bias"], **OPTIONS)
     norms = train(model, optimizer, range(STEPS), clip=clip)
     return dict(model.state_dict()), norms
 
@@ -139,7 +145,8 @@ def laid(stored: str, rest: str, seed: int = 0) -> tuple[Model, dmuon.Muon, Devi
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep_shard", "ep"))
     everybody = init_device_mesh("cpu", (4,))
     model = Model(seed, mesh["ep"], stored)
-    dmuon.dedicate_params([block.experts for block in model.blocks], mesh["ep_shard"], costs="flops")
+    experts = [block.experts for block in model.blocks]
+    dmuon.dedicate_params(experts, mesh["ep_shard"], costs="flops", exclude=["*.bias"])
     if rest == "dedicated":
         dmuon.dedicate_params(model, everybody, costs="flops", exclude=["*.router"])
         return model, dmuon.Muon(model, **OPTIONS), mesh["ep"]
@@ -147,7 +154,7 @@ def laid(stored: str, rest: str, seed: int = 0) -> tuple[Model, dmuon.Muon, Devi
         dmuon.fully_shard(block, mesh=everybody)
     dmuon.fully_shard(model, mesh=everybody)
     names = dict(model.named_parameters())
-    muon = [p for name, p in names.items() if ".mix." in name or ".experts." in name]
+    muon = [p for name, p in names.items() if name.endswith((".mix.weight", ".up", ".down"))]
     others = [p for p in names.values() if not any(p is one for one in muon)]
     vectors, tables = ([p for p in others if (p.ndim < 2) == flat] for flat in (True, False))
     groups = [
@@ -183,9 +190,13 @@ def test_experts_of_groups_equal_a_single_process(rank: int, world: int, stored:
     found = train(model, optimizer, range(STEPS), rank, world, clip=clip)
     assert_equal_weights(whole(model, ep), expected)
     assert found == pytest.approx(norms, rel=1e-5)
-    if rest == "dedicated" and not clip:
-        with pytest.raises(ValueError, match=r"'0.up' is known on ranks .* only, and ranks .* hold others: make it a"):
+    if not clip:
+        with pytest.raises(ValueError, match=r"'0\.\w+' and its like is known on ranks .* only, and r"):
             dmuon.clip_grad_norm_(model.parameters(), MAX_NORM)
+        apart = dmuon.clip_grad_norm_([p for block in model.blocks for p in block.experts.parameters()], math.inf)
+        both = [torch.empty(()) for _ in range(world)]
+        dist.all_gather(both, apart)
+        assert both[rank] == both[(rank + 2) % world] != both[rank - 1], "each group's own"
     comm = of_experts.runtime.comm
     mine = [name for name, owner in of_experts.plan.owners.items() if comm.topology.ranks[owner] == rank]
     assert len(mine) == LAYERS * 2 * EXPERTS / world, "planned together, each over the ranks that hold it"
@@ -220,24 +231,25 @@ def test_what_was_dedicated_before_keeps_its_values_and_its_gradients(rank: int,
     """The outer call neither gives it the first rank's values, nor averages its gradients over all ranks."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_shard", "ep"))
     model = Model(0, mesh["ep"])
-    model.blocks[0].experts.bias = nn.Parameter(torch.full((2, WIDTH), float(rank)))
+    model.blocks[0].experts.shift = nn.Parameter(torch.full((2, WIDTH), float(rank)))
     model.blocks[0].experts.register_buffer("seen", torch.full((1,), float(rank)))
     before = [block.experts.up.detach().clone() for block in model.blocks]
-    dmuon.dedicate_params([block.experts for block in model.blocks], mesh["ep_shard"], costs="flops")
+    experts = [block.experts for block in model.blocks]
+    dmuon.dedicate_params(experts, mesh["ep_shard"], costs="flops", exclude=["*.bias", "*.shift"])
     dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)), costs="flops", exclude=["*.router"])
-    assert model.blocks[0].experts.bias.eq(rank).all() and model.blocks[0].experts.seen.eq(rank).all()
+    assert model.blocks[0].experts.shift.eq(rank).all() and model.blocks[0].experts.seen.eq(rank).all()
     for block, value in zip(model.blocks, before, strict=True):
         assert isinstance(block.experts.up, OwnedTensor)
         assert torch.equal(local_tensor(block.experts.up).view_as(value), value), "a group of one rank has it whole"
     optimizer = dmuon.Muon(model, **OPTIONS)
     tokens, targets = batch(0, rank, world)
-    extra = model.blocks[0].experts.bias.sum() * (rank + 1)
+    extra = model.blocks[0].experts.shift.sum() * (rank + 1)
     (F.cross_entropy(model(tokens), targets) + extra).backward()
-    grad = model.blocks[0].experts.bias.grad
+    grad = model.blocks[0].experts.shift.grad
     assert grad is not None and grad.eq(rank + 1).all()
     optimizer.step()
     text = dmuon.explain(model, optimizer)
-    assert "blocks.1.experts.up" in text and "blocks.0.experts.bias" in text and "outside what" not in text
+    assert "blocks.1.experts.up" in text and "blocks.0.experts.shift" in text and "outside what" not in text
 
 
 @on_ranks(2)
@@ -258,3 +270,100 @@ def test_the_order_is_inside_first_and_lists_hold_each_module_once(rank: int, wo
         dmuon.dedicate_params(experts, mesh, costs="flops")
     with pytest.raises(ValueError, match="was called on 'this model' already; call it once per model"):
         dmuon.dedicate_params(model, mesh, costs="flops")
+
+
+def half_dedicated() -> tuple[Model, DeviceMesh]:
+    """Its experts are, over all ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = Model()
+    dmuon.dedicate_params([block.experts for block in model.blocks], mesh, costs="flops")
+    return model, mesh
+
+
+@on_ranks(2)
+def test_what_lies_inside_and_outside_is_refused(rank: int, world: int) -> None:
+    model, mesh = half_dedicated()
+    model.blocks[0].experts.norm = model.blocks[0].norm
+    with pytest.raises(ValueError, match="a LayerNorm lies in a module that was dedicated before, and outside of it"):
+        dmuon.dedicate_params(model, mesh, costs="flops")
+    model = Model()
+    model.tied = nn.Module()
+    model.tied.up = model.blocks[1].experts.up
+    dmuon.dedicate_params([block.experts for block in model.blocks], mesh, costs="flops")
+    with pytest.raises(ValueError, match="is tied to one outside of it, which no longer is the same: untie them"):
+        dmuon.dedicate_params(model, mesh, costs="flops")
+
+
+@on_ranks(2)
+def test_the_rest_is_routed_as_in_the_whole_model(rank: int, world: int) -> None:
+    """Whether layers repeat, and which is the last one, does not change by what was dedicated before."""
+    routed = {}
+    for before in (False, True):
+        model = Model()
+        model.mid = nn.Linear(WIDTH, WIDTH, bias=False)
+        mesh = init_device_mesh("cpu", (2,))
+        if before:
+            dmuon.dedicate_params([block.experts for block in model.blocks], mesh, costs="flops", exclude=["*.bias"])
+        plan = dmuon.dedicate_params(model, mesh, costs="flops", exclude=["*.router", "*.bias"])
+        routed[before] = {name for name in plan.owners if ".experts." not in name}
+    assert routed[True] == routed[False] == {f"blocks.{i}.mix.weight" for i in range(LAYERS)}
+
+
+@on_ranks(2)
+def test_a_list_of_one_is_named_as_a_list_and_outlives_its_neighbours(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    one, (first, second) = Model().blocks[0].experts, (block.experts for block in Model().blocks)
+    assert {*dmuon.dedicate_params([one], mesh, costs="flops").owners} >= {"0.up[0]", "0.down[3]"}
+    dmuon.dedicate_params([first, second], mesh, costs="flops", exclude=["*.bias"])
+    runtime = dedications(second)[0].runtime
+    del first
+    gc.collect()
+    assert id(second.bias) in runtime.param_ids(), "it is averaged, whatever became of the other"
+
+
+@on_ranks(2)
+def test_passes_of_a_list_begin_with_its_first_module(rank: int, world: int) -> None:
+    """What comes after the last one is not the first one: after a pass nothing is fetched ahead."""
+    model, _ = half_dedicated()
+    runtime = dedications(model)[0].runtime
+    tokens, _ = batch(0, rank, world)
+    with torch.no_grad():
+        for _ in range(3):
+            model(tokens)
+    assert runtime.order.after(runtime.blocks[-1]) is None
+    assert all(buffer.state is BufferState.FREED for buffer in runtime.buffers)
+
+
+@on_ranks(2)
+def test_faults_of_a_load_are_told_once(rank: int, world: int) -> None:
+    model, mesh = half_dedicated()
+    dmuon.dedicate_params(model, mesh, costs="flops", exclude=["*.router"])
+    state = dict(model.state_dict())
+    if rank:
+        state["blocks.0.experts.up"] = torch.zeros(3)
+    with pytest.raises(RuntimeError) as raised:
+        model.load_state_dict(state)
+    text = str(raised.value)
+    assert "rank 1 holds a value that is not a tensor of shape (4, 16, 8)" in text
+    assert "rank 0: rank" not in text and "rank 1: rank" not in text, text
+
+
+@on_ranks(2)
+def test_stacks_by_one_name_in_several_groups_are_told_when_saved(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_shard", "ep"))
+    model = Model(0, mesh["ep"])
+    dmuon.dedicate_params([block.experts for block in model.blocks], mesh["ep_shard"], costs="flops")
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)), costs="flops", exclude=["*.router"])
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("dmuon.dedicated.state_dict")
+    log.addHandler(handler)
+    try:
+        model.state_dict()
+        model.state_dict()
+    finally:
+        log.removeHandler(handler)
+    assert len(heard) == 1 and "are other weights on ranks" in heard[0] and "by the same names" in heard[0]
+    with pytest.raises(ValueError, match=r"are other weights on ranks .*, so one file cannot"):
+        require_whole(model)

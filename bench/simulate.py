@@ -187,7 +187,9 @@ def main(argv: list[str] | None = None) -> int:
             print(fit_report(result), flush=True)
             write_json(args.out or _FIT, {"date": time.strftime("%Y-%m-%d"), **result})
         elif args.table:
-            settings = Grid(args.hardware, tuple(args.worlds), args.tokens, args.sequence, args.recompute)
+            settings = Grid(
+                args.hardware, tuple(args.worlds), args.tokens, args.sequence, args.recompute, args.efficiency
+            )
             write_json(
                 args.json or _RESULT.with_name(f"scaling-{args.hardware}.json"),
                 {"date": time.strftime("%Y-%m-%d"), **scaling(args.table, settings)},

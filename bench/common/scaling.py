@@ -32,6 +32,7 @@ class Grid:
     tokens: int
     sequence: int
     recompute: bool
+    efficiency: float | None = None
 
 
 def scenario_of(path: Path, grid: Grid, world: int) -> Scenario:
@@ -45,7 +46,7 @@ def scenario_of(path: Path, grid: Grid, world: int) -> Scenario:
     topology = Topology(world, machine.gpus_per_node, ep=min(ep, world))
     owned, ranks = pooled(matrices, [Rank(i, i // machine.gpus_per_node) for i in range(world)], topology)
     owners = plan_pools(owned, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0))
-    return Scenario(workload, owners, costs, Machine.of(machine), topology)
+    return Scenario(workload, owners, costs, Machine.of(machine, grid.efficiency), topology)
 
 
 def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
@@ -65,7 +66,9 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
             how = " ".join([taken.residency, *["kept"] * taken.kept, *["2 levels"] * taken.hierarchical])
             print(
                 f"{path.stem:<18}{world:>6}{scenario.topology.ep:>4}{1e3 * found.adamw_s:>10.1f}{taken.mesh:>11} "
-                f"{how:<24}{taken.merge_bytes / 2**20:>10.0f}  {result}   ({time.perf_counter() - started:.0f} s)",
+                f"{how:<24}{taken.merge_bytes / 2**20:>10.0f}  {result}"
+                f"{'' if found.enough_tokens is None else f', equal from {found.enough_tokens:,} tokens'}"
+                f"   ({time.perf_counter() - started:.0f} s)",
                 flush=True,
             )
             rows.append(
@@ -77,6 +80,7 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
                     "adamw_fits": found.adamw_fits,
                     "overhead": found.overhead,
                     "verdict": result,
+                    "enough_tokens": found.enough_tokens,
                     "equal": len(found.equal),
                     "mesh": taken.mesh,
                     "residency": taken.residency,

@@ -103,13 +103,10 @@ def checked_roots(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module
         TypeError, ValueError: something else, no module, or one that lies in another one or is managed already.
     """
     if not isinstance(model, (list, tuple)):
-        _check_model(model)
-        return {"": model}
-    roots = list(model)
-    if not roots:
+        return {"": _checked(model)}
+    if not model:
         raise ValueError("model is an empty list; give a module, or several")
-    for root in roots:
-        _check_model(root)
+    roots = [_checked(root) for root in model]
     held = Counter(id(module) for root in roots for module in root.modules())
     for i, root in enumerate(roots):
         if held[id(root)] > 1:
@@ -117,7 +114,7 @@ def checked_roots(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module
     return {f"{i}.": root for i, root in enumerate(roots)}
 
 
-def _check_model(model: nn.Module) -> None:
+def _checked(model: object) -> nn.Module:
     """Raise for a model that something else manages already, apart from modules in it that were dedicated before."""
     if any(base.__module__.startswith("deepspeed") for base in type(model).__mro__):
         raise TypeError(
@@ -162,6 +159,7 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(
                 f"module {name or 'model'!r} is sharded by fully_shard already; call dedicate_params before fully_shard"
             )
+    return model
 
 
 def check_parameters(model: nn.Module, routes: Sequence[Route], data_parallel: Sequence[int]) -> None:

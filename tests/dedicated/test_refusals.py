@@ -159,7 +159,7 @@ EVERYWHERE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: dedicate(dedicated()),
         ValueError, "was called on 'this model' already; call it once per model",
     ),
-    "all matrices dedicated before": (part_dedicated_before, ValueError, "no matrix was selected for Muon: no "),
+    "all matrices dedicated before": (part_dedicated_before, ValueError, "apart from those that were dedicated before"),
     "part of a dedicated model": (
         part_of_dedicated,
         ValueError, "a Block, lies in a Network that was dedicated before, .* on what is inside first",

@@ -29,7 +29,7 @@ from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
-from dmuon.dedicated.dedication import Dedication, dedication_of, dedications
+from dmuon.dedicated.dedication import Dedication, dedication_of, dedications, places_in
 from dmuon.dedicated.initial_values import from_first_rank
 from dmuon.dedicated.inspection import Inspected, Seat, describe
 from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, initial_master, resting
@@ -173,7 +173,9 @@ def dedicate_params(
         tensor_mesh = tensor_mesh_of(routes)
         split_over = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
         seat = (HostShare.here(), split_over)
-        return Inspected(roots, whole, routes, policy, tensor_mesh, describe(whole, taken, routes, common), seat)
+        return Inspected(
+            roots, whole, routes, policy, tensor_mesh, describe(whole, taken, routes, common | places_in(whole)), seat
+        )
 
     try:
         inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
@@ -221,8 +223,8 @@ _Modules = TypeVar("_Modules", nn.Module, list[nn.Module])
 def fully_shard(module: _Modules, *, ignored_params: Collection[nn.Parameter] = (), **kwargs: Any) -> _Modules:
     """Torch's ``fully_shard`` for everything in ``module`` that dmuon does not own.
 
-    It leaves out all that a module below holds which was dedicated over other ranks than those of ``mesh``, as the
-    experts of a group are: others than these hold something else there.
+    It leaves out all that a module below holds which was dedicated in a list, or over other ranks than those of
+    ``mesh``, as the experts of a group are: others than these hold something else there.
 
     Args:
         module: a module, or a list of modules that communicate together.
@@ -236,7 +238,7 @@ def fully_shard(module: _Modules, *, ignored_params: Collection[nn.Parameter] = 
         left_out |= owned_parameters(part)
         for below in part.modules():
             inner = None if below is part else dedication_of(below)
-            if inner is not None and set(inner.runtime.comm.ranks) != set(ranks):
+            if inner is not None and (inner.is_list or set(inner.runtime.comm.ranks) != set(ranks)):
                 inner.note_around(ranks)
                 left_out |= set(below.parameters())
     torch_fully_shard(module, ignored_params=left_out | set(ignored_params), **kwargs)

@@ -31,6 +31,7 @@ class Dedication:
 
     Attributes:
         pools: of each rank, what it may own; None: everything.
+        is_list: it is of several modules, or of a list of one.
     """
 
     def __init__(self, inspected: Inspected, plan: OwnerPlan, runtime: Runtime) -> None:
@@ -40,9 +41,14 @@ class Dedication:
         # Routes themselves would keep the parameters alive.
         self._reasons = {r.fqn: (r.muon, r.reason) for r in inspected.routes}
         self._originals = [weakref.ref(r.param) for r in inspected.routes if r.muon]
+        self.is_list = "" not in inspected.roots
         self._prefixes = weakref.WeakKeyDictionary({root: prefix for prefix, root in inspected.roots.items()})
         for root in inspected.roots.values():
             mark(root, self)
+
+    def place(self, root: nn.Module) -> str:
+        """Which one of its list ``root`` is."""
+        return self._prefixes[root]
 
     def note_around(self, ranks: Iterable[int]) -> None:
         """A model of ``ranks`` lies around this one: those that are none of its own hold something else here."""
@@ -70,6 +76,12 @@ def dedications(module: nn.Module) -> list[Dedication]:
     """What ``dedicate_params`` left in ``module`` or below it, outermost first, each once."""
     found = (dedication_of(part) for part in module.modules())
     return list(dict.fromkeys(dedication for dedication in found if dedication is not None))
+
+
+def places_in(model: nn.Module) -> dict[str, object]:
+    """Of the modules in ``model`` that were dedicated before, by name, which one of its list each is."""
+    found = ((name, module, dedication_of(module)) for name, module in model.named_modules())
+    return {f"place of {name!r} in a list": one.place(module) for name, module, one in found if one is not None}
 
 
 def undedicated(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

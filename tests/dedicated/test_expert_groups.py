@@ -253,6 +253,39 @@ def test_what_was_dedicated_before_keeps_its_values_and_its_gradients(rank: int,
 
 
 @on_ranks(2)
+def test_lists_in_another_order_are_told_before_training(rank: int, world: int) -> None:
+    """All elements are alike, so that the list itself shows nothing; the model around them does."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = Model()
+    experts = [block.experts for block in model.blocks]
+    dmuon.dedicate_params(experts[::-1] if rank else experts, mesh, costs="flops", exclude=["*.bias"])
+    with pytest.raises(ValueError, match=r"place of 'blocks\.0\.experts' in a list"):
+        dmuon.dedicate_params(model, mesh, costs="flops", exclude=["*.router"])
+
+
+@on_ranks(2)
+def test_fsdp2_leaves_out_lists_over_all_ranks_too(rank: int, world: int) -> None:
+    """Whether groups are all ranks, or fewer, who averages their biases does not change."""
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep_shard", "ep"))
+    model = Model(0, grid["ep"], "DTensor")
+    biases = [block.experts.bias for block in model.blocks]
+    dmuon.dedicate_params(
+        [block.experts for block in model.blocks], grid["ep_shard"], costs="flops", exclude=["*.bias"]
+    )
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        dmuon.fully_shard(block, mesh=mesh)
+    dmuon.fully_shard(model, mesh=mesh)
+    assert [block.experts.bias is bias for block, bias in zip(model.blocks, biases, strict=True)] == [True] * LAYERS
+    tokens, targets = batch(0, rank, world)
+    F.cross_entropy(model(tokens), targets).backward()
+    grads = torch.stack([b.grad.to_local() for b in biases if isinstance(b.grad, DTensor)])
+    of_ranks = [torch.empty_like(grads) for _ in range(world)]
+    dist.all_gather(of_ranks, grads)
+    assert len(grads) == LAYERS and torch.equal(*of_ranks) and bool(grads.any())
+
+
+@on_ranks(2)
 def test_the_order_is_inside_first_and_lists_hold_each_module_once(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     model = Model()

@@ -52,8 +52,8 @@ class Dedication:
 
     def note_around(self, ranks: Iterable[int]) -> None:
         """A model of ``ranks`` lies around this one: those that are none of its own hold something else here."""
-        known = set(self.runtime.comm.topology.ranks)
-        self.runtime.strangers = tuple(GlobalRank(rank) for rank in sorted(ranks) if rank not in known)
+        others = {*ranks, *self.runtime.strangers}.difference(self.runtime.comm.topology.ranks)
+        self.runtime.strangers = tuple(map(GlobalRank, sorted(others)))
 
     def tied_outside(self, params: Iterable[Tensor]) -> bool:
         """Whether one of ``params`` was among its own, before it had another one put into their place."""

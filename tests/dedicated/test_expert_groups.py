@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -283,6 +284,29 @@ def test_fsdp2_leaves_out_lists_over_all_ranks_too(rank: int, world: int) -> Non
     of_ranks = [torch.empty_like(grads) for _ in range(world)]
     dist.all_gather(of_ranks, grads)
     assert len(grads) == LAYERS and torch.equal(*of_ranks) and bool(grads.any())
+
+
+@on_ranks(2)
+def test_a_plan_whose_owners_have_nothing_of_a_matrix_is_refused(rank: int, world: int) -> None:
+    """As one made elsewhere may be; a plan for ranks that differ knows who has what."""
+    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ep_shard", "ep"))
+
+    def dedicated(**options: Any) -> tuple[Model, dmuon.OwnerPlan]:
+        model = Model(0, grid["ep"], "DTensor")
+        experts = [block.experts for block in model.blocks]
+        return model, dmuon.dedicate_params(experts, grid["ep_shard"], exclude=["*.bias"], **options)
+
+    model, plan = dedicated(costs="flops")
+    assert all(owner == int(name[-2]) // 2 for name, owner in plan.owners.items())
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (2,)), costs="flops", exclude=["*.router"])
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, range(1), rank, world, clip=False)
+    again = dmuon.rebalanced_plan(model.blocks[0].experts, optimizer)
+    assert all(owner == int(name[-2]) // 2 for name, owner in again.owners.items())
+    swapped = {name: 1 - owner for name, owner in plan.owners.items()}
+    wrong = replace(plan, solution=replace(plan.solution, owners=swapped))
+    with pytest.raises(ValueError, match=r"gives '0\.\w+\[0\]' to rank 1, which has nothing of it"):
+        dedicated(plan=wrong)
 
 
 @on_ranks(2)

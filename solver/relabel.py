@@ -134,32 +134,53 @@ def _place(rows: _Ints, grid: tuple[_Ints, _Ints], peers: Sequence[_Ints]) -> _I
     """New label per rank. Ranks come in the order of the blocks where they own most.
 
     Each takes the free place that adds least to the cost. Of equals, it takes the one whose node and lane carry least
-    of the same blocks and their neighbours.
+    of the same blocks and their neighbours, and then the first. What a place adds is what its node adds and what its
+    lane does: of a node, its best free lane is compared with those of the others.
     """
     unit = int(rows.max()) // 2**20 + 1  # keeps products of bytes within 64 bits, and exact
     label = np.zeros(rows.shape[1], dtype=np.int64)
-    free = np.ones(rows.shape[1], dtype=bool)
+    node_of, lane_of = grid
+    at = np.full((int(lane_of.max()) + 1, int(node_of.max()) + 1), -1, dtype=np.int64)  # the rank there
+    at[lane_of, node_of] = np.arange(rows.shape[1])
+    free = {id(alike): np.isin(at, alike) for alike in {id(alike): alike for alike in peers}.values()}
     links = [(link_of, np.zeros((len(rows), int(link_of.max()) + 1), dtype=np.int64)) for link_of in grid]
     most = np.where(rows.any(axis=0), rows[: (len(rows) + 1) // 2].argmax(axis=0), len(rows))
     idle: NDArray[np.bool_] = np.logical_not(rows.any(axis=0))
     order = np.lexsort((-rows.sum(axis=0), most))
+    nodes = np.arange(at.shape[1])
     for rank in order[~idle[order]].tolist():
         touched = np.flatnonzero(rows[:, rank])
-        able = peers[rank][free[peers[rank]]]
         own = rows[touched, rank][:, None]
-        added, shared = np.zeros((2, len(able)), dtype=np.int64)
-        for link_of, traffic in links:
-            now = traffic[touched]
-            added += np.maximum(now + own - now.max(axis=1, keepdims=True), 0).sum(axis=0)[link_of[able]]
-            shared += ((own // unit) * (now // unit)).sum(axis=0)[link_of[able]]
-        chosen = int(able[np.lexsort((shared, added))[0]])
-        label[rank], free[chosen] = chosen, False
+        (added, shared), (lane_added, lane_shared) = (_burden(traffic[touched], own, unit) for _, traffic in links)
+        turn = np.lexsort((lane_shared, lane_added))
+        able = free[id(peers[rank])]
+        lane = turn[able[turn].argmax(axis=0)]  # of each node, the one that adds least; of equals the first
+        some = nodes[able[lane, nodes]]
+        lane = lane[some]
+        costs = (at[lane, some], shared[some] + lane_shared[lane], added[some] + lane_added[lane])
+        chosen = int(costs[0][_least(costs)])
+        label[rank], able[lane_of[chosen], node_of[chosen]] = chosen, False
         for link_of, traffic in links:
             traffic[touched, link_of[chosen]] += own[:, 0]
     left = {id(peers[rank]): peers[rank] for rank in np.flatnonzero(idle).tolist()}
-    for alike in left.values():
-        label[alike[idle[alike]]] = alike[free[alike]]  # they add nothing anywhere
+    for key, alike in left.items():
+        label[alike[idle[alike]]] = np.sort(at[free[key]])  # they add nothing anywhere
     return label
+
+
+def _least(costs: Sequence[_Ints]) -> int:
+    """Where the last of ``costs`` is least, and of equals the one before, and so on."""
+    places = np.arange(len(costs[0]))
+    for cost in reversed(costs):
+        of_places = cost[places]
+        places = places[of_places == of_places.min()]
+    return int(places[0])
+
+
+def _burden(traffic: _Ints, own: _Ints, unit: int) -> tuple[_Ints, _Ints]:
+    """What bytes of some rows add to the most that any node, or lane, carries; and what it carries of the same rows."""
+    added = np.maximum(traffic + own - traffic.max(axis=1, keepdims=True), 0).sum(axis=0)
+    return added, ((own // unit) * (traffic // unit)).sum(axis=0)
 
 
 def _swap(rows: _Ints, label: _Ints, grid: tuple[_Ints, _Ints], peers: Sequence[_Ints]) -> None:

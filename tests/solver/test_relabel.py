@@ -12,7 +12,7 @@ from instances import LLAMA_8B, decoder
 
 from dmuon.solver import Matrix
 from dmuon.solver.inputs import Rank
-from dmuon.solver.relabel import link_cost, relabel, xor_labels
+from dmuon.solver.relabel import _grid, _peers, _place, _rows, link_cost, relabel, xor_labels
 
 Task = tuple[list[Matrix], dict[str, int], list[Rank]]
 
@@ -106,3 +106,36 @@ def test_a_decoder_on_four_nodes_of_eight_costs_less_than_by_the_xor_rule() -> N
     reached = link_cost(matrices, relabel(matrices, owners, ranks), ranks)
     assert reached < 0.97 * link_cost(matrices, xor_labels(owners, ranks), ranks)
     assert reached < 0.97 * link_cost(matrices, owners, ranks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(task=tasks())
+def test_each_rank_takes_the_first_of_the_free_places_that_add_least(task: Task) -> None:
+    """Against every free place, one by one, by the cost that is defined."""
+    matrices, owners, ranks = task
+    rows, grid, peers = _rows(matrices, owners, len(ranks)), _grid(ranks), _peers(ranks)
+    unit = int(rows.max()) // 2**20 + 1
+    first = rows[: (len(rows) + 1) // 2]
+    busy = [rank for rank in range(len(ranks)) if rows[:, rank].any()]
+    busy.sort(key=lambda rank: (int(first[:, rank].argmax()), -int(rows[:, rank].sum()), rank))
+    free, carried = set(range(len(ranks))), [np.zeros((len(rows), int(of.max()) + 1), dtype=np.int64) for of in grid]
+    expected = {}
+    for rank in busy:
+        own = rows[:, rank]
+
+        def added(place: int, own: np.ndarray = own) -> tuple[int, int, int]:
+            more = shared = 0
+            for of, links in zip(grid, carried, strict=True):
+                link = links[:, of[place]]
+                more += int(np.maximum(link + own - links.max(axis=1), 0)[own > 0].sum())
+                shared += int(((own // unit) * (link // unit)).sum())
+            return more, shared, place
+
+        place = min((place for place in free if place in peers[rank]), key=added)
+        free.remove(place)
+        expected[rank] = place
+        for of, links in zip(grid, carried, strict=True):
+            links[:, of[place]] += own
+    label = _place(rows, grid, peers)
+    assert {rank: int(label[rank]) for rank in busy} == expected
+    assert sorted(label) == list(range(len(ranks)))

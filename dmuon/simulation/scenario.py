@@ -18,7 +18,7 @@ from dmuon.solver import CostTable, Matrix, Plan
 MASTER_BYTES = 4  # of an element of masters, gradients and momentum: fp32
 _HALF_BYTES = 2
 # Of the peak. The steps that dmuon.simulation.terms are fitted to reach 0.44 to 0.56 on A800; Llama 3 405B was trained
-# at 0.38 to 0.43 on H100 (arXiv 2407.21783, table 4).
+# at 0.38 to 0.43 on H100 (arXiv 2407.21783).
 _EFFICIENCY = 0.5
 _ADAMW_BYTES = 28  # per element: weight, gradient and two moments read, all but the gradient written, fp32
 

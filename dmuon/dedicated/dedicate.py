@@ -231,14 +231,16 @@ def fully_shard(module: _Modules, *, ignored_params: Collection[nn.Parameter] = 
         ignored_params: further parameters that FSDP2 shall not manage.
         kwargs: the other arguments of ``torch.distributed.fsdp.fully_shard``.
     """
-    mesh: DeviceMesh | None = kwargs.get("mesh")
-    ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
     left_out: set[nn.Parameter] = set()
     for part in module if isinstance(module, list) else [module]:
         left_out |= owned_parameters(part)
         for below in part.modules():
             inner = None if below is part else dedication_of(below)
-            if inner is not None and (inner.is_list or set(inner.runtime.comm.ranks) != set(ranks)):
+            if inner is None:
+                continue
+            mesh: DeviceMesh | None = kwargs.get("mesh")
+            ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
+            if inner.is_list or set(inner.runtime.comm.ranks) != set(ranks):
                 inner.note_around(ranks)
                 left_out |= set(below.parameters())
     torch_fully_shard(module, ignored_params=left_out | set(ignored_params), **kwargs)

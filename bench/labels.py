@@ -1,7 +1,8 @@
 """What relabelling ranks gains in the simulated step, on HSDP grids of one replica per node.
 
 One assignment, three labellings: as the solver leaves it, by the XOR rule over node x GPU, and by ``relabel``. Printed
-is the step of the dedicated program in milliseconds, and the cost that ``relabel`` minimises relative to the first.
+is the step of the dedicated program in milliseconds, also with as many blocks merged as ``dmuon-plan --recommend``
+takes, and the cost that ``relabel`` minimises relative to the first.
 
     python bench/labels.py config.json ... [--hardware h200] [--nodes 8 32 128]
 """
@@ -19,6 +20,7 @@ from dmuon.model.config import read_model
 from dmuon.simulation.hardware import HARDWARE
 from dmuon.simulation.network import Topology
 from dmuon.simulation.programs import simulate
+from dmuon.simulation.recommendation import suited_merge_bytes
 from dmuon.simulation.scenario import Machine, Scenario
 from dmuon.simulation.wave_model import wave_costs
 from dmuon.simulation.workload import Workload
@@ -43,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     hardware = HARDWARE[args.hardware]
     machine = Machine.of(hardware)
-    print(f"{'model':<16}{'nodes':>6}{'as solved':>12}{'XOR':>10}{'relabel':>10}   link cost: XOR, relabel")
+    print(
+        f"{'model':<16}{'nodes':>6}{'as solved':>12}{'XOR':>10}{'relabel':>10}"
+        f"   merged:{'MiB':>6}{'as solved':>12}{'XOR':>10}{'relabel':>10}   link cost: XOR, relabel"
+    )
     for path in args.models:
         workload = Workload.from_config(path, tokens=args.tokens, sequence=min(args.tokens, 4096))
         matrices = [Matrix(m.name, m.rows, m.cols, m.block, 2 * m.rows * m.cols) for m in read_model(path)]
@@ -54,17 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             # On one node there is nothing to relabel for: these are the solver's own labels.
             solved = plan(matrices, len(ranks), costs, SolveOptions(method="greedy"))
             topology = Topology(len(ranks), per_node, replicate=nodes)
-            steps, link = [], []
+            steps: list[float] = []
+            of_merged: list[float] = []
+            link: list[int] = []
             for owners in (
                 solved.owners,
                 xor_labels(solved.owners, ranks),
                 relabel(solved.matrices, solved.owners, ranks),
             ):
                 scenario = Scenario(workload, labelled(solved, owners, ranks, costs), costs, machine, topology)
+                together = suited_merge_bytes(scenario)
                 steps.append(1e3 * simulate("dedicated", scenario).step_s)
+                merged = simulate("dedicated", replace(scenario, merge_bytes=together)) if together else None
+                of_merged.append(1e3 * merged.step_s if merged else steps[-1])
                 link.append(link_cost(solved.matrices, owners, ranks))
             print(
                 f"{path.stem:<16}{nodes:>6}{steps[0]:>12.2f}{steps[1]:>10.2f}{steps[2]:>10.2f}"
+                f"          {together >> 20:>6}{of_merged[0]:>12.2f}{of_merged[1]:>10.2f}{of_merged[2]:>10.2f}"
                 f"   {link[1] / link[0]:.3f}, {link[2] / link[0]:.3f}",
                 flush=True,
             )

@@ -51,8 +51,10 @@ class CommOptions:
         prefetch: blocks whose weights are on their way while another one computes, and that ``step()`` fills.
         outstanding_reductions: blocks whose gradients travel at once.
         merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights. ``"auto"``
-            measures a message and its bytes at init, and merges blocks, at most 8, until the time that any message
-            takes adds at most a tenth to that of their bytes. 0 merges nothing.
+            measures a message and its bytes at init, along rows and along the columns of replicas, and merges blocks,
+            at most 8, until the time that any message takes adds at most a tenth to that of their bytes, or is hidden
+            while the bytes pass the other lines. ``dmuon-plan --recommend`` also knows how long blocks compute. 0
+            merges nothing.
         hierarchical: rows over several nodes communicate in two levels: among the ranks that have the same place in
             their nodes, and within the node. A message then passes nodes − 1 links between nodes and one node's, one
             after the other; as many bytes pass between nodes. It needs as many ranks of a row on each of its hosts.

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from dmuon.planning.merging import merge_bytes
+from dmuon.planning.merging import LineTimes, merge_bytes
 from dmuon.simulation.network import AlphaBeta, Topology
 from dmuon.simulation.programs import ProgramName, simulate
 from dmuon.simulation.scenario import Scenario, merged, owned_elements
@@ -162,12 +162,12 @@ def recommend(scenario: Scenario, memory: float, error: float = ERROR) -> Recomm
     best: list[tuple[bool, float, Scenario]] = []
     for topology, kept in product(meshes(scenario.topology), sorted({scenario.gathers_once, True})):
         here = replace(scenario, topology=topology, gathers_once=kept, merge_bytes=0)
-        together = replace(here, merge_bytes=_merge_bytes(here))
+        together = replace(here, merge_bytes=suited_merge_bytes(here))
         both = [here, together] if together.merge_bytes else [here]
         of_dedicated = list(both)
         if topology.rails:
             levels = replace(here, hierarchical=True)
-            together = replace(levels, merge_bytes=_merge_bytes(levels))
+            together = replace(levels, merge_bytes=suited_merge_bytes(levels))
             of_dedicated += [levels, together] if together.merge_bytes else [levels]
         adamw, adamw_here = min(
             ((simulate("adamw", merged(one)).step_s, merged(one)) for one in both), key=lambda found: found[0]
@@ -230,20 +230,25 @@ def meshes(given: Topology) -> Iterator[Topology]:
             yield replace(given, replicate=data // shard)
 
 
-def _merge_bytes(scenario: Scenario) -> int:
-    """By the blocks in the middle of the model, whose weights go around one row, or around its rails and nodes."""
+def suited_merge_bytes(scenario: Scenario) -> int:
+    """``merge_bytes`` by the blocks in the middle of the model: by how their weights pass rows, or rails and nodes, and
+    the columns, side by side.
+    """
     network, topology, workload = scenario.machine.network, scenario.topology, scenario.workload
-    groups = topology.group_ids()
-    rings = [topology.ring(groups[name]) for name in (("rail", "node") if scenario.hierarchical else ("shard",))]
-    if not isinstance(network, AlphaBeta) or max(ring.size for ring in rings) == 1:
+    if not isinstance(network, AlphaBeta):
         return 0
-    carried = [1 / topology.rails, 1.0] if scenario.hierarchical else [1.0]  # of a block's bytes
     block = sorted(workload.blocks, key=lambda b: b.matrix_elements)[len(workload.blocks) // 2]
     nbytes = block.matrix_elements * workload.param_bytes // topology.tp
     compute = block.forward_flops / topology.tp / scenario.machine.flops_per_s
-    lap = sum(map(network.lap, rings))
-    bytes_s = sum(part * nbytes / network.bandwidth(ring) for part, ring in zip(carried, rings, strict=True))
-    return merge_bytes(nbytes, lap, bytes_s, compute)
+    # Of each line its groups, one behind the other, and the part of a block's bytes that passes each.
+    row = [("rail", 1 / topology.rails), ("node", 1.0)] if scenario.hierarchical else [("shard", 1.0)]
+    lines, groups = [], topology.group_ids()
+    for line in (row, [("replicate", 1 / topology.shard)]):
+        rings = [(topology.ring(groups[name]), part) for name, part in line]
+        if any(ring.size > 1 for ring, _ in rings):
+            lap = sum(network.lap(ring) for ring, _ in rings)
+            lines.append(LineTimes(lap, sum(part * nbytes / network.bandwidth(ring) for ring, part in rings)))
+    return merge_bytes(nbytes, lines, compute)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from dmuon.comm.agreement import Election, Vote
+from dmuon.comm.agreement import Election, Vote, require_same
 from dmuon.comm.context import Comm
 from dmuon.dedicated.block import Block
 from dmuon.platform.torch_private import is_sharded_by_fsdp
@@ -28,15 +28,33 @@ class OrderCheck:
     - Tensor-parallel ranks need each other in every pass, and vote among themselves.
 
     On an accelerator the host does not wait: the next pass looks at the verdict of the last one.
+
+    Args:
+        is_list: the blocks are those of a list of modules, whose order ranks compare before the first pass.
+
+    Attributes:
+        places: by what begins the names of a module of the list, how a model around them calls it.
     """
 
-    def __init__(self, comm: Comm, blocks: Sequence[Block]) -> None:
-        self._comm, self._blocks = comm, blocks
+    def __init__(self, comm: Comm, blocks: Sequence[Block], is_list: bool) -> None:
+        self._comm, self._blocks, self._is_list = comm, blocks, is_list
+        self.places: dict[str, str] = {}
         self._sharded: list[weakref.ref[FSDPModule]] | None = None  # of each block one, if there is any
         self._ran: dict[Block, None] = {}  # an ordered set
         self._gathered = False  # by FSDP2 in this pass
         self._compared = 0  # how many fills were
         self._elections: dict[str, Election] = {}  # that are under way
+
+    def compare_places(self) -> None:
+        """Where elements of a list are alike, weights would be taken for each other's. Collective of a list.
+
+        Raises:
+            ValueError: on all ranks, if they have it in other orders.
+        """
+        comm = self._comm
+        if self._is_list and comm.world > 1:
+            places = [(f"the name of number {at.rstrip('.')} of a list", name) for at, name in self.places.items()]
+            require_same(comm.control, comm.topology.ranks, None, sorted(places), None)
 
     def restart(self) -> None:
         """Another pass begins at the root."""

@@ -83,7 +83,7 @@ class Runtime:
         self.strangers: tuple[GlobalRank, ...] = ()
         self.order = ExecutionOrder(self.blocks)
         self.gradients = Gradients(comm, list(self.matrices()))
-        self.order_check = OrderCheck(comm, self.blocks)
+        self.order_check = OrderCheck(comm, self.blocks, is_list="" not in roots)
         self._neighbours = {buffer: [b for b in self.blocks if b.buffer is buffer] for buffer in self.buffers}
         self._backwards: set[int] = set()
         self._reducible: dict[OwnedBuffer, None] = {}  # an ordered set: with gradients, reduction not started
@@ -263,7 +263,7 @@ class Runtime:
         self._recover()
         self.order.restart()
         self.order_check.restart()
-        self._find_replicated()
+        self._prepare()
 
     @outside_compile
     def _root_post_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
@@ -276,7 +276,7 @@ class Runtime:
         if block.phase is Phase.BACKWARD:
             return None  # recomputation: backward has filled the block already
         self._recover()
-        self._find_replicated()
+        self._prepare()
         recomputation = current_backward() is not None
         if not recomputation:
             if not self._has_root and self.order.begins_with(block):
@@ -332,10 +332,11 @@ class Runtime:
             block.name,
         )
 
-    def _find_replicated(self) -> None:
+    def _prepare(self) -> None:
         """Average what nobody shards. The first forward tells what that is: FSDP2 may be applied until then."""
         if self.gradients.averager is not None:
             return
+        self.order_check.compare_places()
         params = unsharded_parameters(self._covered.modules(self.blocks), list(self.matrices()), self._replicated)
         several = [p for p in params if self.comm.world > 1 or isinstance(p, DTensor)]
         arrived = weakref.WeakMethod(self._gradient_arrived)

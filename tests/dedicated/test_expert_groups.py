@@ -265,6 +265,23 @@ def test_lists_in_another_order_are_told_before_training(rank: int, world: int) 
 
 
 @on_ranks(2)
+def test_lists_in_another_order_under_fsdp2_are_told_before_the_first_forward(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = Model()
+    experts = [block.experts for block in model.blocks]
+    dmuon.dedicate_params(experts[::-1] if rank else experts, mesh, costs="flops", exclude=["*.bias"])
+    for block in model.blocks:
+        dmuon.fully_shard(block, mesh=mesh)
+    dmuon.fully_shard(model, mesh=mesh)
+    tokens, _ = batch(0, rank, world)
+    message = (
+        r"name of number 0 of a list is blocks\.1\.experts on rank 1 and blocks\.0\.experts on rank 0; build the same "
+    )
+    with pytest.raises(ValueError, match=message):
+        model(tokens)
+
+
+@on_ranks(2)
 def test_fsdp2_leaves_out_lists_over_all_ranks_too(rank: int, world: int) -> None:
     """Whether groups are all ranks, or fewer, who averages their biases does not change."""
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep_shard", "ep"))

@@ -402,7 +402,7 @@ def test_ranks_that_catch_the_same_exception_go_on_exactly(ranks: RankPool, layo
 # -- whole programs -----------------------------------------------------------------------------------------------
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
 
 
 @pytest.mark.slow

@@ -106,8 +106,9 @@ def owned_once(optimizer: dmuon.Muon) -> Reading:
 def compare_exchange(traffic: Traffic, optimizer: dmuon.Muon) -> Reading:
     """The exchanges of one step, against the formula."""
     expected = expected_exchange(optimizer)
-    domains = [] if optimizer._exchange is None else optimizer._exchange.domains
-    votes = [Vote.nbytes(len(members)) for _, members in domains]
+    exchange = optimizer._exchange
+    domains = [] if exchange is None else exchange.domains
+    votes = [] if exchange is None else [Vote.nbytes(size) for size in exchange.vote_sizes()]
     lines = [line for domain, _ in domains for line in domain.lines.values() if line is not None]
     groups = {domain.group for domain, _ in domains} | {line.group for line in lines}
     amount = traffic.over(*groups)

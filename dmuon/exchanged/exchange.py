@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import Verdict, Vote, require_same
+from dmuon.comm.agreement import Verdict, Vote, agree, require_same
 from dmuon.comm.copying import connect_copies
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError
 from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.exchanged.assignment import owner_fault, plan, planned_owners, tasks
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig, owners_from
+from dmuon.exchanged.copies_vote import Copies, CopiesVote
 from dmuon.exchanged.generators import AssignByLayout, GatherByLayout, RedistributeByLayout, default_config
 from dmuon.exchanged.layouts import LayoutRecipe, Layouts, lay_out
 from dmuon.exchanged.user_functions import UserFunctions
@@ -204,6 +205,7 @@ class Exchange(Residency):
         self._stepped = False
         self._options: weakref.WeakMethod[Options] | None = None
         self._compared: list[list[int]] = [[] for _ in self.domains]  # by domain, which groups
+        self._copies = [CopiesVote(domain.position, {}) for domain, _ in self.domains]
 
     @property
     def prefetch(self) -> int:
@@ -243,7 +245,8 @@ class Exchange(Residency):
 
         Raises:
             CollectiveError: the ranks issued different collectives before.
-            RuntimeError: layouts changed on some ranks only, or another rank found a fault in another domain.
+            RuntimeError: layouts changed on some ranks only, another rank found a fault in another domain, or copies of
+                the same part differ in whether they have a gradient.
         """
         changed = changed or any(lies(p) != laid for p, laid in zip(self.params, self._laid, strict=True))
         if self._stepped:
@@ -255,15 +258,16 @@ class Exchange(Residency):
         options = None if self._options is None else self._options()
         # All domains, whatever happens: their ranks wait for this one.
         voted = set(present)
-        for (domain, _), ids, groups in zip(self.domains, self._ids, self._compared, strict=True):
+        for (domain, _), ids, groups, copies in zip(self.domains, self._ids, self._compared, self._copies, strict=True):
             if options is not None:
                 domain.monitor.note_options(options(groups))
-            vote = Vote(
-                [key in present for key in ids], domain.monitor.digest, changed, None if fault is None else self._rank
-            )
+            flags = [*(key in present for key in ids), *copies.numbers(present)]
+            vote = Vote(flags, domain.monitor.digest, changed, None if fault is None else self._rank)
             try:
                 verdict = domain.vote(vote)
                 self._check_vote(domain, changed, verdict)
+                if not changed and verdict.fault is None:
+                    self._check_copies(domain, copies, verdict.flags[len(ids) :], present)
             except Exception as error:
                 fault = fault or error
                 continue
@@ -286,6 +290,22 @@ class Exchange(Residency):
                 "hold parameters with it, and takes no step; its message says which"
             )
 
+    def _check_copies(self, domain: Domain, copies: CopiesVote, maxima: Sequence[int], present: set[int]) -> None:
+        """All ranks of the domain see the same ``maxima``, and so exchange what differs, or none does."""
+        number = copies.differing(maxima)
+        if number is None:
+            return
+        key, lacks, has = copies.first(number, agree(domain.group, None, copies.told(number, present)))
+        name = next(name for name, param in zip(self.names, self.params, strict=True) if id(param) == key)
+        raise RuntimeError(
+            f"rank {self._rank}: the gradient of {name!r} is missing on rank {domain.ranks[lacks]}, and rank "
+            f"{domain.ranks[has]}, which has a copy of the same part, has one; give all copies the same ones, or none"
+        )
+
+    def vote_sizes(self) -> list[int]:
+        """By domain, how many numbers a rank says in a vote."""
+        return [len(ids) + len(copies) for ids, copies in zip(self._ids, self._copies, strict=True)]
+
 
 @dataclass(eq=False, repr=False)
 class LayoutExchange(Exchange):
@@ -296,12 +316,14 @@ class LayoutExchange(Exchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._tasks = tasks(self.layouts, self.owners, self._rank)
-        spreads: dict[Ranks, set[Spread]] = {ranks: set() for ranks in self.layouts.domains}
+        spreads: dict[Ranks, dict[Spread, dict[int, Tensor]]] = {ranks: {} for ranks in self.layouts.domains}
         for task in self._tasks:
             if task.shared is not None:
-                spreads[task.shared.domain.ranks].add(task.shared.parcel.spread)
+                of_spread = spreads[task.shared.domain.ranks].setdefault(task.shared.parcel.spread, {})
+                of_spread[id(task.param)] = task.param
         for ranks, domain in self.layouts.domains.items():  # in one order on all of them
             connect_copies(domain, spreads[ranks])
+        self._copies = [CopiesVote(domain.position, _copied(spreads[domain.ranks])) for domain, _ in self.domains]
 
     def alone(self) -> list[Tensor]:
         return [param for param, placed in zip(self.params, self.layouts.placed, strict=True) if placed is None]
@@ -417,6 +439,15 @@ class UserExchange(Exchange):
     def table(self) -> list[Exchanged]:
         columns = zip(self.params, self.names, self.owners, strict=True)
         return [_row(param, name, param.shape, "a user's functions say", (), owner) for param, name, owner in columns]
+
+
+def _copied(spreads: Mapping[Spread, Mapping[int, Tensor]]) -> dict[Copies, list[Tensor]]:
+    """Parameters of which there are copies, by the ranks that have the same part."""
+    params: dict[Copies, dict[int, Tensor]] = {}
+    for spread, of_spread in spreads.items():
+        for line in spread.lines if spread.copies > 1 else ():
+            params.setdefault(line, {}).update(of_spread)
+    return {line: list(of_line.values()) for line, of_line in params.items()}
 
 
 def _row(

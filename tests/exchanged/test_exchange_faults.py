@@ -18,15 +18,18 @@ import torch.nn as nn
 from harness import gang
 from harness.dtensors import give, noise, parameter
 from harness.on_ranks import on_ranks
+from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.testing import assert_close
 
 import dmuon
 from dmuon import DistributedConfig, create_dtensor_config
 from dmuon.exchanged import layouts
+from dmuon.platform.torch_private import local_tensor
 
 FAULT_STEP = 2
 PATIENCE = 1.0  # for what the other ranks report
@@ -298,3 +301,57 @@ def test_a_rank_without_gradients_takes_part(rank: int, world: int) -> None:
     assert count == 3
     for i, (param, old) in enumerate(zip(params, before, strict=True)):
         assert torch.equal(param.full_tensor(), old) == (i == 3)  # type: ignore[attr-defined]
+
+
+# -- copies whose gradients differ --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("placements", "lacking", "told"),
+    [
+        ([Replicate(), Shard(0)], [2, 3], (2, 0)),  # HSDP: all of one replica
+        ([Replicate(), Shard(0)], [1], (1, 3)),  # one shard of one replica
+        ([Replicate(), Replicate()], [3], (3, 0)),
+    ],
+)
+def test_copies_of_which_some_have_no_gradient_take_no_step(
+    ranks: RankPool, placements: list[Placement], lacking: list[int], told: tuple[int, int]
+) -> None:
+    """One copy is gathered: what another one has would be dropped, and momentum would drift apart."""
+    ranks(4, steps_of_copies, placements, lacking, told)
+
+
+def steps_of_copies(rank: int, _world: int, placements: list[Placement], lacking: list[int], told: list[int]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    params = [parameter(torch.ones(shape), mesh, placements) for shape in SHAPES]
+    optimizer = dmuon.Muon(params, lr=0.1, distributed_config=create_dtensor_config(costs="flops"))
+    expected = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    oracle = dmuon.Muon(expected, lr=0.1)
+
+    def step(number: int) -> None:
+        give_gradients(params, number)
+        give_gradients(expected, number)
+        oracle.step()
+
+    step(0)
+    optimizer.step()
+    before = [local_tensor(p).detach().clone() for p in params]
+    momenta = [local_tensor(optimizer.state[p]["momentum_buffer"]).clone() for p in params]
+    step(1)
+    kept = params[1].grad
+    if rank in lacking:
+        params[1].grad = None
+    lacks, has = told
+    message = rf"gradient of 'parameter 1 of group 0' is missing on rank {lacks}, and rank {has}, which has a copy"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    for param, weight, momentum in zip(params, before, momenta, strict=True):
+        assert torch.equal(local_tensor(param), weight)
+        assert torch.equal(local_tensor(optimizer.state[param]["momentum_buffer"]), momentum)
+    params[1].grad = kept
+    optimizer.step()
+    params[2].grad = expected[2].grad = None  # of all copies: it is left alone
+    optimizer.step()
+    oracle.step()
+    for param, other in zip(params, expected, strict=True):
+        assert_close(param.full_tensor(), other)

@@ -49,7 +49,7 @@ class CopiesVote:
     def differing(self, maxima: Sequence[int]) -> int | None:
         """Number of the first line on which copies differ, by the largest of what all ranks said; None without."""
         pairs = zip(maxima[::2], maxima[1::2], strict=True)
-        return next((number for number, (greatest, least) in enumerate(pairs) if greatest != -least), None)
+        return next((i for i, (greatest, least) in enumerate(pairs) if greatest not in (-least, _NOTHING)), None)
 
     def told(self, number: int, present: Collection[int]) -> bytes | None:
         """What a rank on that line tells the others; None elsewhere."""

@@ -241,7 +241,8 @@ def fully_shard(module: _Modules, *, ignored_params: Collection[nn.Parameter] = 
             mesh: DeviceMesh | None = kwargs.get("mesh")
             ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
             if inner.is_list or set(inner.runtime.comm.ranks) != set(ranks):
-                inner.note_around(ranks, below, canonical_fqn(name))
+                inner.note_around(ranks)
+                inner.note_place(below, canonical_fqn(name))
                 left_out |= set(below.parameters())
     torch_fully_shard(module, ignored_params=left_out | set(ignored_params), **kwargs)
     return module  # torch shards in place

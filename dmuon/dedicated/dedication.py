@@ -50,14 +50,12 @@ class Dedication:
         """Which one of its list ``root`` is."""
         return self._prefixes[root]
 
-    def note_around(self, ranks: Iterable[int], root: nn.Module | None = None, name: str = "") -> None:
-        """A model of ``ranks`` lies around this one: those that are none of its own hold something else here.
+    def note_place(self, root: nn.Module, name: str) -> None:
+        """A model around this one calls ``root``, one of its modules, ``name``."""
+        self.runtime.order_check.places[self.place(root)] = name
 
-        Args:
-            root: of this one, which that model calls ``name``.
-        """
-        if root is not None:
-            self.runtime.order_check.places[self.place(root)] = name
+    def note_around(self, ranks: Iterable[int]) -> None:
+        """A model of ``ranks`` lies around this one: those that are none of its own hold something else here."""
         others = {*ranks, *self.runtime.strangers}.difference(self.runtime.comm.topology.ranks)
         self.runtime.strangers = tuple(map(GlobalRank, sorted(others)))
 

@@ -61,9 +61,9 @@ class CopiesVote:
         Args:
             of_ranks: what all have :meth:`told`.
         """
-        line = self.lines[number]
-        flags = [of_rank for position in line if (of_rank := of_ranks[position]) is not None]
-        for key, *said in zip(self._ids[number], *flags, strict=True):
+        told = {position: flags for position in self.lines[number] if (flags := of_ranks[position]) is not None}
+        line = list(told)
+        for key, *said in zip(self._ids[number], *told.values(), strict=True):
             if min(said) != max(said):
                 return key, line[said.index(0)], line[said.index(1)]
         raise AssertionError("digests differ, and flags do not")

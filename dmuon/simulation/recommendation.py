@@ -76,7 +76,8 @@ class Way:
                 mesh = f"{mesh}[{data}]"
         kept = ", reshard_after_forward=False" if self.kept else ""
         if self.residency == "exchanged":
-            return f"mesh = {mesh}; fully_shard(model, mesh=mesh{kept}); optimizer = dmuon.Muon(model)"
+            sharded = f"[fully_shard(part, mesh=mesh{kept}) for part in (*model.blocks, model)]"
+            return f"mesh = {mesh}; {sharded}; optimizer = dmuon.Muon(model)"
         options = [f"merge_bytes={self.merge_bytes}"] if self.merge_bytes else []
         options += ["hierarchical=True"] if self.hierarchical else []
         comm = f", comm=dmuon.CommOptions({', '.join(options)})" if options else ""

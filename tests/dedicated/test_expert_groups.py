@@ -253,13 +253,18 @@ def test_what_was_dedicated_before_keeps_its_values_and_its_gradients(rank: int,
     assert "blocks.1.experts.up" in text and "blocks.0.experts.shift" in text and "outside what" not in text
 
 
-@on_ranks(2)
-def test_lists_in_another_order_are_told_before_training(rank: int, world: int) -> None:
-    """All elements are alike, so that the list itself shows nothing; the model around them does."""
-    mesh = init_device_mesh("cpu", (2,))
+def in_another_order(rank: int, mesh: DeviceMesh) -> Model:
+    """Its experts are dedicated as a list, backwards on rank 1. All elements are alike, so the list shows nothing."""
     model = Model()
     experts = [block.experts for block in model.blocks]
     dmuon.dedicate_params(experts[::-1] if rank else experts, mesh, costs="flops", exclude=["*.bias"])
+    return model
+
+
+@on_ranks(2)
+def test_lists_in_another_order_are_told_before_training(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = in_another_order(rank, mesh)
     with pytest.raises(ValueError, match=r"place of 'blocks\.0\.experts' in a list"):
         dmuon.dedicate_params(model, mesh, costs="flops", exclude=["*.router"])
 
@@ -267,9 +272,7 @@ def test_lists_in_another_order_are_told_before_training(rank: int, world: int) 
 @on_ranks(2)
 def test_lists_in_another_order_under_fsdp2_are_told_before_the_first_forward(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    model = Model()
-    experts = [block.experts for block in model.blocks]
-    dmuon.dedicate_params(experts[::-1] if rank else experts, mesh, costs="flops", exclude=["*.bias"])
+    model = in_another_order(rank, mesh)
     for block in model.blocks:
         dmuon.fully_shard(block, mesh=mesh)
     dmuon.fully_shard(model, mesh=mesh)

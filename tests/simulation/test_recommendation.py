@@ -246,3 +246,21 @@ def test_the_mesh_of_the_line_has_all_ranks(
     dmuon = SimpleNamespace(dedicate_params=lambda model, mesh, **_: given.append(mesh), CommOptions=dict)
     exec(way.code(), {"init_device_mesh": Mesh, "dmuon": dmuon, "model": None})
     assert given[0].seen == expected
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_line_shards_every_block_as_it_was_predicted(found: Recommendation, kept: bool) -> None:
+    """And the root behind them: alone it would gather the whole model at once."""
+    way = replace(found.ways[0], topology=Topology(64), residency="exchanged", kept=kept)
+    sharded: list[tuple[object, dict[str, object]]] = []
+    model = SimpleNamespace(blocks=["first", "second"])
+    names = {
+        "init_device_mesh": lambda *_: "mesh",
+        "fully_shard": lambda part, **options: sharded.append((part, options)),
+        "dmuon": SimpleNamespace(Muon=lambda given: given),
+        "model": model,
+    }
+    exec(way.code(), names)
+    options = {"mesh": "mesh", "reshard_after_forward": False} if kept else {"mesh": "mesh"}
+    assert sharded == [("first", options), ("second", options), (model, options)]
+    assert names["optimizer"] is model

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.outputs import Outputs
+from dmuon.dedicated.saved_tensors import SavedTensors
 from dmuon.platform.torch_private import inside_transformation
 
 
@@ -35,10 +34,9 @@ class Block:
         buffer: holds the whole weights, possibly beside those of neighbours.
         backward: the backward pass that entered this block.
         calls: forwards whose backward boundary has not been reached.
-        awaits_backward: some output of a forward needs a gradient.
-        lingers: nothing shows where a backward would enter, so whole weights stay until one has come, or a step.
+        awaits_backward: the graph of a forward has saved something.
+        saving: the hooks around the forwards that run now; a recomputation may run inside another.
         generation: of the weights of the last forward with gradients.
-        outputs: finds the tensors from which a backward may enter.
     """
 
     def __init__(self, name: str, module: nn.Module, matrices: Sequence[OwnedMatrix], buffer: OwnedBuffer) -> None:
@@ -50,9 +48,9 @@ class Block:
         self.backward: int | None = None
         self.calls = 0
         self.awaits_backward = False
-        self.lingers = False
+        self.saving: list[SavedTensors] = []
         self.generation = -1
-        self.outputs = Outputs(module)
+        self._versions: list[int] = []  # of whole weights when they were put into the modules
 
     @property
     def module(self) -> nn.Module | None:
@@ -79,6 +77,7 @@ class Block:
                     "dmuon.summon_full_params(model) instead"
                 )
         self.buffer.acquire(self.name, phase.value)
+        self._versions = [matrix.full._version for matrix in self.matrices]
         for matrix in self.matrices:
             if matrix.full.requires_grad != matrix.rest.requires_grad:
                 matrix.full.requires_grad_(matrix.rest.requires_grad)
@@ -86,10 +85,19 @@ class Block:
         self.phase = phase
 
     def leave(self) -> None:
-        """Put the resting form back into the modules."""
+        """Put the resting form back into the modules.
+
+        Raises:
+            RuntimeError: a whole weight was edited, which would be lost.
+        """
         self._require(Phase.FORWARD, Phase.BACKWARD)
-        self._rest()
-        self.buffer.release(self.name)
+        self._give_up()
+        for matrix, version in zip(self.matrices, self._versions, strict=True):
+            if matrix.full._version != version:
+                raise RuntimeError(
+                    f"parameter {matrix.fqn!r} was changed in place inside the forward or backward of block "
+                    f"{self.name!r}, where it is a copy of its owner's; edit it under dmuon.summon_full_params(model)"
+                )
 
     def summon(self, wholes: Sequence[nn.Parameter]) -> None:
         """Put ``wholes``, one per matrix, into the modules for the user."""
@@ -105,15 +113,25 @@ class Block:
 
     def forget_graph(self) -> None:
         """No backward will come any more."""
-        self.backward, self.calls, self.awaits_backward, self.lingers = None, 0, False, False
+        self.backward, self.calls, self.awaits_backward = None, 0, False
+
+    def abandon(self) -> None:
+        """Back to rest from a forward or backward that did not finish."""
+        while self.saving:
+            self.saving.pop().end()
+        if self.at_work:
+            self._give_up()
 
     def reset(self) -> None:
         """Back to rest, without gradients that were not reduced."""
-        if self.at_work:
-            self.leave()
+        self.abandon()
         for matrix in self.matrices:
             matrix.drop_unreduced()
         self.forget_graph()
+
+    def _give_up(self) -> None:
+        self._rest()
+        self.buffer.release(self.name)
 
     def _rest(self) -> None:
         for matrix in self.matrices:
@@ -179,37 +197,48 @@ class ExecutionOrder:
             block = links.get(block)
 
 
-def mark_boundary(
-    args: tuple[Any, ...], kwargs: dict[str, Any], reached: Callable[[], None]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Pass all tensors of ``args`` and ``kwargs`` that need gradients through one function.
+def mark_boundary(value: Any, reached: Callable[[], None]) -> tuple[Any, bool]:
+    """Pass tensors that need gradients through one function: ``value`` itself, and what lies in tuples.
 
-    Of the inputs of a module its backward runs after the module's, of all outputs before.
+    Of the inputs of a module its backward runs after the module's, of all outputs before. Lists, dicts and other
+    objects stay as they are: a module may add to what it is given, as to a cache, and the caller must see that. What
+    comes by them alone may end a block twice, which costs another reduction.
 
     Args:
         reached: called by that backward.
 
     Returns:
-        The arguments with what that function returned; None if no tensor needs a gradient.
+        ``value`` with what that function returned, and whether any tensor was passed.
 
     Raises:
         RuntimeError: inside a transformation of ``torch.func``, whose backward is none of autograd's.
     """
-    leaves, spec = tree_flatten((args, kwargs))
-    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not indices:
-        return None
+    tensors = list(_in_tuples(value))
+    if not tensors:
+        return value, False
     if inside_transformation():
         raise RuntimeError(
             "a block of a dedicated model was called inside torch.func (grad, vjp, jacrev, …), which runs no backward "
             "in which its weights could be fetched again; use torch.autograd.grad or backward(), or transform the "
             "model before dedicate_params"
         )
-    outputs = _Boundary.apply(reached, *(leaves[i] for i in indices))  # type: ignore[no-untyped-call]
-    for i, tensor in zip(indices, outputs, strict=True):
-        leaves[i] = tensor
-    new_args, new_kwargs = tree_unflatten(leaves, spec)
-    return new_args, new_kwargs
+    passed = iter(_Boundary.apply(reached, *tensors))  # type: ignore[no-untyped-call]
+    return _replaced(value, passed), True
+
+
+def _in_tuples(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _in_tuples(item)
+    elif isinstance(value, Tensor) and value.requires_grad:
+        yield value
+
+
+def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(value, tuple):
+        items = [_replaced(item, tensors) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return next(tensors) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 class _Boundary(torch.autograd.Function):

@@ -29,8 +29,11 @@ from dmuon.dedicated.matrix import OwnedMatrix, Weight, own
 from dmuon.dedicated.part import Part
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import make_layout
+from dmuon.platform.log import logger
 from dmuon.platform.streams import Origin
-from dmuon.platform.torch_private import local_tensor
+from dmuon.platform.torch_private import count_holders, local_tensor
+
+_log = logger(__name__)
 
 _ALIGN_BYTES = 256  # of each matrix in a flat buffer, so that every view suits vectorized loads
 
@@ -141,8 +144,11 @@ class OwnedBuffer:
             self.matrices.append(matrix)
             self.spans += [(matrix, part, span) for part, span in placed]
         self._places = {id(part): span for _, part, span in self.spans}
-        self._buffer.untyped_storage().resize_(0)
-        self._assembled.untyped_storage().resize_(0)
+        self.storages = [tensor.untyped_storage() for tensor in (self._buffer, self._assembled)]
+        self._holders: int | None = None  # of these, before anything was computed with them
+        self._is_held = False
+        for storage in self.storages:
+            storage.resize_(0)
         first, last = weights[0].block, weights[-1].block
         self.name = first if first == last else f"{first} to {last}"
         _buffers.add(self)
@@ -227,6 +233,8 @@ class OwnedBuffer:
         self.generation = generation
 
     def _allocate(self) -> None:
+        if self._holders is None:
+            self._holders = self._count_holders()
         self._origin = Origin(self.comm.device)
         self._buffer.untyped_storage().resize_(self._nbytes)
         self._assembled.untyped_storage().resize_(self._assembled.nbytes)
@@ -287,17 +295,34 @@ class OwnedBuffer:
         return bool(self._users)
 
     def free(self) -> None:
-        """Give the buffer's memory back."""
+        """Give the buffer's memory back, unless somebody else refers to it.
+
+        A graph does whose weights were saved by hooks of others inside the block, and so does a view that a forward
+        returned. It may be read at any time, so the weights stay where they are. The buffer counts as freed all the
+        same: whether it is filled must not depend on what this rank alone knows, and a fill of the same generation
+        writes the same bytes.
+        """
         self._require_idle()
         try:
             self._settle()
         finally:  # what failed has ended, too
             self._origin.await_users()
-            self._buffer.untyped_storage().resize_(0)
-            self._assembled.untyped_storage().resize_(0)
+            if self._holders is None or self._count_holders() <= self._holders:
+                for storage in self.storages:
+                    storage.resize_(0)
+            elif not self._is_held:
+                self._is_held = True
+                _log.warning(
+                    "block %r: something beside dmuon refers to its whole weights (hooks on saved tensors inside the "
+                    "block, or a weight or a view of one that was kept), so they stay in memory until it lets them go",
+                    self.name,
+                )
             self.state, self.generation = BufferState.FREED, -1
             if self.keep:
                 self.published = -1
+
+    def _count_holders(self) -> int:
+        return count_holders(self.storages, [matrix.full for matrix in self.matrices])
 
     def _require_idle(self) -> None:
         for user, purpose in self._users.items():

@@ -291,8 +291,6 @@ class Gradients:
         for matrix, local in undecided:
             if id(matrix) in used:
                 matrix.set_grad(local)
-            else:
-                matrix.drop_unreduced()
         for param, average in averages:
             if id(param) in used:
                 param.grad = like_param(param, average)

@@ -112,6 +112,7 @@ class Dedicated(Residency):
             raise RuntimeError(
                 f"the gradient of {name!r} is not reduced: the last backward before step() must run outside no_sync()"
             )
+        self._runtime.require_gradients()
         return super().before_step(changed)
 
     def begin_update(self, params: Iterable[Tensor]) -> None:

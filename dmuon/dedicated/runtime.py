@@ -23,6 +23,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
@@ -36,11 +37,17 @@ from dmuon.dedicated.order_check import OrderCheck
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.publication import Publications
 from dmuon.dedicated.replicated import GradAverager, unsharded_parameters
+from dmuon.dedicated.saved_tensors import SavedTensors, tell_of_hooks
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.log import logger
-from dmuon.platform.torch_private import current_backward, on_backward_end, outside_compile
+from dmuon.platform.torch_private import (
+    current_backward,
+    may_push_saved_tensor_hooks,
+    on_backward_end,
+    outside_compile,
+)
 from dmuon.step.residency import Residency
 
 _log = logger(__name__)
@@ -63,6 +70,7 @@ class Runtime:
         all_reduce: backward reduces gradients across replicas too.
         members: of this model, in some optimizer.
         strangers: ranks of a model around this one that hold other matrices by these names, and not these.
+        was_entered: a backward came through a block that trains, since the last step or clearing of gradients.
     """
 
     def __init__(
@@ -81,16 +89,20 @@ class Runtime:
         self.all_reduce = True
         self.members: weakref.WeakSet[Residency] = weakref.WeakSet()
         self.strangers: tuple[GlobalRank, ...] = ()
+        self.was_entered = False
         self.order = ExecutionOrder(self.blocks)
         self.gradients = Gradients(comm, list(self.matrices()))
         self.order_check = OrderCheck(comm, self.blocks, is_list="" not in roots)
         self._neighbours = {buffer: [b for b in self.blocks if b.buffer is buffer] for buffer in self.buffers}
+        of_module: dict[int, list[Block]] = {}  # one for each dtype
+        for block in self.blocks:
+            of_module.setdefault(id(block.module), []).append(block)
+        self._alike = {blocks[0]: blocks for blocks in of_module.values()}  # one of them hooks what the graph saves
         self._backwards: set[int] = set()
         self._reducible: dict[OwnedBuffer, None] = {}  # an ordered set: with gradients, reduction not started
         self._leftovers: set[OwnedBuffer] = set()  # with gradients that earlier backwards did not make whole
         self._strays: dict[Block, int] = {}  # with gradients of a backward that did not enter them, and which
         self.publications = Publications(comm)
-        self._warned: set[Block] = set()
         self._covered = Covered(roots)  # which it does not hold: modules own their hooks, and so this
         params = [param for _, param in self._named_parameters()]
         # Without what dmuon owns: `Module.to` swaps tensor subclasses, and fails if a weak reference watches one.
@@ -148,6 +160,7 @@ class Runtime:
 
     def drop_waiting(self, param: OwnedTensor) -> None:
         """Forget that: the user has cleared or replaced the gradient."""
+        self.was_entered = False
         matrix = self._by_rest.get(id(param))
         if matrix is not None and matrix.waits:
             matrix.drop_unreduced()
@@ -169,6 +182,7 @@ class Runtime:
     def weights_changed(self) -> None:
         """Masters have changed, or will: whatever is in a buffer is out of date."""
         self.generation += 1
+        self.was_entered = False
 
     def write_even(self, param: OwnedTensor, shard: Tensor) -> None:
         """Make the even shards of all ranks the value of ``param``. Collective.
@@ -197,10 +211,7 @@ class Runtime:
         self.before_write()
         self.weights_changed()
         for block in self.blocks:  # graphs of forwards that never ran backward are void now
-            lingered = block.lingers
             block.forget_graph()
-            if lingered and not self._stays(block.buffer):
-                block.buffer.free()
         outdated = {id(p) for p in params if id(p) in self._by_rest}
         self.publications.begin(_buffers(self.order.walk()), outdated, self.generation)
 
@@ -242,7 +253,7 @@ class Runtime:
 
     def _stays(self, buffer: OwnedBuffer) -> bool:
         """Whether its weights must not be freed now."""
-        return buffer.keep or buffer.in_use or any(block.lingers for block in self._neighbours[buffer])
+        return buffer.keep or buffer.in_use
 
     def _prefetch(self, block: Block, *, backward: bool) -> None:
         """Start filling the buffers that come next."""
@@ -261,9 +272,16 @@ class Runtime:
     @outside_compile
     def _root_pre_forward(self, _module: nn.Module, _args: Any) -> None:
         self._recover()
-        self.order.restart()
+        self._start_pass()
         self.order_check.restart()
         self._prepare()
+
+    def _start_pass(self) -> None:
+        """No block is at work yet, unless a Ctrl-C has ended the last pass, of which torch tells no forward hook."""
+        self.order.restart()
+        for block in self.blocks:
+            if block.phase is Phase.FORWARD and current_backward() is None:
+                block.abandon()
 
     @outside_compile
     def _root_post_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
@@ -273,14 +291,15 @@ class Runtime:
     def _pre_forward(
         self, block: Block, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if block.phase is Phase.BACKWARD:
-            return None  # recomputation: backward has filled the block already
+        if block.phase is Phase.BACKWARD:  # recomputation: backward has filled the block already
+            self._begin_saving(block)
+            return None
         self._recover()
         self._prepare()
         recomputation = current_backward() is not None
         if not recomputation:
             if not self._has_root and self.order.begins_with(block):
-                self.order.restart()
+                self._start_pass()
             self.order_check.run(block, trains=torch.is_grad_enabled())
         self.order.record(block, first=not recomputation)
         self._ensure_ready(block)
@@ -290,47 +309,48 @@ class Runtime:
         if not torch.is_grad_enabled():
             return None
         # Without a boundary, where no input needs a gradient, the end of the backward pass releases the block.
-        inputs = mark_boundary(args, kwargs, partial(self._post_backward, block))
-        if inputs is not None and not recomputation:  # the graph of a recomputation may never be differentiated
+        given = (args, *kwargs.values())
+        passed, is_marked = mark_boundary(given, partial(self._post_backward, block))
+        if is_marked and not recomputation:  # the graph of a recomputation may never be differentiated
             block.calls += 1
-        return inputs
+        self._begin_saving(block)
+        return (passed[0], dict(zip(kwargs, passed[1:], strict=True))) if is_marked else None
+
+    def _begin_saving(self, block: Block) -> None:
+        """What the graph saves from now on comes back by way of the block: [Note: how backward enters a block]."""
+        alike = self._alike.get(block, [])
+        if alike and torch.is_grad_enabled() and not block.buffer.keep and may_push_saved_tensor_hooks():
+            storages = [storage for one in alike for storage in one.buffer.storages]
+            saved = SavedTensors(storages, partial(self._enter_by_saved, alike, self.generation))
+            saved.begin()
+            block.saving.append(saved)
 
     @outside_compile
     def _post_forward(self, block: Block, _module: nn.Module, _args: Any, output: Any) -> Any:
+        error = sys.exc_info()[1] if output is None else None  # the hook runs whatever the forward came to
+        if block.saving:
+            saved = block.saving.pop()
+            saved.end()
+            for one in self._alike[block]:
+                one.awaits_backward = one.awaits_backward or (error is None and saved.any)
+            if error is not None:
+                tell_of_hooks(error, block.name)
         if block.phase is not Phase.FORWARD:
             return None
-        raised = output is None and sys.exc_info()[1] is not None  # the hook runs whatever the forward came to
-        if raised or not torch.is_grad_enabled():
+        if error is not None or not torch.is_grad_enabled():
             self._leave(block, self.order.after(block))
             return None
-        returned, left = block.outputs.find(output)
-        seen = bool(returned or left)
-        if not seen and block.trains and not block.lingers:
-            self._warn_of_unseen(block)
-            block.lingers = True
+        returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         self._leave(block, self.order.after(block))
-        block.awaits_backward = block.awaits_backward or seen
+        block.awaits_backward = block.awaits_backward or bool(returned)
         block.generation = self.generation
         hook = partial(self._pre_backward, block, self.generation)
-        for tensor in left:
-            tensor.register_hook(hook)
         if len({tensor.device for tensor in returned}) > 1:
             # A thread for each device would enter the block, on each rank in another order.
-            passed = mark_boundary((output,), {}, hook)
-            return None if passed is None else passed[0][0]
+            return mark_boundary(output, hook)[0]
         for tensor in returned:
             tensor.register_hook(hook)
         return None
-
-    def _warn_of_unseen(self, block: Block) -> None:
-        if block.buffer.keep or block in self._warned:
-            return
-        self._warned.add(block)
-        _log.warning(
-            "block %r: neither its output nor its attributes hold a tensor that needs a gradient, so its whole weights "
-            "stay in memory until a backward has used them, or step(); run it under torch.no_grad() if none will",
-            block.name,
-        )
 
     def _prepare(self) -> None:
         """Average what nobody shards. The first forward tells what that is: FSDP2 may be applied until then."""
@@ -351,10 +371,23 @@ class Runtime:
             return
         self._check_graph(block, generation)
         block.backward = self._in_backward()
+        self.was_entered = self.was_entered or block.trains
         self.order.restart()
         self._ensure_ready(block)
         block.enter(Phase.BACKWARD)
         self._prefetch(block, backward=True)
+
+    def _enter_by_saved(self, blocks: Sequence[Block], generation: int) -> None:
+        """The graph asks back what a forward of ``blocks``, which are one module's, has saved."""
+        for block in blocks:
+            if block.at_work and generation == self.generation:
+                continue
+            if current_backward() is None:
+                raise RuntimeError(
+                    f"what block {block.name!r} has saved for backward was read outside of one, and its weights have "
+                    "been freed; pass reshard_after_forward=False to dedicate_params to look at it"
+                )
+            self._pre_backward(block, generation)
 
     def _check_graph(self, block: Block, generation: int) -> None:
         """Raise RuntimeError for a backward that cannot be right, of a forward of ``generation``."""
@@ -452,9 +485,19 @@ class Runtime:
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced yet."""
         self._recover()
+        self.was_entered = False
         self._leftovers.clear()
         for matrix in self.matrices():
             matrix.drop_unreduced()
+
+    def require_gradients(self) -> None:
+        """Raise RuntimeError if a backward went through blocks and left no owned parameter a gradient."""
+        if self.was_entered and all(matrix.rest.raw_grad is None for matrix in self.matrices()):
+            raise RuntimeError(
+                f"backward came through the block of {next(self.matrices()).fqn!r}, and no parameter that dmuon owns "
+                "has a gradient: backward(inputs=…) cannot name them, since graphs know the whole weights instead; "
+                "call backward() without inputs, and freeze what is not to be trained"
+            )
 
     def unreduced(self) -> str | None:
         """Name of a parameter whose gradient was left unreduced by a backward without synchronization."""

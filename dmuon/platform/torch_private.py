@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from functools import cache
 from math import prod
 from typing import Any, ParamSpec, TypeVar
 
@@ -266,6 +268,66 @@ def current_backward() -> int | None:
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass that runs now has computed its last gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack
+
+
+def saved_tensor_hooks() -> SavedTensorHooks | None:
+    """The innermost pair of hooks around what this thread computes; None if there is none."""
+    top: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top
+
+
+def may_push_saved_tensor_hooks() -> bool:
+    """Whether nothing has switched such hooks off, as ``torch.func`` does."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+
+
+def push_saved_tensor_hooks(pair: SavedTensorHooks) -> None:
+    """What a pair of ``torch.autograd.graph.saved_tensors_hooks`` does when it is entered."""
+    torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Take the innermost pair off."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """The same of all tensors that share the storage, also while it has no memory."""
+    return storage._cdata
+
+
+def spec_of_dtensor(tensor: Tensor) -> DTensorSpec | None:
+    """How a DTensor is laid out; None of any other tensor."""
+    return tensor._spec if isinstance(tensor, DTensor) else None
+
+
+def with_spec(local: Tensor, spec: DTensorSpec) -> Tensor:
+    """``local`` as the DTensor of ``spec``, without autograd."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+@cache
+def _references_of_graph() -> int:
+    """How many references to a parameter in Python its graph counts for, which depends on the version of PyTorch."""
+    leaf = torch.zeros((), requires_grad=True)
+    without = sys.getrefcount(leaf)
+    result = leaf * 1  # keeps the graph
+    return sys.getrefcount(leaf) - without + 0 * len(result.shape)
+
+
+def count_holders(storages: Iterable[torch.UntypedStorage], params: Sequence[Tensor]) -> int:
+    """How many hold memory: tensors on ``storages``, and in Python ``params``, which view these.
+
+    Graphs of ``params`` do not count. As a difference the number tells whether anybody has come.
+    """
+    count: int = sum(torch._C._storage_Use_Count(storage._cdata) for storage in storages)
+    listed: Sequence[Any] = params
+    for i in range(len(listed)):  # without another reference to what is counted
+        count += sys.getrefcount(listed[i]) - (_references_of_graph() if listed[i]._use_count() > 1 else 0)
+    return count
 
 
 def inside_transformation() -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,16 +16,14 @@ from harness.assertions import about, assert_equal_weights
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
 from harness.topologies import lay
-from harness.toy import OPTIONS, WIDTH, batch, build
+from harness.toy import OPTIONS, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 from dmuon.check.model import Block, Network, Size
 from dmuon.check.topologies import full_state
-from dmuon.dedicated import outputs
 from dmuon.dedicated.dedication import dedications
-from dmuon.dedicated.outputs import Outputs
 
 pytestmark = pytest.mark.pitfall("P66")
 
@@ -230,86 +226,6 @@ def test_a_graph_of_older_weights_is_refused_though_no_output_shows_it(rank: int
         total.backward()
 
 
-def test_a_tensor_that_stays_is_hooked_once() -> None:
-    """A graph that an attribute keeps over many forwards would collect one hook in each of them."""
-    module = Gated(Size(WIDTH, 8, 1, 5), "attribute")
-    finder = Outputs(module)
-    x = torch.ones(2, WIDTH)
-    for new in (True, False):
-        if new:
-            hidden = module(x)
-        returned, left = finder.find(hidden)
-        assert [t is hidden for t in returned] == [True]
-        assert [t is module.left for t in left] == ([True] if new else [])
-
-
-class Odd:
-    """Hides a tensor in a mangled slot, beside what breaks whoever looks at it."""
-
-    __slots__ = ("__hidden", "dead")
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.__hidden, self.dead = hidden, weakref.proxy(Notes())
-
-    @property
-    def hidden(self) -> Tensor:
-        raise AssertionError("nothing of a user's class is run")
-
-
-class OddMapping(OrderedDict):  # type: ignore[type-arg]
-    """As Hugging Face's outputs: values, and attributes beside them."""
-
-    def values(self) -> Any:
-        raise RuntimeError("not now")
-
-
-def test_odd_objects_are_looked_into_without_harm() -> None:
-    finder = Outputs(nn.Identity())
-    x, y, z = (torch.ones(2, requires_grad=True) * i for i in range(3))
-    mapping = OddMapping(at=x)
-    mapping.beside = y
-    found, _ = finder.find([Odd(x), mapping, (i for i in range(3)), {"deep": [deque([(z,)])]}])
-    assert {id(t) for t in found} == {id(x), id(z)}
-    plain = OrderedDict(at=x)
-    plain.beside = y
-    assert {id(t) for t in finder.find(Notes.__new__(Notes))[0]} == set()
-    assert {id(t) for t in finder.find(_holding(plain))[0]} == {id(x), id(y)}
-
-
-def _holding(value: Any) -> Notes:
-    notes = Notes()
-    notes.losses = value
-    return notes
-
-
-def test_what_is_large_and_empty_is_looked_at_once() -> None:
-    module = Gated(Size(WIDTH, 8, 1, 5), "notes")
-    for large in ([[i] for i in range(10 * outputs._LIMIT)], list(range(10 * outputs._LIMIT))):
-        module.left = large
-        finder = outputs.Outputs(module)
-        finder.find(None)
-        assert [name for _, name in finder._barren] == ["left"]
-    module(torch.ones(2, WIDTH))
-    assert len(finder.find(None)[1]) == 1
-
-
-@on_ranks(2)
-def test_a_block_without_visible_outputs_says_that_its_weights_stay(rank: int, world: int) -> None:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dmuon").addHandler(handler)
-    try:
-        model = model_of("board_alone")
-        laid = lay("1d-two-lines", model)
-        for step in range(2):
-            loss_of(model, *laid.mine(batch(step))).backward()
-    finally:
-        logging.getLogger("dmuon").removeHandler(handler)
-    told = [m for m in messages if "neither its output nor its attributes" in m]
-    assert [m.split("'")[1] for m in told] == ["blocks.0", "blocks.1", "blocks.2"], "each once"
-
-
 @on_ranks(2)
 def test_a_forward_that_raises_leaves_no_weights_behind(rank: int, world: int) -> None:
     """Nothing comes out of it either, but no backward will enter it."""
@@ -320,7 +236,7 @@ def test_a_forward_that_raises_leaves_no_weights_behind(rank: int, world: int) -
     with pytest.raises(ZeroDivisionError):
         loss_of(model, *laid.mine(batch(0)))
     handle.remove()
-    assert (block.lingers, block.buffer.buffer_nbytes) == (False, 0)
+    assert block.buffer.buffer_nbytes == 0
 
 
 # -- groups that leave something out ------------------------------------------------------------------------------

@@ -296,7 +296,8 @@ def pop_saved_tensor_hooks() -> None:
 
 def storage_id(storage: torch.UntypedStorage) -> int:
     """The same of all tensors that share the storage, also while it has no memory."""
-    return storage._cdata
+    number: int = storage._cdata
+    return number
 
 
 def spec_of_dtensor(tensor: Tensor) -> DTensorSpec | None:

@@ -341,8 +341,11 @@ def _check_param(param: Tensor, use_muon: bool, shards: bool) -> None:
             f"parameter {name} is on the meta device; materialize the model (to_empty and its initialization) before "
             "building the optimizer"
         )
-    if param.is_complex() or (use_muon and not param.is_floating_point()):
-        raise ValueError(f"parameter {name} is {param.dtype}; Muon and AdamW take floating-point parameters")
+    if use_muon and not param.is_floating_point():
+        raise ValueError(
+            f"parameter {name} is {param.dtype}; Muon takes real matrices in floating point: put it in a group with "
+            "use_muon=False"
+        )
     if not use_muon:
         if isinstance(param, OwnedTensor):
             raise ValueError(f"parameter {name!r} is owned by dmuon and cannot be in a group with use_muon=False")

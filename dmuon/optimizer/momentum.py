@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,13 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import differences
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_dict import describe
-from dmuon.optimizer.loading import completed, loading_fault, savable
+from dmuon.layout.parameters import ranks_of_mesh
+from dmuon.layout.topology import listed
+from dmuon.optimizer.loading import adamw_state, completed, loading_fault, savable
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.residency import MOMENTUM, Residency
+from dmuon.step.adamw import MOMENTS
+from dmuon.step.residency import MOMENTUM, Residency, needs_gather
 
 _log = logger(__name__)
 
@@ -48,6 +51,19 @@ class _Row:
         shape = self.param.shape
         if value.shape != shape and (isinstance(value, DTensor) or value.shape != self.local.shape):
             raise ValueError(f"momentum of {self.name} has shape {tuple(value.shape)}, not {tuple(shape)}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    """What a state dict has of one parameter: its momentum, or one of AdamW's moments.
+
+    Attributes:
+        what: names it.
+    """
+
+    param: Tensor
+    what: str
+    value: Any
 
 
 def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
@@ -92,6 +108,7 @@ class Momentum:
     def __init__(self) -> None:
         self.shown: dict[int, Tensor] = {}
         self._rows: list[_Row] = []
+        self._names: Mapping[int, str] = {}
         self._residencies: list[Residency] = []
 
     def lay_out(
@@ -123,7 +140,7 @@ class Momentum:
             if value is not None:
                 kept.append((row, value))
         _store(kept)
-        self._residencies, self._rows = list(residencies), rows
+        self._residencies, self._rows, self._names = list(residencies), rows, names
         self.shown.clear()
         self._show([row for row in rows if MOMENTUM in state.get(row.param, ()) or row.is_trained], state)
 
@@ -182,27 +199,35 @@ class Momentum:
         fault = loading_fault(state_dict, optimizer.param_groups)
         saved_groups = state_dict["param_groups"] if fault is None else []
         # State is keyed by position among the saved groups' parameters, which DCP replaces by names.
-        keys = {
-            id(param): key
-            for saved, group in zip(saved_groups, optimizer.param_groups, strict=False)
-            if group["use_muon"]
-            for key, param in zip(saved["params"], group["params"], strict=True)
-        }
+        pairs = list(zip(saved_groups, optimizer.param_groups, strict=False))
+        keys = {id(p): key for s, g in pairs for key, p in zip(s["params"], g["params"], strict=True)}
         loads = [(row, keys[id(row.param)]) for row in self._rows if id(row.param) in keys]
-        values = [state_dict["state"].get(key, {}).get(MOMENTUM) for _, key in loads]
-        self._require_loadable(fault, [row for row, _ in loads], values)
+        others = [p for _, group in pairs if not group["use_muon"] for p in group["params"]]
+        saved = {key: state_dict["state"].get(key, {}) for key in keys.values()}
+        values = [saved[key].get(MOMENTUM) for _, key in loads]
+        items = [_Item(row.param, f"momentum of {row.name}", v) for (row, _), v in zip(loads, values, strict=True)]
+        for param in others:
+            of_param = saved[keys[id(param)]]
+            items += [_Item(param, f"{key} of {self._names[id(param)]!r}", of_param.get(key)) for key in MOMENTS]
+        self._require_loadable(fault, items)
         state = dict(state_dict["state"])
         _store([(row, value) for (row, _), value in zip(loads, values, strict=True)])
+        for param in others:
+            key = keys[id(param)]
+            of_param = adamw_state(saved[key], param, optimizer.state.get(param, {}), repr(self._names[id(param)]))
+            state[key] = of_param
+            if of_param is None:
+                del state[key]
         for (row, key), value in zip(loads, values, strict=True):
-            others = {name: other for name, other in state.pop(key, {}).items() if name != MOMENTUM}
+            kept = {name: other for name, other in state.pop(key, {}).items() if name != MOMENTUM}
             if value is None and not row.is_trained:
                 self.shown.pop(id(row.param), None)
             else:
                 self.shown.setdefault(id(row.param), row.local)  # until the new state shows it
-            if others or id(row.param) in self.shown:
-                state[key] = others
+            if kept or id(row.param) in self.shown:
+                state[key] = kept
         _log.debug("loaded momentum of %d of %d parameters", sum(v is not None for v in values), len(self._rows))
-        groups = [completed(s, g) for s, g in zip(saved_groups, optimizer.param_groups, strict=True)]
+        groups = [completed(s, g) for s, g in pairs]
         return {**state_dict, "state": state, "param_groups": groups}
 
     def show_loaded(self, optimizer: torch.optim.Optimizer) -> None:
@@ -214,30 +239,48 @@ class Momentum:
             elif shown is not None:
                 optimizer.state[row.param][MOMENTUM] = shown
 
-    def _require_loadable(self, fault: str | None, rows: Sequence[_Row], values: Sequence[Any]) -> None:
+    def _require_loadable(self, fault: str | None, items: Sequence[_Item]) -> None:
         """Raise ValueError on all ranks for what any of them was given. Collective over those that share parameters."""
-        kinds: dict[int, str | None] = {}
         meshes: dict[int, bool] = {}
-        for row, value in zip(rows, values, strict=True):
-            kinds[id(row.param)] = "absent" if value is None else describe(value, row.param.shape, meshes)
-        unfit = [(row, value) for row, value in zip(rows, values, strict=True) if kinds[id(row.param)] is None]
-        for row, value in unfit[:1]:
-            what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            fault = f"momentum of {row.name} is {what}, not a tensor of shape {tuple(row.param.shape)}"
-            if not isinstance(row.param, DTensor) and row.residency.loading_groups():
-                fault += "; into plain shards each rank loads its own part"
+        kinds = ["absent" if i.value is None else describe(i.value, i.param.shape, meshes) for i in items]
         groups = [group for residency in self._residencies for group in residency.loading_groups()]
-        for group, members in groups * 2:  # the second time those hear of it who share nothing with the faulty rank
-            shared = [row for row in rows if id(row.param) in members]
-            of_rank = {str(number): str(kinds[id(row.param)]) for number, row in enumerate(shared)}
+        compared = [_compared(items, *group) for group in groups]
+        for number, item in enumerate(items):
+            if fault is None and kinds[number] is None:
+                what = tuple(item.value.shape) if isinstance(item.value, Tensor) else type(item.value).__name__
+                fault = f"{item.what} is {what}, not a tensor of shape {tuple(item.param.shape)}"
+                if not isinstance(item.param, DTensor) and any(number in numbers for numbers in compared):
+                    fault += "; into plain shards each rank loads its own part"
+            if fault is None and needs_gather(item.param, item.value) and not any(number in some for some in compared):
+                fault = (
+                    f"{item.what} is a DTensor over ranks {listed(ranks_of_mesh(item.value.device_mesh), ' ')}, and "
+                    "nothing says whether these load it together: pass its full_tensor()"
+                )
+        for (group, _), numbers in [*zip(groups, compared, strict=True)] * 2:
+            # The second time those hear of it who share nothing with the faulty rank.
             try:
-                found = differences(group, fault, of_rank)
+                found = differences(group, fault, {key: str(kinds[number]) for number, key in numbers.items()})
             except ValueError as error:
                 fault = fault or str(error)
                 continue
             for one in found[:1]:
-                name = shared[int(one.name)].name if int(one.name) < len(shared) else "another parameter"
+                names = {key: items[number].what for number, key in numbers.items()}
+                name = names.get(one.name, "state of another parameter")
                 first = dist.get_process_group_ranks(group)[0]
-                fault = fault or f"momentum of {name} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
+                fault = fault or f"{name} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
         if fault is not None:
             raise ValueError(fault)
+
+
+def _compared(items: Sequence[_Item], group: dist.ProcessGroup, members: Collection[int]) -> dict[int, str]:
+    """The numbers of the items that the ranks of ``group`` compare, and by what name.
+
+    Those of its members, of which ranks may have others by the same name; and what just these ranks must gather.
+    """
+    of_members = [number for number, item in enumerate(items) if id(item.param) in members]
+    compared = {number: str(place) for place, number in enumerate(of_members)}
+    ranks = sorted(dist.get_process_group_ranks(group))
+    for number, item in enumerate(items):
+        if needs_gather(item.param, item.value) and list(ranks_of_mesh(item.value.device_mesh)) == ranks:
+            compared.setdefault(number, item.what)
+    return compared

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from dmuon.optimizer.loading import adamw_state, completed, loading_fault, savab
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.adamw import MOMENTS
-from dmuon.step.residency import MOMENTUM, Residency, needs_gather
+from dmuon.step.residency import MOMENTUM, Residency, misfit, needs_gather
 
 _log = logger(__name__)
 
@@ -45,12 +45,6 @@ class _Row:
     def is_trained(self) -> bool:
         """What is frozen gets no state, except what dmuon owns: a state dict of that is collective."""
         return self.param.requires_grad or isinstance(self.param, OwnedTensor)
-
-    def check(self, value: Tensor) -> None:
-        """Raise ValueError if ``value`` cannot be the momentum."""
-        shape = self.param.shape
-        if value.shape != shape and (isinstance(value, DTensor) or value.shape != self.local.shape):
-            raise ValueError(f"momentum of {self.name} has shape {tuple(value.shape)}, not {tuple(shape)}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +74,9 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
         if value is None:
             row.local.zero_()
         else:
-            row.check(value)
+            fault = misfit(row.param, row.local, value)
+            if fault is not None:
+                raise ValueError(f"momentum of {row.name} {fault}")
             of_residency.setdefault(id(row.residency), []).append((row, value))
     for some in of_residency.values():
         parts = some[0][0].residency.parts_of([(row.param, value, row.name) for row, value in some])
@@ -242,45 +238,31 @@ class Momentum:
     def _require_loadable(self, fault: str | None, items: Sequence[_Item]) -> None:
         """Raise ValueError on all ranks for what any of them was given. Collective over those that share parameters."""
         meshes: dict[int, bool] = {}
-        kinds = ["absent" if i.value is None else describe(i.value, i.param.shape, meshes) for i in items]
+        kinds: dict[int, str | None] = {}
         groups = [group for residency in self._residencies for group in residency.loading_groups()]
-        compared = [_compared(items, *group) for group in groups]
         for number, item in enumerate(items):
-            if fault is None and kinds[number] is None:
-                what = tuple(item.value.shape) if isinstance(item.value, Tensor) else type(item.value).__name__
-                fault = f"{item.what} is {what}, not a tensor of shape {tuple(item.param.shape)}"
-                if not isinstance(item.param, DTensor) and any(number in numbers for numbers in compared):
+            kinds[number] = "absent" if item.value is None else describe(item.value, item.param.shape, meshes)
+            unfit = None if item.value is None else misfit(item.param, None, item.value)
+            is_shared = any(id(item.param) in members for _, members in groups)
+            if unfit is not None or kinds[number] is None:
+                fault = fault or f"{item.what} {unfit or 'was saved by another rank'}"
+                if is_shared and not isinstance(item.param, DTensor):
                     fault += "; into plain shards each rank loads its own part"
-            if fault is None and needs_gather(item.param, item.value) and not any(number in some for some in compared):
-                fault = (
+            elif needs_gather(item.param, item.value) and not is_shared:
+                fault = fault or (
                     f"{item.what} is a DTensor over ranks {listed(ranks_of_mesh(item.value.device_mesh), ' ')}, and "
                     "nothing says whether these load it together: pass its full_tensor()"
                 )
-        for (group, _), numbers in [*zip(groups, compared, strict=True)] * 2:
-            # The second time those hear of it who share nothing with the faulty rank.
+        for group, members in groups * 2:  # the second time those hear of it who share nothing with the faulty rank
+            shared = [(item, kinds[i]) for i, item in enumerate(items) if id(item.param) in members]
             try:
-                found = differences(group, fault, {key: str(kinds[number]) for number, key in numbers.items()})
+                found = differences(group, fault, {str(i): str(kind) for i, (_, kind) in enumerate(shared)})
             except ValueError as error:
                 fault = fault or str(error)
                 continue
             for one in found[:1]:
-                names = {key: items[number].what for number, key in numbers.items()}
-                name = names.get(one.name, "state of another parameter")
+                what = shared[int(one.name)][0].what if int(one.name) < len(shared) else "state of another parameter"
                 first = dist.get_process_group_ranks(group)[0]
-                fault = fault or f"{name} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
+                fault = fault or f"{what} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
         if fault is not None:
             raise ValueError(fault)
-
-
-def _compared(items: Sequence[_Item], group: dist.ProcessGroup, members: Collection[int]) -> dict[int, str]:
-    """The numbers of the items that the ranks of ``group`` compare, and by what name.
-
-    Those of its members, of which ranks may have others by the same name; and what just these ranks must gather.
-    """
-    of_members = [number for number, item in enumerate(items) if id(item.param) in members]
-    compared = {number: str(place) for place, number in enumerate(of_members)}
-    ranks = sorted(dist.get_process_group_ranks(group))
-    for number, item in enumerate(items):
-        if needs_gather(item.param, item.value) and list(ranks_of_mesh(item.value.device_mesh)) == ranks:
-            compared.setdefault(number, item.what)
-    return compared

@@ -416,9 +416,14 @@ class Muon(torch.optim.Optimizer):
                 )
         # Once for each group: reading a tensor's number waits for the accelerator.
         options = [{**g, "lr": float(g["lr"])} if g["use_muon"] else g for g in self.param_groups]
-        update_others = partial(self._update_others, of_adamw)
         asked, self._asked = self._asked, None
         record = None if asked is None else StepRecord()
+
+        def update_others() -> None:
+            with self._timer.phase("adamw"):
+                for update in of_adamw:
+                    update.run()
+
         for round_, done in drive(
             self._rounds, lambda i: options[i], present, self._prefetch, self._timer, update_others, record
         ):
@@ -439,11 +444,6 @@ class Muon(torch.optim.Optimizer):
             asked.fill(record, self._residencies, self._names)
         if self._early is not None:
             self._early.forget()
-
-    def _update_others(self, of_adamw: Sequence[AdamWUpdate]) -> None:
-        with self._timer.phase("adamw"):
-            for update in of_adamw:
-                update.run()
 
     @property
     def last_step(self) -> StepStats:

@@ -265,12 +265,17 @@ def part_like(param: Tensor, value: Tensor, name: str) -> Tensor:
     return part
 
 
-def misfit(param: Tensor, value: Any) -> str | None:
-    """Why ``value`` is no gradient or moment of ``param``, however it lies; None if it may be."""
-    if isinstance(value, Tensor) and (value.shape, value.is_complex()) == (param.shape, param.is_complex()):
+def misfit(param: Tensor, local: Tensor | None, value: Any) -> str | None:
+    """Why ``value`` cannot be a gradient or state of ``param``, however it lies; None if it can.
+
+    Args:
+        local: whose shape this rank's part may have; None if only the whole is given.
+    """
+    shapes = (param.shape,) if local is None or isinstance(value, DTensor) else (param.shape, local.shape)
+    if isinstance(value, Tensor) and value.shape in shapes and value.is_complex() == param.is_complex():
         return None
     what = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-    return f"is {what}, not a tensor of shape {tuple(param.shape)} that can belong to {param.dtype}"
+    return f"is {what}, not a tensor of shape {tuple(param.shape)} for {param.dtype}"
 
 
 def laid_out(param: Tensor, value: Any, name: str, *, gathering: bool = False) -> Tensor:
@@ -287,8 +292,8 @@ def laid_out(param: Tensor, value: Any, name: str, *, gathering: bool = False) -
         ValueError: it cannot be the parameter's, or is such a DTensor and nobody gathers it.
     """
     local = local_tensor(param)
-    fault = misfit(param, value)
-    if fault is not None and (isinstance(value, DTensor) or misfit(local, value) is not None):
+    fault = misfit(param, local, value)
+    if fault is not None:
         raise ValueError(f"{name} {fault}")
     if needs_gather(param, value) and not gathering:
         raise ValueError(

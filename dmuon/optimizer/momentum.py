@@ -204,7 +204,8 @@ class Momentum:
         items = [_Item(row.param, f"momentum of {row.name}", v) for (row, _), v in zip(loads, values, strict=True)]
         for param in others:
             of_param = saved[keys[id(param)]]
-            items += [_Item(param, f"{key} of {self._names[id(param)]!r}", of_param.get(key)) for key in MOMENTS]
+            where = f"of {self._names[id(param)]!r} in the saved state"
+            items += [_Item(param, f"{key} {where}", of_param.get(key)) for key in MOMENTS]
         self._require_loadable(fault, items)
         state = dict(state_dict["state"])
         _store([(row, value) for (row, _), value in zip(loads, values, strict=True)])

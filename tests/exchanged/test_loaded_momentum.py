@@ -55,9 +55,9 @@ KEY = r"blocks\.1\.up\.weight"  # number 4
 FAULTS = {
     "fewer": "parameters", "moved": "group 0", "route": "use_muon", "shape": KEY + r".*\(1, 13\)", "part": KEY,
     "no tensor": KEY, "missing": KEY + ".*absent", "whole": KEY + ".*whole",
-    "AdamW missing": r"exp_avg of 'blocks\.2\.norm\.bias' is .*absent",
-    "AdamW whole": r"exp_avg of 'blocks\.2\.norm\.bias' is .*whole",
-    "AdamW shape": r"exp_avg_sq of 'blocks\.2\.norm\.bias' is .*\(14,\)",
+    "AdamW missing": r"exp_avg of 'blocks\.2\.norm\.bias' in the saved state is .*absent",
+    "AdamW whole": r"exp_avg of 'blocks\.2\.norm\.bias' in the saved state is .*whole",
+    "AdamW shape": r"exp_avg_sq of 'blocks\.2\.norm\.bias' in the saved state is .*\(14,\)",
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ SAVED, TOTAL = 2, 4
 ON_TWO = [SINGLE, "fsdp2-2", "ddp", "tp-alone", "1d-two-lines", "1d"]  # 1d: dmuon.fully_shard beside
 ON_FOUR = [SINGLE, "fsdp2-4", "fsdp2-hsdp", "fsdp2-tp", "hsdp-two-lines", "hsdp", "tp-fsdp"]
 UNKNOWN = ["tp-alone"]  # of plain parameters beside DTensors nothing says that all ranks have them
-GATHERED = r"(exp_avg|exp_avg_sq|momentum) of '.*' is a DTensor over ranks 0 .*pass its full_tensor\(\)"
+GATHERED = r"(exp_avg|exp_avg_sq|momentum) of '.*' .*is a DTensor over ranks 0 .*pass its full_tensor\(\)"
 
 
 def state_of(run: Run) -> dict[str, Tensor]:

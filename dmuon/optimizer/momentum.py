@@ -59,6 +59,15 @@ class _Item:
     what: str
     value: Any
 
+    @property
+    def is_gathered(self) -> bool:
+        """By the ranks of its mesh, all together."""
+        return needs_gather(self.param, self.value)
+
+    def lies_over(self, group: dist.ProcessGroup) -> bool:
+        """Over just these ranks."""
+        return sorted(dist.get_process_group_ranks(group)) == list(ranks_of_mesh(self.value.device_mesh))
+
 
 def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
     """Make each value the momentum of its row, or zeros if there is none. Collective where a layout differs.
@@ -249,20 +258,23 @@ class Momentum:
                 fault = fault or f"{item.what} {unfit or 'was saved by another rank'}"
                 if is_shared and not isinstance(item.param, DTensor):
                     fault += "; into plain shards each rank loads its own part"
-            elif needs_gather(item.param, item.value) and not is_shared:
+            elif item.is_gathered and not is_shared and not any(item.lies_over(group) for group, _ in groups):
                 fault = fault or (
                     f"{item.what} is a DTensor over ranks {listed(ranks_of_mesh(item.value.device_mesh), ' ')}, and "
                     "nothing says whether these load it together: pass its full_tensor()"
                 )
         for group, members in groups * 2:  # the second time those hear of it who share nothing with the faulty rank
             shared = [(item, kinds[i]) for i, item in enumerate(items) if id(item.param) in members]
+            of_rank = {str(i): str(kind) for i, (_, kind) in enumerate(shared)}
+            of_rank["gathered"] = str([item.what for item in items if item.is_gathered and item.lies_over(group)])
             try:
-                found = differences(group, fault, {str(i): str(kind) for i, (_, kind) in enumerate(shared)})
+                found = differences(group, fault, of_rank)
             except ValueError as error:
                 fault = fault or str(error)
                 continue
             for one in found[:1]:
-                what = shared[int(one.name)][0].what if int(one.name) < len(shared) else "state of another parameter"
+                told = {str(i): item.what for i, (item, _) in enumerate(shared)}
+                what = told.get(one.name, "what these ranks have and gather of the saved state")
                 first = dist.get_process_group_ranks(group)[0]
                 fault = fault or f"{what} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
         if fault is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import differences
+from dmuon.comm.process_groups import ranks_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_dict import describe
 from dmuon.layout.parameters import ranks_of_mesh
@@ -59,14 +60,11 @@ class _Item:
     what: str
     value: Any
 
-    @property
-    def is_gathered(self) -> bool:
-        """By the ranks of its mesh, all together."""
-        return needs_gather(self.param, self.value)
-
-    def lies_over(self, group: dist.ProcessGroup) -> bool:
-        """Over just these ranks."""
-        return sorted(dist.get_process_group_ranks(group)) == list(ranks_of_mesh(self.value.device_mesh))
+    def is_gathered_by(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether just the ranks of ``group``, or of any, must all load it."""
+        if not needs_gather(self.param, self.value):
+            return False
+        return group is None or sorted(ranks_of(group)) == list(ranks_of_mesh(self.value.device_mesh))
 
 
 def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
@@ -258,7 +256,7 @@ class Momentum:
                 fault = fault or f"{item.what} {unfit or 'was saved by another rank'}"
                 if is_shared and not isinstance(item.param, DTensor):
                     fault += "; into plain shards each rank loads its own part"
-            elif item.is_gathered and not is_shared and not any(item.lies_over(group) for group, _ in groups):
+            elif item.is_gathered_by(None) and not is_shared and not any(item.is_gathered_by(g) for g, _ in groups):
                 fault = fault or (
                     f"{item.what} is a DTensor over ranks {listed(ranks_of_mesh(item.value.device_mesh), ' ')}, and "
                     "nothing says whether these load it together: pass its full_tensor()"
@@ -266,7 +264,7 @@ class Momentum:
         for group, members in groups * 2:  # the second time those hear of it who share nothing with the faulty rank
             shared = [(item, kinds[i]) for i, item in enumerate(items) if id(item.param) in members]
             of_rank = {str(i): str(kind) for i, (_, kind) in enumerate(shared)}
-            of_rank["gathered"] = str([item.what for item in items if item.is_gathered and item.lies_over(group)])
+            of_rank["gathered"] = str([item.what for item in items if item.is_gathered_by(group)])
             try:
                 found = differences(group, fault, of_rank)
             except ValueError as error:

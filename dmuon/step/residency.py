@@ -229,16 +229,13 @@ def like_param(param: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, spec_like(param, local.dtype), requires_grad=False)
 
 
-def is_placed_as(param: Tensor, value: Tensor) -> bool:
-    """Whether ``value`` is a DTensor of which this rank has what it has of ``param``."""
-    if not (isinstance(param, DTensor) and isinstance(value, DTensor)):
-        return False
-    return (value.device_mesh, value.placements) == (param.device_mesh, param.placements)
-
-
 def needs_gather(param: Tensor, value: Any) -> bool:
-    """Whether :func:`part_like` is collective."""
-    return isinstance(value, DTensor) and value.device_mesh.size() > 1 and not is_placed_as(param, value)
+    """Whether :func:`part_like` is collective: a DTensor lies otherwise."""
+    if not isinstance(value, DTensor) or value.device_mesh.size() == 1:
+        return False
+    if not isinstance(param, DTensor):
+        return True
+    return (value.device_mesh, value.placements) != (param.device_mesh, param.placements)
 
 
 def part_like(param: Tensor, value: Tensor, name: str) -> Tensor:
@@ -251,10 +248,9 @@ def part_like(param: Tensor, value: Tensor, name: str) -> Tensor:
         name: of ``param``, for errors.
     """
     local = local_tensor(param)
-    if is_placed_as(param, value):
-        return local_tensor(value)
     if isinstance(value, DTensor):
-        value = value.full_tensor()  # by way of no other placements: torch does not convert into strided shards
+        # By way of no other placements: torch does not convert into strided shards.
+        value = value.full_tensor() if needs_gather(param, value) else local_tensor(value)
     if value.shape == local.shape:
         return value
     assert isinstance(param, DTensor)  # this rank has all of anything else

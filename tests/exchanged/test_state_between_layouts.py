@@ -82,6 +82,7 @@ FEW = {
 }
 
 
+@pytest.mark.pitfall("P84")
 @pytest.mark.parametrize(("world", "by_dcp"), [(2, False), (2, True), (4, False)])
 @on_ranks(timeout=100.0)
 def test_each_layout_loads_from_another(rank: int, world: int, by_dcp: bool, tmp_path: Path) -> None:
@@ -89,6 +90,7 @@ def test_each_layout_loads_from_another(rank: int, world: int, by_dcp: bool, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.pitfall("P84")
 @pytest.mark.parametrize("by_dcp", [False, True])
 @pytest.mark.parametrize(("world", "names"), [(2, ON_TWO), (4, ON_FOUR)])
 @on_ranks(timeout=300.0)

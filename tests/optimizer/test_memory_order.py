@@ -110,6 +110,7 @@ def assert_goes_on(model: nn.Module, optimizer: dmuon.Muon, steps: range, **of: 
     assert_equal_weights(dict(model.state_dict()), expected(), 2e-6)
 
 
+@pytest.mark.pitfall("P85")
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradients_in_any_order_are_exact(order: str) -> None:
     model = net()
@@ -125,6 +126,7 @@ def test_expanded_gradients_are_exact() -> None:
     assert_equal_weights(*found, 2e-6)
 
 
+@pytest.mark.pitfall("P85")
 @pytest.mark.parametrize("when", ["before", "between", "loaded"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_weights_in_any_order_are_exact(order: str, when: str) -> None:
@@ -149,6 +151,7 @@ def test_weights_in_any_order_are_exact(order: str, when: str) -> None:
     assert_goes_on(model, optimizer, range(2, 4))
 
 
+@pytest.mark.pitfall("P85")
 @pytest.mark.parametrize(
     "convert", [lambda m: m.to(memory_format=LAST), lambda m: m.double(), lambda m: m.double().float()]
 )
@@ -161,6 +164,7 @@ def test_a_converted_model_goes_on(convert: Callable[[nn.Module], nn.Module]) ->
     assert_equal_weights({n: t.float() for n, t in model.state_dict().items()}, expected(), 2e-6)
 
 
+@pytest.mark.pitfall("P85")
 @pytest.mark.parametrize("order", ORDERS)
 @on_ranks(2)
 def test_sharded_weights_and_gradients_in_any_order_are_exact(rank: int, world: int, order: str) -> None:
@@ -206,6 +210,7 @@ def test_whole_gradients_of_sharded_weights_are_cut(rank: int, world: int) -> No
     assert_equal_weights(full_state(sharded), dict(model.state_dict()), 2e-6)
 
 
+@pytest.mark.pitfall("P84")
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
 @on_ranks(2)
 def test_moments_that_somebody_put_there_are_cut_or_refused(rank: int, world: int, key: str) -> None:

@@ -165,7 +165,7 @@ class Dedicated(Residency):
                 yield local_tensor(momentum) if _is_part(momentum, matrix) else next(arrived)
 
     def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
-        return [(self._runtime.comm.control, {id(param) for param in self.params})]
+        return [(self._runtime.comm.control, self._runtime.param_ids())]
 
 
 def _is_part(momentum: Tensor, matrix: OwnedMatrix) -> bool:

@@ -205,6 +205,7 @@ class Exchange(Residency):
         self._stepped = False
         self._options: weakref.WeakMethod[Options] | None = None
         self._compared: list[list[int]] = [[] for _ in self.domains]  # by domain, which groups
+        self._loading: list[tuple[dist.ProcessGroup, set[int]]] = []
         self._copies = [CopiesVote(domain.position, {}) for domain, _ in self.domains]
 
     @property
@@ -222,11 +223,12 @@ class Exchange(Residency):
     def compare(self, options: Options, groups: Sequence[Sequence[Tensor]]) -> None:
         """In each domain, of the groups that hold its matrices, or other parameters over just the same ranks."""
         self._options = weakref.WeakMethod(options)
-        self._compared = []
+        self._compared, self._loading = [], []
         for domain, members in self.domains:
             ids = {id(p) for p in members}
-            shared = [any(id(p) in ids or self._ranks_of(p) == domain.ranks for p in group) for group in groups]
-            self._compared.append([i for i, compared in enumerate(shared) if compared])
+            ids |= {id(p) for group in groups for p in group if self._ranks_of(p) == domain.ranks}
+            self._compared.append([i for i, group in enumerate(groups) if any(id(p) in ids for p in group)])
+            self._loading.append((domain.group, ids))
 
     def _ranks_of(self, param: Tensor) -> tuple[GlobalRank, ...]:
         """Those that share a parameter, as far as it tells; ascending."""
@@ -236,7 +238,7 @@ class Exchange(Residency):
         return () if group is None else tuple(sorted(ranks_of(group)))
 
     def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
-        return [(domain.group, {id(p) for p in members}) for domain, members in self.domains]
+        return self._loading
 
     def before_step(self, changed: bool) -> set[int] | None:
         """A vote, as the ranks may have different gradients and see different changes.

@@ -22,7 +22,7 @@ from dmuon.optimizer.options import check_names, check_options
 from dmuon.optimizer.recognition import recognize, remember_makeups
 from dmuon.optimizer.wrapping import replicated_by_ddp
 from dmuon.platform.log import logger
-from dmuon.platform.torch_private import flattened_by_fsdp1, unwrapped_for_ddp
+from dmuon.platform.torch_private import flattened_by_fsdp1, local_tensor, unwrapped_for_ddp
 from dmuon.step.residency import Residency
 
 _FLATTENED = (
@@ -218,6 +218,9 @@ def _by_dimension(tensors: Sequence[Tensor], names: Sequence[str] | None) -> lis
     routed = []
     for param in tensors:
         makeup = makeups.get(id(param))
+        if param.is_complex():
+            routed.append((param, False))
+            continue
         if param.ndim > 2 and makeup is None and not is_remembered(param):
             raise ValueError(
                 f"a parameter has shape {tuple(param.shape)}: dmuon cannot tell whether that is a stack of matrices; "
@@ -229,7 +232,7 @@ def _by_dimension(tensors: Sequence[Tensor], names: Sequence[str] | None) -> lis
         _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", vectors)
     for param, to_muon in routed:
         if param.ndim > 1 and not to_muon:
-            why = makeups[id(param)].unfit
+            why = f"it is {param.dtype}" if param.is_complex() else makeups[id(param)].unfit
             _log.warning("Muon: a tensor of shape %s goes to AdamW: %s", tuple(param.shape), why)
     return _groups(routed, names)
 
@@ -341,8 +344,14 @@ def _check_param(param: Tensor, use_muon: bool, shards: bool) -> None:
             f"parameter {name} is on the meta device; materialize the model (to_empty and its initialization) before "
             "building the optimizer"
         )
-    if param.is_complex() or (use_muon and not param.is_floating_point()):
-        raise ValueError(f"parameter {name} is {param.dtype}; Muon and AdamW take floating-point parameters")
+    local = local_tensor(param)
+    if any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True)):
+        raise ValueError(f"parameter {name} is expanded, so that elements share memory: give it a clone() of its data")
+    if use_muon and not param.is_floating_point():
+        raise ValueError(
+            f"parameter {name} is {param.dtype}; Muon takes real matrices in floating point: put it in a group with "
+            "use_muon=False"
+        )
     if not use_muon:
         if isinstance(param, OwnedTensor):
             raise ValueError(f"parameter {name!r} is owned by dmuon and cannot be in a group with use_muon=False")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dmuon.optimizer.options import check_options
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.update import new_adamw_state
+from dmuon.step.adamw import MOMENTS, as_step, new_adamw_state
+from dmuon.step.residency import MOMENTUM, laid_out
 
-_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+_ADAMW_STATE = ("step", *MOMENTS)
 
 
 def loading_fault(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why an optimizer with ``groups`` cannot load ``state_dict``, apart from momentum; None if it can."""
+    """Why an optimizer with ``groups`` cannot load ``state_dict``, apart from the tensors in it; None if it can."""
     saved, states = state_dict.get("param_groups"), state_dict.get("state")
     if (
         not (isinstance(saved, (list, tuple)) and isinstance(states, Mapping))
@@ -29,8 +29,7 @@ def loading_fault(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, A
     for index, (theirs, ours) in enumerate(zip(saved, groups, strict=False)):
         fault = fault or _option_fault(index, {**completed(theirs, ours), "params": ours["params"]})
         if fault is None and not ours["use_muon"]:
-            rows = zip(theirs["params"], ours["params"], strict=True)
-            faults = (_state_fault(states.get(key, {}), param) for key, param in rows)
+            faults = (_state_fault(states.get(key, {})) for key in theirs["params"])
             fault = next((f"group {index}: {found}" for found in faults if found is not None), None)
     return fault
 
@@ -58,18 +57,13 @@ def _option_fault(index: int, group: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _state_fault(state: Mapping[str, Any], param: Tensor) -> str | None:
+def _state_fault(state: Mapping[str, Any]) -> str | None:
     missing = [name for name in _ADAMW_STATE if state.get(name) is None]
     if 0 < len(missing) < len(_ADAMW_STATE):
         return f"{missing[0]} is missing in the saved state, which has others; remove these too, or save it again"
     step = state.get("step", 0.0)
     if (step.numel() != 1) if isinstance(step, Tensor) else not is_number(step):
         return f"step in the saved state is {step!r}, not one number"
-    for name in ("exp_avg", "exp_avg_sq"):
-        value = state.get(name)
-        if value is not None and not (isinstance(value, Tensor) and value.shape == param.shape):
-            what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            return f"{name} in the saved state is {what}, not a tensor of shape {tuple(param.shape)}"
     return None
 
 
@@ -83,14 +77,34 @@ def savable(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "adjust_lr_fn" or not callable(value)}
 
 
-def adopt_adamw_state(optimizer: torch.optim.Optimizer) -> None:
-    """After a load: make the state that AdamW's parameters lack, and ``step`` a tensor on their device."""
-    for group in optimizer.param_groups:
-        for param in [] if group["use_muon"] else group["params"]:
-            if "step" not in optimizer.state.get(param, ()) and not param.requires_grad:
-                optimizer.state.pop(param, None)  # what is frozen gets no state
-                continue
-            state = optimizer.state[param]
-            if "step" not in state:
-                state.update(new_adamw_state(param))
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(local_tensor(param).device)
+def adamw_state(
+    saved: Mapping[str, Any], param: Tensor, present: Mapping[str, Any], name: str
+) -> dict[str, Any] | None:
+    """The state that ``param`` gets of ``saved``, laid out as it lies; None if that has none and it needs none.
+
+    Torch would let two optimizers, of which one has loaded the other's state dict, share memory. Collective where a
+    DTensor lies otherwise.
+
+    Args:
+        present: its state before, which may be what is loaded, filled in place.
+        name: of ``param``, quoted.
+    """
+    if saved.get("step") is None:
+        return {**saved, **new_adamw_state(param)} if param.requires_grad else None  # what is frozen gets no state
+    state = {**saved, "step": as_step(saved["step"], param)}
+    for key in MOMENTS:
+        value = saved[key]
+        state[key] = laid_out(param, value, f"{key} of {name}", gathering=True)
+        if value is not present.get(key) and local_tensor(value).data_ptr() == local_tensor(state[key]).data_ptr():
+            state[key] = state[key].clone()
+    return state
+
+
+def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+    """Forget what parameters have from a group of the other route, and begin the state of AdamW's."""
+    for param in group["params"]:
+        for name in _ADAMW_STATE if group["use_muon"] else (MOMENTUM,):
+            if param in state:
+                state[param].pop(name, None)
+        if not group["use_muon"] and param.requires_grad and not state.get(param):
+            state[param].update(new_adamw_state(param))

@@ -12,12 +12,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import differences
+from dmuon.comm.process_groups import ranks_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_dict import describe
-from dmuon.optimizer.loading import completed, loading_fault, savable
+from dmuon.layout.parameters import ranks_of_mesh
+from dmuon.layout.topology import listed
+from dmuon.optimizer.loading import adamw_state, completed, loading_fault, savable
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.residency import MOMENTUM, Residency
+from dmuon.step.adamw import MOMENTS
+from dmuon.step.residency import MOMENTUM, Residency, misfit, needs_gather
 
 _log = logger(__name__)
 
@@ -43,11 +47,24 @@ class _Row:
         """What is frozen gets no state, except what dmuon owns: a state dict of that is collective."""
         return self.param.requires_grad or isinstance(self.param, OwnedTensor)
 
-    def check(self, value: Tensor) -> None:
-        """Raise ValueError if ``value`` cannot be the momentum."""
-        shape = self.param.shape
-        if value.shape != shape and (isinstance(value, DTensor) or value.shape != self.local.shape):
-            raise ValueError(f"momentum of {self.name} has shape {tuple(value.shape)}, not {tuple(shape)}")
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    """What a state dict has of one parameter: its momentum, or one of AdamW's moments.
+
+    Attributes:
+        what: names it.
+    """
+
+    param: Tensor
+    what: str
+    value: Any
+
+    def is_gathered_by(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether just the ranks of ``group``, or of any, must all load it."""
+        if not needs_gather(self.param, self.value):
+            return False
+        return group is None or sorted(ranks_of(group)) == list(ranks_of_mesh(self.value.device_mesh))
 
 
 def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
@@ -64,7 +81,9 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
         if value is None:
             row.local.zero_()
         else:
-            row.check(value)
+            fault = misfit(row.param, row.local, value)
+            if fault is not None:
+                raise ValueError(f"momentum of {row.name} {fault}")
             of_residency.setdefault(id(row.residency), []).append((row, value))
     for some in of_residency.values():
         parts = some[0][0].residency.parts_of([(row.param, value, row.name) for row, value in some])
@@ -92,6 +111,7 @@ class Momentum:
     def __init__(self) -> None:
         self.shown: dict[int, Tensor] = {}
         self._rows: list[_Row] = []
+        self._names: Mapping[int, str] = {}
         self._residencies: list[Residency] = []
 
     def lay_out(
@@ -123,7 +143,7 @@ class Momentum:
             if value is not None:
                 kept.append((row, value))
         _store(kept)
-        self._residencies, self._rows = list(residencies), rows
+        self._residencies, self._rows, self._names = list(residencies), rows, names
         self.shown.clear()
         self._show([row for row in rows if MOMENTUM in state.get(row.param, ()) or row.is_trained], state)
 
@@ -182,27 +202,36 @@ class Momentum:
         fault = loading_fault(state_dict, optimizer.param_groups)
         saved_groups = state_dict["param_groups"] if fault is None else []
         # State is keyed by position among the saved groups' parameters, which DCP replaces by names.
-        keys = {
-            id(param): key
-            for saved, group in zip(saved_groups, optimizer.param_groups, strict=False)
-            if group["use_muon"]
-            for key, param in zip(saved["params"], group["params"], strict=True)
-        }
+        pairs = list(zip(saved_groups, optimizer.param_groups, strict=False))
+        keys = {id(p): key for s, g in pairs for key, p in zip(s["params"], g["params"], strict=True)}
         loads = [(row, keys[id(row.param)]) for row in self._rows if id(row.param) in keys]
-        values = [state_dict["state"].get(key, {}).get(MOMENTUM) for _, key in loads]
-        self._require_loadable(fault, [row for row, _ in loads], values)
+        others = [p for _, group in pairs if not group["use_muon"] for p in group["params"]]
+        saved = {key: state_dict["state"].get(key, {}) for key in keys.values()}
+        values = [saved[key].get(MOMENTUM) for _, key in loads]
+        items = [_Item(row.param, f"momentum of {row.name}", v) for (row, _), v in zip(loads, values, strict=True)]
+        for param in others:
+            of_param = saved[keys[id(param)]]
+            where = f"of {self._names[id(param)]!r} in the saved state"
+            items += [_Item(param, f"{key} {where}", of_param.get(key)) for key in MOMENTS]
+        self._require_loadable(fault, items)
         state = dict(state_dict["state"])
         _store([(row, value) for (row, _), value in zip(loads, values, strict=True)])
+        for param in others:
+            key = keys[id(param)]
+            of_param = adamw_state(saved[key], param, optimizer.state.get(param, {}), repr(self._names[id(param)]))
+            state[key] = of_param
+            if of_param is None:
+                del state[key]
         for (row, key), value in zip(loads, values, strict=True):
-            others = {name: other for name, other in state.pop(key, {}).items() if name != MOMENTUM}
+            kept = {name: other for name, other in state.pop(key, {}).items() if name != MOMENTUM}
             if value is None and not row.is_trained:
                 self.shown.pop(id(row.param), None)
             else:
                 self.shown.setdefault(id(row.param), row.local)  # until the new state shows it
-            if others or id(row.param) in self.shown:
-                state[key] = others
+            if kept or id(row.param) in self.shown:
+                state[key] = kept
         _log.debug("loaded momentum of %d of %d parameters", sum(v is not None for v in values), len(self._rows))
-        groups = [completed(s, g) for s, g in zip(saved_groups, optimizer.param_groups, strict=True)]
+        groups = [completed(s, g) for s, g in pairs]
         return {**state_dict, "state": state, "param_groups": groups}
 
     def show_loaded(self, optimizer: torch.optim.Optimizer) -> None:
@@ -214,30 +243,37 @@ class Momentum:
             elif shown is not None:
                 optimizer.state[row.param][MOMENTUM] = shown
 
-    def _require_loadable(self, fault: str | None, rows: Sequence[_Row], values: Sequence[Any]) -> None:
+    def _require_loadable(self, fault: str | None, items: Sequence[_Item]) -> None:
         """Raise ValueError on all ranks for what any of them was given. Collective over those that share parameters."""
-        kinds: dict[int, str | None] = {}
         meshes: dict[int, bool] = {}
-        for row, value in zip(rows, values, strict=True):
-            kinds[id(row.param)] = "absent" if value is None else describe(value, row.param.shape, meshes)
-        unfit = [(row, value) for row, value in zip(rows, values, strict=True) if kinds[id(row.param)] is None]
-        for row, value in unfit[:1]:
-            what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            fault = f"momentum of {row.name} is {what}, not a tensor of shape {tuple(row.param.shape)}"
-            if not isinstance(row.param, DTensor) and row.residency.loading_groups():
-                fault += "; into plain shards each rank loads its own part"
+        kinds: dict[int, str | None] = {}
         groups = [group for residency in self._residencies for group in residency.loading_groups()]
+        for number, item in enumerate(items):
+            kinds[number] = "absent" if item.value is None else describe(item.value, item.param.shape, meshes)
+            unfit = None if item.value is None else misfit(item.param, None, item.value)
+            is_shared = any(id(item.param) in members for _, members in groups)
+            if unfit is not None or kinds[number] is None:
+                fault = fault or f"{item.what} {unfit or 'was saved by another rank'}"
+                if is_shared and not isinstance(item.param, DTensor):
+                    fault += "; into plain shards each rank loads its own part"
+            elif item.is_gathered_by(None) and not is_shared and not any(item.is_gathered_by(g) for g, _ in groups):
+                fault = fault or (
+                    f"{item.what} is a DTensor over ranks {listed(ranks_of_mesh(item.value.device_mesh), ' ')}, and "
+                    "nothing says whether these load it together: pass its full_tensor()"
+                )
         for group, members in groups * 2:  # the second time those hear of it who share nothing with the faulty rank
-            shared = [row for row in rows if id(row.param) in members]
-            of_rank = {str(number): str(kinds[id(row.param)]) for number, row in enumerate(shared)}
+            shared = [(item, kinds[i]) for i, item in enumerate(items) if id(item.param) in members]
+            of_rank = {str(i): str(kind) for i, (_, kind) in enumerate(shared)}
+            of_rank["gathered"] = str([item.what for item in items if item.is_gathered_by(group)])
             try:
                 found = differences(group, fault, of_rank)
             except ValueError as error:
                 fault = fault or str(error)
                 continue
             for one in found[:1]:
-                name = shared[int(one.name)].name if int(one.name) < len(shared) else "another parameter"
+                told = {str(i): item.what for i, (item, _) in enumerate(shared)}
+                what = told.get(one.name, "what these ranks have and gather of the saved state")
                 first = dist.get_process_group_ranks(group)[0]
-                fault = fault or f"momentum of {name} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
+                fault = fault or f"{what} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
         if fault is not None:
             raise ValueError(fault)

@@ -32,7 +32,7 @@ from dmuon.optimizer.groups import (
     routed_groups,
     warn_of_left_out,
 )
-from dmuon.optimizer.loading import adopt_adamw_state
+from dmuon.optimizer.loading import keep_state_of_route
 from dmuon.optimizer.momentum import Momentum
 from dmuon.optimizer.notices import tell_first_step, tell_layout
 from dmuon.optimizer.options import Description, check_edited, describe
@@ -43,11 +43,12 @@ from dmuon.platform import host
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import current_backward, local_tensor, outside_compile
+from dmuon.step.adamw import AdamWUpdate
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.record import StepRecord
-from dmuon.step.residency import Alone, Residency, lay_out
+from dmuon.step.residency import Alone, Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, drive
-from dmuon.step.update import Done, align_gradients, new_adamw_state, update_by_adamw
+from dmuon.step.update import Done
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
 
@@ -184,7 +185,6 @@ class Muon(torch.optim.Optimizer):
         self.register_state_dict_post_hook(self._momentum.save)
         self._load_hook = self.register_load_state_dict_pre_hook(self._momentum.load)
         self.register_load_state_dict_post_hook(self._momentum.show_loaded)
-        self.register_load_state_dict_post_hook(adopt_adamw_state)
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
@@ -268,9 +268,7 @@ class Muon(torch.optim.Optimizer):
         rounds, momentum = lay_out([group["params"] for group in self.param_groups], residencies)
         self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
         for group in self.param_groups:
-            for param in [] if group["use_muon"] else group["params"]:
-                if param.requires_grad and not self.state.get(param):
-                    self.state[param].update(new_adamw_state(param))
+            keep_state_of_route(group, self.state)
         self._specs = {id(p): spec_of(p) for p in muon}
         self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
         self._residencies, self._rounds = residencies, rounds
@@ -384,12 +382,13 @@ class Muon(torch.optim.Optimizer):
         self._steps += 1
         self._timer.reset()
         self._done = []
-        align_gradients(p for group in self.param_groups for p in group["params"])
+        align_gradients((p for group in self.param_groups for p in group["params"]), self._names)
+        of_adamw = [AdamWUpdate.of(g, self.state, self._names) for g in self.param_groups if not g["use_muon"]]
         self._momentum.adopt(self.state)
         if self._early is not None:
             self._early.join()
         with torch.autocast(self._device.type, enabled=False):  # a step may be called inside one
-            self._update(present)
+            self._update(present, of_adamw)
         if self._device.type == "cpu" and self._steps % _STEPS_BETWEEN_TRIMS == 0:
             host.give_back_memory()
         return loss
@@ -407,7 +406,7 @@ class Muon(torch.optim.Optimizer):
             present = [residency.before_step(False) for residency in self._residencies]
         return set().union(*(ids for ids in present if ids is not None))
 
-    def _update(self, present: set[int]) -> None:
+    def _update(self, present: set[int], of_adamw: Sequence[AdamWUpdate]) -> None:
         """Run all rounds. What a round completes is published at once."""
         missing = dict(self._updates)
         with self._timer.phase("publish"):
@@ -419,8 +418,14 @@ class Muon(torch.optim.Optimizer):
         options = [{**g, "lr": float(g["lr"])} if g["use_muon"] else g for g in self.param_groups]
         asked, self._asked = self._asked, None
         record = None if asked is None else StepRecord()
+
+        def update_others() -> None:
+            with self._timer.phase("adamw"):
+                for update in of_adamw:
+                    update.run()
+
         for round_, done in drive(
-            self._rounds, lambda i: options[i], present, self._prefetch, self._timer, self._update_others, record
+            self._rounds, lambda i: options[i], present, self._prefetch, self._timer, update_others, record
         ):
             self._done += done
             of_round = [p for batch in round_.batches for p in batch.params]
@@ -439,12 +444,6 @@ class Muon(torch.optim.Optimizer):
             asked.fill(record, self._residencies, self._names)
         if self._early is not None:
             self._early.forget()
-
-    def _update_others(self) -> None:
-        with self._timer.phase("adamw"):
-            for group in self.param_groups:
-                if not group["use_muon"]:
-                    update_by_adamw(group, self.state)
 
     @property
     def last_step(self) -> StepStats:

@@ -58,6 +58,11 @@ def spec_like(tensor: DTensor, dtype: torch.dtype) -> DTensorSpec:
     return spec if tensor.dtype == dtype else owned_spec(spec.mesh, spec.placements, tensor.shape, dtype)
 
 
+def share_spec(one: DTensor, other: Any) -> bool:
+    """Whether ``other`` is a DTensor that was made to lie as ``one``; False if nobody knows without a comparison."""
+    return isinstance(other, DTensor) and other._spec is one._spec
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """In elements."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from dmuon.layout.matrices import local_regions
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.topology import position_in
 from dmuon.model.matrix_spec import spec_of
-from dmuon.platform.torch_private import local_tensor
+from dmuon.platform.torch_private import local_tensor, share_spec, spec_like
 from dmuon.solver import unmeasured_batch
 from dmuon.step.batches import Batch, Task, make_batches
 from dmuon.step.rounds import AloneRound, ExchangedRound, Round
@@ -226,9 +226,16 @@ def like_param(param: Tensor, local: Tensor) -> Tensor:
     """``local``, which lies as ``param`` does, as a DTensor if that is one. Shares its storage."""
     if not isinstance(param, DTensor):
         return local
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return DTensor(local, spec_like(param, local.dtype), requires_grad=False)
+
+
+def needs_gather(param: Tensor, value: Any) -> bool:
+    """Whether :func:`part_like` is collective: a DTensor lies otherwise."""
+    if not isinstance(value, DTensor) or value.device_mesh.size() == 1:
+        return False
+    if not isinstance(param, DTensor):
+        return True
+    return (value.device_mesh, value.placements) != (param.device_mesh, param.placements)
 
 
 def part_like(param: Tensor, value: Tensor, name: str) -> Tensor:
@@ -242,12 +249,8 @@ def part_like(param: Tensor, value: Tensor, name: str) -> Tensor:
     """
     local = local_tensor(param)
     if isinstance(value, DTensor):
-        if isinstance(param, DTensor) and (value.device_mesh, value.placements) == (
-            param.device_mesh,
-            param.placements,
-        ):
-            return local_tensor(value)
-        value = value.full_tensor()  # by way of no other placements: torch does not convert into strided shards
+        # By way of no other placements: torch does not convert into strided shards.
+        value = value.full_tensor() if needs_gather(param, value) else local_tensor(value)
     if value.shape == local.shape:
         return value
     assert isinstance(param, DTensor)  # this rank has all of anything else
@@ -256,3 +259,72 @@ def part_like(param: Tensor, value: Tensor, name: str) -> Tensor:
     for block, of_whole in placed.layout.pieces[position_in(placed.ranks, this_rank())].blocks():
         part[block] = value[of_whole]
     return part
+
+
+def misfit(param: Tensor, local: Tensor | None, value: Any) -> str | None:
+    """Why ``value`` cannot be a gradient or state of ``param``, however it lies; None if it can.
+
+    Args:
+        local: whose shape this rank's part may have; None if only the whole is given.
+    """
+    shapes = (param.shape,) if local is None or isinstance(value, DTensor) else (param.shape, local.shape)
+    if isinstance(value, Tensor) and value.shape in shapes and value.is_complex() == param.is_complex():
+        return None
+    what = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    return f"is {what}, not a tensor of shape {tuple(param.shape)} for {param.dtype}"
+
+
+def laid_out(param: Tensor, value: Any, name: str, *, gathering: bool = False) -> Tensor:
+    """This rank's part of ``value``, a gradient or moment of ``param``, which has its elements in the same order.
+
+    Kernels that are elementwise walk both, and check neither sizes nor strides. It has no gaps, shares the storage of
+    ``value`` where that lies so already, and is a DTensor if ``param`` is one.
+
+    Args:
+        name: of ``value``, for errors.
+        gathering: all ranks call this for a DTensor that lies otherwise.
+
+    Raises:
+        ValueError: it cannot be the parameter's, or is such a DTensor and nobody gathers it.
+    """
+    local = local_tensor(param)
+    fault = misfit(param, local, value)
+    if fault is not None:
+        raise ValueError(f"{name} {fault}")
+    if needs_gather(param, value) and not gathering:
+        raise ValueError(
+            f"{name} is a DTensor with placements {value.placements}, which lies otherwise than its parameter: pass "
+            "it to load_state_dict, which gathers it on all ranks"
+        )
+    part = part_like(param, value.detach(), name)
+    strides = torch.empty_like(local, device="meta").stride()
+    if (part.device, part.dtype, part.stride()) != (local.device, local.dtype, strides):
+        part = torch.empty_like(local).copy_(part)
+    return like_param(param, part)
+
+
+def align_gradients(params: Iterable[Tensor], names: Mapping[int, str]) -> None:
+    """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise.
+
+    Sparse ones, which no module has announced, become dense, and whole ones of sharded parameters are cut.
+
+    Args:
+        names: of parameters, by ``id``.
+    """
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if isinstance(param, DTensor):
+            if share_spec(param, grad):
+                continue
+        elif type(grad) is Tensor and grad.layout is torch.strided:
+            continue
+        if grad.layout is torch.sparse_coo:
+            param.grad = grad = grad.to_dense()
+        local = local_tensor(param)
+        if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.device_mesh == param.device_mesh:
+            if grad.placements != param.placements:
+                param.grad = grad.redistribute(placements=param.placements)
+        elif isinstance(grad, DTensor) or (local.numel() and grad.shape != local.shape):
+            param.grad = like_param(param, part_like(param, grad, names[id(param)]))

@@ -1,17 +1,15 @@
-"""Muon's update of one batch of matrices: momentum, Newton–Schulz, weights; and AdamW for what Muon does not take."""
+"""Muon's update of one batch of matrices: momentum, Newton–Schulz, weights."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
 from dmuon.kernels import (
     HALF,
@@ -277,88 +275,3 @@ def _variant(
             return adapted(variant, shape, coefficients, storage, device)
         warnings.warn(f"the plan runs {shape[0]}x{shape[1]} as {planned!r}, which this device cannot: {fault}")
     return choose_variant(shape, k, coefficients, storage, device)
-
-
-def align_gradients(params: Iterable[Tensor]) -> None:
-    """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise.
-
-    Sparse ones, which no module has announced, become dense.
-    """
-    for param in params:
-        grad = param.grad
-        if isinstance(grad, DTensor):
-            if isinstance(param, DTensor) and grad.placements != param.placements:
-                param.grad = grad.redistribute(placements=param.placements)
-        elif grad is not None and grad.layout is torch.sparse_coo:
-            param.grad = grad.to_dense()
-
-
-def new_adamw_state(param: Tensor) -> dict[str, Tensor]:
-    """``step`` (0-D fp32 on the parameter's device), ``exp_avg`` and ``exp_avg_sq`` (as ``param``)."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=local_tensor(param).device),
-        "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
-    }
-
-
-def update_by_adamw(group: Mapping[str, Any], state: Mapping[Tensor, MutableMapping[str, Any]]) -> None:
-    """Step on the parameters of a group of AdamW that have gradients; others may have no state."""
-    params = [p for p in group["params"] if p.grad is not None]
-    options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    adamw_step(params, [state[p] for p in params], **options)
-
-
-def _lies_elsewhere(local: Tensor, moment: Tensor) -> bool:
-    return (moment.device, moment.dtype) != (local.device, local.dtype)
-
-
-@torch.no_grad()
-def adamw_step(
-    params: Sequence[Tensor],
-    states: Sequence[MutableMapping[str, Any]],
-    *,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """One step of decoupled weight decay Adam (arXiv 1711.05101) on every parameter that has a gradient.
-
-    AdamW is elementwise, so a sharded parameter is updated exactly by updating its local shard. One fused call per
-    device and dtype; tensors of different kinds never meet in one call because only local tensors do.
-    """
-    batches: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, ...]]] = {}
-    for param, state in zip(params, states, strict=True):
-        if param.grad is None:
-            continue
-        if not state:  # it was cleared
-            state.update(new_adamw_state(param))
-        local = local_tensor(param)
-        if _lies_elsewhere(local, state["exp_avg"]):  # the model was moved or converted
-            state["step"] = state["step"].to(local.device)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = state[name].to(local.device, local.dtype)
-        if local.numel() == 0:
-            state["step"] += 1
-            continue
-        row = tuple(local_tensor(t) for t in (param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"]))
-        batches.setdefault((local.device, local.dtype), []).append(row)
-    for rows in batches.values():
-        local_params, grads, averages, squares, steps = (list(column) for column in zip(*rows, strict=True))
-        adamw(
-            [p.detach() for p in local_params],
-            grads,
-            averages,
-            squares,
-            [],
-            steps,
-            fused=True,
-            amsgrad=False,
-            beta1=betas[0],
-            beta2=betas[1],
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=False,
-        )

@@ -40,6 +40,12 @@ def load_faulty(rank: int, world: int, name: str, fault: str, everywhere: bool) 
                 state["state"][4][MOMENTUM] = None if everywhere else 3.0
             case "missing":
                 del state["state"][4][MOMENTUM]
+            case "AdamW missing":
+                del state["state"][20]
+            case "AdamW whole":
+                state["state"][20]["exp_avg"] = torch.zeros(13)
+            case "AdamW shape":
+                state["state"][20]["exp_avg_sq"] = torch.zeros(14)
             case "whole":
                 state["state"][4][MOMENTUM] = torch.zeros(29, 13)
     run.optimizer.load_state_dict(state)
@@ -49,6 +55,9 @@ KEY = r"blocks\.1\.up\.weight"  # number 4
 FAULTS = {
     "fewer": "parameters", "moved": "group 0", "route": "use_muon", "shape": KEY + r".*\(1, 13\)", "part": KEY,
     "no tensor": KEY, "missing": KEY + ".*absent", "whole": KEY + ".*whole",
+    "AdamW missing": r"exp_avg of 'blocks\.2\.norm\.bias' in the saved state is .*absent",
+    "AdamW whole": r"exp_avg of 'blocks\.2\.norm\.bias' in the saved state is .*whole",
+    "AdamW shape": r"exp_avg_sq of 'blocks\.2\.norm\.bias' in the saved state is .*\(14,\)",
 }  # fmt: skip
 
 
@@ -56,7 +65,7 @@ FAULTS_ON = {
     ("fsdp2-2", False): list(FAULTS),
     ("fsdp2-2", True): ["part"],
     ("fsdp2-tp", False): list(FAULTS),
-    ("ddp", True): [fault for fault in FAULTS if fault not in ("missing", "whole", "no tensor")],
+    ("ddp", True): [fault for fault in FAULTS if fault.split()[-1] not in ("missing", "whole", "tensor")],
 }
 
 

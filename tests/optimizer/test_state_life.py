@@ -12,8 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.checkpoints import SINGLE, start, world_of
 from harness.on_ranks import on_ranks
 from harness.oracle import is_matrix, reference_weights
+from harness.pool import RankPool
 from harness.toy import OPTIONS, build, train
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.check.topologies import full_state
+from dmuon.platform.torch_private import local_tensor
 
 
 def shard_under(optimizer: dmuon.Muon, model: nn.Module, world: int) -> None:
@@ -121,3 +124,26 @@ def test_a_checkpoint_is_loaded_before_the_first_step(tmp_path: Any) -> None:
     set_state_dict(fresh, other, model_state_dict=weights, optim_state_dict=state)
     train(fresh, other, range(3, 5))
     assert_equal_weights(dict(fresh.state_dict()), reference_weights())
+
+
+@pytest.mark.pitfall("P31")
+@pytest.mark.parametrize("layout", [SINGLE, "ddp", "fsdp2-2", "1d"])
+def test_parameters_that_change_groups_begin_anew(ranks: RankPool, layout: str) -> None:
+    ranks(world_of(layout), move_between_groups, layout)
+
+
+def move_between_groups(rank: int, world: int, layout: str) -> None:
+    """From Muon to AdamW and back; what dmuon owns is Muon's for ever, so there a head goes the other way and back."""
+    run = start(layout)
+    name = "head.weight" if layout == "1d" else "blocks.1.up.weight"
+    param = getattr(run.model, "module", run.model).get_parameter(name)
+    run.train(range(1))
+    for step in range(1, 3):
+        group = next(g for g in run.optimizer.param_groups if any(p is param for p in g["params"]))
+        group["params"] = [p for p in group["params"] if p is not param]
+        run.optimizer.add_param_group({"params": [param], "use_muon": not group["use_muon"]})
+        keys = {"exp_avg", "exp_avg_sq", "step"} if group["use_muon"] else {"momentum_buffer"}
+        state = run.optimizer.state[param]
+        assert set(state) == keys and not any(local_tensor(t).any() for t in state.values())
+        run.train(range(step, step + 1))
+        assert set(run.optimizer.state[param]) == keys

@@ -1,0 +1,141 @@
+"""AdamW for what Muon does not take: one fused call on local tensors, which lie in memory as their parameters do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from dmuon.platform.torch_private import local_tensor, share_spec
+from dmuon.step.residency import laid_out
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_PLAIN = (Tensor, torch.nn.Parameter)
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_Row = Sequence[Tensor]  # local: parameter, gradient, both moments, step
+
+
+def new_adamw_state(param: Tensor) -> dict[str, Tensor]:
+    """``step`` (0-D fp32 on the parameter's device), ``exp_avg`` and ``exp_avg_sq`` (as ``param``)."""
+    zeros = {name: torch.zeros_like(param, memory_format=torch.preserve_format) for name in MOMENTS}
+    return {"step": as_step(0.0, param), **zeros}
+
+
+def as_step(value: Any, param: Tensor) -> Tensor:
+    """A copy of a number of steps as the kernel reads it."""
+    number = torch.as_tensor(value, dtype=torch.float32)
+    return local_tensor(number).to(local_tensor(param).device, copy=True).reshape(())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdamWUpdate:
+    """One step of decoupled weight decay Adam (arXiv 1711.05101) on the parameters of a group that have gradients.
+
+    AdamW is elementwise, so a sharded parameter is updated exactly by updating its local shard. One call takes all,
+    where torch groups them by device and dtype; sharded ones stand beside others because only local tensors do.
+
+    Attributes:
+        rows: what the kernel walks.
+        scattered: parameters with gaps between their elements, and what is updated in their place.
+    """
+
+    group: Mapping[str, Any]
+    rows: list[_Row] = field(default_factory=list)
+    scattered: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, group: Mapping[str, Any], state: Mapping[Tensor, MutableMapping[str, Any]], names: Mapping[int, str]
+    ) -> AdamWUpdate:
+        """Lay out what the kernel walks, which checks neither sizes nor strides; update nothing yet.
+
+        Models are converted and moved, and users replace state and gradients, which :func:`align_gradients` has seen.
+
+        Args:
+            state: empty where it was cleared; parameters without a gradient may have none.
+            names: of parameters, by ``id``.
+
+        Raises:
+            ValueError: state or a gradient that cannot be the parameter's.
+        """
+        update = cls(group)
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            values = state[param]
+            if not values:
+                values.update(new_adamw_state(param))
+            row = _row_as_it_is(param, values)
+            if row is None:
+                row = update._laid_row(param, values, repr(names[id(param)]))
+            update.rows.append(_as_real(row) if row[0].is_complex() else row)
+        return update
+
+    def _laid_row(self, param: Tensor, values: MutableMapping[str, Any], name: str) -> _Row:
+        for key in MOMENTS:
+            values[key] = laid_out(param, values.get(key), f"{key} of {name}")
+        values["step"] = as_step(values.get("step", 0.0), param)
+        grad, dense = (laid_out(param, value, f"gradient of {name}") for value in (param.grad, param.detach()))
+        if local_tensor(dense).stride() != local_tensor(param).stride():
+            self.scattered.append((local_tensor(param), local_tensor(dense)))
+        return [local_tensor(t) for t in (dense, grad, *(values[key] for key in MOMENTS), values["step"])]
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Update parameters and state."""
+        if self.rows:
+            params, grads, averages, squares, steps = (list(column) for column in zip(*self.rows, strict=True))
+            beta1, beta2 = self.group["betas"]
+            adamw(
+                params,
+                grads,
+                averages,
+                squares,
+                [],
+                steps,
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=self.group["lr"],
+                weight_decay=self.group["weight_decay"],
+                eps=self.group["eps"],
+                maximize=False,
+            )
+        for param, dense in self.scattered:
+            param.copy_(dense)
+
+
+def _row_as_it_is(param: Tensor, values: Mapping[str, Any]) -> _Row | None:
+    """What the kernel walks of one parameter; None if something has to be laid out first. Every step pays for this."""
+    row: tuple[Any, ...] = (param, param.grad, values.get("exp_avg"), values.get("exp_avg_sq"), values.get("step"))
+    if isinstance(param, DTensor):
+        if not (share_spec(param, row[2]) and share_spec(param, row[3])):
+            return None
+        row = (*map(local_tensor, row[:4]), row[4])
+    local, grad, average, square, step = row
+    if not (type(local) in _PLAIN and type(grad) is type(average) is type(square) is type(step) is Tensor):
+        return None
+    shape, device, dtype = local.shape, local.device, local.dtype
+    if not (
+        (shape == grad.shape == average.shape == square.shape)
+        and (dtype == grad.dtype == average.dtype == square.dtype and step.dtype == torch.float32)
+        and (device == grad.device == average.device == square.device == step.device)
+    ):
+        return None
+    if local.is_contiguous():
+        return row if grad.is_contiguous() and average.is_contiguous() and square.is_contiguous() else None
+    alike = local.stride() == grad.stride() == average.stride() == square.stride()
+    last = _CHANNELS_LAST.get(len(shape))
+    return row if alike and last and local.is_contiguous(memory_format=last) else None
+
+
+def _as_real(row: _Row) -> _Row:
+    """Views of real and imaginary parts, which AdamW takes by themselves, as torch's does."""
+    param, grad, average, square, step = row
+    return (*map(torch.view_as_real, (param, grad.resolve_conj(), average, square)), step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -22,8 +23,11 @@ from dmuon.dedicated.nesting import ATTRIBUTE, mark
 from dmuon.dedicated.part import Part
 from dmuon.dedicated.runtime import Runtime
 from dmuon.layout.topology import GlobalRank, Position
+from dmuon.model.routing import Route
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
+
+_GONE = nn.Parameter(torch.empty(0))
 
 
 class Dedication:
@@ -38,9 +42,9 @@ class Dedication:
         self.plan = plan
         self.pools = inspected.pools(runtime.comm.topology)
         self.runtime = runtime
-        # Routes themselves would keep the parameters alive.
-        self._reasons = {r.fqn: (r.muon, r.reason) for r in inspected.routes}
-        self._originals = [weakref.ref(r.param) for r in inspected.routes if r.muon]
+        # Without the parameters, which routes would keep alive.
+        self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in inspected.routes}
+        self._originals = [weakref.ref(r.param) for r in inspected.routes if r.block is not None]
         self.is_list = "" not in inspected.roots
         self._prefixes = weakref.WeakKeyDictionary({root: prefix for prefix, root in inspected.roots.items()})
         for root in inspected.roots.values():
@@ -64,10 +68,12 @@ class Dedication:
         alive = {id(param) for reference in self._originals if (param := reference()) is not None}
         return any(id(param) in alive for param in params)
 
-    def reasons(self, root: nn.Module) -> dict[str, tuple[bool, str]]:
-        """Whether Muon takes a parameter, and why, by its name in ``root``."""
-        prefix = self._prefixes[root]
-        return {fqn.removeprefix(prefix): why for fqn, why in self._reasons.items() if fqn.startswith(prefix)}
+    def routes(self, root: nn.Module) -> dict[str, Route]:
+        """Of the parameters of ``root``, by their names in it, without these; none of a module compiled around it."""
+        prefix = self._prefixes.get(root)
+        if prefix is None:
+            return {}
+        return {fqn.removeprefix(prefix): route for fqn, route in self._routes.items() if fqn.startswith(prefix)}
 
 
 def dedication_of(module: nn.Module) -> Dedication | None:

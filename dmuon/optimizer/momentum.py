@@ -24,13 +24,14 @@ _log = logger(__name__)
 _State = MutableMapping[Any, Any]  # `optimizer.state`: a dict of values by parameter
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Row:
     """The momentum of one parameter.
 
     Attributes:
         name: of the parameter, quoted.
-        local: this rank's part in fp32 (or wider), shaped as the local tensor. Without elements if it has none.
+        local: this rank's part in fp32 (or wider), shaped as the local tensor. Without elements if it has none. On the
+            meta device as long as a frozen parameter has none.
     """
 
     param: Tensor
@@ -65,6 +66,8 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
             row.local.zero_()
         else:
             row.check(value)
+            if row.local.is_meta:
+                row.local = torch.empty_like(row.local, device=local_tensor(row.param).device)
             of_residency.setdefault(id(row.residency), []).append((row, value))
     for some in of_residency.values():
         parts = some[0][0].residency.parts_of([(row.param, value, row.name) for row, value in some])
@@ -116,7 +119,11 @@ class Momentum:
             local = stacked.get(id(param))
             if local is None:
                 local = local_tensor(param)
-                local = local.new_empty(local.shape, dtype=torch.promote_types(param.dtype, torch.float32))
+                local = torch.empty(
+                    local.shape,
+                    dtype=torch.promote_types(param.dtype, torch.float32),
+                    device="meta" if local.numel() else local.device,
+                )
             row = _Row(param, repr(names[id(param)]), residency_of[id(param)], local)
             rows.append(row)
             value = state[param].get(MOMENTUM) if param in state else None

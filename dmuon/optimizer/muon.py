@@ -20,7 +20,7 @@ from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
 from dmuon.kernels import Storage, is_capturing
 from dmuon.model.exclusion import Exclude
-from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, fault_of, is_remembered, remember_spec, spec_of
 from dmuon.model.routing import Select
 from dmuon.optimizer.copies import Origin, copied_gradients, copyable_origin, copyable_state, origin_of_copy
 from dmuon.optimizer.groups import (
@@ -45,7 +45,7 @@ from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import current_backward, local_tensor, outside_compile
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.record import StepRecord
-from dmuon.step.residency import Alone, Residency, lay_out
+from dmuon.step.residency import Alone, Frozen, Residency, lay_out
 from dmuon.step.rounds import AloneRound, Round, drive
 from dmuon.step.update import Done, align_gradients, new_adamw_state, update_by_adamw
 
@@ -163,6 +163,7 @@ class Muon(torch.optim.Optimizer):
         self._wrapping = Wrapping(None, (), None)
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
         self._residencies: list[Residency] = []
+        self._frozen = Frozen([])
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
         self._rounds: list[Round] = []
@@ -264,7 +265,12 @@ class Muon(torch.optim.Optimizer):
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         self._names = names_in(self.param_groups, self._origin.names)
-        residencies = self._find_residencies(muon)
+        frozen = Frozen([p for p in muon if not p.requires_grad and not isinstance(p, OwnedTensor)])
+        still = set(map(id, frozen.params))
+        trained = [p for p in muon if id(p) not in still]
+        for fault in filter(None, map(fault_of, trained)):
+            raise ValueError(fault)
+        residencies = [frozen, *self._find_residencies(trained)]
         rounds, momentum = lay_out([group["params"] for group in self.param_groups], residencies)
         self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
         for group in self.param_groups:
@@ -279,7 +285,7 @@ class Muon(torch.optim.Optimizer):
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups])
         self._early = self._listen() if self._origin.overlap else None
-        self._laid_out = self._param_ids()
+        self._laid_out, self._frozen = self._param_ids(), frozen
         tell_layout(why, rounds, self._prefetch)
 
     def _restore_specs(self) -> None:
@@ -340,10 +346,14 @@ class Muon(torch.optim.Optimizer):
     def _param_ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for group in self.param_groups]
 
+    def _is_laid_out(self) -> bool:
+        """Whether groups hold the parameters of before, and what was frozen then still is."""
+        return self._param_ids() == self._laid_out and not self._frozen.thawed()
+
     def _follow(self) -> None:
-        """Lay out anew if groups hold other parameters than before. Collective then, as building the optimizer is."""
-        if self._param_ids() != self._laid_out:
-            self._lay_out("groups hold other parameters")
+        """Lay out anew unless all is as before. Collective then, as building the optimizer is."""
+        if not self._is_laid_out():
+            self._lay_out("groups hold other parameters, or some were unfrozen")
 
     # -- step ------------------------------------------------------------------------------------------------------
 
@@ -397,7 +407,7 @@ class Muon(torch.optim.Optimizer):
     def _present(self) -> set[int]:
         """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed."""
         self._restore_specs()
-        changed = self._param_ids() != self._laid_out
+        changed = not self._is_laid_out()
         present: list[set[int] | None] = []
         for residency in self._residencies:  # those that vote on it come last
             present.append(residency.before_step(changed))

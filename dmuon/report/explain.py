@@ -20,13 +20,13 @@ from dmuon.kernels import storage_dtype, storage_spans
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
-from dmuon.model.routing import route_parameters
+from dmuon.model.routing import Route, route_parameters
 from dmuon.optimizer.advice import advice
 from dmuon.optimizer.groups import inside_ddp, names_in
 from dmuon.optimizer.muon import Muon
 from dmuon.platform.options import check_integer
 from dmuon.report.accounting import expected_memory, expected_traffic
-from dmuon.report.matrices import MatrixRow, RankSums, is_laid_out, matrix_rows, rank_sums
+from dmuon.report.matrices import MatrixRow, RankSums, matrix_rows, rank_sums
 from dmuon.report.tables import mib, pattern, ranks_text, shape_text, size_text, spans_text, table, time_text
 
 _MOST_RANKS = 32  # of which sums are shown
@@ -49,8 +49,7 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
             and bytes are sums. None shows every matrix.
 
     Raises:
-        ValueError: without an optimizer, Muon would take no matrix of the model, or refuse it; ``max_rows`` is no
-            positive integer.
+        ValueError: without an optimizer, Muon would refuse the model; ``max_rows`` is no positive integer.
         TypeError: ``optimizer`` is not a ``dmuon.Muon``.
     """
     if optimizer is not None and not isinstance(optimizer, Muon):
@@ -59,10 +58,10 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
         check_integer("max_rows", max_rows, 1)
     dedicated = dedications(model)
     rows = matrix_rows(model, optimizer, dedicated)
-    anew = [] if optimizer is None or is_laid_out(optimizer) else [_ANEW, ""]
+    anew = [] if optimizer is None or optimizer._is_laid_out() else [_ANEW, ""]
     muon, rest = _tensors(model, optimizer, dedicated)
     lines = [*anew, *_matrices(muon, rows, max_rows)]
-    lines += _on_adamw(rest, sum(tensor.matrices for tensor in muon), sum(t.numel for t in muon), max_rows)
+    lines += [*_on_adamw(rest, max_rows), "", _counts(muon, rest)]
     if optimizer is not None or dedicated:
         lines += _sums(rank_sums(rows))
     if optimizer is not None:
@@ -84,6 +83,7 @@ class _Tensor:
     Attributes:
         made_of: its matrices, in words.
         matrices: how many.
+        frozen: nobody trains it.
     """
 
     name: str
@@ -92,6 +92,7 @@ class _Tensor:
     made_of: str
     matrices: int
     why: str
+    frozen: bool
 
 
 def _tensors(
@@ -117,38 +118,33 @@ def _tensors(
         why = "outside what was dedicated" if route is None else route.reason
         if optimizer is not None and id(param) not in groups:
             lost = "in no group: this optimizer does not train it"
-            why = f"{why}; {lost}" if owned else lost
+            why = f"{'' if param.requires_grad else 'frozen; '}{f'{why}; ' if owned else ''}{lost}"
+        elif not param.requires_grad:
+            why = f"frozen; {'Muon' if taken else 'AdamW'} takes it when it trains"
         elif optimizer is not None and (route is None or route.muon != taken):
             why = "put there by a group or by select"
         spec = spec_of(param)
-        if spec == MatrixSpec() and route is not None and route.spec is not None:
+        if spec == MatrixSpec() and route is not None:
             spec = route.spec
-        tensor = _Tensor(name, tuple(param.shape), param.numel(), *_made_of(param, spec), why)
+        tensor = _Tensor(
+            name, tuple(param.shape), param.numel(), *_made_of(param, spec), why, frozen=not param.requires_grad
+        )
         (muon if taken else rest).append(tensor)
     return muon, rest
 
 
-@dataclass(frozen=True, slots=True)
-class _Policy:
-    """What was decided of a parameter, by whoever routed the model; ``spec`` is None if the parameter remembers it."""
-
-    muon: bool
-    reason: str
-    spec: MatrixSpec | None
-
-
-def _dedicated_routes(model: nn.Module) -> dict[str, _Policy]:
+def _dedicated_routes(model: nn.Module) -> dict[str, Route]:
     routes = {}
     for name, module in model.named_modules():
         dedication = dedication_of(module)
-        for fqn, (muon, reason) in () if dedication is None else dedication.reasons(module).items():
-            routes[canonical_fqn(f"{name}.{fqn}" if name else fqn)] = _Policy(muon, reason, None)
+        for fqn, route in () if dedication is None else dedication.routes(module).items():
+            routes[canonical_fqn(f"{name}.{fqn}" if name else fqn)] = route
     return routes
 
 
-def _policy(model: nn.Module, *, required: bool) -> dict[str, _Policy]:
+def _policy(model: nn.Module, *, required: bool) -> dict[str, Route]:
     try:
-        return {r.fqn: _Policy(r.muon, r.reason, r.spec) for r in route_parameters(model)}
+        return {route.fqn: route for route in route_parameters(model)}
     except ValueError:  # of what the optimizer got by select, groups or tensors, the policy may know nothing
         if required:
             raise
@@ -256,17 +252,28 @@ def _batches(rows: Sequence[MatrixRow]) -> str:
     return f"{'' if exact else 'up to '}{spans_text(sizes)} each" if sizes else ""
 
 
-def _on_adamw(rest: Sequence[_Tensor], matrices: int, elements: int, max_rows: int | None) -> list[str]:
-    """What Muon leaves, with reasons, and how much of the model either takes."""
+def _on_adamw(rest: Sequence[_Tensor], max_rows: int | None) -> list[str]:
+    """What Muon leaves, with reasons."""
     lines = [(tensor.name, "", tensor.why) for tensor in rest]
     if max_rows is not None and len(lines) > max_rows:
         alike: dict[tuple[str, str], list[str]] = {}
         for tensor in rest:
             alike.setdefault((pattern(tensor.name), tensor.why), []).append(tensor.name)
         lines = [(name if names[1:] else names[0], f"{len(names):,}", why) for (name, why), names in alike.items()]
-    left = sum(tensor.numel for tensor in rest)
-    sums = f"Muon: {matrices:,} matrices, {elements:,} elements; AdamW: {len(rest)} parameters, {left:,} elements"
-    return ["", "on AdamW", *table([("parameter", "count", "why"), *lines]), "", sums]
+    return ["", "on AdamW", *table([("parameter", "count", "why"), *lines])]
+
+
+def _counts(muon: Sequence[_Tensor], rest: Sequence[_Tensor]) -> str:
+    """How much of the model either trains, and nobody."""
+    frozen = [tensor for tensor in (*muon, *rest) if tensor.frozen]
+    matrices = sum(tensor.matrices for tensor in muon if not tensor.frozen)
+    of_muon, of_adamw, of_none = (
+        f"{sum(tensor.numel for tensor in tensors):,} elements"
+        for tensors in ([t for t in muon if not t.frozen], [t for t in rest if not t.frozen], frozen)
+    )
+    parameters = sum(not tensor.frozen for tensor in rest)
+    counts = f"Muon: {matrices:,} matrices, {of_muon}; AdamW: {parameters} parameters, {of_adamw}"
+    return f"{counts}; frozen: {len(frozen)} parameters, {of_none}" if frozen else counts
 
 
 def _sums(sums: Mapping[GlobalRank, RankSums]) -> list[str]:
@@ -300,7 +307,7 @@ def _runtime(runtime: Runtime) -> list[str]:
         f"forward in {_unique(e.full.dtype for e in entries)}, "
         f"masters in {_unique(e.master.dtype for e in entries)}, "
         f"gradients reduced in {_unique(b.reduce_dtype for b in runtime.buffers)}, "
-        f"{'kept' if runtime.buffers[0].keep else 'freed'} after forward",
+        f"{'kept' if any(buffer.keep for buffer in runtime.buffers) else 'freed'} after forward",
         f"ranks: {topology.replicas} replicas x {topology.shards} shards"
         + (f" x {topology.tensor} tensor-parallel" if topology.tensor > 1 else ""),
         f"this rank holds: masters {mib(memory.masters)}, momentum as much, gradients as much, stand-ins "

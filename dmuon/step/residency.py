@@ -189,6 +189,26 @@ class Alone(Residency):
         return [AloneRound(index, batch) for index, of_group in enumerate(batches) for batch in of_group]
 
 
+class Frozen(Residency):
+    """Matrices that nobody trains: they have no batches, and momentum only if they had some before."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = list(params)
+
+    def thawed(self) -> bool:
+        """Whether one of them is to be trained by now."""
+        return any(param.requires_grad for param in self.params)
+
+    def before_step(self, changed: bool) -> set[int] | None:
+        return set()
+
+    def tasks(self) -> list[Task]:
+        return []
+
+    def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
+        return []
+
+
 def lay_out(
     groups: Sequence[Sequence[Tensor]], residencies: Iterable[Residency]
 ) -> tuple[list[Round], dict[int, Tensor]]:

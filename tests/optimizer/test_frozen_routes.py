@@ -1,11 +1,12 @@
-"""What is frozen has the route of its place: unfreezing it is all that it takes to train it, whoever shards the model."""
+"""What is frozen has the route of its place: unfreezing is all that it takes to train it, whoever shards the model."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,14 +16,14 @@ from harness.assertions import about, assert_equal_weights
 from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.oracle import Reference
 from harness.topologies import Laid, lay
-from harness.toy import OPTIONS, batch, build, train
+from harness.toy import DECAY, LR, OPTIONS, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.check.model import Block, Network, is_matrix, shard
+from dmuon.check.model import Block, is_matrix, loss_of, shard
 from dmuon.check.topologies import full_state
 
 FROZEN: dict[str, Callable[[str], bool]] = {
@@ -39,35 +40,39 @@ def freeze(model: nn.Module, frozen: Callable[[str], bool]) -> None:
         param.requires_grad_(not frozen(name))
 
 
-def train_and_thaw(model: Network, optimizer: Any, thaw: Callable[[], Any], rank: int = 0, world: int = 1) -> None:
+def run(steps: Iterable[int], optimizer: Any, loss: Callable[[int], Tensor]) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+
+
+def train_and_thaw(
+    model: nn.Module, optimizer: Any, loss: Callable[[int], Tensor], thawed: Callable[[], Any] = lambda: None
+) -> None:
     if any(p.requires_grad for p in model.parameters()):
-        train(thaw.model if isinstance(thaw, Thaw) else model, optimizer, BEFORE, rank, world)
-    thaw()
-    train(thaw.model if isinstance(thaw, Thaw) else model, optimizer, AFTER, rank, world)
-
-
-class Thaw:
-    """Unfreezes a model that is laid out, which DistributedDataParallel must be told."""
-
-    def __init__(self, laid: Laid) -> None:
-        self.laid, self.model = laid, laid.model
-
-    def __call__(self) -> None:
-        self.laid.network.requires_grad_(True)
-        if isinstance(self.model, DistributedDataParallel):
-            self.model = self.laid.model = None  # type: ignore[assignment]
-            self.model = DistributedDataParallel(self.laid.network)
+        run(BEFORE, optimizer, loss)
+    model.requires_grad_(True)
+    thawed()
+    run(AFTER, optimizer, loss)
 
 
 def reference(frozen: Callable[[str], bool]) -> dict[str, Tensor]:
     model = build()
     optimizer = Reference(model)
     freeze(model, frozen)
-    train_and_thaw(model, optimizer, lambda: model.requires_grad_(True))
+    train_and_thaw(model, optimizer, lambda step: loss_of(model, *batch(step)))
     return dict(model.state_dict())
 
 
-def check(layout: str, rank: int, world: int) -> None:
+def wrap_again(laid: Laid) -> None:
+    """DistributedDataParallel averages what was trained when it was made."""
+    if isinstance(laid.model, DistributedDataParallel):
+        laid.model = laid.network
+        laid.model = DistributedDataParallel(laid.network)
+
+
+def check(layout: str) -> None:
     for what, frozen in FROZEN.items():
         if layout == "ddp" and what == "everything":
             continue  # torch refuses it
@@ -80,7 +85,7 @@ def check(layout: str, rank: int, world: int) -> None:
             taken = {names[id(p)] for g in optimizer.param_groups if g["use_muon"] for p in g["params"]}
             assert taken == {n for n in names.values() if is_matrix(n)}, "by place"
             assert {names[id(p)] for p in optimizer.state} == {n for n in names.values() if not frozen(n)}
-            train_and_thaw(laid.network, optimizer, Thaw(laid), rank, world)
+            train_and_thaw(laid.network, optimizer, laid.loss, partial(wrap_again, laid))
             weights = full_state(laid.network)
             assert_equal_weights(weights, reference(frozen))
             assert_same_over_ranks(weights)
@@ -92,7 +97,7 @@ def check(layout: str, rank: int, world: int) -> None:
 @pytest.mark.parametrize("layout", ["fsdp2-2", "ddp", "1d", "1d-two-lines", "tp-alone"])
 @on_ranks(2, timeout=180.0)
 def test_what_is_unfrozen_trains_as_in_one_process(rank: int, world: int, layout: str) -> None:
-    check(layout, rank, world)
+    check(layout)
 
 
 @pytest.mark.pitfall("P87")
@@ -110,7 +115,7 @@ def test_what_is_unfrozen_on_one_rank_trains_by_muon_and_is_told_as_frozen_befor
             assert (f"frozen; {takes} takes it when it trains" in told) == (not param.requires_grad), lines
             assert param.requires_grad or not re.search("outside blocks|put there", told)
         assert re.search(f"; frozen: [0-9]+ parameters, {held:,} elements$", table, re.MULTILINE)
-    train_and_thaw(model, optimizer, lambda: model.requires_grad_(True))
+    train_and_thaw(model, optimizer, lambda step: loss_of(model, *batch(step)))
     assert_equal_weights(dict(model.state_dict()), reference(FROZEN[what]))
 
 
@@ -208,7 +213,12 @@ def laid_stage(kind: str, blocks: bool, world: int) -> nn.Module:
 def test_a_stage_without_a_matrix_that_trains_is_adamw_s(rank: int, world: int, kind: str) -> None:
     for blocks in (False, True):
         expected = Stage(blocks)
-        train_stage(expected, Reference(expected))
+        trained = [p for p in expected.parameters() if p.requires_grad]
+        by_adamw = [
+            {"params": [p for p in trained if p.ndim > 1]},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        train_stage(expected, torch.optim.AdamW(by_adamw, lr=LR, betas=(0.9, 0.95), weight_decay=DECAY))
         stage = laid_stage(kind, blocks, world)
         optimizer = dmuon.Muon(stage, **OPTIONS)
         train_stage(stage, optimizer, rank, world)
@@ -275,7 +285,7 @@ class Bare(Block):
 def test_bare_matrices_train_alike_by_line_by_groups_and_where_they_are_sharded(rank: int, world: int) -> None:
     model = build(block=Bare)
     for use in (lambda: dmuon.Muon(model), lambda: dmuon.explain(model)):
-        with pytest.raises(ValueError, match="what is hidden are 9 bare parameters .*'blocks.0.qkvo_w'") as caught:
+        with pytest.raises(ValueError, match=r"what is hidden are 9 bare parameters .*'blocks.0.qkvo_w'") as caught:
             use()
     select = eval(str(caught.value).partition("select=")[2])
     optimizer = dmuon.Muon(model, select=select, **OPTIONS)

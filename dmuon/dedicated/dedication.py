@@ -18,11 +18,12 @@ from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import BufferState
 from dmuon.dedicated.even_dtensor import in_rounds
 from dmuon.dedicated.inspection import Inspected
-from dmuon.dedicated.matrix import OwnedMatrix, whole_parameter
+from dmuon.dedicated.matrix import OwnedMatrix, resting, whole_parameter
 from dmuon.dedicated.nesting import ATTRIBUTE, mark
 from dmuon.dedicated.part import Part
 from dmuon.dedicated.runtime import Runtime
 from dmuon.layout.topology import GlobalRank, Position
+from dmuon.model.blocks import canonical_fqn, unwrapped
 from dmuon.model.routing import Route
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
@@ -46,13 +47,15 @@ class Dedication:
         self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in inspected.routes}
         self._originals = [weakref.ref(r.param) for r in inspected.routes if r.block is not None]
         self.is_list = "" not in inspected.roots
-        self._prefixes = weakref.WeakKeyDictionary({root: prefix for prefix, root in inspected.roots.items()})
+        self._prefixes = weakref.WeakKeyDictionary(
+            {unwrapped(root): prefix for prefix, root in inspected.roots.items()}
+        )
         for root in inspected.roots.values():
             mark(root, self)
 
     def place(self, root: nn.Module) -> str:
         """Which one of its list ``root`` is."""
-        return self._prefixes[root]
+        return self._prefixes[unwrapped(root)]
 
     def note_place(self, root: nn.Module, name: str) -> None:
         """A model around this one calls ``root``, one of its modules, ``name``."""
@@ -68,12 +71,13 @@ class Dedication:
         alive = {id(param) for reference in self._originals if (param := reference()) is not None}
         return any(id(param) in alive for param in params)
 
-    def routes(self, root: nn.Module) -> dict[str, Route]:
-        """Of the parameters of ``root``, by their names in it, without these; none of a module compiled around it."""
-        prefix = self._prefixes.get(root)
-        if prefix is None:
-            return {}
-        return {fqn.removeprefix(prefix): route for fqn, route in self._routes.items() if fqn.startswith(prefix)}
+    def routes(self, root: nn.Module) -> Iterator[Route]:
+        """Of the parameters that ``root`` has now, by their names in it."""
+        prefix = self.place(root)
+        for name, param in root.named_parameters():
+            name = canonical_fqn(name)
+            if (route := self._routes.get(f"{prefix}{name}")) is not None:
+                yield replace(route, fqn=name, param=resting(param))
 
 
 def dedication_of(module: nn.Module) -> Dedication | None:

@@ -25,7 +25,7 @@ _BARE, _NO_STACK = "bare parameter", "not known to be a stack of matrices"
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _COUNTS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 _NO_WEIGHTS = ("bias", "scale", "norm")  # parts of names of what stands beside matrices
-_TABLES = ("emb", "table", "token", "latent", "prompt")  # parts of names of what is looked up or begun with
+_TABLES = ("emb", "pos", "table", "token", "latent", "prompt")  # parts of names of what is looked up or begun with
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _is_bare_matrix(module: nn.Module, name: str, param: Tensor, unfit: str) -> 
     return (
         unfit.startswith((_BARE, f"3-D, {_NO_STACK}"))
         and min(param.shape[-2:]) > 1
-        and param.shape[:-2] != (1,)
+        and (param.ndim == 2 or 1 < param.shape[0] <= min(param.shape[1:]))  # otherwise a matrix in another form
         and not isinstance(module, nn.Bilinear)
         and not any(word in name.lower() for word in _NO_WEIGHTS + _TABLES)
     )

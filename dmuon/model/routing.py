@@ -32,7 +32,6 @@ from dmuon.model.makeup import (
     declared_embeddings,
     makeup_of,
     reparametrized,
-    why_no_tensor,
 )
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.module_tree import ModuleTree
@@ -144,12 +143,12 @@ def route_to_blocks(
 
 def notice(routes: Sequence[Route]) -> str | None:
     """What to tell the user: that Muon trains nothing, and why; or that AdamW gets what look like matrices."""
-    bare = [route for route in routes if route.bare]
-    trained = sum(route.param.requires_grad for route in routes)
     if not any(_is_trained(route) for route in routes):
+        trained = sum(route.param.requires_grad for route in routes)
         return f"Muon trains no parameter: {_why_none(routes)}; AdamW trains {trained}"
-    if bare:
-        return f"AdamW trains {_listed_bare(bare)}. To give them to Muon: {_line(routes)}"
+    if any(route.bare for route in routes):
+        bare, line = _bare_and_line(routes)
+        return f"AdamW trains {bare}. To give them to Muon: {line}"
     return None
 
 
@@ -159,33 +158,25 @@ def _is_trained(route: Route) -> bool:
 
 def _why_none(routes: Sequence[Route]) -> str:
     frozen = sum(route.muon for route in routes)
-    left = [r for r in routes if r.reason in (INPUT_LAYER, OUTPUT_LAYER) and why_no_tensor(r.param) is None]
-    parametrized = [route.fqn for route in routes if "parametrized by" in route.reason]
     if frozen:
         return f"the {frozen} that its rule gives it are frozen"
-    if parametrized:
-        return f"{parametrized[0]!r} and others are parametrized (torch.nn.utils.parametrize.remove_parametrizations)"
-    if left:
-        names = ", ".join(f"{route.fqn!r}: {route.reason}" for route in left[:3])
-        return (
-            f"no layer is hidden ({names}{', …' if len(left) > 3 else ''}; "
-            f"choose with select=lambda fqn, module, param: fqn == {left[0].fqn!r})"
-        )
-    return "no layer inside a block, or hidden otherwise, has a 2-D weight"
+    left = [r for r in routes if r.reason in (INPUT_LAYER, OUTPUT_LAYER) or "parametrized by" in r.reason]
+    if not left:
+        return "no layer inside a block, or hidden otherwise, has a 2-D weight"
+    names = ", ".join(f"{route.fqn!r}: {route.reason}" for route in left[:3])
+    line = f"select=lambda fqn, module, param: fqn == {left[0].fqn!r}"
+    return f"no layer is hidden ({names}{', …' if left[3:] else ''}; choose with {line})"
 
 
-def _listed_bare(bare: Sequence[Route]) -> str:
-    names = ", ".join(repr(route.fqn) for route in bare[:3])
-    return f"{len(bare)} bare parameters that may be matrices ({names}{', …' if len(bare) > 3 else ''})"
-
-
-def _line(routes: Sequence[Route]) -> str:
-    """What to write so that Muon takes all bare matrices, and of the rest what it takes anyway."""
+def _bare_and_line(routes: Sequence[Route]) -> tuple[str, str]:
+    """Bare matrices in words, and the line by which Muon takes all of them, and of the rest what it takes anyway."""
     bare = [route.fqn for route in routes if route.bare]
+    names = ", ".join(map(repr, bare[:3]))
+    told = f"{len(bare)} bare parameters that may be matrices ({names}{', …' if bare[3:] else ''})"
     tails = tuple(dict.fromkeys(name.rpartition(".")[2] for name in bare))
     apart = not any(route.fqn.endswith(tails) for route in routes if not route.bare)
     which = f"fqn.endswith({tails})" if apart else f"fqn in {tuple(bare)}"
-    return f"select=lambda fqn, module, param: True if {which} else ..."
+    return told, f"select=lambda fqn, module, param: True if {which} else ..."
 
 
 _Named = tuple[str, nn.Parameter, _Sites]  # canonical name, parameter, everything that holds it
@@ -229,9 +220,10 @@ def _route(
     bare = [(fqn, p) for fqn, p, _ in ours if makeups[id(p)].bare and id(p) not in left]
     if found is None or any(muon for muon, _ in hidden.values()):
         bare = _of_widths(bare, embedded.union(*({layer.takes, layer.gives} for layer in layers)))
-    apart = {id(param) for _, param in bare}
-    if not apart:
-        _take_input_layers(hidden, makeups)
+    if not bare and not any(muon for muon, _ in hidden.values()):
+        inputs = [id(p) for _, p, _ in ours if left.get(id(p)) == INPUT_LAYER and makeups[id(p)].unfit is None]
+        hidden |= dict.fromkeys(inputs, (True, f"{INPUT_LAYER} of a model without hidden layers"))
+    bare_ids = {id(param) for _, param in bare}
     by_default = any(muon for key, (muon, _) in hidden.items() if key not in ignored)
     routes = []
     for fqn, param, sites in params:
@@ -260,8 +252,8 @@ def _route(
             if fault is not None and param.requires_grad:
                 raise ValueError(fault)
         spec = spec if muon else MatrixSpec()
-        left_bare = id(param) in apart and reason is by_rule
-        routes.append(Route(fqn, param, sites, muon, reason, spec=spec, fault=fault, bare=left_bare))
+        is_bare = id(param) in bare_ids and reason is by_rule
+        routes.append(Route(fqn, param, sites, muon, reason, spec=spec, fault=fault, bare=is_bare))
     if not any(route.muon for route in routes):
         _refuse_none(routes, blocks, by_default=by_default)
     return routes, found
@@ -283,7 +275,8 @@ def _refuse_none(routes: Sequence[Route], blocks: _Blocks, *, by_default: bool) 
     elif blocks is not None:
         why = "no layer with a 2-D weight lies inside the given blocks; name others, or none"
     elif any(route.bare for route in routes):
-        why = f"what is hidden are {_listed_bare([r for r in routes if r.bare])}. Take them with {_line(routes)}"
+        bare, line = _bare_and_line(routes)
+        why = f"what is hidden are {bare}. Take them with {line}"
     else:
         return
     raise ValueError(f"no matrix was selected for Muon: {why}")
@@ -343,13 +336,6 @@ def _hidden(
         reason = _why_never(param, sites, embeddings) or left.get(id(param)) or makeup.unfit
         decided[id(param)] = (reason is None, reason or f"{_counted(param, makeup.spec)} {within}")
     return decided
-
-
-def _take_input_layers(decided: dict[int, tuple[bool, str]], makeups: Mapping[int, Makeup]) -> None:
-    """Where no layer is hidden, give Muon those that take the input."""
-    if not any(muon for muon, _ in decided.values()):
-        inputs = [key for key, (_, why) in decided.items() if why == INPUT_LAYER and makeups[key].unfit is None]
-        decided |= dict.fromkeys(inputs, (True, f"{INPUT_LAYER} of a model without hidden layers"))
 
 
 def _counted(param: nn.Parameter, spec: MatrixSpec) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import replace
 from types import EllipsisType
 from typing import Any
 
@@ -100,16 +99,10 @@ def _routed_around(model: nn.Module) -> list[tuple[Tensor, bool]]:
 
 def _routed_by_dedication(model: nn.Module) -> dict[int, bool]:
     """Whether Muon takes a parameter of what was dedicated in ``model``, by ``id``."""
-    taken: dict[int, bool] = {}
-    for root in model.modules():
-        dedication = dedication_of(root)
-        routes = {} if dedication is None else dedication.routes(root)
-        for name, param in root.named_parameters() if routes else ():
-            owned, route = isinstance(param, OwnedTensor), routes.get(canonical_fqn(name))
-            if route is not None and not owned:
-                _remember([replace(route, param=param)])  # FSDP2 may have put it there since
-            taken[id(param)] = owned or (route is not None and route.muon)
-    return taken
+    dedicated = ((root, dedication_of(root)) for root in model.modules())
+    routes = [route for root, one in dedicated if one is not None for route in one.routes(root)]
+    _remember(routes)  # FSDP2 may have put other parameters there since
+    return {id(route.param): route.muon for route in routes}
 
 
 def _require_averaged(model: nn.Module, outside: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -119,11 +119,8 @@ class Momentum:
             local = stacked.get(id(param))
             if local is None:
                 local = local_tensor(param)
-                local = torch.empty(
-                    local.shape,
-                    dtype=torch.promote_types(param.dtype, torch.float32),
-                    device="meta" if local.numel() else local.device,
-                )
+                dtype, where = torch.promote_types(param.dtype, torch.float32), "meta" if local.numel() else None
+                local = torch.empty_like(local, dtype=dtype, device=where)
             row = _Row(param, repr(names[id(param)]), residency_of[id(param)], local)
             rows.append(row)
             value = state[param].get(MOMENTUM) if param in state else None

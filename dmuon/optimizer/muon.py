@@ -45,7 +45,7 @@ from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import current_backward, local_tensor, outside_compile
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.record import StepRecord
-from dmuon.step.residency import Alone, Frozen, Residency, lay_out
+from dmuon.step.residency import Alone, Residency, lay_out
 from dmuon.step.rounds import AloneRound, Round, drive
 from dmuon.step.update import Done, align_gradients, new_adamw_state, update_by_adamw
 
@@ -59,6 +59,7 @@ class Muon(torch.optim.Optimizer):
     ``dmuon.dedicate_params`` each owner updates its own matrices and publishes the result. Of a model that is sharded
     or replicated already, each matrix is gathered to one owner, orthogonalized once, and its update sent back. A tensor
     that one rank has to itself is updated there. Momentum is fp32 or wider, and so are the masters of what dmuon owns.
+    What is frozen has none, and is planned for when it is unfrozen: then the next step is collective as building is.
 
     Building it for a sharded or replicated model is collective over the ranks that hold its matrices together, and so
     is ``step()``.
@@ -163,7 +164,7 @@ class Muon(torch.optim.Optimizer):
         self._wrapping = Wrapping(None, (), None)
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
         self._residencies: list[Residency] = []
-        self._frozen = Frozen([])
+        self._frozen: list[Tensor] = []  # of Muon's parameters when they were laid out, without what dmuon owns
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
         self._rounds: list[Round] = []
@@ -265,12 +266,12 @@ class Muon(torch.optim.Optimizer):
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         self._names = names_in(self.param_groups, self._origin.names)
-        frozen = Frozen([p for p in muon if not p.requires_grad and not isinstance(p, OwnedTensor)])
-        still = set(map(id, frozen.params))
+        frozen = [p for p in muon if not p.requires_grad and not isinstance(p, OwnedTensor)]
+        still = set(map(id, frozen))
         trained = [p for p in muon if id(p) not in still]
         for fault in filter(None, map(fault_of, trained)):
             raise ValueError(fault)
-        residencies = [frozen, *self._find_residencies(trained)]
+        residencies = [Alone(frozen), *self._find_residencies(trained)]
         rounds, momentum = lay_out([group["params"] for group in self.param_groups], residencies)
         self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
         for group in self.param_groups:
@@ -348,7 +349,7 @@ class Muon(torch.optim.Optimizer):
 
     def _is_laid_out(self) -> bool:
         """Whether groups hold the parameters of before, and what was frozen then still is."""
-        return self._param_ids() == self._laid_out and not self._frozen.thawed()
+        return self._param_ids() == self._laid_out and not any(p.requires_grad for p in self._frozen)
 
     def _follow(self) -> None:
         """Lay out anew unless all is as before. Collective then, as building the optimizer is."""

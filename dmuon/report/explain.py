@@ -29,6 +29,7 @@ from dmuon.report.accounting import expected_memory, expected_traffic
 from dmuon.report.matrices import MatrixRow, RankSums, matrix_rows, rank_sums
 from dmuon.report.tables import mib, pattern, ranks_text, shape_text, size_text, spans_text, table, time_text
 
+_FROZEN = "frozen"  # a reason begins with it
 _MOST_RANKS = 32  # of which sums are shown
 _ANEW = "the optimizer's groups hold other parameters than they did: the next step decides who owns what"
 
@@ -83,7 +84,6 @@ class _Tensor:
     Attributes:
         made_of: its matrices, in words.
         matrices: how many.
-        frozen: nobody trains it.
     """
 
     name: str
@@ -92,7 +92,6 @@ class _Tensor:
     made_of: str
     matrices: int
     why: str
-    frozen: bool
 
 
 def _tensors(
@@ -118,17 +117,16 @@ def _tensors(
         why = "outside what was dedicated" if route is None else route.reason
         if optimizer is not None and id(param) not in groups:
             lost = "in no group: this optimizer does not train it"
-            why = f"{'' if param.requires_grad else 'frozen; '}{f'{why}; ' if owned else ''}{lost}"
+            why = f"{why}; {lost}" if owned else lost
         elif not param.requires_grad:
-            why = f"frozen; {'Muon' if taken else 'AdamW'} takes it when it trains"
+            why = f"{'Muon' if taken else 'AdamW'} takes it when it trains"
         elif optimizer is not None and (route is None or route.muon != taken):
             why = "put there by a group or by select"
+        why = why if param.requires_grad else f"{_FROZEN}; {why}"
         spec = spec_of(param)
         if spec == MatrixSpec() and route is not None:
             spec = route.spec
-        tensor = _Tensor(
-            name, tuple(param.shape), param.numel(), *_made_of(param, spec), why, frozen=not param.requires_grad
-        )
+        tensor = _Tensor(name, tuple(param.shape), param.numel(), *_made_of(param, spec), why)
         (muon if taken else rest).append(tensor)
     return muon, rest
 
@@ -137,8 +135,8 @@ def _dedicated_routes(model: nn.Module) -> dict[str, Route]:
     routes = {}
     for name, module in model.named_modules():
         dedication = dedication_of(module)
-        for fqn, route in () if dedication is None else dedication.routes(module).items():
-            routes[canonical_fqn(f"{name}.{fqn}" if name else fqn)] = route
+        for route in () if dedication is None else dedication.routes(module):
+            routes[canonical_fqn(f"{name}.{route.fqn}" if name else route.fqn)] = route
     return routes
 
 
@@ -265,14 +263,11 @@ def _on_adamw(rest: Sequence[_Tensor], max_rows: int | None) -> list[str]:
 
 def _counts(muon: Sequence[_Tensor], rest: Sequence[_Tensor]) -> str:
     """How much of the model either trains, and nobody."""
-    frozen = [tensor for tensor in (*muon, *rest) if tensor.frozen]
-    matrices = sum(tensor.matrices for tensor in muon if not tensor.frozen)
-    of_muon, of_adamw, of_none = (
-        f"{sum(tensor.numel for tensor in tensors):,} elements"
-        for tensors in ([t for t in muon if not t.frozen], [t for t in rest if not t.frozen], frozen)
-    )
-    parameters = sum(not tensor.frozen for tensor in rest)
-    counts = f"Muon: {matrices:,} matrices, {of_muon}; AdamW: {parameters} parameters, {of_adamw}"
+    frozen = [tensor for tensor in (*muon, *rest) if tensor.why.startswith(_FROZEN)]
+    muon, rest = ([tensor for tensor in some if not tensor.why.startswith(_FROZEN)] for some in (muon, rest))
+    of_muon, of_adamw, of_none = (f"{sum(t.numel for t in some):,} elements" for some in (muon, rest, frozen))
+    matrices = sum(tensor.matrices for tensor in muon)
+    counts = f"Muon: {matrices:,} matrices, {of_muon}; AdamW: {len(rest)} parameters, {of_adamw}"
     return f"{counts}; frozen: {len(frozen)} parameters, {of_none}" if frozen else counts
 
 

@@ -157,14 +157,14 @@ class Residency(ABC):
 
 
 class Alone(Residency):
-    """Matrices that this rank has to itself."""
+    """Matrices that this rank has to itself; and those that are frozen, wherever they lie, which have no tasks."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
-        self._laid = [lies(param) for param in self.params]
+        self._laid = [(param, lies(param)) for param in self.params if param.requires_grad]
 
     def before_step(self, changed: bool) -> set[int] | None:
-        if any(lies(param) != laid for param, laid in zip(self.params, self._laid, strict=True)):
+        if any(lies(param) != laid for param, laid in self._laid):
             return None
         return super().before_step(changed)
 
@@ -172,7 +172,7 @@ class Alone(Residency):
         tasks = []
         for position, param in enumerate(self.params):
             local, spec = local_tensor(param), spec_of(param)
-            if not local.numel():
+            if not local.numel() or not param.requires_grad:
                 continue
             regions = local_regions(local.shape, spec)
             for part, region in enumerate(regions):
@@ -187,26 +187,6 @@ class Alone(Residency):
 
     def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
         return [AloneRound(index, batch) for index, of_group in enumerate(batches) for batch in of_group]
-
-
-class Frozen(Residency):
-    """Matrices that nobody trains: they have no batches, and momentum only if they had some before."""
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = list(params)
-
-    def thawed(self) -> bool:
-        """Whether one of them is to be trained by now."""
-        return any(param.requires_grad for param in self.params)
-
-    def before_step(self, changed: bool) -> set[int] | None:
-        return set()
-
-    def tasks(self) -> list[Task]:
-        return []
-
-    def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
-        return []
 
 
 def lay_out(

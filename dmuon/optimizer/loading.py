@@ -84,7 +84,7 @@ def savable(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adopt_adamw_state(optimizer: torch.optim.Optimizer) -> None:
-    """After a load: make the state that AdamW's parameters lack, and ``step`` a tensor on their device."""
+    """Make the state that AdamW's parameters lack, as after a load, and ``step`` a tensor on their device."""
     for group in optimizer.param_groups:
         for param in [] if group["use_muon"] else group["params"]:
             if "step" not in optimizer.state.get(param, ()) and not param.requires_grad:

@@ -44,6 +44,10 @@ class _Row:
         """What is frozen gets no state, except what dmuon owns: a state dict of that is collective."""
         return self.param.requires_grad or isinstance(self.param, OwnedTensor)
 
+    def make_room(self) -> None:
+        if self.local.is_meta:
+            self.local = torch.zeros_like(self.local, device=local_tensor(self.param).device)
+
     def check(self, value: Tensor) -> None:
         """Raise ValueError if ``value`` cannot be the momentum."""
         shape = self.param.shape
@@ -62,12 +66,12 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
     # A user may put what is shown of one parameter into another's place: it is read before anything is written.
     apart = [v if v is None or not _lies_in(v, stacks) else v.clone() for _, v in values]
     for (row, _), value in zip(values, apart, strict=True):
+        if value is not None or row.is_trained:
+            row.make_room()
         if value is None:
             row.local.zero_()
         else:
             row.check(value)
-            if row.local.is_meta:
-                row.local = torch.empty_like(row.local, device=local_tensor(row.param).device)
             of_residency.setdefault(id(row.residency), []).append((row, value))
     for some in of_residency.values():
         parts = some[0][0].residency.parts_of([(row.param, value, row.name) for row, value in some])
@@ -119,9 +123,12 @@ class Momentum:
             local = stacked.get(id(param))
             if local is None:
                 local = local_tensor(param)
-                dtype, where = torch.promote_types(param.dtype, torch.float32), "meta" if local.numel() else None
-                local = torch.empty_like(local, dtype=dtype, device=where)
+                local = local.new_empty(
+                    local.shape, dtype=torch.promote_types(param.dtype, torch.float32), device="meta"
+                )
             row = _Row(param, repr(names[id(param)]), residency_of[id(param)], local)
+            if row.is_trained:
+                row.make_room()
             rows.append(row)
             value = state[param].get(MOMENTUM) if param in state else None
             if value is not None:

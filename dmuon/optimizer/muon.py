@@ -47,7 +47,7 @@ from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.record import StepRecord
 from dmuon.step.residency import Alone, Residency, lay_out
 from dmuon.step.rounds import AloneRound, Round, drive
-from dmuon.step.update import Done, align_gradients, new_adamw_state, update_by_adamw
+from dmuon.step.update import Done, align_gradients, update_by_adamw
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
 
@@ -59,7 +59,6 @@ class Muon(torch.optim.Optimizer):
     ``dmuon.dedicate_params`` each owner updates its own matrices and publishes the result. Of a model that is sharded
     or replicated already, each matrix is gathered to one owner, orthogonalized once, and its update sent back. A tensor
     that one rank has to itself is updated there. Momentum is fp32 or wider, and so are the masters of what dmuon owns.
-    What is frozen has none, and is planned for when it is unfrozen: then the next step is collective as building is.
 
     Building it for a sharded or replicated model is collective over the ranks that hold its matrices together, and so
     is ``step()``.
@@ -164,7 +163,6 @@ class Muon(torch.optim.Optimizer):
         self._wrapping = Wrapping(None, (), None)
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
         self._residencies: list[Residency] = []
-        self._frozen: list[Tensor] = []  # of Muon's parameters when they were laid out, without what dmuon owns
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
         self._rounds: list[Round] = []
@@ -266,18 +264,10 @@ class Muon(torch.optim.Optimizer):
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         self._names = names_in(self.param_groups, self._origin.names)
-        frozen = [p for p in muon if not p.requires_grad and not isinstance(p, OwnedTensor)]
-        still = set(map(id, frozen))
-        trained = [p for p in muon if id(p) not in still]
-        for fault in filter(None, map(fault_of, trained)):
-            raise ValueError(fault)
-        residencies = [Alone(frozen), *self._find_residencies(trained)]
+        residencies = self._find_residencies(muon)
         rounds, momentum = lay_out([group["params"] for group in self.param_groups], residencies)
         self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
-        for group in self.param_groups:
-            for param in [] if group["use_muon"] else group["params"]:
-                if param.requires_grad and not self.state.get(param):
-                    self.state[param].update(new_adamw_state(param))
+        adopt_adamw_state(self)
         self._specs = {id(p): spec_of(p) for p in muon}
         self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
         self._residencies, self._rounds = residencies, rounds
@@ -286,7 +276,7 @@ class Muon(torch.optim.Optimizer):
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups])
         self._early = self._listen() if self._origin.overlap else None
-        self._laid_out, self._frozen = self._param_ids(), frozen
+        self._laid_out = self._param_ids()
         tell_layout(why, rounds, self._prefetch)
 
     def _restore_specs(self) -> None:
@@ -315,19 +305,18 @@ class Muon(torch.optim.Optimizer):
         What cannot be laid out leaves the optimizer as it was, so that a caller may take it out again.
         """
         others = [p for p in muon if not isinstance(p, OwnedTensor)]
-        # A tensor without elements may be the shard of a matrix only where a configuration says so.
-        empty = [p for p in others if p.numel() == 0 and (self._origin.config is None or isinstance(p, DTensor))]
-        without = set(map(id, empty))
+        # Frozen, or without elements, which only a configuration tells from the shard of a matrix.
+        plain = self._origin.config is None
+        idle = [p for p in others if not p.requires_grad or (p.numel() == 0 and (plain or isinstance(p, DTensor)))]
+        without = set(map(id, idle))
         others = [p for p in others if id(p) not in without]
+        for fault in filter(None, map(fault_of, others)):
+            raise ValueError(fault)
         names = [self._names[id(p)] for p in others]
-        self._exchange = exchange_for(
-            self._origin.config, self._origin.copies, others, names, self._device, self._exchange
-        )
-        if self._exchange is None:
-            self._prefetch = 1
-            return [*dedicated_residencies(muon), Alone([*empty, *others])]
-        self._prefetch = self._exchange.prefetch
-        return [*dedicated_residencies(muon), Alone([*empty, *self._exchange.alone()]), self._exchange]
+        exchange = exchange_for(self._origin.config, self._origin.copies, others, names, self._device, self._exchange)
+        self._exchange, self._prefetch = exchange, 1 if exchange is None else exchange.prefetch
+        alone = others if exchange is None else exchange.alone()
+        return [*dedicated_residencies(muon), Alone([*idle, *alone]), *([] if exchange is None else [exchange])]
 
     def _options(self, groups: Sequence[int]) -> list[tuple[str, str]]:
         """What ranks compare of these groups, which need not have the same numbers on all ranks."""
@@ -347,14 +336,11 @@ class Muon(torch.optim.Optimizer):
     def _param_ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for group in self.param_groups]
 
-    def _is_laid_out(self) -> bool:
-        """Whether groups hold the parameters of before, and what was frozen then still is."""
-        return self._param_ids() == self._laid_out and not any(p.requires_grad for p in self._frozen)
-
     def _follow(self) -> None:
-        """Lay out anew unless all is as before. Collective then, as building the optimizer is."""
-        if not self._is_laid_out():
-            self._lay_out("groups hold other parameters, or some were unfrozen")
+        """Lay out anew if groups hold other parameters than before. Collective then, as building the optimizer is."""
+        if self._param_ids() != self._laid_out:
+            self._lay_out("groups hold other parameters")
+        adopt_adamw_state(self)  # of what was unfrozen since
 
     # -- step ------------------------------------------------------------------------------------------------------
 
@@ -408,7 +394,7 @@ class Muon(torch.optim.Optimizer):
     def _present(self) -> set[int]:
         """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed."""
         self._restore_specs()
-        changed = not self._is_laid_out()
+        changed = self._param_ids() != self._laid_out
         present: list[set[int] | None] = []
         for residency in self._residencies:  # those that vote on it come last
             present.append(residency.before_step(changed))

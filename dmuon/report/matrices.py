@@ -98,7 +98,7 @@ def matrix_rows(model: nn.Module, optimizer: Muon | None, dedicated: Sequence[De
     Communicates nothing: of other ranks' calls it knows those of matrices that they share with this one. Of an
     optimizer that is not laid out it knows no calls.
     """
-    ready = optimizer is not None and optimizer._is_laid_out()
+    ready = optimizer is not None and is_laid_out(optimizer)
     calls = list(_calls(optimizer)) if optimizer is not None and ready else []
     names = {id(resting(param)): canonical_fqn(name) for name, param in inside_ddp(model).named_parameters()}
     order = {name: i for i, name in enumerate(names.values())}
@@ -109,6 +109,11 @@ def matrix_rows(model: nn.Module, optimizer: Muon | None, dedicated: Sequence[De
         rows += _others(optimizer, [call for call in calls if id(call.batch.params[0]) not in known], names)
         rows += _elsewhere(optimizer, names)
     return sorted(rows, key=lambda row: (order.get(row.tensor, len(order)), row.number or 0))
+
+
+def is_laid_out(optimizer: Muon) -> bool:
+    """Whether owners are known of what is in its groups: a copy, or one whose groups were edited, decides in a step."""
+    return optimizer._param_ids() == optimizer._laid_out
 
 
 def rank_sums(rows: Sequence[MatrixRow]) -> dict[GlobalRank, RankSums]:

@@ -162,9 +162,10 @@ class Alone(Residency):
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
         self._laid = [(param, lies(param)) for param in self.params if param.requires_grad]
+        self._frozen = [param for param in self.params if not param.requires_grad]
 
     def before_step(self, changed: bool) -> set[int] | None:
-        if any(lies(param) != laid for param, laid in self._laid):
+        if any(param.requires_grad for param in self._frozen) or any(lies(param) != laid for param, laid in self._laid):
             return None
         return super().before_step(changed)
 

@@ -97,7 +97,7 @@ def route_parameters(model: nn.Module, select: Select | None = None, exclude: Ex
 
     Raises:
         TypeError: ``select`` or ``exclude`` returned something else.
-        ValueError: the user's choice leaves Muon no matrix, or all that are hidden are bare parameters; a selected
+        ValueError: the user's choice leaves Muon no matrix, or all that are hidden are bare or parametrized; a selected
             parameter is no matrix or stack or does not fit its spec, a parameter looks fused and its class is not
             known, a pattern names nothing; an embedding has sparse gradients.
     """
@@ -160,7 +160,7 @@ def _why_none(routes: Sequence[Route]) -> str:
     frozen = sum(route.muon for route in routes)
     if frozen:
         return f"the {frozen} that its rule gives it are frozen"
-    left = [r for r in routes if r.reason in (INPUT_LAYER, OUTPUT_LAYER) or "parametrized by" in r.reason]
+    left = [route for route in routes if route.reason in (INPUT_LAYER, OUTPUT_LAYER)]
     if not left:
         return "no layer inside a block, or hidden otherwise, has a 2-D weight"
     names = ", ".join(f"{route.fqn!r}: {route.reason}" for route in left[:3])
@@ -266,6 +266,7 @@ def _refuse_none(routes: Sequence[Route], blocks: _Blocks, *, by_default: bool) 
         by_default: it would, had the user chosen nothing.
     """
     kept = [route.fqn for route in routes if route.reason == _EXCLUDED and route.param.ndim > 1]
+    parametrized = [route.fqn for route in routes if "parametrized by" in route.reason]
     adamw = "or train this model with torch.optim.AdamW"
     if by_default and kept:
         names = ", ".join(map(repr, kept[:3]))
@@ -277,6 +278,9 @@ def _refuse_none(routes: Sequence[Route], blocks: _Blocks, *, by_default: bool) 
     elif any(route.bare for route in routes):
         bare, line = _bare_and_line(routes)
         why = f"what is hidden are {bare}. Take them with {line}"
+    elif parametrized:
+        remedy = f"remove the parametrizations (torch.nn.utils.parametrize.remove_parametrizations), {adamw}"
+        why = f"no layer has a 2-D weight, apart from those that are parametrized ({parametrized[0]!r}, …); {remedy}"
     else:
         return
     raise ValueError(f"no matrix was selected for Muon: {why}")

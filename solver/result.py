@@ -54,7 +54,7 @@ class Plan:
                 )
         if not all(is_int(ns) and ns >= 0 for ns in (*self.loads_ns, self.bound_ns)):
             raise ValueError("plan: loads must be whole nanoseconds, and so must the bound; plan again")
-        if not 0 < self.bound_ns <= self.makespan_ns:
+        if self.matrices and not 0 < self.bound_ns <= self.makespan_ns:
             raise ValueError(
                 f"plan: bound {self.bound_ns} ns is not in (0, makespan {self.makespan_ns} ns]; plan again"
             )
@@ -72,7 +72,7 @@ class Plan:
     @property
     def gap(self) -> float:
         """``(makespan - bound) / makespan``: the most that any other assignment could save."""
-        return (self.makespan_ns - self.bound_ns) / self.makespan_ns
+        return (self.makespan_ns - self.bound_ns) / max(1, self.makespan_ns)
 
     @property
     def counts(self) -> tuple[dict[Shape, int], ...]:
@@ -119,6 +119,8 @@ class Plan:
 
         Of many ranks, only the most and the least loaded have a row.
         """
+        if not self.matrices:
+            return f"no matrices over {self.world} ranks"
         balance = self.block_balance.values()
         largest, least = sum(most for most, _ in balance), sum(least for _, least in balance)
         estimated = f"estimated for {len(self.estimated)} of {len({m.shape for m in self.matrices})} shapes"

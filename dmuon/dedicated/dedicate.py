@@ -52,7 +52,7 @@ from dmuon.layout.topology import Topology
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import remember_spec
-from dmuon.model.routing import Route, Select, route_to_blocks
+from dmuon.model.routing import Route, Select, notice, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
 from dmuon.planning.merging import measured_merge_bytes
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
@@ -91,6 +91,10 @@ def dedicate_params(
     are averaged over the mesh. Call it after tensor parallelism, before ``dmuon.fully_shard`` and before building
     the optimizer. Collective over the mesh.
 
+    What is frozen has no owner and stays as it is on every rank. If it is unfrozen later, its gradient is averaged, and
+    ``Muon`` takes it all the same: on every rank, or where FSDP2 shards it. Unfreeze before this what is to be owned.
+    A model without a matrix to own gets an empty plan, and its gradients are averaged.
+
     Args:
         model: a module; or several, such as the experts of all layers, that are planned together and share process
             groups: names then begin with their numbers, ``"0.up"``. What lies in it and was dedicated before, over the
@@ -102,7 +106,7 @@ def dedicate_params(
             mesh, split by rows or columns, or copied.
         select: ``select(fqn, module, param)`` decides which matrices Muon takes: ``True``, ``False``, or the
             ``MatrixSpec`` that says of which matrices a stored tensor is made, each of which has an owner; ``...``
-            leaves it to the default: every trainable hidden matrix, as ``dmuon.Muon(model)`` does.
+            leaves it to the default: every hidden matrix, as ``dmuon.Muon(model)`` does.
         exclude: ``exclude(fqn, module, param) -> bool``, or patterns of names of parameters and modules, in which ``*``
             stands for anything: what stays on AdamW, whatever ``select`` says.
         blocks: the units of communication, as modules or as ``blocks(fqn, module) -> bool``; what lies inside is
@@ -168,7 +172,7 @@ def dedicate_params(
         routes = route_to_blocks(whole, select, blocks, exclude, theirs)
         for route in routes:
             if route.muon:
-                remember_spec(route.param, route.spec)
+                remember_spec(route.param, route.spec, route.fault)
         check_parameters(whole, routes, topology.ranks)
         tensor_mesh = tensor_mesh_of(routes)
         split_over = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
@@ -193,18 +197,20 @@ def dedicate_params(
         )
         with _all_or_nothing(inspected.routes):
             _own(inspected, result, context, initialize, keep=not reshard_after_forward)
-        _tell(result, context, "are freed" if reshard_after_forward else "stay")
+        _tell(inspected.routes, result, context, "are freed" if reshard_after_forward else "stay")
     except BaseException:
         groups.release()  # at once: a traceback keeps them alive
         raise
     return result
 
 
-def _tell(plan: OwnerPlan, comm: Comm, weights: str) -> None:
+def _tell(routes: Sequence[Route], plan: OwnerPlan, comm: Comm, weights: str) -> None:
     """One rank tells the log."""
     topology = comm.topology
     if this_rank() != topology.ranks[0]:
         return
+    if (told := notice(routes)) is not None:
+        _log.warning("%s", told)
     _log.info(
         "dedicated %s; %d replicas x %d shards x %d tensor-parallel, whole weights %s after forward",
         plan.summary(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -17,13 +18,17 @@ from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import BufferState
 from dmuon.dedicated.even_dtensor import in_rounds
 from dmuon.dedicated.inspection import Inspected
-from dmuon.dedicated.matrix import OwnedMatrix, whole_parameter
+from dmuon.dedicated.matrix import OwnedMatrix, resting, whole_parameter
 from dmuon.dedicated.nesting import ATTRIBUTE, mark
 from dmuon.dedicated.part import Part
 from dmuon.dedicated.runtime import Runtime
 from dmuon.layout.topology import GlobalRank, Position
+from dmuon.model.blocks import canonical_fqn, unwrapped
+from dmuon.model.routing import Route
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
+
+_GONE = nn.Parameter(torch.empty(0))
 
 
 class Dedication:
@@ -38,17 +43,19 @@ class Dedication:
         self.plan = plan
         self.pools = inspected.pools(runtime.comm.topology)
         self.runtime = runtime
-        # Routes themselves would keep the parameters alive.
-        self._reasons = {r.fqn: (r.muon, r.reason) for r in inspected.routes}
-        self._originals = [weakref.ref(r.param) for r in inspected.routes if r.muon]
+        # Without the parameters, which routes would keep alive.
+        self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in inspected.routes}
+        self._originals = [weakref.ref(r.param) for r in inspected.routes if r.block is not None]
         self.is_list = "" not in inspected.roots
-        self._prefixes = weakref.WeakKeyDictionary({root: prefix for prefix, root in inspected.roots.items()})
+        self._prefixes = weakref.WeakKeyDictionary(
+            {unwrapped(root): prefix for prefix, root in inspected.roots.items()}
+        )
         for root in inspected.roots.values():
             mark(root, self)
 
     def place(self, root: nn.Module) -> str:
         """Which one of its list ``root`` is."""
-        return self._prefixes[root]
+        return self._prefixes[unwrapped(root)]
 
     def note_place(self, root: nn.Module, name: str) -> None:
         """A model around this one calls ``root``, one of its modules, ``name``."""
@@ -64,10 +71,13 @@ class Dedication:
         alive = {id(param) for reference in self._originals if (param := reference()) is not None}
         return any(id(param) in alive for param in params)
 
-    def reasons(self, root: nn.Module) -> dict[str, tuple[bool, str]]:
-        """Whether Muon takes a parameter, and why, by its name in ``root``."""
-        prefix = self._prefixes[root]
-        return {fqn.removeprefix(prefix): why for fqn, why in self._reasons.items() if fqn.startswith(prefix)}
+    def routes(self, root: nn.Module) -> Iterator[Route]:
+        """Of the parameters that ``root`` has now, by their names in it."""
+        prefix = self.place(root)
+        for name, param in root.named_parameters():
+            name = canonical_fqn(name)
+            if (route := self._routes.get(f"{prefix}{name}")) is not None:
+                yield replace(route, fqn=name, param=resting(param))
 
 
 def dedication_of(module: nn.Module) -> Dedication | None:

@@ -78,7 +78,7 @@ def describe(
     items = [(f"option {name}", str(value)) for name, value in options.items()]
     for r in routes:
         by = "" if r.spec == MatrixSpec() else f" by {r.spec}"
-        route = f"Muon in block {r.block}{by}" if r.muon else "AdamW"
+        route = f"Muon{'' if r.block is None else f' in block {r.block}'}{by}" if r.muon else "AdamW"
         frozen = "" if r.param.requires_grad else ", frozen"
         items.append(
             (f"parameter {r.fqn!r}", f"{tuple(r.param.shape)}, {r.param.dtype}, {route}{frozen}{_where(r.param)}")

@@ -168,7 +168,7 @@ def check_parameters(model: nn.Module, routes: Sequence[Route], data_parallel: S
     Args:
         data_parallel: global ranks of the mesh that ``dedicate_params`` got.
     """
-    owned = [r for r in routes if r.muon]
+    owned = [r for r in routes if r.block is not None]
     tensors: list[tuple[str, torch.Tensor]] = [(f"parameter {r.fqn!r}", r.param) for r in routes]
     buffers = own_buffers(model, taken_modules(model))
     tensors += [(f"buffer {canonical_fqn(name)!r}", buffer) for name, buffer in buffers]
@@ -209,7 +209,7 @@ def tensor_mesh_of(routes: Sequence[Route]) -> DeviceMesh | None:
     """
     common: DeviceMesh | None = None
     for route in routes:
-        if not route.muon or not isinstance(route.param, DTensor):
+        if route.block is None or not isinstance(route.param, DTensor):
             continue
         mesh, placements = route.param.device_mesh, route.param.placements
         about = f"parameter {route.fqn!r} is a DTensor with placements {placements} over mesh {mesh}"

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 _CHANNELS = 8  # images have fewer. Wider layers may join what comes later, where a decoder is registered first
 INPUT_LAYER, OUTPUT_LAYER = "input layer", "output layer"
-_SHARES = (2, 3, 4)  # so many parts of what a layer gives may be taken apart, or joined, before the next one takes it
+SHARES = (2, 3, 4)  # so many parts of what a layer gives may be taken apart, or joined, before the next one takes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _fresh(layers: Sequence[Layer], givers: Collection[Layer], embedded: Collect
         n, own = layer.takes, layer.key in keys
         fed = given[n] > (own and layer.gives == n) or not before.isdisjoint(_related(n))
         fed = fed or (
-            n >= _CHANNELS and any(given[n // k] > (own and layer.gives == n // k) for k in _SHARES if n % k == 0)
+            n >= _CHANNELS and any(given[n // k] > (own and layer.gives == n // k) for k in SHARES if n % k == 0)
         )
         fed = fed or any(n % width == 0 for width in embedded if width > 1)  # several side by side
         if not (fed or (not layer.spatial and any(n % width == 0 for width in channels))):
@@ -143,7 +143,7 @@ def _unused(layers: Sequence[Layer]) -> list[Layer]:
 
 def _related(width: int) -> set[int]:
     """Widths of which ``width`` is some parts, or that are parts of it."""
-    return {width * share for share in _SHARES} | {width // share for share in _SHARES if width % share == 0}
+    return {width * share for share in SHARES} | {width // share for share in SHARES if width % share == 0}
 
 
 def _is_beside(layer: Layer, last: Layer, layers: Sequence[Layer]) -> bool:

@@ -21,10 +21,11 @@ RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 INPUT_EMBEDDING, OUTPUT_HEAD = "input embedding", "output head"
 _DECLARED = (("get_input_embeddings", INPUT_EMBEDDING), ("get_output_embeddings", OUTPUT_HEAD))
-BARE = "bare parameter"
+_BARE, _NO_STACK = "bare parameter", "not known to be a stack of matrices"
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _COUNTS = ("num_experts", "n_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
-_NO_WEIGHTS = ("bias", "scale", "norm")  # parts of names of what experts have beside their matrices
+_NO_WEIGHTS = ("bias", "scale", "norm")  # parts of names of what stands beside matrices
+_TABLES = ("emb", "pos", "table", "token", "latent", "prompt")  # parts of names of what is looked up or begun with
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,14 @@ class Makeup:
         known: the class of its module says so; otherwise it is how such a layer stores one matrix.
         is_layer: it is what a layer multiplies its input by, be it for Muon or not.
         unfit: why Muon does not take it by default; ``None`` if nothing is in the way.
+        bare: it has the shape of a matrix, or of several, and no layer that is known holds it.
     """
 
     spec: MatrixSpec
     known: bool
     is_layer: bool
     unfit: str | None
+    bare: bool = False
 
 
 def makeup_of(tree: ModuleTree, param: Tensor, sites: Sequence[Holder]) -> Makeup:
@@ -58,7 +61,8 @@ def makeup_of(tree: ModuleTree, param: Tensor, sites: Sequence[Holder]) -> Makeu
         for (module, _), why in zip(sites, reasons, strict=True)
     )
     form = stored_form(*sites[0], param) if sites else None
-    return Makeup(spec or form or MatrixSpec(), spec is not None, is_layer, unfit)
+    bare = unfit is not None and any(_is_bare_matrix(*site, param, unfit) for site in sites)
+    return Makeup(spec or form or MatrixSpec(), spec is not None, is_layer, unfit, bare)
 
 
 def declared_embeddings(model: nn.Module) -> list[tuple[Tensor, str]]:
@@ -79,8 +83,6 @@ def why_no_tensor(param: Tensor) -> str | None:
     """Why Muon would not take a tensor of any shape."""
     if not param.is_floating_point():
         return f"{param.dtype}, not floating point"
-    if not param.requires_grad:
-        return "frozen"
     return "empty" if param.numel() == 0 else None
 
 
@@ -107,8 +109,19 @@ def _why_no_layer(tree: ModuleTree, module: nn.Module, name: str, param: Tensor,
     if param.ndim == 3 and _is_of_experts(tree, module, name, param):
         return None
     if param.ndim > 2:
-        return f"{param.ndim}-D, not known to be a stack of matrices"
-    return f"{BARE} of {kind}, not the weight of a layer"
+        return f"{param.ndim}-D, {_NO_STACK}"
+    return f"{_BARE} of {kind}, not the weight of a layer"
+
+
+def _is_bare_matrix(module: nn.Module, name: str, param: Tensor, unfit: str) -> bool:
+    """Whether a module of the user's own may multiply by this parameter, or by each of several that it stacks."""
+    return (
+        unfit.startswith((_BARE, f"3-D, {_NO_STACK}"))
+        and min(param.shape[-2:]) > 1
+        and (param.ndim == 2 or 1 < param.shape[0] <= min(param.shape[1:]))  # otherwise a matrix in another form
+        and not isinstance(module, nn.Bilinear)
+        and not any(word in name.lower() for word in _NO_WEIGHTS + _TABLES)
+    )
 
 
 def _is_of_experts(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) -> bool:

@@ -42,9 +42,12 @@ class MatrixSpec:
     num_heads: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple(self.parts))
-        if not isinstance(self.num_heads, int):
-            object.__setattr__(self, "num_heads", tuple(self.num_heads))
+        for name in ("parts", "num_heads"):
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))
+            elif name == "parts":
+                raise TypeError(f"MatrixSpec.parts must be a tuple of integers, got {value!r}")
         for name, value in (("repeats", self.repeats), *(("parts", n) for n in self.parts)):
             _check_positive(name, value)
         for heads in self._heads():
@@ -161,16 +164,24 @@ def _check_positive(name: str, value: object) -> None:
 
 
 _WHOLE = MatrixSpec()
-_REMEMBERED = "_dmuon_matrices"
+_REMEMBERED, _FAULT = "_dmuon_matrices", "_dmuon_fault"
 
 
-def remember_spec(param: Tensor, spec: MatrixSpec) -> None:
+def remember_spec(param: Tensor, spec: MatrixSpec, fault: str | None = None) -> None:
     """Let every optimizer split ``param`` as ``spec`` says, which belongs to it, whoever optimizes it.
+
+    ``fault`` says why Muon cannot train it, which matters once it is not frozen any more.
 
     The tensor itself has it. Of a tensor that is weakly referenced torch could not swap the contents, which it does to
     move a module of DTensors. It has plain numbers, which a file may hold that is loaded without dmuon.
     """
     setattr(param, _REMEMBERED, (spec.parts, spec.repeats, spec.transposed, spec.flattened, spec.num_heads))
+    setattr(param, _FAULT, fault)
+
+
+def fault_of(param: Tensor) -> str | None:
+    """Why Muon cannot train ``param``, as whoever remembered its matrices found; None if it can."""
+    return getattr(param, _FAULT, None)
 
 
 def is_remembered(param: Tensor) -> bool:

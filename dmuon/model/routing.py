@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import EllipsisType
@@ -20,11 +21,10 @@ from dmuon.model.blocks import (
     own_blocks,
     stacked_blocks,
 )
-from dmuon.model.end_layers import INPUT_LAYER, OUTPUT_LAYER, Layer, find_end_layers, find_input_convolution
+from dmuon.model.end_layers import INPUT_LAYER, OUTPUT_LAYER, SHARES, Layer, find_end_layers, find_input_convolution
 from dmuon.model.exclusion import Exclude, exclusion
 from dmuon.model.fused_hints import refusal
 from dmuon.model.makeup import (
-    BARE,
     EMBEDDINGS,
     INPUT_EMBEDDING,
     RECURRENT,
@@ -32,7 +32,6 @@ from dmuon.model.makeup import (
     declared_embeddings,
     makeup_of,
     reparametrized,
-    why_no_tensor,
 )
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.module_tree import ModuleTree
@@ -57,9 +56,11 @@ class Route:
         sites: every ``(module, attribute)`` that holds it.
         muon: whether Muon takes it.
         reason: one phrase for people.
-        block: canonical name of its block; ``None`` where Muon does not take it, and where blocks do not matter.
+        block: canonical name of its block; ``None`` where Muon does not train it, and where blocks do not matter.
         block_module: the block itself, or ``None``.
         spec: which matrices the parameter is made of.
+        fault: why Muon cannot train it, should that frozen parameter be unfrozen; ``None`` if it can.
+        bare: a matrix by shape and place, which AdamW takes only because no layer holds it.
     """
 
     fqn: str
@@ -70,12 +71,16 @@ class Route:
     block: str | None = None
     block_module: nn.Module | None = None
     spec: MatrixSpec = field(default_factory=MatrixSpec)
+    fault: str | None = None
+    bare: bool = False
 
 
 def route_parameters(model: nn.Module, select: Select | None = None, exclude: Exclude | None = None) -> list[Route]:
     """Route every parameter of ``model`` to Muon or AdamW, in the order of ``named_parameters``.
 
-    By default Muon takes every trainable matrix that is the ``weight`` of a hidden layer: also those of a fused tensor
+    A frozen parameter goes where its place in the model sends it: it may be unfrozen later.
+
+    By default Muon takes every matrix that is the ``weight`` of a hidden layer: also those of a fused tensor
     whose class is known (:func:`known_spec`), those of a stack of experts, and the kernels of convolutions. Where
     layers repeat, hidden layers are those inside blocks: the elements of the outermost ``ModuleList``s,
     ``Sequential``s and ``ModuleDict``s with keys 0, 1, … that have children of their own; a ``Sequential``'s stem and
@@ -92,13 +97,11 @@ def route_parameters(model: nn.Module, select: Select | None = None, exclude: Ex
 
     Raises:
         TypeError: ``select`` or ``exclude`` returned something else.
-        ValueError: no matrix was selected, a selected parameter is no matrix or stack or does not fit its spec, a
-            parameter looks fused and its class is not known, a pattern names nothing; an embedding has sparse
-            gradients.
+        ValueError: the user's choice leaves Muon no matrix, or all that are hidden are bare or parametrized; a selected
+            parameter is no matrix or stack or does not fit its spec, a parameter looks fused and its class is not
+            known, a pattern names nothing; an embedding has sparse gradients.
     """
-    routes, _ = _route(model, select, None, exclude)
-    _require_some(routes, select, None)
-    return routes
+    return _route(model, select, None, exclude)[0]
 
 
 def route_to_blocks(
@@ -108,7 +111,7 @@ def route_to_blocks(
     exclude: Exclude | None = None,
     ignored: Collection[int] = (),
 ) -> list[Route]:
-    """As :func:`route_parameters`, and every matrix of Muon has a block, which is called when its weight is used.
+    """As :func:`route_parameters`, and every trained matrix of Muon has a block, called when its weight is used.
 
     Args:
         ignored: ids of parameters that somebody else routes.
@@ -120,19 +123,13 @@ def route_to_blocks(
             two, and blocks that overlap or are never called.
     """
     routes, found = _route(model, select, blocks, exclude, ignored)
-    if ignored and not any(route.muon for route in routes):
-        raise ValueError(
-            "no matrix was selected for Muon, apart from those that were dedicated before: if that is all, shard or "
-            "average what is left yourself (dmuon.fully_shard), or choose with select"
-        )
-    _require_some(routes, select, blocks)
     if found is None:
-        found = own_blocks(model, [[module for module, _ in r.sites] for r in routes if r.muon])
+        found = own_blocks(model, [[module for module, _ in r.sites] for r in routes if _is_trained(r)])
     table = blocks_by_module(found)
     placed = []
     shared: list[tuple[str, list[str]]] = []
     for route in routes:
-        if route.muon:
+        if _is_trained(route):
             holding = _blocks_of(route.fqn, route.sites, table)
             if len(holding) > 1:
                 shared.append((route.fqn, sorted(name for name, _ in holding)))
@@ -142,6 +139,44 @@ def route_to_blocks(
     if shared:
         raise _shared(shared)
     return placed
+
+
+def notice(routes: Sequence[Route]) -> str | None:
+    """What to tell the user: that Muon trains nothing, and why; or that AdamW gets what look like matrices."""
+    if not any(_is_trained(route) for route in routes):
+        trained = sum(route.param.requires_grad for route in routes)
+        return f"Muon trains no parameter: {_why_none(routes)}; AdamW trains {trained}"
+    if any(route.bare for route in routes):
+        bare, line = _bare_and_line(routes)
+        return f"AdamW trains {bare}. To give them to Muon: {line}"
+    return None
+
+
+def _is_trained(route: Route) -> bool:
+    return route.muon and route.param.requires_grad
+
+
+def _why_none(routes: Sequence[Route]) -> str:
+    frozen = sum(route.muon for route in routes)
+    if frozen:
+        return f"the {frozen} that its rule gives it are frozen"
+    left = [route for route in routes if route.reason in (INPUT_LAYER, OUTPUT_LAYER)]
+    if not left:
+        return "no layer inside a block, or hidden otherwise, has a 2-D weight"
+    names = ", ".join(f"{route.fqn!r}: {route.reason}" for route in left[:3])
+    line = f"select=lambda fqn, module, param: fqn == {left[0].fqn!r}"
+    return f"no layer is hidden ({names}{', …' if left[3:] else ''}; choose with {line})"
+
+
+def _bare_and_line(routes: Sequence[Route]) -> tuple[str, str]:
+    """Bare matrices in words, and the line by which Muon takes all of them, and of the rest what it takes anyway."""
+    bare = [route.fqn for route in routes if route.bare]
+    names = ", ".join(map(repr, bare[:3]))
+    told = f"{len(bare)} bare parameters that may be matrices ({names}{', …' if bare[3:] else ''})"
+    tails = tuple(dict.fromkeys(name.rpartition(".")[2] for name in bare))
+    apart = not any(route.fqn.endswith(tails) for route in routes if not route.bare)
+    which = f"fqn.endswith({tails})" if apart else f"fqn in {tuple(bare)}"
+    return told, f"select=lambda fqn, module, param: True if {which} else ..."
 
 
 _Named = tuple[str, nn.Parameter, _Sites]  # canonical name, parameter, everything that holds it
@@ -169,7 +204,8 @@ def _route(
     embeddings = _embedding_ids(model)
     tree = ModuleTree.of(model)
     makeups = {id(p): makeup_of(tree, p, sites) for _, p, sites in params if p.ndim > 1}
-    fit = [s for _, p, s in params if _why_never(p, s, embeddings) is None and makeups[id(p)].unfit is None]
+    ours = [named for named in params if _why_never(*named[1:], embeddings) is None]
+    fit = [s for _, p, s in ours if makeups[id(p)].unfit is None or makeups[id(p)].bare]
     stacks = stacked_blocks(model, {id(module) for sites in fit for module, _ in sites}) or None
     found = stacks if blocks is None else given_blocks(model, blocks)
     whole = found is not None and [block for _, block in found] == [model]  # which leaves nothing outside
@@ -181,12 +217,21 @@ def _route(
     else:
         within, left = "of a hidden layer", find_end_layers(layers, embedded, heads)
     hidden = _hidden(params, makeups, embeddings, within, left)
+    bare = [(fqn, p) for fqn, p, _ in ours if makeups[id(p)].bare and id(p) not in left]
+    if found is None or any(muon for muon, _ in hidden.values()):
+        bare = _of_widths(bare, embedded.union(*({layer.takes, layer.gives} for layer in layers)))
+    if not bare and not any(muon for muon, _ in hidden.values()):
+        inputs = [id(p) for _, p, _ in ours if left.get(id(p)) == INPUT_LAYER and makeups[id(p)].unfit is None]
+        hidden |= dict.fromkeys(inputs, (True, f"{INPUT_LAYER} of a model without hidden layers"))
+    bare_ids = {id(param) for _, param in bare}
+    by_default = any(muon for key, (muon, _) in hidden.items() if key not in ignored)
     routes = []
     for fqn, param, sites in params:
         if id(param) in ignored:
             continue
         makeup = makeups.get(id(param), _VECTOR)
-        (muon, reason), spec, guessed = hidden[id(param)], makeup.spec, not makeup.known
+        (muon, reason), spec, guessed, fault = hidden[id(param)], makeup.spec, not makeup.known, None
+        by_rule = reason
         if is_excluded(fqn, sites[0][0], param):
             muon, reason = False, _EXCLUDED
         elif select is not None:
@@ -203,43 +248,54 @@ def _route(
                 if muon:
                     _require_selectable(fqn, param, sites, spec)
         if muon:
-            _refuse_reparametrized(fqn, sites)
-            if guessed:
-                _refuse_fused(tree, fqn, param, sites)
-        routes.append(Route(fqn, param, sites, muon, reason, spec=spec if muon else MatrixSpec()))
+            fault = _why_reparametrized(fqn, sites) or (_why_fused(tree, fqn, param, sites) if guessed else None)
+            if fault is not None and param.requires_grad:
+                raise ValueError(fault)
+        spec = spec if muon else MatrixSpec()
+        is_bare = id(param) in bare_ids and reason is by_rule
+        routes.append(Route(fqn, param, sites, muon, reason, spec=spec, fault=fault, bare=is_bare))
+    if not any(route.muon for route in routes):
+        _refuse_none(routes, blocks, by_default=by_default)
     return routes, found
 
 
-def _require_some(routes: Sequence[Route], select: Select | None, blocks: _Blocks) -> None:
-    if any(route.muon for route in routes):
-        return
+def _refuse_none(routes: Sequence[Route], blocks: _Blocks, *, by_default: bool) -> None:
+    """Raise ValueError if it is probably by mistake that Muon gets nothing.
+
+    Args:
+        by_default: it would, had the user chosen nothing.
+    """
+    kept = [route.fqn for route in routes if route.reason == _EXCLUDED and route.param.ndim > 1]
+    parametrized = [route.fqn for route in routes if "parametrized by" in route.reason]
     adamw = "or train this model with torch.optim.AdamW"
-    kept = [r.fqn for r in routes if r.reason == _EXCLUDED and r.param.ndim > 1 and why_no_tensor(r.param) is None]
-    if kept:
+    if by_default and kept:
         names = ", ".join(map(repr, kept[:3]))
-        why, remedy = f"exclude keeps every matrix away ({names}{', …' if kept[3:] else ''})", f"exclude less, {adamw}"
-    elif select is not None:
-        why, remedy = "select returned True for no parameter", f"let it return True for a 2-D weight, {adamw}"
+        why = f"exclude keeps every matrix away ({names}{', …' if kept[3:] else ''}); exclude less, {adamw}"
+    elif by_default:
+        why = f"select returned True for no parameter; let it return True for a 2-D weight, {adamw}"
     elif blocks is not None:
-        why, remedy = "no trainable layer with a 2-D weight lies inside the given blocks", "name others, or none"
+        why = "no layer with a 2-D weight lies inside the given blocks; name others, or none"
+    elif any(route.bare for route in routes):
+        bare, line = _bare_and_line(routes)
+        why = f"what is hidden are {bare}. Take them with {line}"
+    elif parametrized:
+        remedy = f"remove the parametrizations (torch.nn.utils.parametrize.remove_parametrizations), {adamw}"
+        why = f"no layer has a 2-D weight, apart from those that are parametrized ({parametrized[0]!r}, …); {remedy}"
     else:
-        left = [r for r in routes if _could_be_selected(r)]
-        why, remedy = "no trainable layer has a 2-D weight", "train this model with torch.optim.AdamW"
-        parametrized = [r.fqn for r in routes if r.param.ndim > 1 and "parametrized by" in r.reason]
-        if parametrized:
-            why += f", apart from those that are parametrized ({parametrized[0]!r}, …)"
-            remedy = f"remove the parametrizations (torch.nn.utils.parametrize.remove_parametrizations), {adamw}"
-        elif left:
-            names = ", ".join(f"{route.fqn!r}: {route.reason}" for route in left[:3])
-            why = f"no layer is hidden ({names}{', …' if len(left) > 3 else ''})"
-            remedy = f"choose matrices with select=lambda fqn, module, param: fqn == {left[0].fqn!r}, {adamw}"
-    raise ValueError(f"no matrix was selected for Muon: {why}; {remedy}")
+        return
+    raise ValueError(f"no matrix was selected for Muon: {why}")
 
 
-def _could_be_selected(route: Route) -> bool:
-    if route.reason in (INPUT_LAYER, OUTPUT_LAYER):
-        return why_no_tensor(route.param) is None
-    return route.param.ndim == 2 and route.reason.startswith(BARE)
+def _of_widths(bare: Sequence[tuple[str, nn.Parameter]], widths: Collection[int]) -> list[tuple[str, nn.Parameter]]:
+    """Those that lead from features to features: others may be tables of positions, or states.
+
+    Args:
+        widths: of layers. So many features have bare matrices as well, if several have them.
+    """
+    sides = {(fqn.rpartition(".")[2], side) for fqn, param in bare for side in param.shape[-2:]}
+    shared = {side for side, count in Counter(side for _, side in sides).items() if count > 1}
+    known = shared.union(*({width * share for share in (1, *SHARES)} for width in widths))
+    return [(fqn, param) for fqn, param in bare if known.issuperset(param.shape[-2:])]
 
 
 def _embedding_ids(model: nn.Module) -> dict[int, str]:
@@ -279,16 +335,10 @@ def _hidden(
         left: why others are not, by id.
     """
     decided: dict[int, tuple[bool, str]] = {}
-    inputs: list[int] = []
     for _, param, sites in params:
         makeup = makeups.get(id(param), _VECTOR)
-        never, unfit = _why_never(param, sites, embeddings), makeup.unfit
-        reason = never or left.get(id(param)) or unfit
+        reason = _why_never(param, sites, embeddings) or left.get(id(param)) or makeup.unfit
         decided[id(param)] = (reason is None, reason or f"{_counted(param, makeup.spec)} {within}")
-        if reason == INPUT_LAYER and unfit is None:
-            inputs.append(id(param))
-    if not any(muon for muon, _ in decided.values()):
-        decided |= dict.fromkeys(inputs, (True, f"{INPUT_LAYER} of a model without hidden layers"))
     return decided
 
 
@@ -382,15 +432,16 @@ def _refuse_sparse(fqn: str, param: nn.Parameter, sites: _Sites) -> None:
             )
 
 
-def _refuse_reparametrized(fqn: str, sites: _Sites) -> None:
+def _why_reparametrized(fqn: str, sites: _Sites) -> str | None:
     for module, name in sites:
         source = reparametrized(module, name)
         if source is not None:
-            raise ValueError(
+            return (
                 f"parameter {fqn!r} is parametrized by {source}: what Muon makes orthogonal would not be the layer's "
                 f"weight. Remove the parametrization ({_removal(module)}), or keep it on AdamW with "
                 f"exclude={_parametrized_alike(module)!r}, or with select=…"
             )
+    return None
 
 
 def _removal(module: nn.Module) -> str:
@@ -408,8 +459,6 @@ def _parametrized_alike(module: nn.Module) -> list[str]:
     return [f"*.{name}" for name in module._parameters if reparametrized(module, name) is not None]
 
 
-def _refuse_fused(tree: ModuleTree, fqn: str, param: nn.Parameter, sites: _Sites) -> None:
-    for module, name in sites:
-        fault = refusal(tree, module, name, param, fqn)
-        if fault is not None:
-            raise ValueError(f"parameter {fqn!r} {fault}")
+def _why_fused(tree: ModuleTree, fqn: str, param: nn.Parameter, sites: _Sites) -> str | None:
+    faults = (refusal(tree, module, name, param, fqn) for module, name in sites)
+    return next((f"parameter {fqn!r} {fault}" for fault in faults if fault is not None), None)

@@ -27,7 +27,7 @@ def advice(residencies: Sequence[Residency], rounds: Sequence[Round]) -> list[st
         *_dominating(loads for residency in residencies for loads in residency.loads()),
         *_repeated(residencies, rounds),
         *_small(rounds),
-        *_fused(list({id(p): p for residency in residencies for p in residency.params}.values())),
+        *_fused(list({id(p): p for residency in residencies for p in residency.params if p.requires_grad}.values())),
     ]
 
 

@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from dmuon.dedicated.dedication import dedications, undedicated
+from dmuon.dedicated.dedication import dedication_of, dedications, undedicated
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, spec_of
-from dmuon.model.routing import UNINITIALIZED, Select, route_parameters
+from dmuon.model.routing import UNINITIALIZED, Route, Select, notice, route_parameters
 from dmuon.optimizer.options import check_names, check_options
 from dmuon.optimizer.recognition import recognize, remember_makeups
 from dmuon.optimizer.wrapping import replicated_by_ddp
@@ -43,12 +43,13 @@ def param_groups(
             routed there.
 
     Returns:
-        Up to three groups: matrices for Muon; tensors of two or more dimensions for AdamW; the rest for AdamW with
-        ``weight_decay=0``.
+        Up to three groups: matrices for Muon, frozen ones too; tensors of two or more dimensions for AdamW; the rest
+        for AdamW with ``weight_decay=0``. A model without a matrix for Muon is AdamW's, and the log says so.
 
     Raises:
-        ValueError: no matrix was selected; ``select`` or ``exclude`` beside ``dedicate_params``, which has routed
-            already; trained parameters outside what was dedicated, whose gradients nobody averages.
+        ValueError: ``select`` or ``exclude`` leave Muon nothing, or all that is hidden are bare parameters; ``select``
+            or ``exclude`` beside ``dedicate_params``, which has routed already; trained parameters outside what was
+            dedicated, whose gradients nobody averages.
     """
     if dedications(model):
         for name, option in (("select", select), ("exclude", exclude)):
@@ -60,32 +61,48 @@ def param_groups(
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(f"module {name or 'model'!r} {_FLATTENED}")
-    return _groups(_routed(inside_ddp(model), select, exclude))
+    routes = route_parameters(inside_ddp(model), select, exclude)
+    if (told := notice(routes)) is not None:
+        _log.warning("%s", told)
+    _remember(routes)
+    return _groups([(route.param, route.muon) for route in routes])
 
 
-def _routed(model: nn.Module, select: Select | None, exclude: Exclude | None = None) -> list[tuple[Tensor, bool]]:
-    """Every parameter, and whether Muon takes it, which then remembers of which matrices it is made."""
-    routes = route_parameters(model, select, exclude)
+def _remember(routes: Iterable[Route]) -> None:
+    """Let matrices for Muon remember of what they are made."""
     for route in routes:
         if route.muon:
-            remember_spec(route.param, route.spec)
-    return [(route.param, route.muon) for route in routes]
+            remember_spec(route.param, route.spec, route.fault)
 
 
 def _routed_around(model: nn.Module) -> list[tuple[Tensor, bool]]:
-    """The same of a dedicated model, or of one that holds some: there as dedication routed it, outside by policy."""
+    """Every parameter of a dedicated model, or of one that holds some, and whether Muon takes it.
+
+    There as dedication routed it, which did not own what was frozen; outside by policy.
+    """
+    inside = _routed_by_dedication(model)
     outside = undedicated(model)
     if not outside:
-        return [(p, isinstance(p, OwnedTensor)) for p in model.parameters()]
+        return [(p, inside.get(id(p), False)) for p in model.parameters()]
     _require_averaged(model, outside)
     free = {id(p) for _, p in outside}
 
     def choose(_fqn: str, _module: nn.Module, param: nn.Parameter) -> bool | MatrixSpec | EllipsisType:
         if id(param) in free:
             return ...
-        return spec_of(param) if isinstance(param, OwnedTensor) else False
+        return spec_of(param) if inside.get(id(param), False) else False
 
-    return _routed(model, choose)
+    routes = route_parameters(model, choose)
+    _remember(route for route in routes if id(route.param) in free)
+    return [(route.param, route.muon) for route in routes]
+
+
+def _routed_by_dedication(model: nn.Module) -> dict[int, bool]:
+    """Whether Muon takes a parameter of what was dedicated in ``model``, by ``id``."""
+    dedicated = ((root, dedication_of(root)) for root in model.modules())
+    routes = [route for root, one in dedicated if one is not None for route in one.routes(root)]
+    _remember(routes)  # FSDP2 may have put other parameters there since
+    return {id(route.param): route.muon for route in routes}
 
 
 def _require_averaged(model: nn.Module, outside: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -149,6 +166,8 @@ def groups_from(
                     f"group {index} lacks use_muon; set it to True (Muon) or False (AdamW), or pass the model: "
                     "Muon(model) sorts its parameters, and dmuon.param_groups(model) gives the groups of that"
                 )
+        if not any(group["use_muon"] for group in groups):
+            _log.warning("Muon trains no parameter: no group has use_muon=True; AdamW trains all")
         return groups
     if any(isinstance(item, Mapping) for item in items):
         raise TypeError("params mixes tensors, groups or other things; pass tensors only or groups only")

@@ -28,13 +28,14 @@ _log = logger(__name__)
 _State = MutableMapping[Any, Any]  # `optimizer.state`: a dict of values by parameter
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Row:
     """The momentum of one parameter.
 
     Attributes:
         name: of the parameter, quoted.
-        local: this rank's part in fp32 (or wider), shaped as the local tensor. Without elements if it has none.
+        local: this rank's part in fp32 (or wider), shaped as the local tensor. Without elements if it has none. On the
+            meta device as long as a frozen parameter has none.
     """
 
     param: Tensor
@@ -46,6 +47,10 @@ class _Row:
     def is_trained(self) -> bool:
         """What is frozen gets no state, except what dmuon owns: a state dict of that is collective."""
         return self.param.requires_grad or isinstance(self.param, OwnedTensor)
+
+    def make_room(self) -> None:
+        if self.local.is_meta:
+            self.local = torch.zeros_like(self.local, device=local_tensor(self.param).device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +83,8 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
     # A user may put what is shown of one parameter into another's place: it is read before anything is written.
     apart = [v if v is None or not _lies_in(v, stacks) else v.clone() for _, v in values]
     for (row, _), value in zip(values, apart, strict=True):
+        if value is not None or row.is_trained:
+            row.make_room()
         if value is None:
             row.local.zero_()
         else:
@@ -136,8 +143,12 @@ class Momentum:
             local = stacked.get(id(param))
             if local is None:
                 local = local_tensor(param)
-                local = local.new_empty(local.shape, dtype=torch.promote_types(param.dtype, torch.float32))
+                local = local.new_empty(
+                    local.shape, dtype=torch.promote_types(param.dtype, torch.float32), device="meta"
+                )
             row = _Row(param, repr(names[id(param)]), residency_of[id(param)], local)
+            if row.is_trained:
+                row.make_room()
             rows.append(row)
             value = state[param].get(MOMENTUM) if param in state else None
             if value is not None:

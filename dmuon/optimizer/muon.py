@@ -20,7 +20,7 @@ from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
 from dmuon.kernels import Storage, is_capturing
 from dmuon.model.exclusion import Exclude
-from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, fault_of, is_remembered, remember_spec, spec_of
 from dmuon.model.routing import Select
 from dmuon.optimizer.copies import Origin, copied_gradients, copyable_origin, copyable_state, origin_of_copy
 from dmuon.optimizer.groups import (
@@ -306,19 +306,18 @@ class Muon(torch.optim.Optimizer):
         What cannot be laid out leaves the optimizer as it was, so that a caller may take it out again.
         """
         others = [p for p in muon if not isinstance(p, OwnedTensor)]
-        # A tensor without elements may be the shard of a matrix only where a configuration says so.
-        empty = [p for p in others if p.numel() == 0 and (self._origin.config is None or isinstance(p, DTensor))]
-        without = set(map(id, empty))
+        # Frozen, or without elements, which only a configuration tells from the shard of a matrix.
+        plain = self._origin.config is None
+        idle = [p for p in others if not p.requires_grad or (p.numel() == 0 and (plain or isinstance(p, DTensor)))]
+        without = set(map(id, idle))
         others = [p for p in others if id(p) not in without]
+        for fault in filter(None, map(fault_of, others)):
+            raise ValueError(fault)
         names = [self._names[id(p)] for p in others]
-        self._exchange = exchange_for(
-            self._origin.config, self._origin.copies, others, names, self._device, self._exchange
-        )
-        if self._exchange is None:
-            self._prefetch = 1
-            return [*dedicated_residencies(muon), Alone([*empty, *others])]
-        self._prefetch = self._exchange.prefetch
-        return [*dedicated_residencies(muon), Alone([*empty, *self._exchange.alone()]), self._exchange]
+        exchange = exchange_for(self._origin.config, self._origin.copies, others, names, self._device, self._exchange)
+        self._exchange, self._prefetch = exchange, 1 if exchange is None else exchange.prefetch
+        alone = others if exchange is None else exchange.alone()
+        return [*dedicated_residencies(muon), Alone([*idle, *alone]), *([] if exchange is None else [exchange])]
 
     def _options(self, groups: Sequence[int]) -> list[tuple[str, str]]:
         """What ranks compare of these groups, which need not have the same numbers on all ranks."""
@@ -342,6 +341,8 @@ class Muon(torch.optim.Optimizer):
         """Lay out anew if groups hold other parameters than before. Collective then, as building the optimizer is."""
         if self._param_ids() != self._laid_out:
             self._lay_out("groups hold other parameters")
+        for group in self.param_groups:  # of which something may have been unfrozen since
+            keep_state_of_route(group, self.state)
 
     # -- step ------------------------------------------------------------------------------------------------------
 

@@ -25,16 +25,17 @@ def tell_first_step(
     if not _log.isEnabledFor(logging.INFO) or not _speaks(residencies):
         return
     owned = sum(len(residency.params) for residency in residencies if isinstance(residency, Dedicated))
-    alone = sum(len(residency.params) for residency in residencies if isinstance(residency, Alone))
+    alone = [p.requires_grad for residency in residencies if isinstance(residency, Alone) for p in residency.params]
     others = [group["params"] for group in groups if not group["use_muon"]]
-    exchanged = sum(len(group["params"]) for group in groups if group["use_muon"]) - owned - alone
+    exchanged = sum(len(group["params"]) for group in groups if group["use_muon"]) - owned - len(alone)
     _log.info(
         "Muon takes %d parameters that dmuon owns, %d that are exchanged and %d that lie whole on this rank; AdamW "
-        "takes %d",
+        "takes %d%s",
         owned,
         exchanged,
-        alone,
+        sum(alone),
         sum(map(len, others)),
+        "" if all(alone) else f"; {alone.count(False)} matrices are frozen, and Muon's when they train",
     )
     for line in advice(residencies, rounds):
         _log.info("%s", line)

@@ -40,7 +40,8 @@ def remember_makeups(tensors: Sequence[Tensor]) -> list[str]:
         if not holders:
             continue
         makeup = makeup_of(tree, tensor, holders)
-        for module, name in () if makeup.known else holders:
+        # A stack is what the group says, and its advice tells what looks fused.
+        for module, name in () if makeup.known or tensor.ndim == 3 else holders:
             path = _longest(tree.above(module, name))
             fault = refusal(tree, module, name, tensor, path)
             if fault is not None:

@@ -19,7 +19,7 @@ from dmuon.planning.cost_lookup import FoundCosts, find_costs
 from dmuon.planning.owner_plan import AGAIN, SOLVED, OwnerPlan, PlanSource, reason_of
 from dmuon.planning.rank_traits import Limits, RankChoice, RankTraits, check_choice, is_wanted, limits_of, tell
 from dmuon.platform.log import logger
-from dmuon.solver import CostTable, Matrix, Rank, SolveOptions
+from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions
 from dmuon.solver import plan as solve_plan
 
 _log = logger(__name__)
@@ -80,9 +80,9 @@ def make_plan(
     """
     matrices = tuple(matrices)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    measured = None if plan is not None else _find_costs(matrices, group, device, costs)
+    measured = None if plan is not None or not matrices else _find_costs(matrices, group, device, costs)
     limits = [Limits()] * world
-    if plan is None and world > 1 and is_wanted(ranks, costs, device):
+    if measured is not None and world > 1 and is_wanted(ranks, costs, device):
         limits = limits_of(_measured_ranks(group, device), matrices, held=held)
         if rank == 0:
             tell(ranks_of(group), limits)
@@ -145,9 +145,10 @@ def _choose(
             solution.reason,
         )
         return OwnerPlan.from_solution(solution, measured, table)
+    if plan is None:
+        return OwnerPlan((), Plan({}, (), (0,) * len(ranks), 0, "none", "there is no matrix"), {}, "none")
     if isinstance(plan, OwnerPlan):
         return replace(plan, origin="given" if plan.origin == SOLVED else plan.origin)
-    assert plan is not None
     return OwnerPlan.load(plan)
 
 

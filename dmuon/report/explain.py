@@ -20,7 +20,7 @@ from dmuon.kernels import storage_dtype, storage_spans
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
-from dmuon.model.routing import route_parameters
+from dmuon.model.routing import Route, route_parameters
 from dmuon.optimizer.advice import advice
 from dmuon.optimizer.groups import inside_ddp, names_in
 from dmuon.optimizer.muon import Muon
@@ -29,6 +29,7 @@ from dmuon.report.accounting import expected_memory, expected_traffic
 from dmuon.report.matrices import MatrixRow, RankSums, is_laid_out, matrix_rows, rank_sums
 from dmuon.report.tables import mib, pattern, ranks_text, shape_text, size_text, spans_text, table, time_text
 
+_FROZEN = "frozen"  # a reason begins with it
 _MOST_RANKS = 32  # of which sums are shown
 _ANEW = "the optimizer's groups hold other parameters than they did: the next step decides who owns what"
 
@@ -49,8 +50,7 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
             and bytes are sums. None shows every matrix.
 
     Raises:
-        ValueError: without an optimizer, Muon would take no matrix of the model, or refuse it; ``max_rows`` is no
-            positive integer.
+        ValueError: without an optimizer, Muon would refuse the model; ``max_rows`` is no positive integer.
         TypeError: ``optimizer`` is not a ``dmuon.Muon``.
     """
     if optimizer is not None and not isinstance(optimizer, Muon):
@@ -62,7 +62,7 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
     anew = [] if optimizer is None or is_laid_out(optimizer) else [_ANEW, ""]
     muon, rest = _tensors(model, optimizer, dedicated)
     lines = [*anew, *_matrices(muon, rows, max_rows)]
-    lines += _on_adamw(rest, sum(tensor.matrices for tensor in muon), sum(t.numel for t in muon), max_rows)
+    lines += [*_on_adamw(rest, max_rows), "", _counts(muon, rest)]
     if optimizer is not None or dedicated:
         lines += _sums(rank_sums(rows))
     if optimizer is not None:
@@ -118,37 +118,31 @@ def _tensors(
         if optimizer is not None and id(param) not in groups:
             lost = "in no group: this optimizer does not train it"
             why = f"{why}; {lost}" if owned else lost
+        elif not param.requires_grad:
+            why = f"{'Muon' if taken else 'AdamW'} takes it when it trains"
         elif optimizer is not None and (route is None or route.muon != taken):
             why = "put there by a group or by select"
+        why = why if param.requires_grad else f"{_FROZEN}; {why}"
         spec = spec_of(param)
-        if spec == MatrixSpec() and route is not None and route.spec is not None:
+        if spec == MatrixSpec() and route is not None:
             spec = route.spec
         tensor = _Tensor(name, tuple(param.shape), param.numel(), *_made_of(param, spec), why)
         (muon if taken else rest).append(tensor)
     return muon, rest
 
 
-@dataclass(frozen=True, slots=True)
-class _Policy:
-    """What was decided of a parameter, by whoever routed the model; ``spec`` is None if the parameter remembers it."""
-
-    muon: bool
-    reason: str
-    spec: MatrixSpec | None
-
-
-def _dedicated_routes(model: nn.Module) -> dict[str, _Policy]:
+def _dedicated_routes(model: nn.Module) -> dict[str, Route]:
     routes = {}
     for name, module in model.named_modules():
         dedication = dedication_of(module)
-        for fqn, (muon, reason) in () if dedication is None else dedication.reasons(module).items():
-            routes[canonical_fqn(f"{name}.{fqn}" if name else fqn)] = _Policy(muon, reason, None)
+        for route in () if dedication is None else dedication.routes(module):
+            routes[canonical_fqn(f"{name}.{route.fqn}" if name else route.fqn)] = route
     return routes
 
 
-def _policy(model: nn.Module, *, required: bool) -> dict[str, _Policy]:
+def _policy(model: nn.Module, *, required: bool) -> dict[str, Route]:
     try:
-        return {r.fqn: _Policy(r.muon, r.reason, r.spec) for r in route_parameters(model)}
+        return {route.fqn: route for route in route_parameters(model)}
     except ValueError:  # of what the optimizer got by select, groups or tensors, the policy may know nothing
         if required:
             raise
@@ -256,17 +250,25 @@ def _batches(rows: Sequence[MatrixRow]) -> str:
     return f"{'' if exact else 'up to '}{spans_text(sizes)} each" if sizes else ""
 
 
-def _on_adamw(rest: Sequence[_Tensor], matrices: int, elements: int, max_rows: int | None) -> list[str]:
-    """What Muon leaves, with reasons, and how much of the model either takes."""
+def _on_adamw(rest: Sequence[_Tensor], max_rows: int | None) -> list[str]:
+    """What Muon leaves, with reasons."""
     lines = [(tensor.name, "", tensor.why) for tensor in rest]
     if max_rows is not None and len(lines) > max_rows:
         alike: dict[tuple[str, str], list[str]] = {}
         for tensor in rest:
             alike.setdefault((pattern(tensor.name), tensor.why), []).append(tensor.name)
         lines = [(name if names[1:] else names[0], f"{len(names):,}", why) for (name, why), names in alike.items()]
-    left = sum(tensor.numel for tensor in rest)
-    sums = f"Muon: {matrices:,} matrices, {elements:,} elements; AdamW: {len(rest)} parameters, {left:,} elements"
-    return ["", "on AdamW", *table([("parameter", "count", "why"), *lines]), "", sums]
+    return ["", "on AdamW", *table([("parameter", "count", "why"), *lines])]
+
+
+def _counts(muon: Sequence[_Tensor], rest: Sequence[_Tensor]) -> str:
+    """How much of the model either trains, and nobody."""
+    frozen = [tensor for tensor in (*muon, *rest) if tensor.why.startswith(_FROZEN)]
+    muon, rest = ([tensor for tensor in some if not tensor.why.startswith(_FROZEN)] for some in (muon, rest))
+    of_muon, of_adamw, of_none = (f"{sum(t.numel for t in some):,} elements" for some in (muon, rest, frozen))
+    matrices = sum(tensor.matrices for tensor in muon)
+    counts = f"Muon: {matrices:,} matrices, {of_muon}; AdamW: {len(rest)} parameters, {of_adamw}"
+    return f"{counts}; frozen: {len(frozen)} parameters, {of_none}" if frozen else counts
 
 
 def _sums(sums: Mapping[GlobalRank, RankSums]) -> list[str]:
@@ -300,7 +302,7 @@ def _runtime(runtime: Runtime) -> list[str]:
         f"forward in {_unique(e.full.dtype for e in entries)}, "
         f"masters in {_unique(e.master.dtype for e in entries)}, "
         f"gradients reduced in {_unique(b.reduce_dtype for b in runtime.buffers)}, "
-        f"{'kept' if runtime.buffers[0].keep else 'freed'} after forward",
+        f"{'kept' if any(buffer.keep for buffer in runtime.buffers) else 'freed'} after forward",
         f"ranks: {topology.replicas} replicas x {topology.shards} shards"
         + (f" x {topology.tensor} tensor-parallel" if topology.tensor > 1 else ""),
         f"this rank holds: masters {mib(memory.masters)}, momentum as much, gradients as much, stand-ins "

@@ -157,14 +157,15 @@ class Residency(ABC):
 
 
 class Alone(Residency):
-    """Matrices that this rank has to itself."""
+    """Matrices that this rank has to itself; and those that are frozen, wherever they lie, which have no tasks."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
-        self._laid = [lies(param) for param in self.params]
+        self._laid = [(param, lies(param)) for param in self.params if param.requires_grad]
+        self._frozen = [param for param in self.params if not param.requires_grad]
 
     def before_step(self, changed: bool) -> set[int] | None:
-        if any(lies(param) != laid for param, laid in zip(self.params, self._laid, strict=True)):
+        if any(param.requires_grad for param in self._frozen) or any(lies(param) != laid for param, laid in self._laid):
             return None
         return super().before_step(changed)
 
@@ -172,7 +173,7 @@ class Alone(Residency):
         tasks = []
         for position, param in enumerate(self.params):
             local, spec = local_tensor(param), spec_of(param)
-            if not local.numel():
+            if not local.numel() or not param.requires_grad:
                 continue
             regions = local_regions(local.shape, spec)
             for part, region in enumerate(regions):

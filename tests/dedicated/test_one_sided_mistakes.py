@@ -70,7 +70,7 @@ ONE_RANK: dict[str, tuple[Callable[[Network], Any], type[Exception], str]] = {
     ),
     "frozen": (
         lambda m: m.blocks[0].mix.weight.requires_grad_(False),
-        ValueError, r"'blocks\.0\.mix\.weight' is .*AdamW, frozen on rank 1 and .*Muon in block blocks\.0 on rank 0",
+        ValueError, r"'blocks\.0\.mix\.weight' is .*Muon, frozen on rank 1 and .*Muon in block blocks\.0 on rank 0",
     ),
     "other policy": (
         lambda _: {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},

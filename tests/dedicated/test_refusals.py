@@ -32,12 +32,6 @@ def pairs(*names: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2, *[1] * (len(names) - 1)), mesh_dim_names=names)
 
 
-def part_dedicated_before() -> None:
-    model = build()
-    dedicate(model.blocks, blocks=list(model.blocks))
-    dedicate(model)
-
-
 def part_of_dedicated() -> None:
     model = dedicated()
     dedicate(model.blocks[0])
@@ -115,10 +109,6 @@ BY_FSDP = r"'blocks\.0\..*call dmuon\.fully_shard instead"
 
 # By name: what is done, and what is raised. Ranks do all of them in one call.
 EVERYWHERE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no matrices": (
-        lambda: refused(nn.Sequential(nn.Linear(3, 3), nn.ReLU())),
-        ValueError, r"no matrix was selected.*'0\.weight': output layer.*select=",
-    ),
     "mesh is a group": (
         lambda: refused(build(), dist.group.WORLD),
         TypeError, "mesh must be a torch.distributed DeviceMesh, got ProcessGroup",
@@ -159,7 +149,6 @@ EVERYWHERE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: dedicate(dedicated()),
         ValueError, "was called on 'this model' already; call it once per model",
     ),
-    "all matrices dedicated before": (part_dedicated_before, ValueError, "apart from those that were dedicated before"),
     "part of a dedicated model": (
         part_of_dedicated,
         ValueError, "a Block, lies in a Network that was dedicated before, .* on what is inside first",

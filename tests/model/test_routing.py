@@ -15,7 +15,7 @@ from harness.families import Conv1D, bare
 from harness.trees import Called, D, H, V, linear, llama, node, stack
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from dmuon.model.routing import Route, route_parameters, route_to_blocks
+from dmuon.model.routing import Route, notice, route_parameters, route_to_blocks
 
 
 def routes(model: nn.Module, **options: Any) -> dict[str, Route]:
@@ -249,7 +249,6 @@ def test_reasons_say_why_a_parameter_is_not_on_muon(make: Callable[[], nn.Module
         (lambda: nn.Bilinear(D, D, 2), "3-D, not known to be a stack"),
         (lambda: bare(5, D), "bare parameter of Called"),  # positions, Mamba's A_log, stacked biases
         (lambda: bare(2, D, D), "3-D, not known to be a stack"),
-        (lambda: nn.Linear(D, D).requires_grad_(False), "frozen"),
         (lambda: nn.Parameter(torch.zeros(D, D, dtype=torch.int64), requires_grad=False), "not floating point"),
         (lambda: nn.Parameter(torch.zeros(D, D, dtype=torch.complex64)), "not floating point"),
         (lambda: nn.Parameter(torch.zeros(0, D)), "empty"),
@@ -280,8 +279,8 @@ def test_unusual_linear_layers_inside_a_block_go_to_muon() -> None:
 
     names = ("score", "embedding_like_name", "head", "norm_proj", "q.lora_A.default", "q.lora_B.default")
     model = node(h=stack(layer))
-    assert muon(model) == each("h", 2, *names), "names decide nothing; frozen base weights stay out"
-    assert routes(model)["h.0.q.base_layer.weight"].reason == "frozen"
+    frozen = {f"h.{i}.q.base_layer.weight": "None" for i in range(2)}
+    assert muon(model) == each("h", 2, *names) | frozen, "names decide nothing; frozen base weights have no block"
 
 
 # -- blocks -------------------------------------------------------------------------------------------------------
@@ -566,38 +565,97 @@ def test_blocks_by_list_and_by_predicate_override_the_default() -> None:
     assert muon(one, blocks=[one.fc]) == {"fc.weight": "fc"}
 
 
+def bare_block() -> nn.Module:
+    attention = node(qkvo_w=bare(4, D, D), relative_bias=bare(D, D))
+    return node(attn=attention, mlp=node(c_fc=bare(H, D), c_proj=bare(H, D)), pos=bare(5, 1, D), lambdas=bare(2))
+
+
 NONE: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "one layer": (lambda: nn.Linear(D, V), r"no layer is hidden \('weight': output layer\); choose"),
-    "one convolution": (lambda: nn.Conv2d(3, D, 3), r"no layer is hidden \('weight': output layer\); choose"),
-    "matrices that are no layer's": (
-        lambda: node(a=bare(D, D), b=bare(D, D)), r"\('a': bare parameter of Called, .*, 'b': bare",
-    ),
+    "one layer": (lambda: nn.Linear(D, V), r"no layer is hidden \('weight': output layer; choose"),
+    "one convolution": (lambda: nn.Conv2d(3, D, 3), r"no layer is hidden \('weight': output layer; choose"),
     "one layer and an embedding": (
-        lambda: node(embed=nn.Embedding(V, D), head=linear(D, V)), r"\('head.weight': output layer\)",
+        lambda: node(embed=nn.Embedding(V, D), head=linear(D, V)), r"no layer is hidden \('head.weight': output layer;",
+    ),
+    "tables that are no layer's": (
+        lambda: node(embed=nn.Embedding(V, D), pos=bare(5, D), cls=bare(1, 1, D)), "no layer inside a block, or hidden",
     ),
     "a trainable head": (
         lambda: node(h=stack(lambda: node(a=linear().requires_grad_(False))), head=linear()),
-        r"\('head.weight': output layer\)",
+        "the 2 that its rule gives it are frozen; AdamW trains 1$",
     ),
-    "no layer at all": (nn.Identity, "no trainable layer has a 2-D weight; train this model with torch.optim.AdamW"),
+    "a frozen stack and a trainable input layer": (
+        lambda: node(enter=linear(3), h=stack(lambda: node(a=linear())).requires_grad_(False)),
+        "the 2 that its rule gives it are frozen; AdamW trains 1$",
+    ),
+    "no layer at all": (nn.Identity, "no layer inside a block, or hidden otherwise, has a 2-D weight; AdamW trains 0$"),
     "everything frozen": (
-        lambda: node(h=stack(lambda: node(a=linear().requires_grad_(False)))), "no trainable layer has a 2-D weight",
+        lambda: node(h=stack(lambda: node(a=linear().requires_grad_(False)))), "the 2 that its rule gives it are frozen"
     ),
 }  # fmt: skip
 
 
-@pytest.mark.pitfall("P02", "P53")
+@pytest.mark.pitfall("P02", "P53", "P87")
 @pytest.mark.parametrize("route", [route_parameters, route_to_blocks])
 @pytest.mark.parametrize("name", NONE)
-def test_a_model_without_hidden_matrices_is_refused_with_a_remedy_that_works(
+def test_a_model_that_trains_nothing_by_muon_is_adamw_s_with_reasons_and_a_remedy_that_works(
     name: str, route: Callable[..., list[Route]]
 ) -> None:
     make, why = NONE[name]
-    with pytest.raises(ValueError, match=f"no matrix was selected for Muon: .*{why}") as caught:
-        route(make())
-    remedy = re.search(r"select=(lambda fqn, module, param: fqn == '[\w.]+'), or train", str(caught.value))
-    if remedy is None:
-        assert "torch.optim.AdamW" in str(caught.value)
-    else:
+    found = route(make())
+    assert not any(r.muon and r.param.requires_grad for r in found)
+    told = notice(found)
+    assert told is not None and re.search(f"^Muon trains no parameter: {why}", told), told
+    remedy = re.search(r"select=(lambda fqn, module, param: fqn == '[\w.]+')", told)
+    if remedy is not None:
         taken = [r for r in route(make(), select=eval(remedy[1])) if r.muon]
         assert len(taken) == 1 and (taken[0].block is not None) == (route is route_to_blocks)
+
+
+BARE_MODELS: dict[str, tuple[Callable[[], nn.Module], set[str], bool]] = {
+    "blocks of bare matrices": (
+        lambda: node(enter=linear(3), h=stack(bare_block), head=linear(D, V)),
+        {f"h.{i}.{name}" for i in range(2) for name in ("attn.qkvo_w", "mlp.c_fc", "mlp.c_proj")}, True,
+    ),
+    "the same, frozen": (
+        lambda: node(enter=linear(3), h=stack(bare_block).requires_grad_(False), head=linear(D, V)),
+        {f"h.{i}.{name}" for i in range(2) for name in ("attn.qkvo_w", "mlp.c_fc", "mlp.c_proj")}, True,
+    ),
+    "no blocks": (lambda: node(a=bare(D, D), b=bare(D, H), cls=bare(1, 1, D), head=linear(D, V)), {"a", "b"}, True),
+    "no blocks, and names that end alike": (
+        lambda: node(w=bare(D, D), vw=bare(D, D), odd=node(w=bare(7, D)), head=linear(D, V)), {"w", "vw"}, True,
+    ),
+    "some layers": (
+        lambda: node(h=stack(lambda: node(q=linear(), up=bare(4 * D, D), a_log=bare(D, 5), mu=bare(169, 3)))),
+        {"h.0.up", "h.1.up"}, False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.pitfall("P87")
+@pytest.mark.parametrize("route", [route_parameters, route_to_blocks])
+@pytest.mark.parametrize("name", BARE_MODELS)
+def test_bare_matrices_get_the_line_for_all_of_them(name: str, route: Callable[..., list[Route]]) -> None:
+    make, expected, refused = BARE_MODELS[name]
+    if refused:
+        with pytest.raises(ValueError, match=r"no matrix was selected for Muon: what is hidden are .* bare") as caught:
+            route(make())
+        told = str(caught.value)
+    else:
+        told = str(notice(route(make())))
+        assert re.search("^AdamW trains 2 bare parameters that may be matrices .* To give them to Muon: ", told)
+    line = told.partition("select=")[2]
+    found = route(make(), select=eval(line))
+    assert {r.fqn for r in found if r.muon and not r.fqn.endswith(".weight")} == expected
+    assert notice(found) is None or "are frozen" in str(notice(found))
+    declined = route(make(), select=lambda fqn, _, __: False if fqn in expected else ...) if not refused else found
+    assert not any(r.bare for r in declined), "what the user decided is told no more"
+
+
+@pytest.mark.pitfall("P87")
+def test_a_frozen_tensor_that_looks_fused_is_refused_when_it_trains() -> None:
+    model = node(h=stack(lambda: node(a=linear(), qkv=linear(D, 3 * D).requires_grad_(False))))
+    frozen = routes(model)["h.0.qkv.weight"]
+    assert frozen.muon and "looks like 3 projections fused" in str(frozen.fault)
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"'h\.0\.qkv\.weight' of shape .* looks like 3 projections fused"):
+        routes(model)

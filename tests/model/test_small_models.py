@@ -125,7 +125,7 @@ MIXED: dict[str, tuple[Callable[[], nn.Module], list[str], list[str]]] = {
             h=stack(lambda: node(a=linear().requires_grad_(False))),
             fc1=linear(D, 6), fc2=linear(6, 4), out=linear(4, 2),
         ),
-        ["fc1.weight", "fc2.weight"], ["fc1", "fc2"],
+        ["h.0.a.weight", "h.1.a.weight"], [None],
     ),
     "a stack beside layers that are attributes": (
         lambda: node(encoder=stack(Residual, 1), fc1=linear(), fc2=linear(), out=linear(D, 2)),

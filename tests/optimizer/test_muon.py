@@ -293,7 +293,6 @@ def test_module_groups_follow_the_policy() -> None:
         (lambda: set(matrices()), {}, TypeError, "set"),
         (lambda: matrices()[0], {}, TypeError, "one tensor"),
         (lambda: [*matrices(), {"params": matrices(), "use_muon": True}], {}, TypeError, "mixes"),
-        (lambda: nn.Linear(3, 3), {}, ValueError, "no matrix"),
     ],
 )
 def test_unusable_options_and_parameters_are_refused(

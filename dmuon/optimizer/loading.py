@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmuon.dedicated.state_dict import is_dense
 from dmuon.optimizer.options import check_options
 from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
@@ -67,10 +68,16 @@ def _state_fault(state: Mapping[str, Any], param: Tensor) -> str | None:
         return f"step in the saved state is {step!r}, not one number"
     for name in ("exp_avg", "exp_avg_sq"):
         value = state.get(name)
-        if value is not None and not (isinstance(value, Tensor) and value.shape == param.shape):
-            what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            return f"{name} in the saved state is {what}, not a tensor of shape {tuple(param.shape)}"
+        if value is not None and not (is_dense(value) and value.shape == param.shape):
+            return f"{name} in the saved state is {kind_of(value)}, not a dense tensor of shape {tuple(param.shape)}"
     return None
+
+
+def kind_of(value: Any) -> str:
+    """What was given in place of a dense tensor of some shape."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return str(tuple(value.shape)) if value.layout is torch.strided else str(value.layout)
 
 
 def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import differences
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.state_dict import describe
-from dmuon.optimizer.loading import completed, loading_fault, savable
+from dmuon.dedicated.state_dict import describe, is_dense
+from dmuon.optimizer.loading import completed, kind_of, loading_fault, savable
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.residency import MOMENTUM, Residency
@@ -43,11 +43,14 @@ class _Row:
         """What is frozen gets no state, except what dmuon owns: a state dict of that is collective."""
         return self.param.requires_grad or isinstance(self.param, OwnedTensor)
 
-    def check(self, value: Tensor) -> None:
+    def check(self, value: Any) -> None:
         """Raise ValueError if ``value`` cannot be the momentum."""
         shape = self.param.shape
-        if value.shape != shape and (isinstance(value, DTensor) or value.shape != self.local.shape):
-            raise ValueError(f"momentum of {self.name} has shape {tuple(value.shape)}, not {tuple(shape)}")
+        if is_dense(value) and (
+            value.shape == shape or (value.shape == self.local.shape and not isinstance(value, DTensor))
+        ):
+            return
+        raise ValueError(f"momentum of {self.name} is {kind_of(value)}, not a dense tensor of shape {tuple(shape)}")
 
 
 def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
@@ -56,6 +59,9 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
     Raises:
         ValueError: one has another shape.
     """
+    for row, value in values:  # before anything is written
+        if value is not None:
+            row.check(value)
     of_residency: dict[int, list[tuple[_Row, Tensor]]] = {}
     stacks = {row.local.untyped_storage().data_ptr() for row, _ in values if row.local.numel()}
     # A user may put what is shown of one parameter into another's place: it is read before anything is written.
@@ -64,7 +70,6 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
         if value is None:
             row.local.zero_()
         else:
-            row.check(value)
             of_residency.setdefault(id(row.residency), []).append((row, value))
     for some in of_residency.values():
         parts = some[0][0].residency.parts_of([(row.param, value, row.name) for row, value in some])
@@ -82,8 +87,8 @@ class Momentum:
     """The momentum of all matrices, which lies in the stacks of the batches.
 
     ``optimizer.state`` shows it parameter by parameter, as views of the stacks. Users may edit these in place, replace
-    them or clear the state: :meth:`adopt` takes over what they put there. It holds no optimizer, so that dropping an
-    optimizer frees its memory at once.
+    them or clear the state: :meth:`check` finds and :meth:`adopt` takes over what they put there. It holds no
+    optimizer, so that dropping an optimizer frees its memory at once.
 
     Attributes:
         shown: by ``id`` of the parameter, what ``state`` shows. Its version counts the edits of the momentum.
@@ -92,6 +97,7 @@ class Momentum:
     def __init__(self) -> None:
         self.shown: dict[int, Tensor] = {}
         self._rows: list[_Row] = []
+        self._replaced: list[tuple[_Row, Tensor | None]] = []
         self._residencies: list[Residency] = []
 
     def lay_out(
@@ -123,7 +129,7 @@ class Momentum:
             if value is not None:
                 kept.append((row, value))
         _store(kept)
-        self._residencies, self._rows = list(residencies), rows
+        self._residencies, self._rows, self._replaced = list(residencies), rows, []
         self.shown.clear()
         self._show([row for row in rows if MOMENTUM in state.get(row.param, ()) or row.is_trained], state)
 
@@ -131,19 +137,26 @@ class Momentum:
         for row in rows:
             state[row.param][MOMENTUM] = self.shown[id(row.param)] = row.residency.shown(row.param, row.local)
 
-    def adopt(self, state: _State) -> None:
-        """Take over momentum that was put into ``state`` instead of being edited there; zeros where it was cleared.
-
-        Collective for DTensors that lie otherwise than their parameters.
+    def check(self, state: _State) -> None:
+        """Look for momentum that was put into ``state`` instead of being edited there. Changes nothing.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: it cannot be its parameter's.
         """
-        replaced: list[tuple[_Row, Tensor | None]] = []
+        self._replaced = []
         for row in self._rows:
             value, shown = state.get(row.param, {}).get(MOMENTUM), self.shown.get(id(row.param))
             if value is not shown or (shown is None and row.is_trained):
-                replaced.append((row, value))
+                if value is not None:
+                    row.check(value)
+                self._replaced.append((row, value))
+
+    def adopt(self, state: _State) -> None:
+        """Take over what :meth:`check` has found; zeros where momentum was cleared.
+
+        Collective for DTensors that lie otherwise than their parameters.
+        """
+        replaced, self._replaced = self._replaced, []
         _store(replaced)
         self._show([row for row, _ in replaced], state)  # not the others: what is shown of them counts its edits
 
@@ -153,6 +166,7 @@ class Momentum:
         """On the way out owned momentum is an even row-sharded DTensor, and the rest lies as it does. Collective."""
         for each in self._residencies:
             each.before_state_dict()
+        self.check(optimizer.state)
         self.adopt(optimizer.state)
         residency_of = {id(row.param): row.residency for row in self._rows}
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -222,8 +236,7 @@ class Momentum:
             kinds[id(row.param)] = "absent" if value is None else describe(value, row.param.shape, meshes)
         unfit = [(row, value) for row, value in zip(rows, values, strict=True) if kinds[id(row.param)] is None]
         for row, value in unfit[:1]:
-            what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            fault = f"momentum of {row.name} is {what}, not a tensor of shape {tuple(row.param.shape)}"
+            fault = f"momentum of {row.name} is {kind_of(value)}, not a dense tensor of shape {tuple(row.param.shape)}"
             if not isinstance(row.param, DTensor) and row.residency.loading_groups():
                 fault += "; into plain shards each rank loads its own part"
         groups = [group for residency in self._residencies for group in residency.loading_groups()]

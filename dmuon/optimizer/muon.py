@@ -18,7 +18,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.residency import dedicated_residencies
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
-from dmuon.kernels import Storage, is_capturing
+from dmuon.kernels import Storage
 from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, spec_of
 from dmuon.model.routing import Select
@@ -37,17 +37,18 @@ from dmuon.optimizer.momentum import Momentum
 from dmuon.optimizer.notices import tell_first_step, tell_layout
 from dmuon.optimizer.options import Description, check_edited, describe
 from dmuon.optimizer.record import MatrixRecord
+from dmuon.optimizer.refusals import check_moment, check_scales
 from dmuon.optimizer.stats import StepStats, step_stats
 from dmuon.optimizer.wrapping import Wrapping, replicated_by_ddp
 from dmuon.platform import host
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
-from dmuon.platform.torch_private import current_backward, local_tensor, outside_compile
+from dmuon.platform.torch_private import local_tensor, outside_compile
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.record import StepRecord
 from dmuon.step.residency import Alone, Residency, lay_out
 from dmuon.step.rounds import AloneRound, Round, drive
-from dmuon.step.update import Done, align_gradients, new_adamw_state, update_by_adamw
+from dmuon.step.update import Done, align_gradients, update_by_adamw
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
 
@@ -180,7 +181,8 @@ class Muon(torch.optim.Optimizer):
 
     def _register_hooks(self) -> None:
         """They get the optimizer as an argument, and hold none: that would keep it until a garbage collection."""
-        self.register_state_dict_pre_hook(_prepare_state)
+        follow: Any = type(self)._follow
+        self.register_state_dict_pre_hook(follow)  # torch keys state by the parameters of the groups
         self.register_state_dict_post_hook(self._momentum.save)
         self._load_hook = self.register_load_state_dict_pre_hook(self._momentum.load)
         self.register_load_state_dict_post_hook(self._momentum.show_loaded)
@@ -264,13 +266,11 @@ class Muon(torch.optim.Optimizer):
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         self._names = names_in(self.param_groups, self._origin.names)
+        self._wrapping.note(self.param_groups)
         residencies = self._find_residencies(muon)
         rounds, momentum = lay_out([group["params"] for group in self.param_groups], residencies)
         self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
-        for group in self.param_groups:
-            for param in [] if group["use_muon"] else group["params"]:
-                if param.requires_grad and not self.state.get(param):
-                    self.state[param].update(new_adamw_state(param))
+        adopt_adamw_state(self)
         self._specs = {id(p): spec_of(p) for p in muon}
         self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
         self._residencies, self._rounds = residencies, rounds
@@ -316,11 +316,10 @@ class Muon(torch.optim.Optimizer):
         self._exchange = exchange_for(
             self._origin.config, self._origin.copies, others, names, self._device, self._exchange
         )
-        if self._exchange is None:
-            self._prefetch = 1
-            return [*dedicated_residencies(muon), Alone([*empty, *others])]
-        self._prefetch = self._exchange.prefetch
-        return [*dedicated_residencies(muon), Alone([*empty, *self._exchange.alone()]), self._exchange]
+        exchange = self._exchange
+        self._prefetch = 1 if exchange is None else exchange.prefetch
+        alone = others if exchange is None else exchange.alone()
+        return [*dedicated_residencies(muon), Alone([*empty, *alone]), *([] if exchange is None else [exchange])]
 
     def _options(self, groups: Sequence[int]) -> list[tuple[str, str]]:
         """What ranks compare of these groups, which need not have the same numbers on all ranks."""
@@ -356,35 +355,31 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, and start publishing what dmuon owns.
 
+        A step that is refused has changed nothing, on all ranks that share matrices, and may be repeated.
+
         Raises:
-            RuntimeError: inside a forward or backward, when gradients were left unreduced, or while a CUDA graph is
-                being captured.
+            RuntimeError: inside a forward, a backward or torch's ``Join``, when gradients were left unreduced, while a
+                CUDA graph is being captured, or if the model has other parameters by now.
+            TypeError, ValueError: options, state or gradients that cannot be used.
         """
-        if is_capturing(self._device):
-            raise RuntimeError(
-                "Muon.step() was called while a CUDA graph is being captured, which would replay this step's learning "
-                "rate, votes and addresses for ever; capture forward and backward alone, and call step() outside"
-            )
-        if self._origin.copies and current_backward() is not None:
-            raise RuntimeError(
-                "Muon.step() was called inside backward, in which DistributedDataParallel has not averaged all "
-                "gradients yet; call step() when backward() has returned"
-            )
+        check_moment(self._device, copied=bool(self._origin.copies), uneven=self._wrapping.is_uneven)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._steps and self._wrapping.follow(self.param_groups, self._names, self.state):
-            self._lay_out("the model was wrapped")
-        present = self._present()
-        self._checked = check_edited(self.param_groups, self._checked)  # after the vote: nobody waits for who raises
+        fault: Exception | None = None
+        try:
+            self._check()
+        except Exception as error:  # ranks that share matrices with this one must hear of it
+            fault = error
+        present = self._present(fault)
+        # From here on nothing is refused.
         if not self._steps:
             warn_of_left_out(self.param_groups, self._residencies)
             tell_first_step(self.param_groups, self._residencies, self._rounds)
         self._steps += 1
         self._timer.reset()
         self._done = []
-        align_gradients(p for group in self.param_groups for p in group["params"])
         self._momentum.adopt(self.state)
         if self._early is not None:
             self._early.join()
@@ -394,14 +389,32 @@ class Muon(torch.optim.Optimizer):
             host.give_back_memory()
         return loss
 
-    def _present(self) -> set[int]:
-        """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed."""
+    def _check(self) -> None:
+        """Follow the model, and refuse what no step can go by: options, gradients, state. No weight changes."""
+        if self._wrapping.follow(self.param_groups, self._names, self.state):
+            self._lay_out("the model was wrapped")
+        align_gradients(self.param_groups, self._names)
+        self._checked = check_edited(self.param_groups, self._checked)
+        check_scales(self.param_groups, self._rounds)
+        self._momentum.check(self.state)
+
+    def _present(self, fault: Exception | None) -> set[int]:
+        """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed.
+
+        Raises:
+            Exception: ``fault``, of this rank, of which those hear that vote with it.
+        """
         self._restore_specs()
         changed = self._param_ids() != self._laid_out
         present: list[set[int] | None] = []
         for residency in self._residencies:  # those that vote on it come last
-            present.append(residency.before_step(changed))
-            changed = changed or present[-1] is None
+            try:
+                present.append(residency.before_step(changed, fault))
+                changed = changed or present[-1] is None
+            except Exception as error:
+                fault = fault or error
+        if fault is not None:
+            raise fault
         if changed:
             self._lay_out("parameters were replaced, moved or laid out otherwise")
             present = [residency.before_step(False) for residency in self._residencies]
@@ -410,13 +423,13 @@ class Muon(torch.optim.Optimizer):
     def _update(self, present: set[int]) -> None:
         """Run all rounds. What a round completes is published at once."""
         missing = dict(self._updates)
+        # Once for each group: reading a tensor's number waits for the accelerator.
+        options = [{**g, "lr": float(g["lr"])} if g["use_muon"] else g for g in self.param_groups]
         with self._timer.phase("publish"):
             for residency in self._residencies:
                 residency.begin_update(
                     p for r in self._rounds for batch in r.batches for p in batch.params if id(p) in present
                 )
-        # Once for each group: reading a tensor's number waits for the accelerator.
-        options = [{**g, "lr": float(g["lr"])} if g["use_muon"] else g for g in self.param_groups]
         asked, self._asked = self._asked, None
         record = None if asked is None else StepRecord()
         for round_, done in drive(
@@ -484,12 +497,6 @@ class Muon(torch.optim.Optimizer):
         if self._early is not None:
             self._early.forget()
         super().zero_grad(set_to_none)
-
-
-def _prepare_state(optimizer: torch.optim.Optimizer) -> None:
-    """Before a state dict, which torch keys by the parameters of the groups."""
-    assert isinstance(optimizer, Muon)
-    optimizer._follow()
 
 
 def _group_of(optimizer: weakref.ref[Muon], index: int) -> dict[str, Any]:

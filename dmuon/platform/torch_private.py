@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from functools import cache
 from math import prod
 from typing import Any, ParamSpec, TypeVar
 
@@ -212,6 +213,24 @@ def replicate_group(module: nn.Module) -> dist.ProcessGroup | None:
     mesh, group = state._init_kwargs.get("device_mesh"), state._init_kwargs.get("process_group")
     default: dist.ProcessGroup | None = dist.group.WORLD
     return mesh.get_group() if mesh is not None else group or default
+
+
+@cache
+def ddp_wraps() -> list[None]:
+    """One item for each module that ``DistributedDataParallel`` has wrapped since this was first called."""
+    wraps: list[None] = []
+
+    def note(module: nn.Module, _name: str, _submodule: nn.Module | None) -> None:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            wraps.append(None)
+
+    nn.modules.module.register_module_module_registration_hook(note)
+    return wraps
+
+
+def takes_uneven_inputs(module: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether ``module`` is in a ``Join`` context, in which ranks may leave the loop early."""
+    return bool(module._join_config.enable)
 
 
 def unwrapped_for_ddp(param: Tensor) -> bool:

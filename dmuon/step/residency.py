@@ -99,11 +99,12 @@ class Residency(ABC):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def before_step(self, changed: bool) -> set[int] | None:
+    def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
         """Ids of the parameters to update: some rank has a gradient. None if they lie differently than in the tasks.
 
         Args:
             changed: this rank's optimizer has other parameters than those that it made its residencies for.
+            fault: why this rank cannot take the step; where ranks vote, the others hear of it.
 
         Raises:
             RuntimeError: weights or gradients are in no state for a step.
@@ -163,10 +164,10 @@ class Alone(Residency):
         self.params = list(params)
         self._laid = [lies(param) for param in self.params]
 
-    def before_step(self, changed: bool) -> set[int] | None:
+    def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
         if any(lies(param) != laid for param, laid in zip(self.params, self._laid, strict=True)):
             return None
-        return super().before_step(changed)
+        return super().before_step(changed, fault)
 
     def tasks(self) -> list[Task]:
         tasks = []

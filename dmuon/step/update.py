@@ -279,18 +279,42 @@ def _variant(
     return choose_variant(shape, k, coefficients, storage, device)
 
 
-def align_gradients(params: Iterable[Tensor]) -> None:
+def align_gradients(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> None:
     """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise.
 
     Sparse ones, which no module has announced, become dense.
+
+    Args:
+        names: of parameters, by ``id``.
+
+    Raises:
+        ValueError: elements of a gradient would meet others than those of its parameter.
     """
-    for param in params:
-        grad = param.grad
-        if isinstance(grad, DTensor):
-            if isinstance(param, DTensor) and grad.placements != param.placements:
-                param.grad = grad.redistribute(placements=param.placements)
-        elif grad is not None and grad.layout is torch.sparse_coo:
-            param.grad = grad.to_dense()
+    unfit: list[tuple[Tensor, Tensor]] = []
+    for group in groups:
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            if isinstance(grad, DTensor):
+                if not isinstance(param, DTensor) or (grad.shape, grad.device_mesh) != (param.shape, param.device_mesh):
+                    unfit.append((param, grad))
+                elif grad.placements != param.placements:
+                    param.grad = grad.redistribute(placements=param.placements)
+            elif not grad.shape == param.shape == local_tensor(param).shape:
+                unfit.append((param, grad))
+            elif grad.layout is torch.sparse_coo:
+                param.grad = grad.to_dense()
+    if unfit:
+        param, grad = unfit[0]
+        raise ValueError(
+            f"the gradient of {names[id(param)]!r} is {_laid(grad)}, and the parameter {_laid(param)}; lay it out alike"
+        )
+
+
+def _laid(tensor: Tensor) -> str:
+    kind = f"a DTensor {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
+    return f"{kind} of shape {tuple(tensor.shape)}"
 
 
 def new_adamw_state(param: Tensor) -> dict[str, Tensor]:

@@ -188,8 +188,6 @@ class Muon(torch.optim.Optimizer):
         self.register_load_state_dict_post_hook(self._momentum.show_loaded)
         self.register_load_state_dict_post_hook(adopt_adamw_state)
 
-    # -- copies ----------------------------------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
         """For ``copy`` and ``pickle``. As in torch, hooks stay behind.
 
@@ -344,8 +342,6 @@ class Muon(torch.optim.Optimizer):
         if self._param_ids() != self._laid_out:
             self._lay_out("groups hold other parameters")
 
-    # -- step ------------------------------------------------------------------------------------------------------
-
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -462,13 +458,10 @@ class Muon(torch.optim.Optimizer):
     @property
     def last_step(self) -> StepStats:
         """Counters and time per phase of the last step. On an accelerator it waits for that step to finish."""
-        early = self._early
-        return step_stats(
-            self._done,
-            self._timer.seconds() | ({} if early is None else early.seconds()),
-            0 if early is None else early.taken,
-            self._names,
-        )
+        early, seconds = self._early, self._timer.seconds()
+        if early is None:
+            return step_stats(self._done, seconds, 0, self._names)
+        return step_stats(self._done, seconds | early.seconds(), early.taken, self._names)
 
     def record_next_step(self) -> MatrixRecord:
         """What the next ``step()`` does to each matrix: root mean square of the update, learning rate, norms.

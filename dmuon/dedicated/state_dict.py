@@ -324,8 +324,8 @@ def _told(one: Difference, first: GlobalRank, matrix: OwnedMatrix) -> str:
 
 def _unfit(rank: GlobalRank, matrix: OwnedMatrix) -> str:
     return (
-        f"rank {rank} holds a value that is not a tensor of shape {tuple(matrix.shape)}, or the rows of another rank, "
-        "which alone wrote them to a file"
+        f"rank {rank} holds a value that is not a dense tensor of shape {tuple(matrix.shape)}, or the rows of another "
+        "rank, which alone wrote them to a file"
     )
 
 

@@ -13,6 +13,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
+from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.join import Join
@@ -238,3 +239,25 @@ def test_uneven_inputs_are_refused_at_the_first_step(rank: int, world: int) -> N
     with program.join(enable=False):
         train(program, optimizers[0], range(3), rank, world)
     assert_equal_weights(full_state(model), reference_weights(3))
+
+
+# -- sparse state --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("P89")
+@pytest.mark.parametrize("layout", ["1d", "fsdp", "ddp"])
+@pytest.mark.parametrize(("group", "name"), [(0, "momentum_buffer"), (2, "exp_avg")])
+@on_ranks(2, timeout=20)
+def test_sparse_state_on_one_rank_is_refused_on_all(rank: int, world: int, layout: str, group: int, name: str) -> None:
+    model = build()
+    if layout == "1d":
+        optimizer = lay("1d", model).optimizer()
+    else:
+        optimizer = dmuon.Muon(by_fsdp(model) if layout == "fsdp" else DistributedDataParallel(model), **OPTIONS)
+    saved = optimizer.state_dict()
+    key = saved["param_groups"][group]["params"][0]
+    if rank == 1:
+        value = torch.zeros(saved["state"][key][name].shape).to_sparse()
+        saved["state"] = {**saved["state"], key: {**saved["state"][key], name: value}}
+    with pytest.raises(ValueError, match=rf"{'momentum' if group == 0 else name}.* is torch.sparse_coo, not a dense"):
+        optimizer.load_state_dict(saved)

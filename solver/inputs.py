@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -151,8 +150,8 @@ class SolveOptions:
             value = getattr(self, field)
             if not _is_real(value) or not 0 <= value < 1:
                 raise ValueError(f"{field} must be in [0, 1), got {value!r}")
-        if not _is_real(self.time_limit_s) or not 0 < self.time_limit_s < math.inf:
-            raise ValueError(f"time_limit_s must be a positive number of seconds, got {self.time_limit_s!r}")
+        if not _is_real(self.time_limit_s) or not 0 < self.time_limit_s <= 1e6:  # as clocks can count
+            raise ValueError(f"time_limit_s must be a positive number of seconds up to 1e6, got {self.time_limit_s!r}")
         if not is_int(self.search_space_threshold) or self.search_space_threshold < 0:
             raise ValueError(
                 f"search_space_threshold must be a non-negative integer, got {self.search_space_threshold!r}"

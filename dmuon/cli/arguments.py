@@ -62,6 +62,7 @@ def number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
 
 
 positive = number("positive number", lambda value: value > 0)
+seconds = number("number of seconds above 0 and at most 1e6", lambda value: 0 < value <= 1e6)  # as clocks can count
 
 
 def subset(names: Collection[str]) -> Callable[[str], tuple[str, ...]]:

@@ -39,7 +39,7 @@ from dmuon.cli.arguments import BAD_INPUT, FAILED, BadArgument, Parser, count, n
 from dmuon.platform.files import write_text
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_seconds = number("number of at least 1", lambda value: value >= 1)
+_seconds = number("number of seconds from 1 to 1e6", lambda value: 1 <= value <= 1e6)
 _factor = number("number of at least 0", lambda value: value >= 0)
 _BUDGET = 570.0
 _LAUNCH = "torchrun --nproc-per-node 8 --no-python dmuon-check"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from dmuon.cli.arguments import BadArgument, Parser, count, number, positive, require_target, subset
+from dmuon.cli.arguments import BadArgument, Parser, count, number, positive, require_target, seconds, subset
 from dmuon.cli.figures import draw_plan
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
@@ -197,7 +197,7 @@ def _parser() -> Parser:
     solve.add_argument("--method", choices=get_args(Method), default="auto", help="how to solve (default: auto)")
     solve.add_argument("--backend", choices=get_args(Backend), default="auto", help="MILP solver (default: auto)")
     solve.add_argument("--gap", type=_percent, default=1.0, metavar="PERCENT", help="gap to prove (default: 1)")
-    solve.add_argument("--time-limit", type=positive, default=10.0, metavar="S", help="for exact methods (default: 10)")
+    solve.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help="for exact methods (default: 10)")
     solve.add_argument(
         "--spread-cap", type=_cap, metavar="auto|X", help="most of a block on one rank, of the least possible"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dmuon.cli.arguments import FAILED, BadArgument, Parser, count, positive, require_target
+from dmuon.cli.arguments import FAILED, BadArgument, Parser, count, require_target, seconds
 from dmuon.cli.figures import cost_table, draw_costs
 from dmuon.kernels import MIXED, PRESETS, Storage, Variant
 from dmuon.model.config import read_model
@@ -65,7 +65,7 @@ def _parser() -> Parser:
         "--max-batch", type=count, help=f"largest number of matrices per batch (default and most: {MAX_BATCH})"
     )
     parser.add_argument(
-        "--budget", type=positive, help="seconds to measure, beside trials of new kernels (default: 120, --check 20)"
+        "--budget", type=seconds, help="seconds to measure, beside trials of new kernels (default: 120, --check 20)"
     )
     parser.add_argument("--out", help="file to write or add to (default: the user's cache)")
     parser.add_argument(

@@ -44,8 +44,15 @@ class _Norm:
     factor: float = 1.0
 
 
+# What torch computes from the memory of a tensor, which a norm that waits does not have.
+_OF_MEMORY = (
+    Tensor.__float__, Tensor.tolist, Tensor.numpy, Tensor.__format__, Tensor.__deepcopy__, Tensor.__reduce_ex__,
+    Tensor.share_memory_,
+)  # fmt: skip
+
+
 class PendingNorm(Tensor):
-    """The norm of a tensor that several ranks hold, ``()``. [Note: norms that wait]
+    """The norm of a DTensor, ``()``. [Note: norms that wait]
 
     Every operation that needs the number is collective, once, and gives plain tensors.
     """
@@ -62,6 +69,8 @@ class PendingNorm(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _OF_MEMORY:
+            return func(args[0].number(), *args[1:], **(kwargs or {}))
         with without_torch_function():
             if func is torch.stack and args:
                 args = (_whole(args[0]), *args[1:])  # norms of other DTensors, which may lie on several meshes
@@ -83,30 +92,18 @@ class PendingNorm(Tensor):
         """As a plain tensor, without autograd. Collective."""
         return _joined([self.joint])[0].clone()
 
-    # What torch computes from the memory of a tensor, which this one does not have.
+    def full_tensor(self, **_: Any) -> Tensor:
+        """As a plain tensor. Collective."""
+        return self.clone()
 
-    def __float__(self) -> float:
-        return float(self.number())
+    def to_local(self, **_: Any) -> Tensor:
+        """The same: no rank has a part of the number."""
+        return self.clone()
 
-    def tolist(self) -> Any:
-        return self.number().tolist()
-
-    def share_memory_(self) -> Tensor:
-        number = self.number()
-        number.share_memory_()
-        return number
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.number().numpy(force=force)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.number(), spec)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.number()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.number().__reduce_ex__(protocol)
+    def redistribute(self, *_: Any, **__: Any) -> PendingNorm:
+        """This norm, which every rank may read alone from now on. Collective."""
+        self.number()
+        return self
 
     def __repr__(self) -> str:  # type: ignore[override]
         value = self.joint.value
@@ -209,7 +206,7 @@ def answer_norm(args: Sequence[Any], kwargs: dict[str, Any], refuse: Callable[[s
 
 
 def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each tensor, ``()``, pending where several ranks hold the tensor."""
+    """The norm of each tensor, ``()``, pending for DTensors."""
     require_summed(tensors, "norm")
     for tensor in tensors:
         if (order < 0 or order == math.inf) and not tensor.numel():
@@ -219,7 +216,7 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
         terms = local_terms([local_tensor(tensors[i]) for i in same], order, None)
         for i, term in zip(same, terms.split(1), strict=True):
             norm = _Norm(term, order, split_over(tensors[i]), (dtype or tensors[i].dtype).to_real())
-            norms[i] = PendingNorm(norm) if norm.groups else _joined([norm])[0]
+            norms[i] = PendingNorm(norm) if isinstance(tensors[i], DTensor) else _joined([norm])[0]
     return norms
 
 
@@ -248,8 +245,7 @@ def answer_number(name: str, args: Sequence[Any], kwargs: dict[str, Any], refuse
         dtype = torch.bool
     elif dtype is None and order == "sum" and not tensor.dtype.is_floating_point:
         dtype = torch.int64
-    norm = _Norm(term.view(1), order, split_over(tensor), dtype or tensor.dtype, factor=factor)
-    return PendingNorm(norm) if norm.groups else _joined([norm])[0]
+    return PendingNorm(_Norm(term.view(1), order, split_over(tensor), dtype or tensor.dtype, factor=factor))
 
 
 def check_and_unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

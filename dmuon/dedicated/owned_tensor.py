@@ -217,11 +217,17 @@ class OwnedTensor(DTensor):
         )
 
     def to_local(self, **_: Any) -> Tensor:
-        # Checkpointing would take what it reads from this for an even shard. It may write one.
-        refusal = f"to_local() of {self.fqn!r} is not an even shard: it is {self._where}; {_REMEDY}"
+        """What this rank owns, of gradients, optimizer state and copies. Of a parameter, what can only be written."""
         if self.keeper is None:
-            raise RuntimeError(refusal)
-        return EvenShard(self, self.keeper, refusal)
+            return local_tensor(self)
+        # Checkpointing would take what it reads from this for an even shard. It may write one.
+        return EvenShard(
+            self, self.keeper, f"to_local() of {self.fqn!r} is not an even shard: it is {self._where}; {_REMEDY}"
+        )
+
+    def __create_write_items__(self, *_: Any) -> Any:
+        # Checkpointing asks for this before it takes what a rank holds of a DTensor for an even shard.
+        raise self._wrong_data("saving")
 
     def share_memory_(self) -> Tensor:
         # Tensor's own method reads a storage, which a wrapper does not have.

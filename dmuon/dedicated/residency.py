@@ -105,7 +105,7 @@ class Dedicated(Residency):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def before_step(self, changed: bool) -> set[int] | None:
+    def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
         self._runtime.at_rest("step()")
         name = self._runtime.unreduced()
         if name is not None:
@@ -113,7 +113,7 @@ class Dedicated(Residency):
                 f"the gradient of {name!r} is not reduced: the last backward before step() must run outside no_sync()"
             )
         self._runtime.require_gradients()
-        return super().before_step(changed)
+        return super().before_step(changed, fault)
 
     def begin_update(self, params: Iterable[Tensor]) -> None:
         self._runtime.begin_update(params)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,13 +49,18 @@ def hook_state_dicts(roots: Sequence[nn.Module], runtime: Runtime) -> None:
         root.register_state_dict_post_hook(partial(saving.end))  # torch writes on what it is given
 
 
+def is_dense(value: Any) -> TypeGuard[Tensor]:
+    """Whether it is a tensor of which every element has its place; of sparse ones some have none."""
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
 def describe(value: Any, shape: torch.Size, meshes: MutableMapping[int, bool]) -> str | None:
     """What kind of value a rank has, comparable across ranks; None if it cannot be loaded.
 
     Args:
         meshes: what was found of the meshes of other values, for :func:`is_of_another_rank`.
     """
-    if not isinstance(value, Tensor) or value.shape != shape or is_of_another_rank(value, meshes):
+    if not is_dense(value) or value.shape != shape or is_of_another_rank(value, meshes):
         return None
     return "sharded" if isinstance(value, DTensor) else "whole"
 
@@ -319,8 +324,8 @@ def _told(one: Difference, first: GlobalRank, matrix: OwnedMatrix) -> str:
 
 def _unfit(rank: GlobalRank, matrix: OwnedMatrix) -> str:
     return (
-        f"rank {rank} holds a value that is not a tensor of shape {tuple(matrix.shape)}, or the rows of another rank, "
-        "which alone wrote them to a file"
+        f"rank {rank} holds a value that is not a dense tensor of shape {tuple(matrix.shape)}, or the rows of another "
+        "rank, which alone wrote them to a file"
     )
 
 

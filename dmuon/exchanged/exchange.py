@@ -202,7 +202,6 @@ class Exchange(Residency):
         self._laid = [lies(p) for p in self.params]
         self._ids = [[*map(id, members)] for _, members in self.domains]
         self._rank = this_rank()
-        self._stepped = False
         self._options: weakref.WeakMethod[Options] | None = None
         self._compared: list[list[int]] = [[] for _ in self.domains]  # by domain, which groups
         self._loading: list[tuple[dist.ProcessGroup, set[int]]] = []
@@ -240,23 +239,19 @@ class Exchange(Residency):
     def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
         return self._loading
 
-    def before_step(self, changed: bool) -> set[int] | None:
+    def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
         """A vote, as the ranks may have different gradients and see different changes.
 
         Collective over the domains. It needs nothing that a device has yet to compute.
 
         Raises:
+            Exception: ``fault``, of which the other ranks hear.
             CollectiveError: the ranks issued different collectives before.
-            RuntimeError: layouts changed on some ranks only, another rank found a fault in another domain, or copies of
-                the same part differ in whether they have a gradient.
+            RuntimeError: layouts changed on some ranks only, another rank takes no step, or copies of the same part
+                differ in whether they have a gradient.
         """
         changed = changed or any(lies(p) != laid for p, laid in zip(self.params, self._laid, strict=True))
-        if self._stepped:
-            for domain, _ in self.domains:
-                domain.monitor.end_step()
-        self._stepped = True
         present = {id(p) for p in self.params if p.grad is not None}
-        fault: Exception | None = None
         options = None if self._options is None else self._options()
         # All domains, whatever happens: their ranks wait for this one.
         voted = set(present)
@@ -288,8 +283,8 @@ class Exchange(Residency):
             )
         if verdict.fault not in (None, self._rank):
             raise RuntimeError(
-                f"rank {self._rank}: rank {verdict.fault}, one of ranks {ranks}, found a fault among other ranks that "
-                "hold parameters with it, and takes no step; its message says which"
+                f"rank {self._rank}: rank {verdict.fault}, one of ranks {ranks}, cannot take this step, and so none of "
+                "them takes it; its message says why"
             )
 
     def _check_copies(self, domain: Domain, copies: CopiesVote, maxima: Sequence[int], present: set[int]) -> None:
@@ -303,6 +298,10 @@ class Exchange(Residency):
             f"rank {self._rank}: the gradient of {name!r} is missing on rank {domain.ranks[lacks]}, and rank "
             f"{domain.ranks[has]}, which has a copy of the same part, has one; give all copies the same ones, or none"
         )
+
+    def end_update(self) -> None:
+        for domain, _ in self.domains:
+            domain.monitor.end_step()
 
     def vote_sizes(self) -> list[int]:
         """By domain, how many numbers a rank says in a vote."""

@@ -48,6 +48,12 @@ class _Row:
         """What is frozen gets no state, except what dmuon owns: a state dict of that is collective."""
         return self.param.requires_grad or isinstance(self.param, OwnedTensor)
 
+    def check(self, value: Any) -> None:
+        """Raise ValueError if ``value`` cannot be the momentum; None is zeros."""
+        fault = None if value is None else misfit(self.param, self.local, value)
+        if fault is not None:
+            raise ValueError(f"momentum of {self.name} {fault}")
+
     def make_room(self) -> None:
         if self.local.is_meta:
             self.local = torch.zeros_like(self.local, device=local_tensor(self.param).device)
@@ -78,6 +84,8 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
     Raises:
         ValueError: one has another shape.
     """
+    for row, value in values:  # before anything is written
+        row.check(value)
     of_residency: dict[int, list[tuple[_Row, Tensor]]] = {}
     stacks = {row.local.untyped_storage().data_ptr() for row, _ in values if row.local.numel()}
     # A user may put what is shown of one parameter into another's place: it is read before anything is written.
@@ -88,9 +96,6 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
         if value is None:
             row.local.zero_()
         else:
-            fault = misfit(row.param, row.local, value)
-            if fault is not None:
-                raise ValueError(f"momentum of {row.name} {fault}")
             of_residency.setdefault(id(row.residency), []).append((row, value))
     for some in of_residency.values():
         parts = some[0][0].residency.parts_of([(row.param, value, row.name) for row, value in some])
@@ -108,8 +113,8 @@ class Momentum:
     """The momentum of all matrices, which lies in the stacks of the batches.
 
     ``optimizer.state`` shows it parameter by parameter, as views of the stacks. Users may edit these in place, replace
-    them or clear the state: :meth:`adopt` takes over what they put there. It holds no optimizer, so that dropping an
-    optimizer frees its memory at once.
+    them or clear the state: :meth:`check` finds and :meth:`adopt` takes over what they put there. It holds no
+    optimizer, so that dropping an optimizer frees its memory at once.
 
     Attributes:
         shown: by ``id`` of the parameter, what ``state`` shows. Its version counts the edits of the momentum.
@@ -119,6 +124,7 @@ class Momentum:
         self.shown: dict[int, Tensor] = {}
         self._rows: list[_Row] = []
         self._names: Mapping[int, str] = {}
+        self._replaced: list[tuple[_Row, Tensor | None]] = []
         self._residencies: list[Residency] = []
 
     def lay_out(
@@ -154,7 +160,7 @@ class Momentum:
             if value is not None:
                 kept.append((row, value))
         _store(kept)
-        self._residencies, self._rows, self._names = list(residencies), rows, names
+        self._residencies, self._rows, self._names, self._replaced = list(residencies), rows, names, []
         self.shown.clear()
         self._show([row for row in rows if MOMENTUM in state.get(row.param, ()) or row.is_trained], state)
 
@@ -162,19 +168,25 @@ class Momentum:
         for row in rows:
             state[row.param][MOMENTUM] = self.shown[id(row.param)] = row.residency.shown(row.param, row.local)
 
-    def adopt(self, state: _State) -> None:
-        """Take over momentum that was put into ``state`` instead of being edited there; zeros where it was cleared.
-
-        Collective for DTensors that lie otherwise than their parameters.
+    def check(self, state: _State) -> None:
+        """Look for momentum that was put into ``state`` instead of being edited there. Changes nothing.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: it cannot be its parameter's.
         """
-        replaced: list[tuple[_Row, Tensor | None]] = []
+        self._replaced = []
         for row in self._rows:
             value, shown = state.get(row.param, {}).get(MOMENTUM), self.shown.get(id(row.param))
             if value is not shown or (shown is None and row.is_trained):
-                replaced.append((row, value))
+                row.check(value)
+                self._replaced.append((row, value))
+
+    def adopt(self, state: _State) -> None:
+        """Take over what :meth:`check` has found; zeros where momentum was cleared.
+
+        Collective for DTensors that lie otherwise than their parameters.
+        """
+        replaced, self._replaced = self._replaced, []
         _store(replaced)
         self._show([row for row, _ in replaced], state)  # not the others: what is shown of them counts its edits
 
@@ -184,6 +196,7 @@ class Momentum:
         """On the way out owned momentum is an even row-sharded DTensor, and the rest lies as it does. Collective."""
         for each in self._residencies:
             each.before_state_dict()
+        self.check(optimizer.state)
         self.adopt(optimizer.state)
         residency_of = {id(row.param): row.residency for row in self._rows}
         params = [param for group in optimizer.param_groups for param in group["params"]]

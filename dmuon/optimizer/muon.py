@@ -18,7 +18,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.residency import dedicated_residencies
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
-from dmuon.kernels import Storage, is_capturing
+from dmuon.kernels import Storage
 from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import MatrixSpec, fault_of, is_remembered, remember_spec, spec_of
 from dmuon.model.routing import Select
@@ -37,12 +37,13 @@ from dmuon.optimizer.momentum import Momentum
 from dmuon.optimizer.notices import tell_first_step, tell_layout
 from dmuon.optimizer.options import Description, check_edited, describe
 from dmuon.optimizer.record import MatrixRecord
+from dmuon.optimizer.refusals import check_moment, check_scales
 from dmuon.optimizer.stats import StepStats, step_stats
 from dmuon.optimizer.wrapping import Wrapping, replicated_by_ddp
 from dmuon.platform import host
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
-from dmuon.platform.torch_private import current_backward, local_tensor, outside_compile
+from dmuon.platform.torch_private import local_tensor, outside_compile
 from dmuon.step.adamw import AdamWUpdate
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.record import StepRecord
@@ -181,12 +182,11 @@ class Muon(torch.optim.Optimizer):
 
     def _register_hooks(self) -> None:
         """They get the optimizer as an argument, and hold none: that would keep it until a garbage collection."""
-        self.register_state_dict_pre_hook(_prepare_state)
+        follow: Any = type(self)._follow
+        self.register_state_dict_pre_hook(follow)  # torch keys state by the parameters of the groups
         self.register_state_dict_post_hook(self._momentum.save)
         self._load_hook = self.register_load_state_dict_pre_hook(self._momentum.load)
         self.register_load_state_dict_post_hook(self._momentum.show_loaded)
-
-    # -- copies ----------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``copy`` and ``pickle``. As in torch, hooks stay behind.
@@ -264,6 +264,7 @@ class Muon(torch.optim.Optimizer):
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         self._names = names_in(self.param_groups, self._origin.names)
+        self._wrapping.note(self.param_groups)
         residencies = self._find_residencies(muon)
         rounds, momentum = lay_out([group["params"] for group in self.param_groups], residencies)
         self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
@@ -344,8 +345,6 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:  # of which something may have been unfrozen since
             keep_state_of_route(group, self.state)
 
-    # -- step ------------------------------------------------------------------------------------------------------
-
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -355,36 +354,32 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, and start publishing what dmuon owns.
 
+        A step that is refused has changed nothing, on all ranks that share matrices, and may be repeated.
+
         Raises:
-            RuntimeError: inside a forward or backward, when gradients were left unreduced, or while a CUDA graph is
-                being captured.
+            RuntimeError: inside a forward, a backward or torch's ``Join``, when gradients were left unreduced, while a
+                CUDA graph is being captured, or if the model has other parameters by now.
+            TypeError, ValueError: options, state or gradients that cannot be used.
         """
-        if is_capturing(self._device):
-            raise RuntimeError(
-                "Muon.step() was called while a CUDA graph is being captured, which would replay this step's learning "
-                "rate, votes and addresses for ever; capture forward and backward alone, and call step() outside"
-            )
-        if self._origin.copies and current_backward() is not None:
-            raise RuntimeError(
-                "Muon.step() was called inside backward, in which DistributedDataParallel has not averaged all "
-                "gradients yet; call step() when backward() has returned"
-            )
+        check_moment(self._device, copied=bool(self._origin.copies), uneven=self._wrapping.is_uneven)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._steps and self._wrapping.follow(self.param_groups, self._names, self.state):
-            self._lay_out("the model was wrapped")
-        present = self._present()
-        self._checked = check_edited(self.param_groups, self._checked)  # after the vote: nobody waits for who raises
+        fault: Exception | None = None
+        of_adamw: list[AdamWUpdate] = []
+        try:
+            of_adamw = self._check()
+        except Exception as error:  # ranks that share matrices with this one must hear of it
+            fault = error
+        present = self._present(fault)
+        # From here on nothing is refused.
         if not self._steps:
             warn_of_left_out(self.param_groups, self._residencies)
             tell_first_step(self.param_groups, self._residencies, self._rounds)
         self._steps += 1
         self._timer.reset()
         self._done = []
-        align_gradients((p for group in self.param_groups for p in group["params"]), self._names)
-        of_adamw = [AdamWUpdate.of(g, self.state, self._names) for g in self.param_groups if not g["use_muon"]]
         self._momentum.adopt(self.state)
         if self._early is not None:
             self._early.join()
@@ -394,14 +389,41 @@ class Muon(torch.optim.Optimizer):
             host.give_back_memory()
         return loss
 
-    def _present(self) -> set[int]:
-        """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed."""
+    def _check(self) -> list[AdamWUpdate]:
+        """Follow the model, and refuse what no step can go by: options, gradients, state. No weight changes.
+
+        Returns:
+            AdamW's updates, group by group.
+        """
+        if self._wrapping.follow(self.param_groups, self._names, self.state):
+            self._lay_out("the model was wrapped")
+        if self._param_ids() != self._laid_out:
+            self._names = names_in(self.param_groups, self._origin.names)
+            for group in self.param_groups:
+                keep_state_of_route(group, self.state)
+        align_gradients((p for group in self.param_groups for p in group["params"]), self._names)
+        self._checked = check_edited(self.param_groups, self._checked)
+        check_scales(self.param_groups, self._rounds)
+        self._momentum.check(self.state)
+        return [AdamWUpdate.of(g, self.state, self._names) for g in self.param_groups if not g["use_muon"]]
+
+    def _present(self, fault: Exception | None) -> set[int]:
+        """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed.
+
+        Raises:
+            Exception: ``fault``, of this rank, of which those hear that vote with it.
+        """
         self._restore_specs()
         changed = self._param_ids() != self._laid_out
         present: list[set[int] | None] = []
         for residency in self._residencies:  # those that vote on it come last
-            present.append(residency.before_step(changed))
-            changed = changed or present[-1] is None
+            try:
+                present.append(residency.before_step(changed, fault))
+                changed = changed or present[-1] is None
+            except Exception as error:
+                fault = fault or error
+        if fault is not None:
+            raise fault
         if changed:
             self._lay_out("parameters were replaced, moved or laid out otherwise")
             present = [residency.before_step(False) for residency in self._residencies]
@@ -410,13 +432,13 @@ class Muon(torch.optim.Optimizer):
     def _update(self, present: set[int], of_adamw: Sequence[AdamWUpdate]) -> None:
         """Run all rounds. What a round completes is published at once."""
         missing = dict(self._updates)
+        # Once for each group: reading a tensor's number waits for the accelerator.
+        options = [{**g, "lr": float(g["lr"])} if g["use_muon"] else g for g in self.param_groups]
         with self._timer.phase("publish"):
             for residency in self._residencies:
                 residency.begin_update(
                     p for r in self._rounds for batch in r.batches for p in batch.params if id(p) in present
                 )
-        # Once for each group: reading a tensor's number waits for the accelerator.
-        options = [{**g, "lr": float(g["lr"])} if g["use_muon"] else g for g in self.param_groups]
         asked, self._asked = self._asked, None
         record = None if asked is None else StepRecord()
 
@@ -449,13 +471,10 @@ class Muon(torch.optim.Optimizer):
     @property
     def last_step(self) -> StepStats:
         """Counters and time per phase of the last step. On an accelerator it waits for that step to finish."""
-        early = self._early
-        return step_stats(
-            self._done,
-            self._timer.seconds() | ({} if early is None else early.seconds()),
-            0 if early is None else early.taken,
-            self._names,
-        )
+        early, seconds = self._early, self._timer.seconds()
+        if early is None:
+            return step_stats(self._done, seconds, 0, self._names)
+        return step_stats(self._done, seconds | early.seconds(), early.taken, self._names)
 
     def record_next_step(self) -> MatrixRecord:
         """What the next ``step()`` does to each matrix: root mean square of the update, learning rate, norms.
@@ -484,12 +503,6 @@ class Muon(torch.optim.Optimizer):
         if self._early is not None:
             self._early.forget()
         super().zero_grad(set_to_none)
-
-
-def _prepare_state(optimizer: torch.optim.Optimizer) -> None:
-    """Before a state dict, which torch keys by the parameters of the groups."""
-    assert isinstance(optimizer, Muon)
-    optimizer._follow()
 
 
 def _group_of(optimizer: weakref.ref[Muon], index: int) -> dict[str, Any]:

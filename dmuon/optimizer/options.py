@@ -25,6 +25,29 @@ _OF_THE_CONSTRUCTOR = (
     "adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay", "select", "overlap_backward", "distributed_config",
 )  # fmt: skip
 _UNSUPPORTED = ("maximize", "amsgrad", "differentiable")  # of torch's optimizers: True would change the update
+_ELSEWHERE = {  # keys that groups of other libraries have, which would be ignored here, and what to write instead
+    name: instead
+    for names, instead in (
+        ("mu momentum_beta", "momentum=…"),
+        ("use_nesterov", "nesterov=…"),
+        ("beta1 beta2", "betas=(…, …) in a group with use_muon=False"),
+        ("epsilon ns_epsilon", "eps=…"),
+        ("wd", "weight_decay=…"),
+        ("num_ns_steps backend_steps", "ns_steps=…"),
+        ("coefficient_type ns_schedule", "ns_coefficients=…"),
+        ("adjust_lr scale_mode extra_scale_factor rms_scale", "adjust_lr_fn=…, a name or a function of the shape"),
+        ("fp32_matmul_prec", "ns_dtype=…"),
+        ("algorithm", "use_muon=True (Muon) or use_muon=False (AdamW)"),
+        ("flatten", "MatrixSpec(flattened=True), which a function select=… returns"),
+        ("num_heads split_sizes split_fn split_qkv qkv_split_shapes", "MatrixSpec, which a function select=… returns"),
+        ("cautious_wd weight_decay_method", "nothing: weight decay is decoupled, and not cautious"),
+        ("fraction rank_fraction rank_multiple_of ef_decay", "nothing: all of a matrix is orthogonalized"),
+        ("muon_beta2", "nothing: Muon has no second moments"),
+        ("tp_mode", "nothing: each matrix has one owner"),
+        ("backend use_triton use_syrk use_gram_newton_schulz ns_use_kernels", "nothing: the plan chooses kernels"),
+    )
+    for name in names.split()
+}
 _TYPO = 0.85  # likeness from which an unknown name is taken for a mistake: "beta" is, "max_momentum" not
 
 Description = tuple[tuple[tuple[str, str], ...], ...]
@@ -44,7 +67,7 @@ def describe(groups: Sequence[Mapping[str, Any]]) -> Description:
     return tuple(
         tuple(
             (name, _described(group.get(name)))
-            for name in ("use_muon", *options_of(group), *_UNSUPPORTED)
+            for name in ("use_muon", *options_of(group), *_UNSUPPORTED, *sorted(_ELSEWHERE.keys() & group.keys()))
             if name not in _UNSUPPORTED or group.get(name)
         )
         for group in groups
@@ -78,6 +101,8 @@ def check_options(group: Mapping[str, Any], *, wait: bool = True) -> None:
     Raises:
         TypeError, ValueError: names the option.
     """
+    for name in sorted(_ELSEWHERE.keys() & group.keys()):
+        raise ValueError(f"option {name!r} is one of another library and means nothing here; write {_ELSEWHERE[name]}")
     missing = [name for name in options_of(group) if name not in group]
     if missing:
         raise ValueError(f"option {missing[0]!r} is missing; set it to what it was")

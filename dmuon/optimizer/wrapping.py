@@ -1,11 +1,11 @@
-"""What users wrap around a model before or after they build its optimizer: DDP copies it, FSDP2 replaces parameters."""
+"""What users do to a model before or after they build its optimizer: DDP copies parameters, FSDP2 replaces them."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any, TypeGuard
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
+from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.model.module_tree import sites_of
 from dmuon.platform.log import logger
-from dmuon.platform.torch_private import replicate_group
+from dmuon.platform.torch_private import ddp_wraps, replicate_group, takes_uneven_inputs
 from dmuon.step.residency import like_param, part_like
 
-_Sites = dict[int, tuple[weakref.ref[nn.Module], str]]  # by id of a parameter, a module and its name there
-_Replaced = tuple[list[Tensor], int, DTensor]  # a list of parameters, the index of the old one, and the new one
+_Groups = Iterable[Mapping[str, Any]]
+_Site = tuple[Tensor, weakref.ref[nn.Module], str]  # a parameter, a module that holds it, and its name there
+_Cut = tuple[list[Tensor], int, DTensor]  # a list of parameters, the index of the old one, and the new one
 
 _log = logger(__name__)
 
@@ -68,7 +70,7 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 
 
 class Wrapping:
-    """What happens to a model between the building of its optimizer and the first step.
+    """What happens to a model after the building of its optimizer, looked for in every step.
 
     Args:
         params: what the optimizer was given; a module is asked alone where its parameters are.
@@ -77,25 +79,51 @@ class Wrapping:
             where that does not matter.
     """
 
-    def __init__(
-        self, params: object, groups: Iterable[Mapping[str, Any]], copies: dict[int, dist.ProcessGroup] | None
-    ) -> None:
+    def __init__(self, params: object, groups: _Groups, copies: dict[int, dist.ProcessGroup] | None) -> None:
+        self._model = weakref.ref(params) if isinstance(params, nn.Module) else None
         self._copies = copies
-        self._sites = _sites_in(params, [param for group in groups for param in group["params"]])
+        self._sites: dict[int, _Site] = {}  # by ``id`` of the parameter
+        self._wraps = -1  # as many as there were when copies were looked for
+        self._ddp: list[weakref.ref[nn.parallel.DistributedDataParallel]] = []  # which hold parameters of the groups
         self._find_copies(groups)
-        self._tell_copies(groups)
 
-    def follow(
-        self, groups: Iterable[Mapping[str, Any]], names: Mapping[int, str], state: MutableMapping[Any, dict[str, Any]]
-    ) -> bool:
+    def note(self, groups: _Groups) -> None:
+        """Remember where modules hold the parameters of ``groups``: what takes their place there is found by it."""
+        held = {id(p): p for group in groups for p in group["params"] if isinstance(p, nn.Parameter)}
+        held = {key: param for key, param in held.items() if not isinstance(param, OwnedTensor)}
+        self._sites = {key: site for key, site in self._sites.items() if key in held}
+        model = None if self._model is None else self._model()
+        for module in [] if model is None else model.modules():
+            for name, param in module._parameters.items():
+                if param is not None and id(param) in held:
+                    self._sites[id(param)] = param, weakref.ref(module), name
+        others = [param for key, param in held.items() if key not in self._sites]
+        found = sites_of(others)[1] if others else {}
+        self._sites |= {key: (held[key], weakref.ref(at[0][0]), at[0][1]) for key, at in found.items()}
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether parameters are in a ``Join`` context."""
+        return any(takes_uneven_inputs(module) for ref in self._ddp if (module := ref()) is not None)
+
+    def follow(self, groups: _Groups, names: Mapping[int, str], state: MutableMapping[Any, dict[str, Any]]) -> bool:
         """Look once more. Puts new parameters into ``groups`` and ``state``; tells whether anything was found.
 
         Args:
             names: of parameters, by ``id``.
+
+        Raises:
+            RuntimeError: the model trains other parameters than those in ``groups``.
         """
+        moved = {
+            key: module._parameters.get(name)
+            for key, (param, ref, name) in self._sites.items()
+            if (module := ref()) is not None and module._parameters.get(name) is not param
+        }
+        cut = _cut_since(moved, groups) if moved else []
+        if moved and not cut:
+            self._require_held(moved, groups, names)
         copies = self._find_copies(groups)
-        cut = list(_sharded_since(self._sites, groups))
-        self._sites = {}
         for params, index, new in cut:
             old = params[index]
             params[index] = new
@@ -113,52 +141,71 @@ class Wrapping:
             )
         return bool(first)
 
-    def _tell_copies(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """One of the ranks that hold the copies tells the log."""
-        copies = self._copies or {}
-        found = [copies[id(p)] for group in groups if group["use_muon"] for p in group["params"] if id(p) in copies]
-        if found and dist.get_world_size(found[0]) > 1 and dist.get_rank(found[0]) == 0:
-            _log.info(
-                "Muon: %d of its matrices are copied by DistributedDataParallel; each of them has one owner", len(found)
+    def _require_held(self, moved: Mapping[int, Tensor | None], groups: _Groups, names: Mapping[int, str]) -> None:
+        """Raise RuntimeError where a step would train nothing, or what no module holds, in place of the model."""
+        held = {id(p): p for group in groups for p in group["params"]}
+        lost = [key for key in moved if key in held and not isinstance(held[key], DTensor)]
+        found = [
+            key for key in lost if (now := moved[key]) is not None and now.grad is not None and id(now) not in held
+        ]
+        gone = len(lost) == len(self._sites) and all(p.grad is None for p in held.values())
+        for key in found or (lost if gone else []):
+            raise RuntimeError(
+                f"parameter {names[key]!r} is no longer the one that its module holds, so that the model would not be "
+                "trained: something has replaced parameters since the optimizer was built, such as "
+                "load_state_dict(assign=True) or a wrapper; build the optimizer after that"
             )
 
-    def _find_copies(self, groups: Iterable[Mapping[str, Any]]) -> dict[int, dist.ProcessGroup]:
-        """What was not known before, by ``id``."""
-        if self._copies is None:
+    def _find_copies(self, groups: _Groups) -> dict[int, dist.ProcessGroup]:
+        """What was not known before, by ``id``. All modules are searched only if DDP has wrapped another one."""
+        if self._copies is None or self._wraps == (wraps := len(ddp_wraps())):
             return {}
+        self._wraps = wraps
         muon = (param for group in groups if group["use_muon"] for param in group["params"])
         found = replicated_by_any(p for p in muon if not isinstance(p, DTensor) and id(p) not in self._copies)
         self._copies.update(found)
+        if self._copies:
+            model = None if self._model is None else self._model()
+            held = {id(p) for group in groups for p in group["params"]}
+            around = [m for m in ([] if model is None else model.modules()) if _is_ddp(m)]
+            around = around or [m for m in gc.get_objects() if _is_ddp(m)]
+            self._ddp = [weakref.ref(m) for m in around if any(id(p) in held for p in m.parameters())]
         return found
 
 
-def _sites_in(params: object, tensors: Sequence[Tensor]) -> _Sites:
-    """Where modules hold the plain parameters among ``tensors``, as far as one may still shard them."""
-    plain = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor)]
-    if not plain or not dist.is_initialized():
-        return {}
-    if isinstance(params, nn.Module):
-        wanted = set(map(id, plain))
-        held = ((module, *item) for module in params.modules() for item in module._parameters.items())
-        return {id(param): (weakref.ref(module), name) for module, name, param in held if id(param) in wanted}
-    _, sites = sites_of(plain)
-    return {key: (weakref.ref(holders[0][0]), holders[0][1]) for key, holders in sites.items()}
+def _is_ddp(module: object) -> TypeGuard[nn.parallel.DistributedDataParallel]:
+    return issubclass(type(module), nn.parallel.DistributedDataParallel)
 
 
-def _sharded_since(sites: _Sites, groups: Iterable[Mapping[str, Any]]) -> Iterator[_Replaced]:
-    """What ``fully_shard`` or tensor parallelism has put into the place of a parameter."""
+def _cut_since(moved: Mapping[int, Tensor | None], groups: _Groups) -> list[_Cut]:
+    """What ``fully_shard`` or tensor parallelism has put into the place of a parameter.
+
+    Raises:
+        RuntimeError: gradients were computed before.
+    """
+    cut: list[_Cut] = []
+    late = early = False
     for group in groups:
-        params: list[Tensor] = group["params"]
-        for index, param in enumerate(params):
-            reference, name = sites.get(id(param), (None, ""))
-            module = None if reference is None else reference()
-            now: Any = None if module is None else module._parameters.get(name)
-            if isinstance(now, DTensor) and now is not param and now.shape == param.shape:
-                yield params, index, now
+        for index, param in enumerate(group["params"]):
+            now = moved.get(id(param))
+            if isinstance(now, DTensor) and now.shape == param.shape and _dimensions(now) > _dimensions(param):
+                cut.append((group["params"], index, now))
+                early, late = early or param.grad is not None, late or now.grad is not None
+    if early and not late:
+        raise RuntimeError(
+            "the model was sharded between backward() and Muon.step(), and its gradients belong to the parameters "
+            "from before; call zero_grad(), and run forward and backward again"
+        )
+    return cut
+
+
+def _dimensions(param: Tensor) -> int:
+    """Of the mesh. Between forward and backward FSDP2 shows parameters of fewer."""
+    return param.device_mesh.ndim if isinstance(param, DTensor) else 0
 
 
 def _cut(new: Tensor, old: Tensor, value: Any, name: str) -> Any:
-    """``value``, of a whole parameter ``old``, as ``new`` is cut."""
+    """``value``, of a parameter ``old``, as ``new`` is cut."""
     if not isinstance(value, Tensor) or value.shape != old.shape or not value.ndim:
         return value
     return like_param(new, part_like(new, value, name).clone())

@@ -221,6 +221,24 @@ def replicate_group(module: nn.Module) -> dist.ProcessGroup | None:
     return mesh.get_group() if mesh is not None else group or default
 
 
+@cache
+def ddp_wraps() -> list[None]:
+    """One item for each module that ``DistributedDataParallel`` has wrapped since this was first called."""
+    wraps: list[None] = []
+
+    def note(module: nn.Module, _name: str, _submodule: nn.Module | None) -> None:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            wraps.append(None)
+
+    nn.modules.module.register_module_module_registration_hook(note)
+    return wraps
+
+
+def takes_uneven_inputs(module: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether ``module`` is in a ``Join`` context, in which ranks may leave the loop early."""
+    return bool(module._join_config.enable)
+
+
 def unwrapped_for_ddp(param: Tensor) -> bool:
     """Whether torch's recipe for DDP over tensor parallelism has put a DTensor's local part into its place."""
     return hasattr(param, "_st_info")

@@ -99,11 +99,12 @@ class Residency(ABC):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def before_step(self, changed: bool) -> set[int] | None:
+    def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
         """Ids of the parameters to update: some rank has a gradient. None if they lie differently than in the tasks.
 
         Args:
             changed: this rank's optimizer has other parameters than those that it made its residencies for.
+            fault: why this rank cannot take the step; where ranks vote, the others hear of it.
 
         Raises:
             RuntimeError: weights or gradients are in no state for a step.
@@ -164,10 +165,10 @@ class Alone(Residency):
         self._laid = [(param, lies(param)) for param in self.params if param.requires_grad]
         self._frozen = [param for param in self.params if not param.requires_grad]
 
-    def before_step(self, changed: bool) -> set[int] | None:
+    def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
         if any(param.requires_grad for param in self._frozen) or any(lies(param) != laid for param, laid in self._laid):
             return None
-        return super().before_step(changed)
+        return super().before_step(changed, fault)
 
     def tasks(self) -> list[Task]:
         tasks = []
@@ -269,10 +270,15 @@ def misfit(param: Tensor, local: Tensor | None, value: Any) -> str | None:
         local: whose shape this rank's part may have; None if only the whole is given.
     """
     shapes = (param.shape,) if local is None or isinstance(value, DTensor) else (param.shape, local.shape)
-    if isinstance(value, Tensor) and value.shape in shapes and value.is_complex() == param.is_complex():
+    if not isinstance(value, Tensor):
+        what = type(value).__name__
+    elif value.layout is not torch.strided:
+        what = str(value.layout)  # of which some elements have no place
+    elif value.shape in shapes and value.is_complex() == param.is_complex():
         return None
-    what = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-    return f"is {what}, not a tensor of shape {tuple(param.shape)} for {param.dtype}"
+    else:
+        what = f"{tuple(value.shape)} of {value.dtype}"
+    return f"is {what}, not a dense tensor of shape {tuple(param.shape)} for {param.dtype}"
 
 
 def laid_out(param: Tensor, value: Any, name: str, *, gathering: bool = False) -> Tensor:
@@ -311,7 +317,11 @@ def align_gradients(params: Iterable[Tensor], names: Mapping[int, str]) -> None:
 
     Args:
         names: of parameters, by ``id``.
+
+    Raises:
+        ValueError: one cannot be its parameter's. The others are laid out: other ranks may take part in that.
     """
+    fault: str | None = None
     for param in params:
         grad = param.grad
         if grad is None:
@@ -324,8 +334,16 @@ def align_gradients(params: Iterable[Tensor], names: Mapping[int, str]) -> None:
         if grad.layout is torch.sparse_coo:
             param.grad = grad = grad.to_dense()
         local = local_tensor(param)
-        if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.device_mesh == param.device_mesh:
-            if grad.placements != param.placements:
+        unfit = misfit(param, local, grad)
+        if isinstance(grad, DTensor) and not (isinstance(param, DTensor) and grad.device_mesh == param.device_mesh):
+            unfit = unfit or f"is a DTensor over {grad.device_mesh}, and the parameter is none over these ranks"
+        if unfit is not None:
+            fault = fault or f"the gradient of {names[id(param)]!r} {unfit}; lay it out as the parameter"
+            continue
+        if isinstance(grad, DTensor):
+            if isinstance(param, DTensor) and grad.placements != param.placements:
                 param.grad = grad.redistribute(placements=param.placements)
-        elif isinstance(grad, DTensor) or (local.numel() and grad.shape != local.shape):
+        elif local.numel() and grad.shape != local.shape:
             param.grad = like_param(param, part_like(param, grad, names[id(param)]))
+    if fault is not None:
+        raise ValueError(fault)

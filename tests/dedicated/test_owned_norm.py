@@ -13,12 +13,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness.assertions import assert_close
 from harness.on_ranks import on_ranks
 from harness.topologies import Laid, lay
 from harness.toy import batch, build
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor, Replicate
 
 from dmuon.check.model import Network, is_matrix, loss_of
 from dmuon.check.topologies import full_state
@@ -68,6 +70,13 @@ def test_norms_that_a_program_logs_are_those_of_one_process(rank: int, world: in
             }
             for name, read in reads.items():
                 assert read(mine) == pytest.approx(read(other), rel=TOLERANCE), name
+            for norm in (mine.norm(), torch._foreach_norm([mine])[0]):
+                assert norm.redistribute(placements=[Replicate()]).to_local().item() == norm.full_tensor().item()
+                assert norm.to_local().item() == pytest.approx(other.norm().item(), rel=TOLERANCE)
+        mine = owned.grad.to_local()
+        assert type(mine) is Tensor and torch.equal(mine, owned.grad._local_tensor)
+        with pytest.raises(CheckpointException, match=r"saving of .* would return wrong data"):
+            dcp.save({"gradient": owned.grad}, storage_writer=mock.Mock())
     kept = io.BytesIO()
     torch.save({"norm": laid.network.blocks[0].up.weight.grad.norm()}, kept)
     kept.seek(0)

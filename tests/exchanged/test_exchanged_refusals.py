@@ -227,7 +227,7 @@ FINE = {0: 0, 1: 0}
 LEFT_OUT = "assign_fn left out 1 of 2 parameters"
 HELD = r"of those that ranks 0 1 hold together' is "
 CHANGED = "have changed on (this|another) rank.*change them on all"
-THE_OTHER_DOMAIN = "rank 2: rank 1, one of ranks 1 2, found a fault among other ranks"
+THE_OTHER_DOMAIN = "rank 2: rank 1, one of ranks 1 2, cannot take this step"
 REFUSALS: list[Refusal] = [
     (2, partial_sum, (), ValueError, r"'blocks\.1\.up\.weight'.*Partial"),
     (2, four_dimensions, (), ValueError, r"\(4, 3, 2, 2\) has 4 dimensions"),

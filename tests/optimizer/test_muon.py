@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler
 import dmuon
 from dmuon.check.model import Network, is_matrix, loss_of
 from dmuon.check.topologies import full_state
-from dmuon.optimizer import muon
+from dmuon.optimizer import refusals
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
 
@@ -536,7 +536,7 @@ def test_a_step_in_a_graph_of_the_user_is_refused(monkeypatch: pytest.MonkeyPatc
     optimizer = dmuon.Muon(model, **OPTIONS)
     loss_of(model, *batch(0)).backward()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    monkeypatch.setattr(muon, "is_capturing", lambda device: True)
+    monkeypatch.setattr(refusals, "is_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match=r"while a CUDA graph is being captured.*call step\(\) outside"):
         optimizer.step()
     assert_equal_weights({n: p.detach() for n, p in model.named_parameters()}, before, 0.0)

@@ -76,6 +76,36 @@ def test_nonsense_is_refused_by_the_constructor(group: int, name: str, value: An
         dmuon.Muon(build(), **{"lr": 1e-3, **of_route(group, name, value)})
 
 
+@pytest.mark.pitfall("P94")
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("mu", "momentum="), ("algorithm", "use_muon="), ("num_heads", "MatrixSpec"), ("flatten", "flattened=True"),
+        ("cautious_wd", "nothing"), ("beta1", "betas="), ("num_ns_steps", "ns_steps="), ("epsilon", "eps="),
+    ],
+)  # fmt: skip
+def test_a_key_of_another_library_is_refused_however_it_comes(name: str, instead: str) -> None:
+    """Keys that are the user's own stay."""
+    says = rf"option {name!r} is one of another library and means nothing here; write .*{instead}"
+    own = {"name": "hidden", "lr_scale": 0.5, "initial_lr": 0.1}
+    group = {"params": [nn.Parameter(torch.ones(4, 3))], "use_muon": True, **own}
+    with pytest.raises(ValueError, match=says):
+        dmuon.Muon([{**group, name: 1}])
+    optimizer = dmuon.Muon([group])
+    with pytest.raises(ValueError, match=says):
+        optimizer.add_param_group({**group, "params": [nn.Parameter(torch.ones(4, 3))], name: 1})
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][name] = 1
+    with pytest.raises(ValueError, match=says):
+        optimizer.load_state_dict(saved)
+    optimizer.param_groups[0][name] = 1
+    with pytest.raises(ValueError, match=says):
+        optimizer.step()
+    del optimizer.param_groups[0][name]
+    optimizer.step()
+    assert own.items() <= optimizer.param_groups[0].items()
+
+
 def test_an_option_that_went_missing_is_named() -> None:
     model = build()
     optimizer = dmuon.Muon(model, **OPTIONS)

@@ -1,0 +1,52 @@
+"""When an optimizer can take no step: moments, and functions of a user that would fail in the middle of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dmuon.exchanged.user_round import UserRound
+from dmuon.kernels import is_capturing, update_scale
+from dmuon.platform.torch_private import current_backward
+from dmuon.step.rounds import Round
+
+
+def check_moment(device: torch.device, *, copied: bool, uneven: bool) -> None:
+    """Refuse a step where it would be recorded, be early, or wait for ranks that take none.
+
+    Args:
+        copied: DDP averages gradients.
+        uneven: it lets ranks leave a loop early.
+
+    Raises:
+        RuntimeError: says what to do.
+    """
+    if is_capturing(device):
+        raise RuntimeError(
+            "Muon.step() was called while a CUDA graph is being captured, which would replay this step's learning "
+            "rate, votes and addresses for ever; capture forward and backward alone, and call step() outside"
+        )
+    if copied and current_backward() is not None:
+        raise RuntimeError(
+            "Muon.step() was called inside backward, in which DistributedDataParallel has not averaged all "
+            "gradients yet; call step() when backward() has returned"
+        )
+    if uneven:
+        raise RuntimeError(
+            "Muon.step() was called inside DistributedDataParallel.join(): ranks that run out of batches leave that "
+            "loop, and the others would wait for them in every step; give all ranks the same number of batches"
+        )
+
+
+def check_scales(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round]) -> None:
+    """Ask a user's ``adjust_lr_fn`` for all shapes before any weight changes.
+
+    Raises:
+        Exception: whatever it raises; ValueError, if it returns no factor.
+    """
+    for round_ in rounds:
+        scale = groups[round_.index]["adjust_lr_fn"]
+        for batch in round_.batches if callable(scale) and not isinstance(round_, UserRound) else ():
+            update_scale(scale, batch.scaled_shape)

@@ -1,0 +1,261 @@
+"""An optimizer as long as it lives: its model is wrapped, cut or replaced, a step is refused and repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.on_ranks import on_ranks, over_ranks
+from harness.oracle import reference_weights
+from harness.topologies import lay
+from harness.toy import OPTIONS, batch, build, train
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import dmuon
+from dmuon.check.model import Network, loss_of
+from dmuon.check.topologies import full_state
+
+# -- wrapped or cut at any step ------------------------------------------------------------------------------------
+
+
+def by_fsdp(model: Network) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def by_tp(model: Network) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+WRAPS: list[Callable[[Network], nn.Module]] = [DistributedDataParallel, replicate, by_fsdp, by_tp]
+
+
+@pytest.mark.pitfall("P88")
+@pytest.mark.parametrize("wrap", WRAPS, ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("grouped", [False, True])
+@on_ranks(2)
+def test_a_model_that_is_wrapped_after_steps_trains_on(
+    rank: int, world: int, wrap: Callable[[Network], nn.Module], grouped: bool
+) -> None:
+    """The optimizer may have been built before there were process groups."""
+    model = build(hidden=28)
+    with mock.patch.object(dist, "is_initialized", lambda: False):
+        optimizer = dmuon.Muon(dmuon.param_groups(model) if grouped else model, **OPTIONS)
+    train(model, optimizer, range(2))
+    program = wrap(model)
+    part = (0, 1) if wrap is by_tp else (rank, world)
+    train(program, optimizer, range(2, 4), *part)
+    assert_equal_weights(full_state(model), reference_weights(4, hidden=28))
+    assert over_ranks(optimizer.last_step.ns_matrices) >= 9 and len(optimizer.exchanged()) >= 6
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()} == {id(p) for p in optimizer.state}
+
+
+@pytest.mark.pitfall("P88")
+@on_ranks(2)
+def test_a_model_that_is_cut_twice_trains_on(rank: int, world: int) -> None:
+    model = build(hidden=28)
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, [0])
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    train(model, optimizer, [1])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    train(model, optimizer, range(2, 4))
+    assert_equal_weights(full_state(model), reference_weights(4, hidden=28))
+
+
+@pytest.mark.pitfall("P88")
+@on_ranks(2)
+def test_gradients_from_before_a_cut_are_refused(rank: int, world: int) -> None:
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    loss_of(model, *batch(0)).backward()
+    by_fsdp(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"between backward.* and Muon.*call zero_grad"):
+            optimizer.step()
+    train(model, optimizer, range(3))
+    assert_equal_weights(full_state(model), reference_weights(3))
+
+
+@pytest.mark.pitfall("P88")
+@pytest.mark.parametrize("stale", [False, True])
+def test_parameters_that_were_replaced_are_named(stale: bool) -> None:
+    """With gradients left in those that the optimizer has, or none. A step without any gradient is none's fault."""
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    train(model, optimizer, [0])
+    if not stale:
+        optimizer.zero_grad()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loss_of(model, *batch(1)).backward()
+    with pytest.raises(
+        RuntimeError, match=r"parameter '\S+' is no longer the one that its module holds.*build the opt"
+    ):
+        optimizer.step()
+    assert_equal_weights(dict(model.state_dict()), before, 0.0)
+    again = dmuon.Muon(model, **OPTIONS)
+    again.zero_grad()
+    again.step()
+    assert_equal_weights(dict(model.state_dict()), before, 0.0)
+
+
+# -- a step that is refused changes nothing ------------------------------------------------------------------------
+
+
+def one_shape(shape: tuple[int, int]) -> float:
+    if shape[0] < shape[1]:
+        raise LookupError(f"no scale for {shape}")
+    return 1.0
+
+
+def with_option(name: str, value: Any) -> Callable[[dmuon.Muon], Callable[[], None]]:
+    def plant(optimizer: dmuon.Muon) -> Callable[[], None]:
+        group = optimizer.param_groups[0]
+        kept, group[name] = group[name], value
+        return lambda: group.update({name: kept})
+
+    return plant
+
+
+def with_momentum(change: Callable[[torch.Tensor], Any]) -> Callable[[dmuon.Muon], Callable[[], None]]:
+    """Of the last matrix; that of the first is cleared."""
+
+    def plant(optimizer: dmuon.Muon) -> Callable[[], None]:
+        params = optimizer.param_groups[0]["params"]
+        kept = [dict(optimizer.state[p]) for p in params]
+        optimizer.state[params[0]].clear()
+        momentum = optimizer.state[params[-1]]["momentum_buffer"]
+        optimizer.state[params[-1]]["momentum_buffer"] = change(momentum)
+
+        def mend() -> None:
+            for param, values in zip(params, kept, strict=True):
+                optimizer.state[param].update(values)
+
+        return mend
+
+    return plant
+
+
+def with_gradient(of_group: int) -> Callable[[dmuon.Muon], Callable[[], None]]:
+    """As a DTensor over another mesh."""
+
+    def plant(optimizer: dmuon.Muon) -> Callable[[], None]:
+        param = optimizer.param_groups[of_group]["params"][-1]
+        kept = param.grad
+        mesh = init_device_mesh("cpu", (1, 2))
+        param.grad = distribute_tensor(torch.ones(param.shape), mesh, [Replicate(), Replicate()])
+
+        def mend() -> None:
+            param.grad = kept
+
+        return mend
+
+    return plant
+
+
+FAULTS: dict[str, tuple[Callable[[dmuon.Muon], Callable[[], None]], str]] = {
+    "option": (with_option("nesterov", 3), "group 0 of the optimizer was edited"),
+    "scale": (with_option("adjust_lr_fn", one_shape), "no scale for"),
+    "shape": (with_momentum(lambda momentum: torch.zeros(2, 2)), r"momentum of .* is \(2, 2\) of \S+, not a dense"),
+    "sparse": (with_momentum(lambda momentum: torch.zeros(momentum.shape).to_sparse()), "is torch.sparse_coo, not"),
+    "no tensor": (with_momentum(lambda momentum: 3.0), "is float, not a dense tensor"),
+    "gradient of a matrix": (with_gradient(0), "the gradient of .* is a DTensor over .*; lay it out as the"),
+    "gradient of AdamW's": (with_gradient(2), "the gradient of .* is a DTensor over .*; lay it out as the"),
+}
+
+
+@pytest.mark.pitfall("P89")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+@pytest.mark.parametrize("faulty", [{0, 1}, {1}], ids=["everywhere", "on one rank"])
+@on_ranks(2)
+def test_a_step_that_was_refused_is_repeated_with_the_same_numbers(
+    rank: int, world: int, fault: str, layout: str, faulty: set[int]
+) -> None:
+    """All ranks raise, at once."""
+    model = build()
+    program = by_fsdp(model) if layout == "fsdp" else DistributedDataParallel(model)
+    optimizer = dmuon.Muon(program, **OPTIONS)
+    train(program, optimizer, [0], rank, world)
+    step, optimizer.step = optimizer.step, lambda: None  # type: ignore[method-assign]
+    train(program, optimizer, [1], rank, world)
+    optimizer.step = step  # type: ignore[method-assign]
+    before = {name: value.clone() for name, value in full_state(model).items()}
+    plant, says = FAULTS[fault]
+    mend = plant(optimizer) if rank in faulty or "gradient" in fault else None
+    for _ in range(2):
+        if fault in ("option", "scale") and len(faulty) == 1:
+            break  # ranks compare options before each step, and do not go on once these differed
+        with pytest.raises(Exception, match=says if mend else "rank 1, one of ranks 0 1, cannot take this step"):
+            optimizer.step()
+    if mend is not None:
+        mend()
+    assert_equal_weights(full_state(model), before, 0.0)
+    optimizer.step()
+    train(program, optimizer, [2], rank, world)
+    assert_equal_weights(full_state(model), reference_weights(3))
+
+
+# -- uneven inputs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("P90")
+@on_ranks(2, timeout=20)
+def test_uneven_inputs_are_refused_at_the_first_step(rank: int, world: int) -> None:
+    """Of whatever the optimizer was built; where inputs are even it trains."""
+    model = build()
+    program = DistributedDataParallel(model)
+    optimizers = [dmuon.Muon(program, **OPTIONS), dmuon.Muon(dmuon.param_groups(program), **OPTIONS)]
+    for optimizer in optimizers:
+        with (
+            pytest.raises(RuntimeError, match=r"inside DistributedDataParallel.*same number of batches"),
+            Join([program]),
+        ):
+            train(program, optimizer, range(3 + rank), rank, world)
+    with program.join(enable=False):
+        train(program, optimizers[0], range(3), rank, world)
+    assert_equal_weights(full_state(model), reference_weights(3))
+
+
+# -- sparse state --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pitfall("P89")
+@pytest.mark.parametrize("layout", ["1d", "fsdp", "ddp"])
+@pytest.mark.parametrize(("group", "name"), [(0, "momentum_buffer"), (2, "exp_avg")])
+@on_ranks(2, timeout=20)
+def test_sparse_state_on_one_rank_is_refused_on_all(rank: int, world: int, layout: str, group: int, name: str) -> None:
+    model = build()
+    if layout == "1d":
+        optimizer = lay("1d", model).optimizer()
+    else:
+        optimizer = dmuon.Muon(by_fsdp(model) if layout == "fsdp" else DistributedDataParallel(model), **OPTIONS)
+    saved = optimizer.state_dict()
+    key = saved["param_groups"][group]["params"][0]
+    if rank == 1:
+        value = torch.zeros(saved["state"][key][name].shape).to_sparse()
+        saved["state"] = {**saved["state"], key: {**saved["state"][key], name: value}}
+    with pytest.raises(ValueError, match=rf"{'momentum' if group == 0 else name}.* is torch.sparse_coo, not a dense"):
+        optimizer.load_state_dict(saved)

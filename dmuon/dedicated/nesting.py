@@ -59,7 +59,7 @@ class Covered:
 
     def modules(self, blocks: Sequence[Block]) -> Iterator[nn.Module]:
         """All of them."""
-        return (module for _, module in own_modules(self._present(blocks), self._taken))
+        return (module for module in self._present(blocks).modules() if module not in self._taken)
 
     def named_parameters(self, blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Parameter]]:
         """Of all of them.

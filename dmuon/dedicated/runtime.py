@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
@@ -35,7 +34,6 @@ from dmuon.dedicated.nesting import Covered
 from dmuon.dedicated.order_check import OrderCheck
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.publication import Publications
-from dmuon.dedicated.replicated import GradAverager, unsharded_parameters
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.planning.owner_plan import OwnerPlan
@@ -82,7 +80,7 @@ class Runtime:
         self.members: weakref.WeakSet[Residency] = weakref.WeakSet()
         self.strangers: tuple[GlobalRank, ...] = ()
         self.order = ExecutionOrder(self.blocks)
-        self.gradients = Gradients(comm, list(self.matrices()))
+        self.gradients = Gradients(comm, list(self.matrices()), weakref.WeakMethod(self._gradient_arrived))
         self.order_check = OrderCheck(comm, self.blocks, is_list="" not in roots)
         self._neighbours = {buffer: [b for b in self.blocks if b.buffer is buffer] for buffer in self.buffers}
         self._backwards: set[int] = set()
@@ -92,10 +90,6 @@ class Runtime:
         self.publications = Publications(comm)
         self._warned: set[Block] = set()
         self._covered = Covered(roots)  # which it does not hold: modules own their hooks, and so this
-        params = [param for _, param in self._named_parameters()]
-        # Without what dmuon owns: `Module.to` swaps tensor subclasses, and fails if a weak reference watches one.
-        self._replicated = {id(p): weakref.ref(p) for p in params if not isinstance(p, OwnedTensor)}
-        self._trained = {id(p) for p in params if p.requires_grad}  # which all ranks have agreed on
         self._has_root = "" in roots
         if self._has_root:
             roots[""].register_forward_pre_hook(self._root_pre_forward)
@@ -276,10 +270,12 @@ class Runtime:
         if block.phase is Phase.BACKWARD:
             return None  # recomputation: backward has filled the block already
         self._recover()
-        self._prepare()
         recomputation = current_backward() is not None
+        begins = not (recomputation or self._has_root) and self.order.begins_with(block)
+        if begins or not self.gradients.averager.looked:
+            self._prepare()
         if not recomputation:
-            if not self._has_root and self.order.begins_with(block):
+            if begins:
                 self.order.restart()
             self.order_check.run(block, trains=torch.is_grad_enabled())
         self.order.record(block, first=not recomputation)
@@ -333,16 +329,10 @@ class Runtime:
         )
 
     def _prepare(self) -> None:
-        """Average what nobody shards. The first forward tells what that is: FSDP2 may be applied until then."""
-        if self.gradients.averager is not None:
-            return
+        """Where a pass begins: average what nobody shards, as far as the model has it now."""
         self.order_check.compare_places()
-        params = unsharded_parameters(self._covered.modules(self.blocks), list(self.matrices()), self._replicated)
-        several = [p for p in params if self.comm.world > 1 or isinstance(p, DTensor)]
-        arrived = weakref.WeakMethod(self._gradient_arrived)
-        self.gradients.averager = GradAverager(several, self.comm, self._trained, arrived)
-        self.gradients.names = {id(p): canonical_fqn(name) for name, p in self._named_parameters()}
-        self._replicated.clear()
+        if torch.is_grad_enabled():
+            self.gradients.averager.look(self._covered, self.blocks)
 
     # -- backward --------------------------------------------------------------------------------------------------
 

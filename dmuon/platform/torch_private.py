@@ -197,6 +197,27 @@ def managed_by_ddp() -> dict[str, Tensor]:
     return {n: p for n, p in wrapper.module.named_parameters() if n not in wrapper.parameters_to_ignore}
 
 
+def reduced_by_ddp(module: nn.Module) -> list[Tensor]:
+    """The parameters whose gradients ``DistributedDataParallel``, or ``replicate``, averages for ``module``.
+
+    DDP's reducer gets those that are trained when the module is wrapped. Of those that nobody told it to ignore, the
+    buckets are asked only if some were not: they come with zeros. A ``replicate`` before its first forward will take
+    what is trained by then.
+    """
+    wrapper: Any = module
+    if not isinstance(module, nn.parallel.DistributedDataParallel):
+        if replicate_group(module) is None:
+            return []
+        state: Any = replicate.state(module)
+        wrapper = getattr(state, "_ddp_weakref", lambda: None)()
+        if wrapper is None:
+            return [param for param in module.parameters() if param.requires_grad]
+    taken: list[Tensor] = [*{id(param): param for param in wrapper._module_parameters}.values()]
+    if wrapper.reducer._get_local_used_map().numel() == len(taken):
+        return taken
+    return [param for bucket in wrapper.reducer._get_zeros_like_grad_buckets() for param in bucket.parameters()]
+
+
 def replicate_group(module: nn.Module) -> dist.ProcessGroup | None:
     """Over which ``DistributedDataParallel``, or its composable form ``replicate``, averages gradients; None else."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -240,9 +261,21 @@ def flattened_by_fsdp1(param: Tensor) -> bool:
 
 def is_sharded_by_fsdp(module: FSDPModule) -> bool:
     """Whether FSDP2 will gather parameters of this module, those of modules below it left out, for its next forward."""
+    return any(group.is_sharded or group.is_sharded_post_forward for group in _fsdp_groups(module))
+
+
+def managed_by_fsdp(module: FSDPModule) -> list[Tensor]:
+    """All tensors that FSDP2 puts into the places of this module's parameters, shards and whole ones."""
+    names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    places = [place for group in _fsdp_groups(module) for place in group.fsdp_params]
+    tensors = [getattr(place, name, None) for place in places for name in names]
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _fsdp_groups(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return any(group.is_sharded or group.is_sharded_post_forward for group in groups if group is not None)
+    return [group for group in groups if group is not None]
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -27,7 +27,6 @@ from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import local_tensor, managed_by_ddp, managed_by_fsdp, reduced_by_ddp
 
 _BUCKET_BYTES = 25 * 2**20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
 
 class _Bucket:
@@ -117,6 +116,7 @@ class GradAverager:
             parts are averaged.
         names: of what this rank has found.
         looked: whether any forward has.
+        changed: this rank has found others than all ranks have agreed on.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class GradAverager:
         self._comm = comm
         self._group = comm.averages
         self._on_gradient = on_gradient
-        self._changed = False
+        self.changed = False
         self._build([])
 
     def _forget(self) -> None:
@@ -167,7 +167,7 @@ class GradAverager:
             for key, param in ours.items()
         }
         self.names = {id(p): canonical_fqn(n) for n, p in covered.named_parameters(blocks) if id(p) in ours}
-        self._changed = [*self._found] != [*map(id, self.params)]
+        self.changed = [*self._found] != [*map(id, self.params)]
 
     def _leave_to_others(self, new: Iterable[nn.Parameter], covered: Covered, blocks: Sequence[Block]) -> None:
         """Remember what of ``new`` FSDP2 or DDP averages, or autograd: a DTensor over several of our ranks.
@@ -190,11 +190,6 @@ class GradAverager:
             if id(param) in theirs or len(set(ranks).intersection(self._comm.ranks)) > 1:
                 self._others[id(param)] = param
 
-    @property
-    def changed(self) -> bool:
-        """Whether this rank has found others than all ranks have agreed on."""
-        return self._changed
-
     def described(self) -> dict[str, str]:
         """What all ranks must have found, by name; in order."""
         found = [param for param, _ in self._found.values()]
@@ -213,7 +208,7 @@ class GradAverager:
         found = [param for param, _ in self._found.values()]
         new = [param for param in found if id(param) not in known]
         require_no_fault(self._comm.control, self._difference(new), self._comm.device)
-        self.params, self._changed = found, False
+        self.params, self.changed = found, False
         self._build(new)
         undecided = self.finish()
         self._build(found)
@@ -223,7 +218,9 @@ class GradAverager:
         """What is wrong with the values of ``params``, which averages of gradients would never make alike."""
         if not params or self._comm.world == 1:
             return None
-        sums = torch.stack([_bits(param) for param in params])
+        # Sums of bytes, which have no rounding.
+        values = [local_tensor(param).detach().flatten().view(torch.uint8) for param in params]
+        sums = torch.stack([value.sum(dtype=torch.int64) for value in values])
         both = torch.cat([sums, -sums])
         with self._comm.monitor.watch(f"comparison of {len(params)} replicated parameters"):
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self._made_group())
@@ -309,14 +306,6 @@ class GradAverager:
         launched = self._launched
         self._forget()
         run_all(bucket.discard for bucket in launched)
-
-
-def _bits(param: Tensor) -> Tensor:
-    """A sum of the bits of ``param``, which has no rounding."""
-    local = local_tensor(param).detach()
-    if local.is_complex():
-        local = torch.view_as_real(local)
-    return local.view(_INTEGERS[local.element_size()]).sum(dtype=torch.int64)
 
 
 def _tell(averager: weakref.ref[GradAverager], param: Tensor) -> None:

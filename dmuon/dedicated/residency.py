@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import prod
@@ -20,7 +20,7 @@ from dmuon.layout.matrices import Region
 from dmuon.layout.parcels import Parcel
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Shared, SharedBatch, Task
-from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing
+from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing, memberships
 from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
 
 
@@ -88,12 +88,12 @@ class Dedicated(Residency):
     def listen(self, landed: Callable[[Sequence[Tensor]], None]) -> None:
         self._runtime.gradients.listeners.append(weakref.WeakMethod(landed))
 
-    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]]) -> None:
+    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
         """Of all groups that hold parameters of the model."""
         of_model = self._runtime.param_ids()
-        self._runtime.gradients.compare(
-            options, [i for i, group in enumerate(groups) if any(id(p) in of_model for p in group)]
-        )
+        shared = [[param for param in group if id(param) in of_model] for group in groups]
+        self._runtime.gradients.compare(options, [i for i, params in enumerate(shared) if params])
+        self._runtime.comm.monitor.note_options(memberships(shared, names))
 
     def left_out(self, held: set[int]) -> list[str]:
         """Owned matrices that are in no ``Muon``, and other tensors of two or more dimensions that are not in this one.

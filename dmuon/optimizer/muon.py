@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dmuon.dedicated.dedication import averaged_by_dmuon
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.residency import dedicated_residencies
 from dmuon.exchanged.config import DistributedConfig
@@ -22,6 +23,7 @@ from dmuon.kernels import Storage, is_capturing
 from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, spec_of
 from dmuon.model.routing import Select
+from dmuon.optimizer.averagers import Averagers
 from dmuon.optimizer.copies import Origin, copied_gradients, copyable_origin, copyable_state, origin_of_copy
 from dmuon.optimizer.groups import (
     as_group,
@@ -161,6 +163,7 @@ class Muon(torch.optim.Optimizer):
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
         self._wrapping = Wrapping(None, (), None)
+        self._averagers = Averagers()
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
         self._residencies: list[Residency] = []
         self._exchange: Exchange | None = None
@@ -277,9 +280,10 @@ class Muon(torch.optim.Optimizer):
         updates = Counter(id(p) for round_ in rounds for batch in round_.batches for p in batch.params)
         self._updates = {key: count for key, count in updates.items() if count > 1}
         for residency in residencies:
-            residency.compare(self._options, [group["params"] for group in self.param_groups])
+            residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
         self._early = self._listen() if self._origin.overlap else None
         self._laid_out = self._param_ids()
+        self._averagers.forget()
         tell_layout(why, rounds, self._prefetch)
 
     def _restore_specs(self) -> None:
@@ -365,10 +369,11 @@ class Muon(torch.optim.Optimizer):
                 "Muon.step() was called while a CUDA graph is being captured, which would replay this step's learning "
                 "rate, votes and addresses for ever; capture forward and backward alone, and call step() outside"
             )
-        if self._origin.copies and current_backward() is not None:
+        if current_backward() is not None and (self._origin.copies or averaged_by_dmuon() & self._names.keys()):
+            who = "DistributedDataParallel" if self._origin.copies else "dmuon"
             raise RuntimeError(
-                "Muon.step() was called inside backward, in which DistributedDataParallel has not averaged all "
-                "gradients yet; call step() when backward() has returned"
+                f"Muon.step() was called inside backward, in which {who} has not averaged all gradients yet; call "
+                "step() when backward() has returned"
             )
         loss = None
         if closure is not None:
@@ -377,6 +382,7 @@ class Muon(torch.optim.Optimizer):
         if not self._steps and self._wrapping.follow(self.param_groups, self._names, self.state):
             self._lay_out("the model was wrapped")
         present = self._present()
+        self._averagers.check(self.param_groups, self._names, by_user=self._origin.config is not None)
         self._checked = check_edited(self.param_groups, self._checked)  # after the vote: nobody waits for who raises
         if not self._steps:
             warn_of_left_out(self.param_groups, self._residencies)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.process_groups import this_rank
 from dmuon.model.module_tree import sites_of
 from dmuon.platform.log import logger
-from dmuon.platform.torch_private import replicate_group
+from dmuon.platform.torch_private import reduced_by_ddp, replicate_group
 from dmuon.step.residency import like_param, part_like
 
 _Sites = dict[int, tuple[weakref.ref[nn.Module], str]]  # by id of a parameter, a module and its name there
@@ -25,7 +25,7 @@ _log = logger(__name__)
 
 
 def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
-    """The group over which ``DistributedDataParallel`` or ``replicate`` copies a parameter of a module, by ``id``."""
+    """The group over which ``DistributedDataParallel`` or ``replicate`` averages a parameter's gradient, by ``id``."""
     return _copied_by(params.modules()) if isinstance(params, nn.Module) else {}
 
 
@@ -54,9 +54,7 @@ def _copied_by(modules: Iterable[nn.Module]) -> dict[int, dist.ProcessGroup]:
         group = replicate_group(module)
         if group is None or not _is_alive(group):
             continue
-        ignored: set[str] = getattr(module, "parameters_to_ignore", set())
-        inside = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-        copies |= {id(param): group for name, param in inside.named_parameters() if name not in ignored}
+        copies |= {id(param): group for param in reduced_by_ddp(module)}
     return copies
 
 
@@ -73,8 +71,8 @@ class Wrapping:
     Args:
         params: what the optimizer was given; a module is asked alone where its parameters are.
         groups: of the optimizer.
-        copies: of plain parameters in groups of Muon, over which group DDP copies them; what is found is added. None
-            where that does not matter.
+        copies: of plain parameters, over which group DDP copies them; what is found is added. None where that does
+            not matter.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class Wrapping:
             _log.info(
                 "Muon: since it was built, %d of its matrices were wrapped in DistributedDataParallel and %d "
                 "parameters were sharded; from now on each matrix that several ranks hold has one owner",
-                len(copies),
+                sum(id(p) in copies for group in groups if group["use_muon"] for p in group["params"]),
                 len(cut),
             )
         return bool(first)
@@ -126,8 +124,8 @@ class Wrapping:
         """What was not known before, by ``id``."""
         if self._copies is None:
             return {}
-        muon = (param for group in groups if group["use_muon"] for param in group["params"])
-        found = replicated_by_any(p for p in muon if not isinstance(p, DTensor) and id(p) not in self._copies)
+        params = (param for group in groups for param in group["params"])
+        found = replicated_by_any(p for p in params if not isinstance(p, DTensor) and id(p) not in self._copies)
         self._copies.update(found)
         return found
 

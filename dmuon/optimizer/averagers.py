@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.dedication import averaged_by_dmuon
+from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.optimizer.wrapping import replicated_by_any
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import left_by_ddp, managed_by_fsdp
@@ -58,7 +59,7 @@ class Averagers:
             alone = [param for param in alone if id(param) not in known]
         trained = [param for param in alone if param.requires_grad and id(param) not in self._told]
         if trained:
-            _tell(trained, {id(param) for param in params if isinstance(param, DTensor)}, names)
+            _tell(trained, {id(p) for p in params if isinstance(p, DTensor) and not isinstance(p, OwnedTensor)}, names)
             self._told.update(map(id, trained))
         self._frozen = [param for param in alone if not param.requires_grad]
 
@@ -79,8 +80,8 @@ def _tell(trained: Sequence[Tensor], dtensors: set[int], names: Mapping[int, str
         return
     _log.warning(
         "Muon: nobody is known to average the gradients of %s over the %d ranks, so that each rank trains them by its "
-        "own batch: shard or wrap what holds them (fully_shard, DistributedDataParallel), or call dmuon.dedicate_params; "
-        "if your program averages them, or ranks shall differ, say so by "
+        "own batch: shard or wrap what holds them (fully_shard, DistributedDataParallel), or call "
+        "dmuon.dedicate_params; if your program averages them, or ranks shall differ, say so by "
         "distributed_config=dmuon.create_dtensor_config()",
         _listed([names[id(param)] for param in trained]),
         dist.get_world_size(),

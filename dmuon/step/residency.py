@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -217,7 +218,7 @@ def lay_out(
 
 
 def memberships(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> list[tuple[str, str]]:
-    """In which group each parameter is, and at which place of it, to be compared by name.
+    """In which group each parameter is, and at which place of it, to be compared by name; and that no other one is.
 
     What has no name of its own is called by its place, which ranks share that have the same ones.
     """
@@ -228,7 +229,7 @@ def memberships(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) ->
             label = f"number {place} of the shared ones in group {number}" if " " in name else repr(name)
             trained = "trained" if param.requires_grad else "frozen"
             found.append((f"parameter {label}", f"{place} of group {number}, {trained}"))
-    return found
+    return [*found, ("digest of the groups' parameters", f"{zlib.crc32(repr(found).encode()):08x}")]
 
 
 def lies(param: Tensor) -> tuple[Any, ...]:

@@ -225,7 +225,8 @@ class GradAverager:
         with self._comm.monitor.watch(f"comparison of {len(params)} replicated parameters"):
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self._made_group())
         greatest, negated_least = both.chunk(2)
-        names = [self.names[id(params[i])] for i in (greatest != -negated_least).nonzero().flatten().tolist()]
+        differ = (greatest != -negated_least).tolist()
+        names = [self.names[id(param)] for param, other in zip(params, differ, strict=True) if other]
         if not names:
             return None
         return (

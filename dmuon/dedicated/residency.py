@@ -10,6 +10,7 @@ from math import prod
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.even_dtensor import even_to_owned, in_rounds, owned_to_even
 from dmuon.dedicated.matrix import OwnedMatrix
@@ -22,6 +23,8 @@ from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Shared, SharedBatch, Task
 from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing, memberships
 from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
+
+_TOLD = 8  # names in what ranks compare
 
 
 def dedicated_residencies(params: Iterable[Tensor]) -> list[Dedicated]:
@@ -48,6 +51,7 @@ class Dedicated(Residency):
 
     def __init__(self, runtime: Runtime, params: Sequence[Tensor]) -> None:
         self.params = list(params)
+        self._replicated: list[tuple[Tensor, str]] = []  # in groups of the optimizer, with their names
         self._runtime = runtime
         runtime.members.add(self)
 
@@ -94,6 +98,8 @@ class Dedicated(Residency):
         shared = [[param for param in group if id(param) in of_model] for group in groups]
         self._runtime.gradients.compare(options, [i for i, params in enumerate(shared) if params])
         self._runtime.comm.monitor.note_options(memberships(shared, names))
+        plain = [param for params in shared for param in params if not isinstance(param, DTensor)]
+        self._replicated = [(param, names[id(param)]) for param in plain]
 
     def left_out(self, held: set[int]) -> list[str]:
         """Owned matrices that are in no ``Muon``, and other tensors of two or more dimensions that are not in this one.
@@ -112,6 +118,10 @@ class Dedicated(Residency):
             raise RuntimeError(
                 f"the gradient of {name!r} is not reduced: the last backward before step() must run outside no_sync()"
             )
+        # The vote of the next backward tells: this step has none.
+        missing = [repr(name) for param, name in self._replicated if param.grad is None]
+        told = ", ".join(missing[:_TOLD]) or "none"
+        self._runtime.comm.monitor.note_options([("parameters without a gradient in a step", told)])
         return super().before_step(changed)
 
     def begin_update(self, params: Iterable[Tensor]) -> None:

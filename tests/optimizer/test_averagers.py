@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -101,9 +102,8 @@ def fsdp_of_blocks_only(model: Network, world: int) -> Built:
 
 def tensor_parallel(model: Network, world: int) -> Built:
     for block in model.blocks:
-        parallelize_module(
-            block, init_device_mesh("cpu", (world,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        )
+        plan = {"mix": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(block, init_device_mesh("cpu", (world,)), plan)
     return model, dmuon.Muon(model, **OPTIONS)
 
 
@@ -269,6 +269,18 @@ def test_copies_that_differ_are_named_on_all_ranks_before_anything_changes(
     backward(program, optimizer, rank, world)
     poison(param)  # on all copies alike
     optimizer.step()
+
+
+@on_ranks(2)
+def test_a_gradient_that_one_rank_drops_in_a_dedicated_model_is_told(rank: int, world: int) -> None:
+    model = build()
+    program, optimizer = dedicated(model, world)
+    backward(program, optimizer, rank, world)
+    if rank == 1:
+        model.norm.bias.grad = None
+    optimizer.step()
+    with pytest.raises(dmuon.CollectiveError, match=r"parameters without a gradient in a step='norm\.bias'"):
+        backward(program, optimizer, rank, world)
 
 
 # -- groups, steps in backward, siblings -------------------------------------------------------------------------------

@@ -237,7 +237,6 @@ class Gradients:
         reduction = GradReduction(buffer, along_column=along_column)
         self._used |= reduction.used
         self._reductions.append(reduction)
-        self.averager.reduction_started()
 
     def _finish_oldest(self) -> None:
         reduction = self._reductions.popleft()

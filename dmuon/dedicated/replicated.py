@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dmuon.comm.agreement import require_no_fault
 from dmuon.comm.context import Comm
-from dmuon.comm.monitor import Pending, run_all
+from dmuon.comm.monitor import Pending
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.nesting import Covered
@@ -30,26 +30,22 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 class _Bucket:
-    """The gradients of ``params`` on their way. Until they are back the parameters have none of this backward.
-
-    What backward computes meanwhile, for a parameter that a reentrant checkpoint uses too, is added to the average,
-    which is right: the backward that encloses that one averages once more.
-    """
+    """The gradients of ``params`` on their way."""
 
     def __init__(self, params: Sequence[nn.Parameter], comm: Comm, group: dist.ProcessGroup) -> None:
-        self.params = params
         self._origin = Origin(comm.device)
-        self._grads = [param.grad for param in params]
-        for param in params:
-            param.grad = None
         with torch.no_grad():
-            first = local_tensor(params[0])
-            self._flat = flat = first.new_empty(sum(local_tensor(p).numel() for p in params))
-            pairs = [(slot, local_tensor(grad)) for slot, grad in self._filled()]
-            if len(pairs) < len(params):
+            locals_ = [local_tensor(param) for param in params]
+            self._flat = flat = locals_[0].new_empty(sum(local.numel() for local in locals_))
+            parts = flat.split([local.numel() for local in locals_])
+            slots = [part.view(local.shape) for part, local in zip(parts, locals_, strict=True)]
+            pairs = list(zip(params, slots, strict=True))
+            self._present = [(local_tensor(p.grad), slot) for p, slot in pairs if p.grad is not None]
+            self._absent = [(param, slot) for param, slot in pairs if param.grad is None]
+            if self._absent:
                 flat.zero_()
-            if pairs:
-                torch._foreach_copy_([slot for slot, _ in pairs], [grad for _, grad in pairs])
+            if self._present:
+                torch._foreach_copy_([slot for _, slot in self._present], [grad for grad, _ in self._present])
         op = dist.ReduceOp.AVG
         with comm.reduce_stream.beside():
             what = f"average of {len(params)} replicated gradients, {sum(p.numel() for p in params)} elements"
@@ -60,45 +56,20 @@ class _Bucket:
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Wait and write the averages back; returns ``(param, average)`` of what got no gradient on this rank."""
         self._pending.wait()
-        pairs = [(local_tensor(grad), slot) for slot, grad in self._filled()]
-        if pairs:
+        if self._present:
             with torch.no_grad():
-                torch._foreach_copy_([grad for grad, _ in pairs], [slot for _, slot in pairs])
-        slots = zip(self.params, self._slots(), self._grads, strict=True)
-        undecided = [(param, slot.clone()) for param, slot, grad in slots if grad is None]
-        self._give_back()
-        return undecided
-
-    def discard(self) -> None:
-        """Wait, and forget the result."""
-        self._pending.wait()
-        self._give_back()
-
-    def _give_back(self) -> None:
+                torch._foreach_copy_([grad for grad, _ in self._present], [slot for _, slot in self._present])
+        undecided = [(param, slot.clone()) for param, slot in self._absent]
         self._origin.await_users()
-        for param, grad in zip(self.params, self._grads, strict=True):
-            if grad is not None:
-                with torch.no_grad():
-                    param.grad = grad if param.grad is None else grad.add_(param.grad)
-
-    def _filled(self) -> list[tuple[Tensor, Tensor]]:
-        return [(slot, grad) for slot, grad in zip(self._slots(), self._grads, strict=True) if grad is not None]
-
-    def _slots(self) -> list[Tensor]:
-        locals_ = [local_tensor(p) for p in self.params]
-        parts = self._flat.split([t.numel() for t in locals_])
-        return [part.view(t.shape) for part, t in zip(parts, locals_, strict=True)]
+        return undecided
 
 
 class GradAverager:
     """Data parallelism for replicated parameters.
 
-    As in DDP, buckets are fixed: the last parameters come first, as backward reaches them. Buckets leave in that order,
-    behind reductions of owned gradients as soon as all their gradients are there, and the rest at the end of backward,
-    where what is missing counts as zero. So their communicator has one order of collectives on all ranks ([Note: one
-    order of collectives]). When a bucket leaves does depend on what a rank has used. That is no deadlock, since nobody
-    waits for an average before all reductions have been issued; where each collective is awaited at once, all buckets
-    leave at the end.
+    All buckets leave when a backward ends, in one order, where what is missing counts as zero. A bucket that left as
+    soon as its gradients are there would leave at another place among the reductions, which have communicators of their
+    own, on a rank that lacks one of them ([Note: one order of collectives]).
 
     What is averaged is what all ranks have agreed on. A parameter that a forward finds for the first time, or that is
     trained again, is averaged behind the vote of the next backward, which compares what the ranks have found; one that
@@ -132,14 +103,8 @@ class GradAverager:
         self._group = comm.averages
         self._on_gradient = on_gradient
         self.changed = False
-        self._build([])
-
-    def _forget(self) -> None:
-        """Nothing of a backward is there."""
-        self._arrived: set[int] = set()
-        self._missing = [len(bucket) for bucket in self._buckets]  # gradients, by bucket
-        self._origins: list[Origin] = []  # of gradients
-        self._launched: list[_Bucket] = []
+        self._buckets: list[list[nn.Parameter]] = []
+        self._origins: list[Origin] = []  # of gradients that have arrived
 
     # -- what is averaged ------------------------------------------------------------------------------------------
 
@@ -236,20 +201,17 @@ class GradAverager:
 
     def _build(self, params: Sequence[nn.Parameter]) -> None:
         """Put ``params`` into buckets."""
-        self._buckets: list[list[nn.Parameter]] = []
-        self._bucket_of: dict[int, int] = {}
+        self._buckets = []
         open_buckets: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
-        for param in reversed(params):
+        for param in params:
             key = (param.dtype, local_tensor(param).device)
             index, size = open_buckets.get(key, (-1, _BUCKET_BYTES))
             if size >= _BUCKET_BYTES:
                 index, size = len(self._buckets), 0
                 self._buckets.append([])
             self._buckets[index].append(param)
-            self._bucket_of[id(param)] = index
             # The size of the whole parameter: tensor-parallel ranks, whose parts may differ, make the same buckets.
             open_buckets[key] = (index, size + param.numel() * param.element_size())
-        self._forget()
 
     # -- a backward ------------------------------------------------------------------------------------------------
 
@@ -261,41 +223,20 @@ class GradAverager:
         if grad is not None and grad.layout is torch.sparse_coo:
             param.grad = grad.to_dense()  # buckets are, and which rows others have used no rank knows
         on_gradient = self._on_gradient()
-        if on_gradient is None or not on_gradient():
-            return
-        self._origins.append(Origin(self._comm.device))
-        if id(param) in self._bucket_of and id(param) not in self._arrived:
-            self._arrived.add(id(param))
-            self._missing[self._bucket_of[id(param)]] -= 1
-
-    def reduction_started(self) -> None:
-        """A block's owned gradients leave: start averaging what is complete."""
-        self._join()
-        while self._comm.options.asynchronous and 0 in self._missing[len(self._launched) :][:1]:
-            self._launch_next()
+        if on_gradient is not None and on_gradient():
+            self._origins.append(Origin(self._comm.device))
 
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Average whatever is left and write the averages back.
+        """Average all gradients, and write the averages back.
 
         Returns:
             ``(param, average)`` of what got no gradient on this rank.
         """
-        self._join()
-        while len(self._launched) < len(self._buckets):
-            self._launch_next()
-        launched = self._launched
-        self._forget()
-        return [item for bucket in launched for item in bucket.finish()]
-
-    def _join(self) -> None:
-        """What is launched from here on comes behind the gradients that have arrived."""
-        for origin in self._origins:
+        origins, self._origins = self._origins, []
+        for origin in origins:
             origin.join()
-        self._origins = []
-
-    def _launch_next(self) -> None:
-        bucket = self._buckets[len(self._launched)]
-        self._launched.append(_Bucket(bucket, self._comm, self._made_group()))
+        launched = [_Bucket(params, self._comm, self._made_group()) for params in self._buckets]
+        return [item for bucket in launched for item in bucket.finish()]
 
     def _made_group(self) -> dist.ProcessGroup:
         if self._group is None:
@@ -304,9 +245,7 @@ class GradAverager:
 
     def reset(self) -> None:
         """Forget a backward that did not finish."""
-        launched = self._launched
-        self._forget()
-        run_all(bucket.discard for bucket in launched)
+        self._origins = []
 
 
 def _tell(averager: weakref.ref[GradAverager], param: Tensor) -> None:

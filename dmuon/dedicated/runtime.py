@@ -5,7 +5,7 @@ A back end matches the collectives of a process group by their order alone, what
 or swaps two, the others wait forever or take its data for something else. So which collectives a group gets, and in
 which order, follows only from what is the same on all ranks: the order in which blocks ran forward, the options, and
 the generation. What differs between ranks must not decide. A rank without a gradient for a matrix reduces zeros and
-votes afterwards (``Gradients``); buckets of replicated gradients leave in the order in which they were made
+votes afterwards (``Gradients``); buckets of replicated gradients leave when backward ends
 (``GradAverager``); a publication waits for its turn in the order of forward even if it is ready (``Publications``).
 ``Monitor`` names every collective before it starts; with the next vote, ranks compare what they have issued.
 """

@@ -223,7 +223,7 @@ def memberships(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) ->
     What has no name of its own is called by its place, which ranks share that have the same ones.
     """
     found = []
-    for number, params in enumerate(groups):
+    for number, params in enumerate(filter(None, groups)):  # a rank may have others besides
         for place, param in enumerate(params):
             name = names[id(param)]
             label = f"number {place} of the shared ones in group {number}" if " " in name else repr(name)

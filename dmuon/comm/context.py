@@ -127,9 +127,9 @@ class Comm:
         control: over all ranks of the topology, tensor parallelism included: agreement on plans, and votes.
         tensor: the tensor-parallel ranks at this coordinate: pieces of matrices, to their owners and back. None without
             tensor parallelism.
-        averages: over ``ranks``, for gradients of parameters that nobody shards: those start from backward, where a
-            rank may issue them at another place among its reductions than others. That of collectives that block, if
-            votes go over another one. None until :meth:`average_group` makes it.
+        averages: over ``ranks``, for gradients of parameters that nobody shards: a vote must tell ranks that are out of
+            step, and not be taken for part of an average. That of collectives that block, if votes go over another one.
+            None until :meth:`average_group` makes it.
         groups: of this model.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -19,7 +19,7 @@ from dmuon.dedicated.buffer import BufferState
 from dmuon.dedicated.even_dtensor import in_rounds
 from dmuon.dedicated.inspection import Inspected
 from dmuon.dedicated.matrix import OwnedMatrix, resting, whole_parameter
-from dmuon.dedicated.nesting import ATTRIBUTE, mark
+from dmuon.dedicated.nesting import ATTRIBUTE, living, mark
 from dmuon.dedicated.part import Part
 from dmuon.dedicated.runtime import Runtime
 from dmuon.layout.topology import GlobalRank, Position
@@ -66,10 +66,11 @@ class Dedication:
         others = {*ranks, *self.runtime.strangers}.difference(self.runtime.comm.topology.ranks)
         self.runtime.strangers = tuple(map(GlobalRank, sorted(others)))
 
-    def tied_outside(self, params: Iterable[Tensor]) -> bool:
-        """Whether one of ``params`` was among its own, before it had another one put into their place."""
+    def tied_outside(self, params: Mapping[str, Tensor]) -> str | None:
+        """Name of one of ``params`` that is its own, or was before it had another one put into its place."""
         alive = {id(param) for reference in self._originals if (param := reference()) is not None}
-        return any(id(param) in alive for param in params)
+        own = alive | self.runtime.param_ids()
+        return next((name for name, param in params.items() if id(param) in own), None)
 
     def routes(self, root: nn.Module) -> Iterator[Route]:
         """Of the parameters that ``root`` has now, by their names in it."""
@@ -90,6 +91,12 @@ def dedications(module: nn.Module) -> list[Dedication]:
     """What ``dedicate_params`` left in ``module`` or below it, outermost first, each once."""
     found = (dedication_of(part) for part in module.modules())
     return list(dict.fromkeys(dedication for dedication in found if dedication is not None))
+
+
+def averaged_by_dmuon() -> set[int]:
+    """By ``id``, all parameters that dedicated models hold: dmuon averages their gradients, or knows who does."""
+    found = {dedication for root in living() if (dedication := dedication_of(root)) is not None}
+    return set().union(*(dedication.runtime.param_ids() for dedication in found))
 
 
 def places_in(model: nn.Module) -> dict[str, object]:

@@ -210,22 +210,22 @@ class Gradients:
     """Gradients on their way; at most ``comm.options.outstanding_reductions`` buffers at once.
 
     Attributes:
-        averager: of parameters that nobody shards; None until a forward has shown which these are.
-        names: of replicated parameters, by ``id``.
+        averager: of parameters that nobody shards.
         listeners: called with the parameters of this owner whose gradients have just arrived, as long as they live.
     """
 
-    def __init__(self, comm: Comm, matrices: Sequence[OwnedMatrix]) -> None:
+    def __init__(
+        self, comm: Comm, matrices: Sequence[OwnedMatrix], arrived: weakref.WeakMethod[Callable[[], bool]]
+    ) -> None:
         self._comm = comm
         self._matrices = list(matrices)
-        self.averager: GradAverager | None = None
-        self.names: dict[int, str] = {}
+        self.averager = GradAverager(comm, matrices, arrived)
         self.listeners: list[weakref.WeakMethod[Landed]] = []
         self._reductions: deque[GradReduction] = deque()
         self._undecided: list[tuple[OwnedMatrix, Tensor]] = []
         self._used: set[int] = set()  # matrices that got a gradient on this rank in this backward
         self._election: Election | None = None
-        self._trained: dict[int, bool] = {}  # by ``id``, whether it was trained in the last vote
+        self._trained: dict[str, str] = {}  # by name, whether it was trained in the last vote
         self._options: list[tuple[weakref.WeakMethod[Options], Sequence[int]]] = []
 
     def reduce(self, buffer: OwnedBuffer, *, along_column: bool) -> None:
@@ -237,8 +237,6 @@ class Gradients:
         reduction = GradReduction(buffer, along_column=along_column)
         self._used |= reduction.used
         self._reductions.append(reduction)
-        if self.averager is not None:
-            self.averager.reduction_started()
 
     def _finish_oldest(self) -> None:
         reduction = self._reductions.popleft()
@@ -261,7 +259,7 @@ class Gradients:
         while self._reductions:
             self._finish_oldest()
         if settle:
-            self._settle(self.averager.finish() if self.averager is not None else [])
+            self._settle(self.averager.finish())
         else:
             self._used.clear()  # what waits for the next backward is marked as unreduced
 
@@ -270,30 +268,32 @@ class Gradients:
         reductions, self._reductions = self._reductions, deque()
         self._undecided.clear()
         self._used.clear()
-        run_all([r.discard for r in reductions] + ([self.averager.reset] if self.averager is not None else []))
+        run_all([*(reduction.discard for reduction in reductions), self.averager.reset])
 
     def _settle(self, averages: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Give a gradient to every parameter that some rank used, and to no other: the same on all ranks."""
         undecided, self._undecided = self._undecided, []
-        replicated = self.averager.params if self.averager is not None else []
+        replicated, changed = self.averager.params, self.averager.changed
         missing = {id(param) for param, _ in averages}
         flags = [id(m) in self._used for m in self._matrices]
         flags += [p.grad is not None and id(p) not in missing for p in replicated]
         self._used.clear()
         if len(self._comm.topology.ranks) > 1:
-            places = self.averager.places() if self.averager is not None else []
-            election = self._vote([*flags, *places], "vote on unused parameters")
-            if not undecided and not averages:
+            self._note_trained()
+            election = self._vote(flags, "vote on unused parameters")
+            if not undecided and not averages and not changed:
                 return  # this rank needs no other's vote: do not wait for them on the host
             flags = [bool(flag) for flag in election.verdict().flags]
         keys = [id(m) for m in self._matrices] + [id(p) for p in replicated]
-        used = {key for key, flag in zip(keys, flags[: len(keys)], strict=True) if flag}
+        used = {key for key, flag in zip(keys, flags, strict=True) if flag}
         for matrix, local in undecided:
             if id(matrix) in used:
                 matrix.set_grad(local)
         for param, average in averages:
             if id(param) in used:
                 param.grad = like_param(param, average)
+        if changed:  # as on all other ranks, by that vote
+            self._settle(self.averager.adopt())
 
     def _vote(self, flags: Sequence[int], what: str) -> Election:
         """Vote on ``flags``, on options, and on whether all issued the same collectives so far.
@@ -332,15 +332,18 @@ class Gradients:
             if options is not None:
                 of_which = f" of optimizer {number}" if number else ""
                 self._comm.monitor.note_options((f"{name}{of_which}", value) for name, value in options(groups))
-        params: list[Tensor] = [matrix.rest for matrix in self._matrices]
-        params += self.averager.params if self.averager is not None else []
-        trained = {id(param): param.requires_grad for param in params}
-        if trained != self._trained:  # most often they are as before
-            self._trained = trained
-            names = {id(matrix.rest): matrix.fqn for matrix in self._matrices} | self.names
-            self._comm.monitor.note_options(
-                (f"requires_grad of {names.get(key, 'a parameter')!r}", str(flag)) for key, flag in trained.items()
-            )
+
+    def _note_trained(self) -> None:
+        """Let the next vote compare which parameters are trained; most often they are as before."""
+        owned = {matrix.fqn: str(matrix.rest.requires_grad) for matrix in self._matrices}
+        if owned.items() <= self._trained.items() and not self.averager.changed:
+            return
+        trained = owned | self.averager.described()
+        told = trained | {name: "False" for name in self._trained if name not in trained}
+        self._comm.monitor.note_options((f"requires_grad of {name!r}", value) for name, value in told.items())
+        if self.averager.changed:  # perhaps by one that has the same name, on all ranks or on none
+            self._comm.monitor.note("parameters", "other parameters in the model, whose gradients dmuon averages")
+        self._trained = trained
 
     def verify(self) -> Verdict | None:
         """The last vote, if no conclusions were drawn yet; the host waits for it.
@@ -359,8 +362,5 @@ class Gradients:
 
     def _conclude(self) -> None:
         """Draw the conclusions of the last vote; all ranks do at one place."""
-        verdict = self.verify()
+        self.verify()
         self._election = None
-        if verdict is not None and verdict.flags and self.averager is not None:
-            self.averager.agreed({key for key, trained in self._trained.items() if trained})
-            self.averager.learn(verdict.flags)

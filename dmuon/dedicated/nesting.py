@@ -24,6 +24,11 @@ def mark(root: nn.Module, dedication: object) -> None:
     _roots.add(root)
 
 
+def living() -> list[nn.Module]:
+    """All of these that are left."""
+    return list(_roots)
+
+
 def taken_modules(model: nn.Module) -> set[nn.Module]:
     """The modules in ``model``, which was not dedicated, that belong to what was."""
     return {module for root in model.modules() if ATTRIBUTE in root.__dict__ for module in root.modules()}
@@ -59,7 +64,7 @@ class Covered:
 
     def modules(self, blocks: Sequence[Block]) -> Iterator[nn.Module]:
         """All of them."""
-        return (module for _, module in own_modules(self._present(blocks), self._taken))
+        return (module for module in self._present(blocks).modules() if module not in self._taken)
 
     def named_parameters(self, blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Parameter]]:
         """Of all of them.

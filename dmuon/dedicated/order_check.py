@@ -46,7 +46,7 @@ class OrderCheck:
         self._elections: dict[str, Election] = {}  # that are under way
 
     def compare_places(self) -> None:
-        """Where elements of a list are alike, weights would be taken for each other's. Collective of a list.
+        """Where elements of a list are alike, weights would be taken for each other's. Collective of a list, once.
 
         Raises:
             ValueError: on all ranks, if they have it in other orders.
@@ -55,6 +55,7 @@ class OrderCheck:
         if self._is_list and comm.world > 1:
             places = [(f"the name of number {at.rstrip('.')} of a list", name) for at, name in self.places.items()]
             require_same(comm.control, comm.topology.ranks, None, sorted(places), None)
+        self._is_list = False
 
     def restart(self) -> None:
         """Another pass begins at the root."""

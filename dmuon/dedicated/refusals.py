@@ -13,8 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dmuon.dedicated.dedication import dedication_of, dedications
-from dmuon.dedicated.nesting import holder_of, own_buffers, own_modules, own_parameters, shared_with, taken_modules
+from dmuon.dedicated.dedication import dedication_of
+from dmuon.dedicated.nesting import (
+    holder_of,
+    living,
+    own_buffers,
+    own_modules,
+    own_parameters,
+    shared_with,
+    taken_modules,
+)
 from dmuon.layout.topology import Topology, topology_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.routing import Route
@@ -138,12 +146,14 @@ def _checked(model: object) -> nn.Module:
             "other ranks share it; give each its own"
         )
     taken = taken_modules(model)
-    own = [param for _, param in own_parameters(model, taken)]
-    if any(inner.tied_outside(own) for inner in dedications(model)):
-        raise ValueError(
-            "a matrix of a module that was dedicated before is tied to one outside of it, which no longer is the same: "
-            "untie them, or dedicate the whole at once"
-        )
+    own = dict(own_parameters(model, taken))
+    for other in filter(None, map(dedication_of, living())):  # inside of the model, or beside it
+        tied = other.tied_outside(own)
+        if tied is not None:
+            raise ValueError(
+                f"parameter {tied!r} is one of a module that was dedicated before, and that is tied to one outside of "
+                "it, which no longer is the same: untie them, or dedicate the whole at once, by a list of modules"
+            )
     for name, module in own_modules(model, taken):
         if isinstance(module, tuple(_WRAPPERS)):
             raise ValueError(

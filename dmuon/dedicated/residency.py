@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import prod
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.even_dtensor import even_to_owned, in_rounds, owned_to_even
 from dmuon.dedicated.matrix import OwnedMatrix
@@ -20,8 +21,10 @@ from dmuon.layout.matrices import Region
 from dmuon.layout.parcels import Parcel
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Shared, SharedBatch, Task
-from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing
+from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing, memberships
 from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
+
+_TOLD = 8  # names in what ranks compare
 
 
 def dedicated_residencies(params: Iterable[Tensor]) -> list[Dedicated]:
@@ -48,6 +51,7 @@ class Dedicated(Residency):
 
     def __init__(self, runtime: Runtime, params: Sequence[Tensor]) -> None:
         self.params = list(params)
+        self._replicated: list[tuple[Tensor, str]] = []  # in groups of the optimizer, with their names
         self._runtime = runtime
         runtime.members.add(self)
 
@@ -88,12 +92,14 @@ class Dedicated(Residency):
     def listen(self, landed: Callable[[Sequence[Tensor]], None]) -> None:
         self._runtime.gradients.listeners.append(weakref.WeakMethod(landed))
 
-    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]]) -> None:
+    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
         """Of all groups that hold parameters of the model."""
         of_model = self._runtime.param_ids()
-        self._runtime.gradients.compare(
-            options, [i for i, group in enumerate(groups) if any(id(p) in of_model for p in group)]
-        )
+        shared = [[param for param in group if id(param) in of_model] for group in groups]
+        self._runtime.gradients.compare(options, [i for i, params in enumerate(shared) if params])
+        self._runtime.comm.monitor.note_options(memberships(shared, names))
+        plain = [param for params in shared for param in params if not isinstance(param, DTensor)]
+        self._replicated = [(param, names[id(param)]) for param in plain]
 
     def left_out(self, held: set[int]) -> list[str]:
         """Owned matrices that are in no ``Muon``, and other tensors of two or more dimensions that are not in this one.
@@ -113,6 +119,10 @@ class Dedicated(Residency):
                 f"the gradient of {name!r} is not reduced: the last backward before step() must run outside no_sync()"
             )
         self._runtime.require_gradients()
+        # The vote of the next backward tells: this step has none.
+        missing = [repr(name) for param, name in self._replicated if param.grad is None]
+        told = ", ".join(missing[:_TOLD]) or "none"
+        self._runtime.comm.monitor.note_options([("parameters without a gradient in a step", told)])
         return super().before_step(changed, fault)
 
     def begin_update(self, params: Iterable[Tensor]) -> None:

@@ -5,7 +5,7 @@ A back end matches the collectives of a process group by their order alone, what
 or swaps two, the others wait forever or take its data for something else. So which collectives a group gets, and in
 which order, follows only from what is the same on all ranks: the order in which blocks ran forward, the options, and
 the generation. What differs between ranks must not decide. A rank without a gradient for a matrix reduces zeros and
-votes afterwards (``Gradients``); buckets of replicated gradients leave in the order in which they were made
+votes afterwards (``Gradients``); buckets of replicated gradients leave when backward ends
 (``GradAverager``); a publication waits for its turn in the order of forward even if it is ready (``Publications``).
 ``Monitor`` names every collective before it starts; with the next vote, ranks compare what they have issued.
 """
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from dmuon.comm.context import Comm
@@ -36,7 +35,6 @@ from dmuon.dedicated.nesting import Covered
 from dmuon.dedicated.order_check import OrderCheck
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.publication import Publications
-from dmuon.dedicated.replicated import GradAverager, unsharded_parameters
 from dmuon.dedicated.saved_tensors import SavedTensors, tell_of_hooks
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
@@ -91,7 +89,7 @@ class Runtime:
         self.strangers: tuple[GlobalRank, ...] = ()
         self.was_entered = False
         self.order = ExecutionOrder(self.blocks)
-        self.gradients = Gradients(comm, list(self.matrices()))
+        self.gradients = Gradients(comm, list(self.matrices()), weakref.WeakMethod(self._gradient_arrived))
         self.order_check = OrderCheck(comm, self.blocks, is_list="" not in roots)
         self._neighbours = {buffer: [b for b in self.blocks if b.buffer is buffer] for buffer in self.buffers}
         of_module: dict[int, list[Block]] = {}  # one for each dtype
@@ -104,10 +102,6 @@ class Runtime:
         self._strays: dict[Block, int] = {}  # with gradients of a backward that did not enter them, and which
         self.publications = Publications(comm)
         self._covered = Covered(roots)  # which it does not hold: modules own their hooks, and so this
-        params = [param for _, param in self._named_parameters()]
-        # Without what dmuon owns: `Module.to` swaps tensor subclasses, and fails if a weak reference watches one.
-        self._replicated = {id(p): weakref.ref(p) for p in params if not isinstance(p, OwnedTensor)}
-        self._trained = {id(p) for p in params if p.requires_grad}  # which all ranks have agreed on
         self._has_root = "" in roots
         if self._has_root:
             roots[""].register_forward_pre_hook(self._root_pre_forward)
@@ -295,10 +289,12 @@ class Runtime:
             self._begin_saving(block)
             return None
         self._recover()
-        self._prepare()
         recomputation = current_backward() is not None
+        begins = not (recomputation or self._has_root) and self.order.begins_with(block)
+        if begins or not self.gradients.averager.looked:
+            self._prepare()
         if not recomputation:
-            if not self._has_root and self.order.begins_with(block):
+            if begins:
                 self._start_pass()
             self.order_check.run(block, trains=torch.is_grad_enabled())
         self.order.record(block, first=not recomputation)
@@ -353,16 +349,10 @@ class Runtime:
         return None
 
     def _prepare(self) -> None:
-        """Average what nobody shards. The first forward tells what that is: FSDP2 may be applied until then."""
-        if self.gradients.averager is not None:
-            return
+        """Where a pass begins: average what nobody shards, as far as the model has it now."""
         self.order_check.compare_places()
-        params = unsharded_parameters(self._covered.modules(self.blocks), list(self.matrices()), self._replicated)
-        several = [p for p in params if self.comm.world > 1 or isinstance(p, DTensor)]
-        arrived = weakref.WeakMethod(self._gradient_arrived)
-        self.gradients.averager = GradAverager(several, self.comm, self._trained, arrived)
-        self.gradients.names = {id(p): canonical_fqn(name) for name, p in self._named_parameters()}
-        self._replicated.clear()
+        if torch.is_grad_enabled():
+            self.gradients.averager.look(self._covered, self.blocks)
 
     # -- backward --------------------------------------------------------------------------------------------------
 

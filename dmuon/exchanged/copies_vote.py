@@ -1,25 +1,51 @@
-"""Ranks that have copies of the same parts: what a vote says of their gradients, which must be there on all or on none.
+"""Ranks that have copies of the same parts: what a vote says of their gradients, which must be the same on all.
 
 A matrix is gathered from one copy, that of its owner. A gradient that only another copy has would be dropped, and
-momentum that only some copies decay would no longer be the same.
+momentum that only some copies decay would no longer be the same. Copies whose gradients nobody averaged, of whatever
+route, drift apart.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import Position
+from dmuon.platform.streams import HostCopy
+from dmuon.platform.torch_private import local_tensor
 
 _NOTHING = -(2**31)  # of lines that a rank is not on; least of all int32
+_OF_LINE = 4  # numbers: two, and their negatives
+_SAMPLE = 2**14  # elements of a gradient whose norm is taken
+_UNITS = 2**12  # of a checksum, to a factor of two
+_TOLERANCE = 2**4  # in these units: a quarter of a percent in one of the gradients
+_FLOOR = 1e-5  # norms below that, of the greatest one, are rounding
+_NOT_FINITE = 1e30
 
 Copies = tuple[Position, ...]  # positions in the domain of the ranks that have the same part, one of each copy
 
 
+@lru_cache(maxsize=256)
+def lines_of(layout: ShardLayout) -> tuple[Copies, ...]:
+    """The ranks that have the same part of a tensor, for each part of which there are copies."""
+    holders: dict[object, list[Position]] = {}
+    for i, piece in enumerate(layout.pieces):
+        if piece.numel:
+            holders.setdefault(piece, []).append(Position(i))
+    return tuple(tuple(line) for line in holders.values() if len(line) > 1)
+
+
 class CopiesVote:
-    """Of one domain. Of each line of copies a digest of who has which gradients, and its negative.
+    """Of one domain. Of each line of copies a digest of who has which gradients, a checksum of them, and the negatives.
+
+    The checksum is the sum of the logarithms of norms, so that one small gradient counts as much as a large one. It is
+    computed where the gradients are. A device is not waited for: what it computes in a step is compared in the next.
 
     Args:
         position: of this rank in the domain.
@@ -28,45 +54,83 @@ class CopiesVote:
 
     def __init__(self, position: Position, params: Mapping[Copies, Sequence[Tensor]]) -> None:
         self.lines = sorted(params)
-        self._ids = [[*map(id, params[line])] for line in self.lines]
+        self._params = [params[line] for line in self.lines]
         self._own = [number for number, line in enumerate(self.lines) if position in line]
+        self._last: HostCopy | None = None
 
     def __len__(self) -> int:
-        return 2 * len(self.lines)
+        return _OF_LINE * len(self.lines)
 
-    def numbers(self, present: Collection[int]) -> list[int]:
-        """What this rank adds to its vote.
-
-        Args:
-            present: ``id`` of each parameter that has a gradient here.
-        """
+    def numbers(self) -> list[int]:
+        """What this rank adds to its vote."""
         said = [_NOTHING] * len(self)
-        for number in self._own:
-            digest = zlib.crc32(self._flags(number, present)) & 0x7FFFFFFF
-            said[2 * number : 2 * number + 2] = digest, -digest
+        if not self._own:
+            return said
+        checksums = HostCopy(torch.stack([_checksum(self._norms(number)) for number in self._own]))
+        known, self._last = checksums if checksums.immediate else self._last, checksums
+        sums = [0] * len(self._own) if known is None else known.tolist()
+        for number, checksum in zip(self._own, sums, strict=True):
+            digest = zlib.crc32(self._flags(number)) & 0x7FFFFFFF
+            said[_OF_LINE * number : _OF_LINE * (number + 1)] = digest, -digest, checksum, -checksum
         return said
 
     def differing(self, maxima: Sequence[int]) -> int | None:
         """Number of the first line on which copies differ, by the largest of what all ranks said; None without."""
-        pairs = zip(maxima[::2], maxima[1::2], strict=True)
-        return next((i for i, (greatest, least) in enumerate(pairs) if greatest not in (-least, _NOTHING)), None)
+        for number in range(len(self.lines)):
+            most, negated, sum_, negated_sum = maxima[_OF_LINE * number : _OF_LINE * (number + 1)]
+            if most != _NOTHING and (most != -negated or sum_ + negated_sum > _TOLERANCE):
+                return number
+        return None
 
-    def told(self, number: int, present: Collection[int]) -> bytes | None:
+    def told(self, number: int) -> tuple[bytes, list[float]] | None:
         """What a rank on that line tells the others; None elsewhere."""
-        return self._flags(number, present) if number in self._own else None
+        return (self._flags(number), self._norms(number).tolist()) if number in self._own else None
 
-    def first(self, number: int, of_ranks: Sequence[bytes | None]) -> tuple[int, Position, Position]:
-        """``id`` of a parameter that differs, a position that has no gradient of it, and one that has.
+    def first(
+        self, number: int, of_ranks: Sequence[tuple[bytes, list[float]] | None]
+    ) -> tuple[Tensor, Position, Position, tuple[float, float] | None]:
+        """The parameter that differs most, two positions at which it does, and its norms there.
+
+        Without norms the first position has no gradient of it, and the other one has.
 
         Args:
             of_ranks: what all have :meth:`told`.
         """
-        told = {position: flags for position in self.lines[number] if (flags := of_ranks[position]) is not None}
-        line = list(told)
-        for key, *said in zip(self._ids[number], *told.values(), strict=True):
+        told = [(position, one) for position in self.lines[number] if (one := of_ranks[position]) is not None]
+        line = [position for position, _ in told]
+        for param, *said in zip(self._params[number], *(flags for _, (flags, _) in told), strict=True):
             if min(said) != max(said):
-                return key, line[said.index(0)], line[said.index(1)]
-        raise AssertionError("digests differ, and flags do not")
+                return param, line[said.index(0)], line[said.index(1)], None
+        norms = torch.tensor([of_rank for _, (_, of_rank) in told])
+        least, greatest = norms.min(0), norms.max(0)
+        worst = int((greatest.values / least.values).argmax())
+        param = [param for param in self._params[number] if param.grad is not None][worst]
+        ends = line[int(least.indices[worst])], line[int(greatest.indices[worst])]
+        return param, *ends, (float(least.values[worst]), float(greatest.values[worst]))
 
-    def _flags(self, number: int, present: Collection[int]) -> bytes:
-        return bytes(key in present for key in self._ids[number])
+    def _flags(self, number: int) -> bytes:
+        return bytes(param.grad is not None for param in self._params[number])
+
+    def _norms(self, number: int) -> Tensor:
+        """Of samples of the gradients that are there, fp32; 1 where they cannot be compared yet."""
+        grads = [(param, param.grad) for param in self._params[number] if param.grad is not None]
+        samples = [_sample(param, grad) for param, grad in grads]
+        if not samples:
+            return torch.ones(1)
+        norms = torch.stack(torch._foreach_norm(samples, 2, dtype=torch.float32))
+        norms = norms.nan_to_num(nan=_NOT_FINITE, posinf=_NOT_FINITE).clamp(1 / _NOT_FINITE, _NOT_FINITE)
+        return torch.maximum(norms, norms.max() * _FLOOR)
+
+
+def _sample(param: Tensor, grad: Tensor) -> Tensor:
+    local = local_tensor(grad)
+    partial = isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements
+    if partial or local.layout is not torch.strided:  # copies have other parts of it before it is reduced
+        return local_tensor(param).new_ones(1)
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    return local.view(-1)[:_SAMPLE] if local.numel() > _SAMPLE and local.is_contiguous() else local
+
+
+def _checksum(norms: Tensor) -> Tensor:
+    return (norms.log2().sum() * _UNITS).round().clamp(-(2**30), 2**30).to(torch.int32)

@@ -20,19 +20,19 @@ from dmuon.comm.monitor import CollectiveError
 from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.exchanged.assignment import owner_fault, plan, planned_owners, tasks
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig, owners_from
-from dmuon.exchanged.copies_vote import Copies, CopiesVote
+from dmuon.exchanged.copies_vote import Copies, CopiesVote, lines_of
 from dmuon.exchanged.generators import AssignByLayout, GatherByLayout, RedistributeByLayout, default_config
 from dmuon.exchanged.layouts import LayoutRecipe, Layouts, lay_out
 from dmuon.exchanged.user_functions import UserFunctions
 from dmuon.exchanged.user_round import UserRound, by_owner
 from dmuon.layout.matrices import Region, numbered, stack_shape
-from dmuon.layout.parameters import ranks_of_mesh
+from dmuon.layout.parameters import ParameterLayout, place_dtensor, place_replicated, ranks_of_mesh
 from dmuon.layout.parcels import Spread
 from dmuon.layout.topology import GlobalRank, Ranks, listed
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
-from dmuon.step.residency import Options, Residency, Sharing, lies
+from dmuon.step.residency import Options, Residency, Sharing, lies, memberships
 from dmuon.step.rounds import Round, exchanged_rounds, longest_first
 
 
@@ -219,15 +219,34 @@ class Exchange(Residency):
     def table(self) -> list[Exchanged]:
         """What is exchanged, in the order of the parameters."""
 
-    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]]) -> None:
+    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
         """In each domain, of the groups that hold its matrices, or other parameters over just the same ranks."""
         self._options = weakref.WeakMethod(options)
-        self._compared, self._loading = [], []
+        self._compared, self._loading, self._copies = [], [], []
+        self._labels = names
+        layouts = () if self.layouts is None else self.layouts.placed
+        placed = {id(param): one.whole for param, one in zip(self.params, layouts, strict=False) if one is not None}
         for domain, members in self.domains:
             ids = {id(p) for p in members}
-            ids |= {id(p) for group in groups for p in group if self._ranks_of(p) == domain.ranks}
-            self._compared.append([i for i, group in enumerate(groups) if any(id(p) in ids for p in group)])
-            self._loading.append((domain.group, ids))
+            shared = [[p for p in group if id(p) in ids or self._ranks_of(p) == domain.ranks] for group in groups]
+            self._compared.append([i for i, params in enumerate(shared) if params])
+            self._loading.append((domain.group, ids.union(id(p) for params in shared for p in params)))
+            domain.monitor.note_options(memberships(shared, names))
+            copies: dict[Copies, list[Tensor]] = {}
+            for param in (param for params in shared for param in params):
+                one = placed.get(id(param)) or self._placed(param)
+                for line in () if one is None or one.ranks != domain.ranks else lines_of(one.layout):
+                    copies.setdefault(line, []).append(param)
+            self._copies.append(CopiesVote(domain.position, copies))
+
+    def _placed(self, param: Tensor) -> ParameterLayout | None:
+        """Where a parameter lies that AdamW takes; None where it does not tell."""
+        if id(param) in self.copies:
+            return place_replicated(param, ranks_of(self.copies[id(param)]))
+        try:
+            return place_dtensor(param, "", self._rank) if isinstance(param, DTensor) else None
+        except ValueError:
+            return None
 
     def _ranks_of(self, param: Tensor) -> tuple[GlobalRank, ...]:
         """Those that share a parameter, as far as it tells; ascending."""
@@ -258,13 +277,13 @@ class Exchange(Residency):
         for (domain, _), ids, groups, copies in zip(self.domains, self._ids, self._compared, self._copies, strict=True):
             if options is not None:
                 domain.monitor.note_options(options(groups))
-            flags = [*(key in present for key in ids), *copies.numbers(present)]
+            flags = [*(key in present for key in ids), *copies.numbers()]
             vote = Vote(flags, domain.monitor.digest, changed, None if fault is None else self._rank)
             try:
                 verdict = domain.vote(vote)
                 self._check_vote(domain, changed, verdict)
                 if not changed and verdict.fault is None:
-                    self._check_copies(domain, copies, verdict.flags[len(ids) :], present)
+                    self._check_copies(domain, copies, verdict.flags[len(ids) :])
             except Exception as error:
                 fault = fault or error
                 continue
@@ -287,16 +306,22 @@ class Exchange(Residency):
                 "them takes it; its message says why"
             )
 
-    def _check_copies(self, domain: Domain, copies: CopiesVote, maxima: Sequence[int], present: set[int]) -> None:
+    def _check_copies(self, domain: Domain, copies: CopiesVote, maxima: Sequence[int]) -> None:
         """All ranks of the domain see the same ``maxima``, and so exchange what differs, or none does."""
         number = copies.differing(maxima)
         if number is None:
             return
-        key, lacks, has = copies.first(number, agree(domain.group, None, copies.told(number, present)))
-        name = next(name for name, param in zip(self.names, self.params, strict=True) if id(param) == key)
+        param, one, other, norms = copies.first(number, agree(domain.group, None, copies.told(number)))
+        about = f"rank {self._rank}: the gradient of {self._labels[id(param)]!r}"
+        if norms is None:
+            raise RuntimeError(
+                f"{about} is missing on rank {domain.ranks[one]}, and rank {domain.ranks[other]}, which has a copy of "
+                "the same part, has one; give all copies the same ones, or none"
+            )
         raise RuntimeError(
-            f"rank {self._rank}: the gradient of {name!r} is missing on rank {domain.ranks[lacks]}, and rank "
-            f"{domain.ranks[has]}, which has a copy of the same part, has one; give all copies the same ones, or none"
+            f"{about} differs between copies of the same part: its norm is {norms[0]:.6g} on rank {domain.ranks[one]} "
+            f"and {norms[1]:.6g} on rank {domain.ranks[other]}. Nobody has averaged it, or somebody has changed it on "
+            "some ranks: let the last backward before step() synchronize, and change gradients on all ranks alike"
         )
 
     def end_update(self) -> None:
@@ -324,7 +349,6 @@ class LayoutExchange(Exchange):
                 of_spread[id(task.param)] = task.param
         for ranks, domain in self.layouts.domains.items():  # in one order on all of them
             connect_copies(domain, spreads[ranks])
-        self._copies = [CopiesVote(domain.position, _copied(spreads[domain.ranks])) for domain, _ in self.domains]
 
     def alone(self) -> list[Tensor]:
         return [param for param, placed in zip(self.params, self.layouts.placed, strict=True) if placed is None]
@@ -440,15 +464,6 @@ class UserExchange(Exchange):
     def table(self) -> list[Exchanged]:
         columns = zip(self.params, self.names, self.owners, strict=True)
         return [_row(param, name, param.shape, "a user's functions say", (), owner) for param, name, owner in columns]
-
-
-def _copied(spreads: Mapping[Spread, Mapping[int, Tensor]]) -> dict[Copies, list[Tensor]]:
-    """Parameters of which there are copies, by the ranks that have the same part."""
-    params: dict[Copies, dict[int, Tensor]] = {}
-    for spread, of_spread in spreads.items():
-        for line in spread.lines if spread.copies > 1 else ():
-            params.setdefault(line, {}).update(of_spread)
-    return {line: list(of_line.values()) for line, of_line in params.items()}
 
 
 def _row(

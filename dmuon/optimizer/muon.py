@@ -22,6 +22,7 @@ from dmuon.kernels import Storage
 from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import MatrixSpec, fault_of, is_remembered, remember_spec, spec_of
 from dmuon.model.routing import Select
+from dmuon.optimizer.averagers import Averagers
 from dmuon.optimizer.copies import Origin, copied_gradients, copyable_origin, copyable_state, origin_of_copy
 from dmuon.optimizer.groups import (
     as_group,
@@ -163,6 +164,7 @@ class Muon(torch.optim.Optimizer):
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
         self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
         self._wrapping = Wrapping(None, (), None)
+        self._averagers = Averagers()
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
         self._residencies: list[Residency] = []
         self._exchange: Exchange | None = None
@@ -276,9 +278,10 @@ class Muon(torch.optim.Optimizer):
         updates = Counter(id(p) for round_ in rounds for batch in round_.batches for p in batch.params)
         self._updates = {key: count for key, count in updates.items() if count > 1}
         for residency in residencies:
-            residency.compare(self._options, [group["params"] for group in self.param_groups])
+            residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
         self._early = self._listen() if self._origin.overlap else None
         self._laid_out = self._param_ids()
+        self._averagers.forget()
         tell_layout(why, rounds, self._prefetch)
 
     def _restore_specs(self) -> None:
@@ -361,7 +364,9 @@ class Muon(torch.optim.Optimizer):
                 CUDA graph is being captured, or if the model has other parameters by now.
             TypeError, ValueError: options, state or gradients that cannot be used.
         """
-        check_moment(self._device, copied=bool(self._origin.copies), uneven=self._wrapping.is_uneven)
+        check_moment(
+            self._device, copied=bool(self._origin.copies), params=self._names.keys(), uneven=self._wrapping.is_uneven
+        )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -401,6 +406,7 @@ class Muon(torch.optim.Optimizer):
             self._names = names_in(self.param_groups, self._origin.names)
             for group in self.param_groups:
                 keep_state_of_route(group, self.state)
+        self._averagers.check(self.param_groups, self._names, by_user=self._origin.config is not None)
         align_gradients((p for group in self.param_groups for p in group["params"]), self._names)
         self._checked = check_edited(self.param_groups, self._checked)
         check_scales(self.param_groups, self._rounds)

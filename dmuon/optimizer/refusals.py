@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
+from dmuon.dedicated.dedication import averaged_by_dmuon
 from dmuon.exchanged.user_round import UserRound
 from dmuon.kernels import is_capturing, update_scale
 from dmuon.platform.torch_private import current_backward
 from dmuon.step.rounds import Round
 
 
-def check_moment(device: torch.device, *, copied: bool, uneven: bool) -> None:
+def check_moment(device: torch.device, *, copied: bool, params: Set[int], uneven: bool) -> None:
     """Refuse a step where it would be recorded, be early, or wait for ranks that take none.
 
     Args:
         copied: DDP averages gradients.
+        params: ids of what the optimizer trains.
         uneven: it lets ranks leave a loop early.
 
     Raises:
@@ -28,10 +30,11 @@ def check_moment(device: torch.device, *, copied: bool, uneven: bool) -> None:
             "Muon.step() was called while a CUDA graph is being captured, which would replay this step's learning "
             "rate, votes and addresses for ever; capture forward and backward alone, and call step() outside"
         )
-    if copied and current_backward() is not None:
+    if current_backward() is not None and (copied or averaged_by_dmuon() & params):
+        who = "DistributedDataParallel" if copied else "dmuon"
         raise RuntimeError(
-            "Muon.step() was called inside backward, in which DistributedDataParallel has not averaged all "
-            "gradients yet; call step() when backward() has returned"
+            f"Muon.step() was called inside backward, in which {who} has not averaged all gradients yet; call step() "
+            "when backward() has returned"
         )
     if uneven:
         raise RuntimeError(

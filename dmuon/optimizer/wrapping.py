@@ -16,7 +16,7 @@ from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.model.module_tree import sites_of
 from dmuon.platform.log import logger
-from dmuon.platform.torch_private import ddp_wraps, replicate_group, takes_uneven_inputs
+from dmuon.platform.torch_private import ddp_wraps, reduced_by_ddp, replicate_group, takes_uneven_inputs
 from dmuon.step.residency import like_param, part_like
 
 _Groups = Iterable[Mapping[str, Any]]
@@ -27,7 +27,7 @@ _log = logger(__name__)
 
 
 def replicated_by_ddp(params: object) -> dict[int, dist.ProcessGroup]:
-    """The group over which ``DistributedDataParallel`` or ``replicate`` copies a parameter of a module, by ``id``."""
+    """The group over which ``DistributedDataParallel`` or ``replicate`` averages a parameter's gradient, by ``id``."""
     return _copied_by(params.modules()) if isinstance(params, nn.Module) else {}
 
 
@@ -56,9 +56,7 @@ def _copied_by(modules: Iterable[nn.Module]) -> dict[int, dist.ProcessGroup]:
         group = replicate_group(module)
         if group is None or not _is_alive(group):
             continue
-        ignored: set[str] = getattr(module, "parameters_to_ignore", set())
-        inside = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-        copies |= {id(param): group for name, param in inside.named_parameters() if name not in ignored}
+        copies |= {id(param): group for param in reduced_by_ddp(module)}
     return copies
 
 
@@ -75,8 +73,8 @@ class Wrapping:
     Args:
         params: what the optimizer was given; a module is asked alone where its parameters are.
         groups: of the optimizer.
-        copies: of plain parameters in groups of Muon, over which group DDP copies them; what is found is added. None
-            where that does not matter.
+        copies: of plain parameters, over which group DDP copies them; what is found is added. None where that does
+            not matter.
     """
 
     def __init__(self, params: object, groups: _Groups, copies: dict[int, dist.ProcessGroup] | None) -> None:
@@ -136,7 +134,7 @@ class Wrapping:
             _log.info(
                 "Muon: since it was built, %d of its matrices were wrapped in DistributedDataParallel and %d "
                 "parameters were sharded; from now on each matrix that several ranks hold has one owner",
-                len(copies),
+                sum(id(p) in copies for group in groups if group["use_muon"] for p in group["params"]),
                 len(cut),
             )
         return bool(first)
@@ -161,8 +159,8 @@ class Wrapping:
         if self._copies is None or self._wraps == (wraps := len(ddp_wraps())):
             return {}
         self._wraps = wraps
-        muon = (param for group in groups if group["use_muon"] for param in group["params"])
-        found = replicated_by_any(p for p in muon if not isinstance(p, DTensor) and id(p) not in self._copies)
+        params = (param for group in groups for param in group["params"])
+        found = replicated_by_any(p for p in params if not isinstance(p, DTensor) and id(p) not in self._copies)
         self._copies.update(found)
         if self._copies:
             model = None if self._model is None else self._model()

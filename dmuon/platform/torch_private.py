@@ -204,18 +204,54 @@ def managed_by_ddp() -> dict[str, Tensor]:
     return {n: p for n, p in wrapper.module.named_parameters() if n not in wrapper.parameters_to_ignore}
 
 
+def reduced_by_ddp(module: nn.Module) -> list[Tensor]:
+    """The parameters whose gradients ``DistributedDataParallel``, or ``replicate``, averages for ``module``.
+
+    DDP's reducer gets those that are trained when the module is wrapped. Its buckets, which come with zeros, are asked
+    only if that may not be all. A ``replicate`` before its first forward will take what is trained by then.
+    """
+    wrapper = _ddp_of(module)
+    if wrapper is None:
+        replicated = replicate_group(module) is not None
+        return [param for param in module.parameters() if param.requires_grad] if replicated else []
+    taken: list[Tensor] = [*{id(param): param for param in wrapper._module_parameters}.values()]
+    if wrapper.parameters_to_ignore or wrapper._get_ddp_logging_data()["num_parameter_tensors"] != len(taken):
+        try:
+            buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+            taken = [param for bucket in buckets for param in bucket.parameters()]
+        except RuntimeError:  # there are none of sparse gradients
+            taken = [param for param in taken if param.requires_grad]
+    return [*taken, *wrapper._delay_all_reduce_params]
+
+
+def left_by_ddp(module: nn.Module) -> list[Tensor]:
+    """Parameters that :func:`reduced_by_ddp` has not, though nobody told DDP to ignore them."""
+    wrapper = _ddp_of(module)
+    if wrapper is None:
+        return []
+    taken, ignored = set(map(id, reduced_by_ddp(module))), wrapper.parameters_to_ignore
+    return [p for name, p in wrapper.module.named_parameters() if id(p) not in taken and name not in ignored]
+
+
+def _ddp_of(module: nn.Module) -> Any:
+    """The ``DistributedDataParallel`` that ``module`` is, or that ``replicate`` has made for it; None without."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return module
+    if any(base.__module__ == replicate.__module__ for base in type(module).__mro__):
+        state: Any = replicate.state(module)
+        return getattr(state, "_ddp_weakref", lambda: None)()  # it exists from the first forward on
+    return None
+
+
 def replicate_group(module: nn.Module) -> dist.ProcessGroup | None:
     """Over which ``DistributedDataParallel``, or its composable form ``replicate``, averages gradients; None else."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        wrapped: dist.ProcessGroup = module.process_group
-        return wrapped
+    wrapper = _ddp_of(module)
+    if wrapper is not None:
+        replicas: dist.ProcessGroup = wrapper.process_group
+        return replicas
     if not any(base.__module__ == replicate.__module__ for base in type(module).__mro__):
         return None
     state: Any = replicate.state(module)
-    wrapper = getattr(state, "_ddp_weakref", lambda: None)()
-    if wrapper is not None:  # it exists from the first forward on
-        replicas: dist.ProcessGroup = wrapper.process_group
-        return replicas
     mesh, group = state._init_kwargs.get("device_mesh"), state._init_kwargs.get("process_group")
     default: dist.ProcessGroup | None = dist.group.WORLD
     return mesh.get_group() if mesh is not None else group or default
@@ -265,9 +301,21 @@ def flattened_by_fsdp1(param: Tensor) -> bool:
 
 def is_sharded_by_fsdp(module: FSDPModule) -> bool:
     """Whether FSDP2 will gather parameters of this module, those of modules below it left out, for its next forward."""
+    return any(group.is_sharded or group.is_sharded_post_forward for group in _fsdp_groups(module))
+
+
+def managed_by_fsdp(module: FSDPModule) -> list[Tensor]:
+    """All tensors that FSDP2 puts into the places of this module's parameters, shards and whole ones."""
+    names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    places = [place for group in _fsdp_groups(module) for place in group.fsdp_params]
+    tensors = [getattr(place, name, None) for place in places for name in names]
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _fsdp_groups(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return any(group.is_sharded or group.is_sharded_post_forward for group in groups if group is not None)
+    return [group for group in groups if group is not None]
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

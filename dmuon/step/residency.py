@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,12 +70,13 @@ class Residency(ABC):
     def listen(self, landed: Callable[[Sequence[Tensor]], None]) -> None:
         """Call the method ``landed`` with parameters whose gradients were reduced, as long as its object lives."""
 
-    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]]) -> None:
-        """Let ranks that share parameters compare their groups' options, with the votes that they send anyway.
+    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
+        """Let ranks that share parameters compare who is in which group, and its options, with votes that they send.
 
         Args:
             options: a method, which is asked before every vote as long as its object lives.
             groups: the parameters of each group.
+            names: of them, by ``id``.
         """
 
     def report(self) -> list[str]:
@@ -215,6 +217,21 @@ def lay_out(
                 momentum.update(round_.bundle())
         rounds += of_residency
     return rounds, momentum
+
+
+def memberships(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> list[tuple[str, str]]:
+    """In which group each parameter is, and at which place of it, to be compared by name; and that no other one is.
+
+    What has no name of its own is called by its place, which ranks share that have the same ones.
+    """
+    found = []
+    for number, params in enumerate(filter(None, groups)):  # a rank may have others besides
+        for place, param in enumerate(params):
+            name = names[id(param)]
+            label = f"number {place} of the shared ones in group {number}" if " " in name else repr(name)
+            trained = "trained" if param.requires_grad else "frozen"
+            found.append((f"parameter {label}", f"{place} of group {number}, {trained}"))
+    return [*found, ("digest of the groups' parameters", f"{zlib.crc32(repr(found).encode()):08x}")]
 
 
 def lies(param: Tensor) -> tuple[Any, ...]:

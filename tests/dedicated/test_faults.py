@@ -609,13 +609,13 @@ def test_every_work_is_waited_for_and_the_first_fault_is_raised() -> None:
 
 
 def raising_before_averages(rank: int, world: int) -> None:
-    """Rank 1 leaves backward behind its last reduction, where the others make the process group of averages."""
+    """Rank 1 leaves backward behind its vote, where the others make the process group of averages."""
     model = build()
     laid = lay("1d-two-lines", model)
     be_impatient(model, PATIENCE)
     if rank == 1:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-            patch.setattr(GradAverager, "finish", lambda _self: throw())
+            patch.setattr(GradAverager, "adopt", lambda _self: throw())
             laid.backward(0)
         time.sleep(2 * PATIENCE + TIMEOUT)
         return

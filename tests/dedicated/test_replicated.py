@@ -1,27 +1,28 @@
-"""When buckets of replicated gradients leave, and that their averages are right whenever that is."""
+"""Gradients of what nobody shards are averaged: however they come, and whatever the model holds by now."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.on_ranks import on_ranks
+from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.oracle import Reference
-from harness.toy import OPTIONS, SIZE, batch
+from harness.toy import OPTIONS, SIZE, batch, build
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from dmuon.check.model import Network, loss_of, shard
+from dmuon.check.model import Network, is_matrix, loss_of, shard
 from dmuon.check.topologies import full_state
 from dmuon.dedicated import replicated
-from dmuon.dedicated.replicated import GradAverager
 
 STEPS = 5
 UNTIL = 3  # steps in which every rank has all gradients, once each
@@ -76,29 +77,16 @@ def small_buckets() -> Iterator[None]:
         replicated._BUCKET_BYTES = kept
 
 
-@contextmanager
-def counted(method: str) -> Iterator[list[int]]:
-    """Arguments of each call; how many buckets had left before the end of backward."""
-    calls: list[int] = []
-    original: Callable[..., object] = getattr(GradAverager, method)
-
-    def counting(self: GradAverager, *args: object) -> object:
-        calls.append(self._next)
-        return original(self, *args)
-
-    setattr(GradAverager, method, counting)
-    try:
-        yield calls
-    finally:
-        setattr(GradAverager, method, original)
+def dedicated(model: Network, world: int, **options: Any) -> Network:
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops", **options)
+    return model
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("change", ["unused", "checkpointed"])
 def test_averages_are_right_when_gradients_begin_to_come_otherwise(rank: int, world: int, change: str) -> None:
-    with small_buckets(), counted("_average_late") as late, counted("finish") as left:
-        model = Changing(change)
-        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    with small_buckets():
+        model = dedicated(Changing(change), world)
         optimizer = dmuon.Muon(model, **OPTIONS)
         for step in range(STEPS):
             model.step = step
@@ -106,39 +94,119 @@ def test_averages_are_right_when_gradients_begin_to_come_otherwise(rank: int, wo
             loss_of(model, *shard(batch(step), rank, world)).backward()
             optimizer.step()
     assert_equal_weights(full_state(model), reference(change))
-    assert left[0] == 0 and left[1] > 0, "no bucket leaves early before the first vote is known"
-    assert bool(late) == (change == "checkpointed"), "otherwise no second gradient comes late"
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("change", ["unused on one rank", "elsewhere on one rank"])
-def test_what_was_ever_otherwise_on_one_rank_leaves_at_the_end(rank: int, world: int, change: str) -> None:
-    with small_buckets(), counted("finish") as left:
-        model = Changing(change)
-        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
-        for step in range(UNTIL + 3):
-            model.step = step
-            loss_of(model, *shard(batch(step), rank, world)).backward()
-    everywhere: list[list[int]] = [[] for _ in range(world)]
-    dist.all_gather_object(everywhere, left)
-    counts = list(zip(*everywhere, strict=True))
-    assert counts[1][0] == counts[1][1] > 0
-    if change == "unused on one rank":
-        assert counts[UNTIL][0] > counts[UNTIL][1], "the first time, its bucket waits on that rank alone"
-    assert counts[UNTIL + 1][0] < counts[1][0]
-    for ours, theirs in counts[UNTIL + 1 :]:
-        assert 0 < ours == theirs, "from then on it is in the last buckets on all ranks"
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("change", ["unused on one rank", "elsewhere on one rank"])
-def test_nothing_leaves_early_where_each_collective_is_awaited(rank: int, world: int, change: str) -> None:
-    """A rank would wait for an average, and the other one for a reduction."""
-    with small_buckets(), counted("finish") as left:
-        model = Changing(change)
-        comm = dmuon.CommOptions(asynchronous=False)
-        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops", comm=comm)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_ranks_may_use_parameters_differently(rank: int, world: int, change: str, asynchronous: bool) -> None:
+    with small_buckets():
+        model = dedicated(Changing(change), world, comm=dmuon.CommOptions(asynchronous=asynchronous))
         for step in range(UNTIL + 2):
             model.step = step
+            model.zero_grad()
             loss_of(model, *shard(batch(step), rank, world)).backward()
-    assert left == [0] * (UNTIL + 2)
+            others = [(name, param.grad) for name, param in model.named_parameters() if not is_matrix(name)]
+            assert all(grad is not None for _, grad in others), "some rank has used it"
+            assert_same_over_ranks({name: grad for name, grad in others if grad is not None})
+
+
+# -- parameters that come, go, freeze and thaw -------------------------------------------------------------------------
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 5) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def new_head(model: Network) -> None:
+    model.head = seeded(lambda: nn.Linear(SIZE.width, SIZE.vocabulary, bias=False))  # type: ignore[assignment]
+
+
+def adapter(model: Network) -> None:
+    model.head = nn.Sequential(model.head, seeded(lambda: nn.Linear(SIZE.vocabulary, 3)))  # type: ignore[assignment]
+    model.head.append(seeded(lambda: nn.Linear(3, SIZE.vocabulary)))
+
+
+def new_norm_in_a_block(model: Network) -> None:
+    model.blocks[1].norm = nn.LayerNorm(SIZE.width)
+
+
+def thaw(model: Network) -> None:
+    model.head.requires_grad_(not model.head.weight.requires_grad)
+
+
+def no_norm(model: Network) -> None:
+    model.norm = nn.Identity()  # type: ignore[assignment]
+
+
+def nothing(model: Network) -> None:
+    pass
+
+
+CHANGES: list[
+    tuple[Callable[[Network], None], Callable[[Network], None]]
+] = [  # at the beginning, and between backwards
+    (nothing, new_head),
+    (nothing, adapter),
+    (new_head, new_norm_in_a_block),
+    (thaw, thaw),
+    (nothing, thaw),
+    (nothing, no_norm),
+]
+
+
+@pytest.mark.pitfall("P86")
+@pytest.mark.parametrize(("first", "then"), CHANGES, ids=lambda change: change.__name__)
+@on_ranks(2)
+def test_whatever_a_model_trains_is_averaged(
+    rank: int, world: int, first: Callable[[Network], None], then: Callable[[Network], None]
+) -> None:
+    alone, model = build(), build()
+    for one in (alone, model):
+        first(one)
+    dedicated(model, world)
+    for backward in range(4):
+        if backward in (1, 3):
+            for one in (alone, model):
+                then(one)
+        alone.zero_grad()
+        model.zero_grad()
+        loss_of(alone, *batch(backward)).backward()
+        with torch.no_grad():
+            model(batch(backward)[0])
+        loss_of(model, *shard(batch(backward), rank, world)).backward()
+        expected = {name: param.grad for name, param in alone.named_parameters() if not is_matrix(name)}
+        found = {name: param.grad for name, param in model.named_parameters() if not is_matrix(name)}
+        assert expected.keys() == found.keys()
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def one_sided(rank: int, world: int, change: Callable[[Network], None], seed: int | None) -> None:
+    model = dedicated(build(), world)
+    loss_of(model, *shard(batch(0), rank, world)).backward()
+    if seed is not None:
+        model.head = seeded(lambda: nn.Linear(SIZE.width, SIZE.vocabulary, bias=False), seed + rank)  # type: ignore[assignment]
+    elif rank == 1:
+        change(model)
+    loss_of(model, *shard(batch(0), rank, world)).backward()
+
+
+@pytest.mark.pitfall("P86")
+@pytest.mark.parametrize(
+    ("change", "seed", "message"),
+    [
+        (new_head, None, "other parameters in the model, whose gradients dmuon averages"),
+        (adapter, None, r"requires_grad of 'head\.0\.weight'=True"),
+        (no_norm, None, r"requires_grad of 'norm\.weight'=False"),
+        (nothing, 7, r"parameter 'head\.weight' has other values on other ranks"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_whose_models_change_otherwise_all_raise(
+    rank: int, world: int, change: Callable[[Network], None], seed: int | None, message: str
+) -> None:
+    with pytest.raises((dmuon.CollectiveError, ValueError), match=message):
+        one_sided(rank, world, change, seed)

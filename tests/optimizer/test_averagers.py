@@ -1,0 +1,337 @@
+"""Each trained parameter has one known averager of gradients; copies, groups and dedicated siblings are compared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness.assertions import assert_equal_weights
+from harness.on_ranks import on_ranks
+from harness.oracle import reference_weights
+from harness.toy import OPTIONS, batch, build
+from torch import Tensor
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import dmuon
+from dmuon.check.model import Network, loss_of, shard
+from dmuon.check.topologies import full_state
+
+pytestmark = pytest.mark.pitfall("P86")
+WARNS = "nobody is known to average the gradients of "
+RAISES = "DistributedDataParallel does not average the gradients of "
+Built = tuple[nn.Module, dmuon.Muon]  # what is called
+
+
+def tail(model: Network) -> list[nn.Parameter]:
+    return list(model.blocks[2].parameters())
+
+
+def plain(model: Network, world: int) -> Built:
+    return model, dmuon.Muon(model, **OPTIONS)
+
+
+def plain_by_the_users_word(model: Network, world: int) -> Built:
+    return model, dmuon.Muon(model, **OPTIONS, distributed_config=dmuon.create_dtensor_config())
+
+
+def ddp(model: Network, world: int) -> Built:
+    wrapped = DistributedDataParallel(model)
+    return wrapped, dmuon.Muon(wrapped, **OPTIONS)
+
+
+def ddp_later(model: Network, world: int) -> Built:
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    return DistributedDataParallel(model), optimizer
+
+
+def ddp_ignores(model: Network, world: int) -> Built:
+    names = [name for name, _ in model.named_parameters() if name.startswith("blocks.2.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return ddp(model, world)
+
+
+def ddp_frozen_then_thawed(model: Network, world: int) -> Built:
+    model.blocks[2].requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    model.blocks[2].requires_grad_(True)
+    return wrapped, dmuon.Muon(wrapped, **OPTIONS)
+
+
+def ddp_thawed_then_wrapped_anew(model: Network, world: int) -> Built:
+    model.blocks[2].requires_grad_(False)
+    DistributedDataParallel(model)
+    model.blocks[2].requires_grad_(True)
+    return ddp(model, world)
+
+
+def ddp_then_an_adapter(model: Network, world: int) -> Built:
+    wrapped = DistributedDataParallel(model)
+    model.head = nn.Sequential(model.head, nn.LayerNorm(17))  # type: ignore[assignment]
+    return wrapped, dmuon.Muon(wrapped, **OPTIONS)
+
+
+def composable(model: Network, world: int) -> Built:
+    return replicate(model), dmuon.Muon(model, **OPTIONS)
+
+
+def fsdp(model: Network, world: int, **options: Any) -> Built:
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (world,)), **options)
+    return model, dmuon.Muon(model, **OPTIONS)
+
+
+def fsdp_ignores(model: Network, world: int) -> Built:
+    return fsdp(model, world, ignored_params=set(tail(model)))
+
+
+def fsdp_of_blocks_only(model: Network, world: int) -> Built:
+    for block in model.blocks:
+        fully_shard(block, mesh=init_device_mesh("cpu", (world,)))
+    return model, dmuon.Muon(model, **OPTIONS)
+
+
+def tensor_parallel(model: Network, world: int) -> Built:
+    for block in model.blocks:
+        plan = {"mix": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(block, init_device_mesh("cpu", (world,)), plan)
+    return model, dmuon.Muon(model, **OPTIONS)
+
+
+def dedicated(model: Network, world: int) -> Built:
+    dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    return model, dmuon.Muon(model, **OPTIONS)
+
+
+def dedicated_in_groups_beside_another(model: Network, world: int) -> Built:
+    dedicated(model, world)
+    other = nn.Linear(3, 3)
+    other.weight.grad = torch.ones(3, 3)
+    groups = dmuon.param_groups(model)
+    return model, dmuon.Muon([*groups, {"params": [other.weight], "use_muon": False}], **OPTIONS)
+
+
+def dedicated_and_sharded(model: Network, world: int) -> Built:
+    mesh = init_device_mesh("cpu", (world,))
+    dmuon.dedicate_params(model, mesh, costs="flops")
+    for part in (*model.blocks, model):
+        dmuon.fully_shard(part, mesh=mesh, ignored_params={model.norm.weight})
+    return model, dmuon.Muon(model, **OPTIONS)
+
+
+# What a parameter's gradient comes to: averaged exactly (None), a warning, an error.
+WAYS: list[tuple[Callable[[Network, int], Built], str | None]] = [
+    (plain, WARNS),
+    (plain_by_the_users_word, None),
+    (ddp, None),
+    (ddp_later, None),
+    (ddp_ignores, WARNS),
+    (ddp_frozen_then_thawed, RAISES),
+    (ddp_thawed_then_wrapped_anew, None),
+    (ddp_then_an_adapter, RAISES),
+    (composable, None),
+    (fsdp, None),
+    (fsdp_ignores, WARNS),
+    (fsdp_of_blocks_only, WARNS),
+    (tensor_parallel, None),
+    (dedicated, None),
+    (dedicated_in_groups_beside_another, WARNS),
+    (dedicated_and_sharded, None),
+]
+AVERAGED = (ddp, ddp_later, ddp_thawed_then_wrapped_anew, composable, fsdp, dedicated, dedicated_and_sharded)
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dmuon").addHandler(handler)
+    try:
+        yield told
+    finally:
+        logging.getLogger("dmuon").removeHandler(handler)
+
+
+def backward(program: nn.Module, optimizer: dmuon.Muon, rank: int, world: int) -> None:
+    optimizer.zero_grad()
+    loss_of(program, *shard(batch(0), rank, world)).backward()
+
+
+@pytest.mark.parametrize(("way", "expected"), WAYS, ids=lambda one: getattr(one, "__name__", ""))
+@on_ranks(2)
+def test_each_parameter_has_one_known_averager_or_the_user_is_told(
+    rank: int, world: int, way: Callable[[Network, int], Built], expected: str | None
+) -> None:
+    model = build()
+    with warnings() as told:
+        program, optimizer = way(model, world)
+        backward(program, optimizer, rank, world)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        if expected == RAISES:
+            for _ in range(2):
+                with pytest.raises(
+                    RuntimeError, match=RAISES + r"'(blocks\.2|head\.1)\.\w+.*Wrap it when they are there"
+                ):
+                    optimizer.step()
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            return
+        optimizer.step()
+        if way in AVERAGED:
+            assert_equal_weights(full_state(model), reference_weights(1))
+        backward(program, optimizer, rank, world)
+        optimizer.step()
+    told = [text for text in told if "average" in text]
+    assert (len(told) == 1 and expected in told[0]) if expected else not told, told
+
+
+@on_ranks(2)
+def test_what_is_thawed_under_ddp_in_mid_training_is_refused(rank: int, world: int) -> None:
+    model = build()
+    model.blocks[2].requires_grad_(False)
+    program, optimizer = ddp(model, world)
+    for _ in range(2):
+        backward(program, optimizer, rank, world)
+        optimizer.step()
+    model.blocks[2].requires_grad_(True)
+    backward(program, optimizer, rank, world)
+    with pytest.raises(RuntimeError, match=RAISES):
+        optimizer.step()
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def hsdp(model: Network, world: int) -> Built:
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    return model, dmuon.Muon(model, **OPTIONS)
+
+
+def local(param: nn.Parameter) -> Tensor:
+    assert param.grad is not None
+    return getattr(param.grad, "_local_tensor", param.grad)
+
+
+def drop(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def grow(param: nn.Parameter) -> None:
+    local(param).mul_(1.01)
+
+
+def poison(param: nn.Parameter) -> None:
+    local(param).view(-1)[0] = float("nan")
+
+
+def round_off(param: nn.Parameter) -> None:
+    local(param).mul_(1 + 1e-5)
+
+
+@pytest.mark.parametrize("way", [ddp, hsdp], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", ["blocks.1.up.weight", "norm.bias"])
+@on_ranks(2)
+def test_copies_that_differ_are_named_on_all_ranks_before_anything_changes(
+    rank: int, world: int, way: Callable[[Network, int], Built], name: str
+) -> None:
+    model = build()
+    program, optimizer = way(model, world)
+    param = model.get_parameter(name)
+    begin = {key: value.clone() for key, value in full_state(model).items()}
+    about = rf"rank {rank}: the gradient of '{name}'"
+    for change, message in (
+        (drop, f"{about} is missing on rank 1, and rank 0, which has a copy of the same part, has one"),
+        (grow, rf"{about} differs between copies of the same part: its norm is \S+ on rank 0 and \S+ on rank 1"),
+        (poison, f"{about} differs between copies"),
+    ):
+        backward(program, optimizer, rank, world)
+        if rank == 1:
+            change(param)
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+    assert_equal_weights(full_state(model), begin)
+    backward(program, optimizer, rank, world)
+    if rank == 1:
+        round_off(param)
+    optimizer.step()
+    assert_equal_weights(full_state(model), reference_weights(1))
+    backward(program, optimizer, rank, world)
+    poison(param)  # on all copies alike
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_a_gradient_that_one_rank_drops_in_a_dedicated_model_is_told(rank: int, world: int) -> None:
+    model = build()
+    program, optimizer = dedicated(model, world)
+    backward(program, optimizer, rank, world)
+    if rank == 1:
+        model.norm.bias.grad = None
+    optimizer.step()
+    with pytest.raises(dmuon.CollectiveError, match=r"parameters without a gradient in a step='norm\.bias'"):
+        backward(program, optimizer, rank, world)
+
+
+# -- groups, steps in backward, siblings -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ddp", "dedicated"])
+@pytest.mark.parametrize("change", ["left out", "in another order", "in another group"])
+@on_ranks(2)
+def test_ranks_whose_groups_hold_other_parameters_all_raise(rank: int, world: int, kind: str, change: str) -> None:
+    model = build()
+    program: nn.Module = model
+    if kind == "ddp":
+        program = DistributedDataParallel(model)
+    else:
+        dmuon.dedicate_params(model, init_device_mesh("cpu", (world,)), costs="flops")
+    groups = dmuon.param_groups(model)
+    names = {id(param): name for name, param in model.named_parameters()}
+    for group in groups:
+        group["params"] = [(names[id(param)], param) for param in group["params"]]
+    if rank == 1:
+        last = groups[2]["params"].pop()
+        if change != "left out":
+            groups[2 if "order" in change else 1]["params"].insert(0, last)
+    with pytest.raises(dmuon.CollectiveError, match=r"different options: .*parameter '.*(norm|bias).*' *="):
+        optimizer = dmuon.Muon(groups, **OPTIONS)
+        backward(program, optimizer, rank, world)
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_step_inside_backward_of_a_dedicated_model_is_refused(rank: int, world: int) -> None:
+    model = build()
+    _, optimizer = dedicated(model, world)
+    raised = []
+
+    def step(_param: Tensor) -> None:
+        with pytest.raises(RuntimeError, match=r"called inside backward, in which dmuon has not averaged"):
+            optimizer.step()
+        raised.append(True)
+
+    model.norm.weight.register_post_accumulate_grad_hook(step)
+    backward(model, optimizer, rank, world)
+    assert raised
+
+
+@pytest.mark.parametrize("tied", ["head.weight", "blocks.0.up.weight"])
+@on_ranks(2)
+def test_siblings_that_share_a_weight_are_not_dedicated_apart(rank: int, world: int, tied: str) -> None:
+    mesh, one, other = init_device_mesh("cpu", (world,)), build(), build()
+    path, _, _ = tied.rpartition(".")
+    other.get_submodule(path).weight = one.get_parameter(tied)  # type: ignore[assignment]
+    dmuon.dedicate_params(one, mesh, costs="flops")
+    with pytest.raises(ValueError, match=rf"parameter '{tied}' is one of a module that was dedicated before"):
+        dmuon.dedicate_params(other, mesh, costs="flops")

@@ -61,6 +61,15 @@ def number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
     return parse
 
 
+def removed(instead: str) -> Callable[[str], NoReturn]:
+    """The ``type`` of an option that is no more: it says what to write."""
+
+    def refuse(text: str) -> NoReturn:
+        raise argparse.ArgumentTypeError(f"was removed; {instead}")
+
+    return refuse
+
+
 positive = number("positive number", lambda value: value > 0)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from dmuon.cli.arguments import BadArgument, Parser, count, number, positive, require_target, subset
+from dmuon.cli.arguments import BadArgument, Parser, count, number, positive, removed, require_target, subset
 from dmuon.cli.figures import draw_plan
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
@@ -28,7 +28,6 @@ from dmuon.simulation.wave_model import describe, wave_costs
 from dmuon.simulation.workload import Workload, is_expert
 from dmuon.solver import (
     BASELINES,
-    Backend,
     CostTable,
     Infeasible,
     Matrix,
@@ -43,6 +42,7 @@ from dmuon.solver import (
 _percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
 _DEFAULT_DEVICE = "h200"
 _COMPARE = (*BASELINES, "milp")
+_REMOVED = {"--backend": "the CBC that PuLP brings is the only solver, so leave it out"}
 _UNPREDICTED = (
     "no step time is predicted: the costs are another device's than any preset; pass --device to combine them"
 )
@@ -89,8 +89,7 @@ class _Question:
     stage: _Stage | None
 
     def solve(self, options: SolveOptions) -> Plan:
-        step = None if self.workload is None else self.step
-        return plan_pools(self.matrices, self.ranks, self.costs.table, options, predict=step)
+        return plan_pools(self.matrices, self.ranks, self.costs.table, options)
 
     def step(self, result: Plan) -> float:
         """Predicted seconds of a dedicated step."""
@@ -195,11 +194,10 @@ def _parser() -> Parser:
     )
     solve = parser.add_argument_group("solver")
     solve.add_argument("--method", choices=get_args(Method), default="auto", help="how to solve (default: auto)")
-    solve.add_argument("--backend", choices=get_args(Backend), default="auto", help="MILP solver (default: auto)")
     solve.add_argument("--gap", type=_percent, default=1.0, metavar="PERCENT", help="gap to prove (default: 1)")
     solve.add_argument("--time-limit", type=positive, default=10.0, metavar="S", help="for exact methods (default: 10)")
     solve.add_argument(
-        "--spread-cap", type=_cap, metavar="auto|X", help="most of a block on one rank, of the least possible"
+        "--spread-cap", type=positive, metavar="X", help="most of a block on one rank, of the least possible"
     )
     solve.add_argument(
         "--byte-slack",
@@ -222,6 +220,8 @@ def _parser() -> Parser:
     out.add_argument("--png", type=Path, metavar="PATH", help="draw loads per rank and the spread of the blocks")
     out.add_argument("--owners", action="store_true", help="list the owner of every matrix")
     out.add_argument("--compare", type=subset(_COMPARE), default=(), metavar="LIST", help=f"of {','.join(_COMPARE)}")
+    for flag, instead in _REMOVED.items():
+        parser.add_argument(flag, type=removed(instead), help=argparse.SUPPRESS)
     return parser
 
 
@@ -244,7 +244,6 @@ def _question(arguments: argparse.Namespace) -> _Question:
         costs = FoundCosts(table, source, costs.variants)
     options = SolveOptions(
         method=arguments.method,
-        backend=arguments.backend,
         gap_target=arguments.gap / 100,
         time_limit_s=arguments.time_limit,
         spread_cap=arguments.spread_cap,
@@ -384,10 +383,6 @@ def _compare(question: _Question, result: Plan, names: Sequence[str]) -> str:
             line += f" {1e3 * question.step(other):>9.2f} ms"
         lines.append(line)
     return "\n".join(lines)
-
-
-def _cap(text: str) -> float | str:
-    return text if text == "auto" else positive(text)
 
 
 if __name__ == "__main__":

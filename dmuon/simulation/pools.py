@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dmuon.simulation.network import Topology
@@ -38,13 +38,7 @@ def pooled(
     )
 
 
-def plan_pools(
-    matrices: Sequence[Matrix],
-    ranks: Sequence[Rank],
-    costs: CostTable,
-    options: SolveOptions,
-    predict: Callable[[Plan], float] | None = None,
-) -> Plan:
+def plan_pools(matrices: Sequence[Matrix], ranks: Sequence[Rank], costs: CostTable, options: SolveOptions) -> Plan:
     """Plan each pool over its ranks, as expert groups are dedicated: on their own. Pools that are alike share a plan.
 
     Raises:
@@ -52,7 +46,7 @@ def plan_pools(
     """
     pools = dict.fromkeys(m.pool for m in matrices)
     if len(pools) < 2:
-        return solve_plan(matrices, ranks, costs, options, predict=predict)
+        return solve_plan(matrices, ranks, costs, options)
     owners: dict[str, int] = {}
     loads = [0] * len(ranks)
     bounds = []

@@ -1,14 +1,13 @@
 """Owner assignment: which rank runs Newton–Schulz for which matrix. No torch; PuLP only when a MILP is solved."""
 
 from .costs import CostTable, unmeasured_batch
-from .inputs import Backend, Matrix, Method, Rank, Shape, SolveOptions
+from .inputs import Matrix, Method, Rank, Shape, SolveOptions
 from .planner import BASELINES, baseline, plan
 from .problem import Infeasible
 from .result import Plan
 
 __all__ = [
     "BASELINES",
-    "Backend",
     "CostTable",
     "Infeasible",
     "Matrix",

@@ -3,94 +3,62 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import random
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+import math
 from typing import Any, Literal
 
 import numpy as np
 
-from .inputs import Backend
-from .milp_process import MilpProcess, SolverFailed
+from .child import SolverFailed
 from .problem import Counts, Problem
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 _SCALE = 1000.0  # the capacity in the units of the model; nanoseconds would drown in the solver's tolerances
 _ROOM = 1 + 1e-5  # above the capacity: exactly at an optimum, rounding makes CBC call the model infeasible
-_WEIGHTS = 1_000_000
-_GRACE_S = 1.0  # beyond what a solver was told to take: a busy machine, a search between two looks at the clock
-
-
-def check_backend(backend: Backend) -> None:
-    """Raise ValueError for an explicit request that cannot be met."""
-    if backend == "highs" and importlib.util.find_spec("highspy") is None:
-        raise ValueError("backend='highs' needs the package highspy; install it, or use backend='auto' or 'cbc'")
 
 
 class MilpSolver:
-    """HiGHS where it is installed, else the CBC that PuLP bundles, in a process of its own while this is open.
-
-    One thread: a search with several threads is another search on every run.
+    """The CBC that PuLP bundles. It runs on one thread: several would search differently on every run.
 
     Args:
-        deadline: of the whole search, by ``time.monotonic``: a solver that takes longer than it was told to is only
-            then ended.
+        cbc: the file that is CBC.
 
     Attributes:
         pulp: the module, imported here and not earlier.
-        name: for people.
-
-    Raises:
-        SolverFailed: PuLP cannot be imported.
+        clocked: a time limit ended a search, and so had a say in its answer.
     """
 
-    def __init__(self, backend: Backend, deadline: float = 0.0) -> None:
-        try:
-            # From a thread: PuLP keeps frames of imports that fail inside it, and so all that their callers hold.
-            with ThreadPoolExecutor(1) as pool:
-                pulp = pool.submit(importlib.import_module, "pulp").result()
-        except ImportError as error:
-            raise SolverFailed(f"PuLP cannot be imported ({error}); install pulp>=3.3,<4") from error
-        self.pulp: Any = pulp
-        self._highs = backend == "highs" or (backend == "auto" and importlib.util.find_spec("highspy") is not None)
-        self.name = "HiGHS" if self._highs else "CBC"
-        self._deadline = deadline
-        self._process: MilpProcess | None = None
-
-    def __enter__(self) -> MilpSolver:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+    def __init__(self, cbc: str) -> None:
+        self.pulp: Any = importlib.import_module("pulp")
+        self.clocked = False
+        self._cbc = cbc
 
     def solve(self, model: Any, seconds: float) -> Status:
         """Solve to optimality, or to the time limit; values and duals are then in ``model``.
 
         Raises:
-            SolverFailed: whatever went wrong inside PuLP or the solver, or it did not end.
+            SolverFailed: whatever went wrong inside PuLP or CBC, or an answer that holds what is no number.
         """
         if seconds <= 0:
             return "unknown"
         pulp = self.pulp
-        if self._process is None:
-            self._process = MilpProcess(self.name, str(pulp.PULP_CBC_CMD.pulp_cbc_path))
-        latest = max(time.monotonic() + max(1.0, seconds), self._deadline) + _GRACE_S
         try:
-            self._process.ask(model, seconds, latest)
-        except BaseException:
-            self.__exit__()
-            raise
+            # CBC is single-threaded unless told otherwise; told to take one thread, it starts one and may wait for it
+            # until the time limit.
+            model.solve(pulp.COIN_CMD(path=self._cbc, msg=False, timeLimit=max(1, math.ceil(seconds)), gapRel=0.0))
+        except Exception as error:
+            raise SolverFailed(f"{type(error).__name__}: {error}"[:1000]) from error
+        numbers = [v.varValue for v in model.variables()] + [c.pi for c in model.constraints.values()]
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise SolverFailed("its answer holds what is no number")
         # Neither field tells all: LpStatusOptimal covers a time-out with a solution, and of a program without integer
         # points CBC's sol_status says the same as of a time-out.
         if model.status == pulp.LpStatusInfeasible:
             return "infeasible"
         statuses: dict[int, Status] = {pulp.LpSolutionOptimal: "optimal", pulp.LpSolutionIntegerFeasible: "feasible"}
-        return statuses.get(model.sol_status, "unknown")
+        status = statuses.get(model.sol_status, "unknown")
+        self.clocked |= status != "optimal"
+        return status
 
 
 def search_space(problem: Problem, capacity: int) -> int:
@@ -99,19 +67,7 @@ def search_space(problem: Problem, capacity: int) -> int:
     return int(per_kind @ np.array(problem.ranks_per_kind))
 
 
-def part_of(problem: Problem, members: list[int], ranks: list[int]) -> Problem:
-    """The problem of handing ``members`` of each class to ``ranks`` alone."""
-    return replace(
-        problem,
-        members=tuple(members),
-        costs=tuple(cost[:, : n + 1] for cost, n in zip(problem.costs, members, strict=True)),
-        kind_of=problem.kind_of[ranks],
-    )
-
-
-def assign_within(
-    problem: Problem, capacity: int, solver: MilpSolver, seconds: float, choose_s: float = 0.0
-) -> tuple[Status, Counts | None]:
+def assign_within(problem: Problem, capacity: int, solver: MilpSolver, seconds: float) -> tuple[Status, Counts | None]:
     """Counts whose makespan is at most ``capacity`` nanoseconds (up to 1e-5 above), if there are any.
 
     ``x[s, r, k]`` says that rank ``r`` owns exactly ``k`` matrices of class ``s``; the ranks are not ordered by load,
@@ -119,31 +75,21 @@ def assign_within(
 
     Args:
         seconds: the time limit.
-        choose_s: further seconds for the choice among all such counts: those of the least fixed pseudo-random weight.
-            They are unique, so that every solver that finishes gives the same, and the status is ``"optimal"``.
 
     Raises:
         SolverFailed: a crash, or an answer that does not hold.
     """
-    model, x = _model(problem, capacity, solver, choose=False)
+    model, x = _model(problem, capacity, solver)
     status = solver.solve(model, seconds)
     if status in ("infeasible", "unknown"):
         return status, None
-    counts = _counts(problem, x, capacity)
-    if choose_s > 0:
-        model, x = _model(problem, capacity, solver, choose=True)
-        if solver.solve(model, choose_s) == "optimal":
-            return "optimal", _counts(problem, x, capacity)
-    return "feasible", counts
+    return "feasible", _counts(problem, x, capacity)
 
 
-def _model(
-    problem: Problem, capacity: int, solver: MilpSolver, *, choose: bool
-) -> tuple[Any, dict[tuple[int, int, int], Any]]:
+def _model(problem: Problem, capacity: int, solver: MilpSolver) -> tuple[Any, dict[tuple[int, int, int], Any]]:
     pulp = solver.pulp
     most, kinds = problem.most(capacity), problem.kind_of.tolist()
     classes = range(len(problem.classes))
-    weigh = random.Random(0)
     unit = _SCALE / capacity
     model = pulp.LpProblem("owners", pulp.LpMinimize)
     x = {
@@ -152,8 +98,6 @@ def _model(
         for r, kind in enumerate(kinds)
         for k in range(int(most[s, kind]) + 1)
     }
-    if choose:
-        model += pulp.lpSum(weigh.randrange(1, _WEIGHTS) / _WEIGHTS * v for v in x.values())
     for r, kind in enumerate(kinds):
         sizes = [(s, k) for s in classes for k in range(1, int(most[s, kind]) + 1)]
         for s in classes:

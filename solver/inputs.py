@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
 Shape = tuple[int, int]  # (small side, large side)
 ClassKey = tuple[int, int, str]  # rows, columns, pool: what matrices in one batch have in common
 Method = Literal["auto", "milp", "greedy"]
-Backend = Literal["auto", "highs", "cbc"]
 
 _FP32_BYTES = 4
 _STATE_BYTES = 2 * _FP32_BYTES  # master and momentum
@@ -123,10 +122,8 @@ class SolveOptions:
         gap_target: stop as soon as ``(makespan - bound) / makespan`` is proven to be at most this.
         time_limit_s: seconds that the exact methods may take.
         search_space_threshold: largest compact MILP, in binaries, that ``"auto"`` builds.
-        backend: the MILP solver: HiGHS, the CBC that PuLP bundles, or ``"auto"``: HiGHS where it is installed.
         spread_cap: the bytes of one block that one rank may own, as a multiple of the least possible (the larger of
-            the mean over ranks and the largest matrix); ``None`` spreads as far as the makespan allows; ``"auto"``
-            takes the cap with the shortest predicted step.
+            the mean over ranks and the largest matrix); ``None`` spreads as far as the makespan allows.
         byte_slack: the part of the makespan that may be given up to level the bytes per rank, as far as the plan stays
             within ``gap_target`` of the bound.
 
@@ -138,14 +135,15 @@ class SolveOptions:
     gap_target: float = 0.01
     time_limit_s: float = 10.0
     search_space_threshold: int = 2000
-    backend: Backend = "auto"
-    spread_cap: float | Literal["auto"] | None = None
+    spread_cap: float | None = None
     byte_slack: float = 0.01
+    backend: InitVar[None] = None  # was an option
 
-    def __post_init__(self) -> None:
-        for field, allowed in (("method", get_args(Method)), ("backend", get_args(Backend))):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} must be one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+    def __post_init__(self, backend: object) -> None:
+        if backend is not None:
+            raise ValueError(f"backend={backend!r}: the CBC that PuLP brings is the only solver; leave backend out")
+        if self.method not in get_args(Method):
+            raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {self.method!r}")
         for field in ("gap_target", "byte_slack"):
             value = getattr(self, field)
             if not _is_real(value) or not 0 <= value < 1:
@@ -157,8 +155,8 @@ class SolveOptions:
                 f"search_space_threshold must be a non-negative integer, got {self.search_space_threshold!r}"
             )
         cap = self.spread_cap
-        if cap is not None and cap != "auto" and not (_is_real(cap) and 1 <= cap <= _MOST_CAP):
-            raise ValueError(f"spread_cap must be None, 'auto' or a number from 1 to {_MOST_CAP}, got {cap!r}")
+        if cap is not None and not (_is_real(cap) and 1 <= cap <= _MOST_CAP):
+            raise ValueError(f"spread_cap must be None or a number from 1 to {_MOST_CAP}, such as 1.5, got {cap!r}")
 
 
 def check_matrices(matrices: Iterable[Matrix]) -> tuple[Matrix, ...]:

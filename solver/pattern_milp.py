@@ -8,7 +8,6 @@ matrices, no assignment fits the capacity (Farley's bound): a proof that costs n
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .compact_milp import MilpSolver, assign_within, part_of, search_space
-from .milp_process import SolverFailed
+from .child import SolverFailed
+from .compact_milp import MilpSolver
 from .problem import Counts, Ints, Problem
 
 Floats = NDArray[np.float64]
@@ -29,12 +28,9 @@ Pattern = tuple[int, tuple[int, ...]]  # kind of rank, matrices of each class
 _CELLS = 8192  # the capacity in the knapsack's units
 _ROUNDS = 60
 _LAGRANGE_ROUNDS = 24
-_SMALL = 400  # binaries of a compact MILP that ends a dive
-_FINISH_S = 1.0  # for it
 _DIGITS = 5  # of prices: solvers agree on about eight, and ties must not depend on the rest
 _TOLERANCE = 1e-7
 _USE = 1e-3  # cost of using all ranks, where leaving all matrices uncovered costs 1: covering comes first
-_WEIGHTS = 1_000_000
 
 
 def knapsack_items(problem: Problem, capacity: int) -> int:
@@ -49,7 +45,6 @@ class PatternPool:
     problem: Problem
     solver: MilpSolver
     deadline: float
-    clocked: bool = False  # whether a limit of time on one MILP decided something
     _pool: dict[Pattern, int] = field(default_factory=dict)
 
     def add(self, kind: int, row: Ints) -> bool:
@@ -119,8 +114,6 @@ class PatternPool:
         counts = np.zeros((problem.ranks, len(problem.classes)), dtype=np.int64)
         unused = [np.flatnonzero(problem.kind_of == kind).tolist() for kind in range(problem.kinds)]
         while left.any() and free.any() and time.monotonic() < self.deadline:
-            if self._finish(capacity, left, unused, counts):
-                return counts
             values = self._fewest(capacity, left, free)
             if not values:
                 break
@@ -135,20 +128,6 @@ class PatternPool:
             one = np.eye(len(left), dtype=np.int64)[s]
             counts[problem.loads(counts + one).argmin(), s] += 1
         return counts
-
-    def _finish(self, capacity: int, left: Ints, unused: list[list[int]], counts: Counts) -> bool:
-        """Whether the compact MILP, where it is small, found room for what is left; ``counts`` then hold it."""
-        ranks = sorted(itertools.chain.from_iterable(unused))
-        rest = part_of(self.problem, left.tolist(), ranks)
-        if search_space(rest, capacity) > _SMALL:
-            return False
-        seconds = min(_FINISH_S, self.deadline - time.monotonic())
-        status, rows = assign_within(rest, capacity, self.solver, seconds, choose_s=seconds)
-        self.clocked |= status in ("feasible", "unknown")
-        if rows is None:
-            return False
-        counts[ranks] = rows
-        return True
 
     def _fewest(self, capacity: int, members: Ints, ranks: Ints) -> list[tuple[Pattern, float]]:
         """Price until no pattern lets fewer of ``ranks`` cover ``members``; then how often each pattern is used."""
@@ -215,12 +194,10 @@ class PatternPool:
         """The integer program over the patterns within ``capacity``."""
         problem, pulp = self.problem, self.solver.pulp
         patterns = self._within(capacity)
-        weigh = random.Random(3)
         model = pulp.LpProblem("owners", pulp.LpMinimize)
         ranks = problem.ranks_per_kind
         columns = [pulp.LpVariable(f"y_{i}", 0, ranks[kind], pulp.LpInteger) for i, (kind, _) in enumerate(patterns)]
-        # As in the compact MILP, a pseudo-random weight makes all solvers give the same answer.
-        model += pulp.lpSum((1 + weigh.randrange(_WEIGHTS) / _WEIGHTS) * y for y in columns)
+        model += pulp.lpSum(columns)
         for s, members in enumerate(problem.members):
             model += pulp.lpSum(row[s] * y for (_, row), y in zip(patterns, columns, strict=True) if row[s]) >= members
         for kind, count in enumerate(ranks):

@@ -2,70 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from .compact_milp import check_backend
 from .costs import CostTable
 from .exact import Solution, refine
 from .heuristics import batch_greedy, longest_first, multifit, round_robin
 from .inputs import ClassKey, Matrix, Rank, SolveOptions, check_matrices, check_ranks
+from .labels import xor_labels
 from .local_search import level_bytes, shorten
 from .problem import FORBIDDEN, Counts, Infeasible, Problem, build_problem, lower_bound
-from .relabel import relabel
 from .result import Plan, least_block_bytes
 from .spread import block_bytes, spread_blocks
 
 BASELINES = ("round-robin", "lpt", "greedy")
 
-_AUTO_CAPS = (2.0, 1.5, 1.25, 1.1, 1.0)
-_NOMINAL_BYTES_PER_NS = 50.0
-
 
 def plan(
-    matrices: Iterable[Matrix],
-    ranks: int | Sequence[Rank],
-    costs: CostTable,
-    options: SolveOptions | None = None,
-    *,
-    predict: Callable[[Plan], float] | None = None,
+    matrices: Iterable[Matrix], ranks: int | Sequence[Rank], costs: CostTable, options: SolveOptions | None = None
 ) -> Plan:
     """Assign every matrix to an owner so that the slowest rank finishes early.
 
     Minimises ``max_r Σ_s T_s(n[s, r])`` over counts per class: heuristics and local search first, the exact methods
-    where these are not proven within the gap. Then, at those counts, spreads each block over the ranks, and relabels
-    ranks that are alike so that blocks that follow each other use other nodes and links. Whatever happens to a MILP
-    solver, the best plan so far is returned, with a warning that says what happened.
+    where these are not proven within the gap. Then, at those counts, spreads each block over the ranks, and labels
+    ranks that are alike by the XOR layout. Whatever happens to a MILP solver, the best plan so far is returned, with a
+    warning that says what happened.
 
     Args:
         ranks: a number of equal ranks on one node, or one ``Rank`` each.
-        predict: step time of a plan, in any unit, for ``spread_cap="auto"``. Default: the makespan, plus the largest
-            owner's bytes of each block, moved three times at a nominal 50 GB/s.
 
     Raises:
-        ValueError: no matrices, no ranks, two matrices of one name, a shape without costs, limits that leave no room
-            (named), or a back end that is not installed.
+        ValueError: no matrices, no ranks, two matrices of one name, a shape without costs, or limits that leave no room
+            (named).
     """
     options = options or SolveOptions()
-    check_backend(options.backend)
     ordered, owners = check_matrices(matrices), check_ranks(ranks)
-    failures: list[str] = []  # a solver that hangs costs its time limit once
-    if options.spread_cap != "auto":
-        return _plan(ordered, owners, costs, options, options.spread_cap, failures)
-    predict = predict or _nominal_step
-    best = _plan(ordered, owners, costs, options, None, failures)
-    for cap in _AUTO_CAPS:
-        if best.spread <= cap:
-            continue
-        try:
-            other = _plan(ordered, owners, costs, options, cap, failures)
-        except Infeasible:
-            break
-        if predict(other) < predict(best):
-            best = other
-    return best
+    caps = None
+    if options.spread_cap is not None:
+        least = least_block_bytes(ordered, _pool_ranks(ordered, owners))
+        caps = {block: int(options.spread_cap * nbytes) for block, nbytes in least.items()}
+    problem = build_problem(ordered, owners, costs, caps)
+    bound = lower_bound(problem)
+    starts = _starts(problem, bound)
+    solution = refine(problem, _shortest(problem, starts, bound), options)
+    _check_limits(problem, solution)
+    for candidate in _most_even(problem, solution, starts, options):
+        spread = spread_blocks(ordered, _quota(problem, candidate.counts), caps)
+        if caps is None or not _above_caps(ordered, spread, caps):
+            return _finished(problem, ordered, owners, xor_labels(spread, owners), candidate, costs)
+    assert caps is not None
+    block, most = _above_caps(ordered, spread, caps)[0]
+    raise Infeasible(
+        f"spread_cap={options.spread_cap}: no assignment within the caps was found; block {block!r} would have an "
+        f"owner with {most} bytes, its cap is {caps[block]}; raise spread_cap"
+    )
 
 
 def baseline(
@@ -101,36 +93,6 @@ def baseline(
         rank_of = spread_blocks(ordered, _quota(problem, counts))
     bound = max(lower_bound(problem), bound_ns or 0)
     return _finished(problem, ordered, owners, rank_of, Solution(counts, bound, name, note="a baseline"), costs)
-
-
-def _plan(
-    matrices: tuple[Matrix, ...],
-    ranks: tuple[Rank, ...],
-    costs: CostTable,
-    options: SolveOptions,
-    cap: float | None,
-    failures: list[str],
-) -> Plan:
-    caps = None
-    if cap is not None:
-        least = least_block_bytes(matrices, _pool_ranks(matrices, ranks))
-        caps = {block: int(cap * nbytes) for block, nbytes in least.items()}
-    problem = build_problem(matrices, ranks, costs, caps)
-    bound = lower_bound(problem)
-    starts = _starts(problem, bound)
-    solution = refine(problem, _shortest(problem, starts, bound), options, failures)
-    _check_limits(problem, solution)
-    candidates = _most_even(problem, solution, starts, options)
-    for candidate in candidates:
-        owners = spread_blocks(matrices, _quota(problem, candidate.counts), caps)
-        if caps is None or not _above_caps(matrices, owners, caps):
-            return _finished(problem, matrices, ranks, relabel(matrices, owners, ranks), candidate, costs)
-    assert caps is not None
-    block, most = _above_caps(matrices, owners, caps)[0]
-    raise Infeasible(
-        f"spread_cap={cap}: no assignment within the caps was found; block {block!r} would have an owner with {most} "
-        f"bytes, its cap is {caps[block]}; raise spread_cap"
-    )
 
 
 def _finished(
@@ -225,7 +187,3 @@ def _above_caps(
     """Blocks with an owner above their cap, and its bytes."""
     largest = {block: max(row.values()) for block, row in block_bytes(matrices, owners).items()}
     return [(block, most) for block, most in largest.items() if most > caps[block]]
-
-
-def _nominal_step(result: Plan) -> float:
-    return result.makespan_ns + 3 * sum(most for most, _ in result.block_balance.values()) / _NOMINAL_BYTES_PER_NS

@@ -22,7 +22,7 @@ FLOORS = (  # a package imports from the floors below its own; packages of one f
     {"cli"},
 )
 ALONE = {"kernels", "solver"}  # import nothing of dmuon; others see only what their __init__ exports
-SIMULATION = {"simulation", "exchanged", "planning", "step", "comm", "layout", "model", "platform"}
+SIMULATION = {"simulation", "planning", "model", "platform"}
 OPTIONAL = {"matplotlib", "transformers", "triton", "pulp", "tqdm"}  # what a function may import, and what needs it
 MAY_USE_THE_FACE = {"check", "cli"}
 

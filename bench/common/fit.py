@@ -1,8 +1,7 @@
-"""Fits the terms of the simulation to published steps and to records of real runs here, and says how far it is off."""
+"""Fits the contention of predictions to published steps, and holds them against records of real runs here."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import tempfile
 from collections import Counter
@@ -16,19 +15,16 @@ import numpy as np
 from common.programs import Sizes, initial_model
 from common.published import CASES, Case
 from common.validation import PROGRAMS as MEASURED
-from common.validation import MeasuredNetwork, alpha_beta, workload
+from common.validation import MeasuredNetwork, alpha_beta, predicted_s, workload
 from dmuon.model.config import read_model
 from dmuon.simulation.network import Collective, Topology
-from dmuon.simulation.pools import plan_pools, pooled
-from dmuon.simulation.programs import ProgramName, simulate
-from dmuon.simulation.scenario import Machine, Scenario
-from dmuon.simulation.terms import Terms
+from dmuon.simulation.scenario import Machine, Scenario, plan_owners
+from dmuon.simulation.step import step_s
 from dmuon.simulation.wave_model import wave_costs
 from dmuon.simulation.workload import Workload
 from dmuon.solver import CostTable, Matrix, Rank, SolveOptions, plan
 
 RESULTS = Path(__file__).parents[1] / "results"
-_JITTER = (0.0, 0.02, 0.05)
 _CONTENTION = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 _SEQUENCE = 4096
 _HALF = 0.5  # of the peak, which AdamW's step should be near to
@@ -60,7 +56,7 @@ class Outcome:
 
 
 def scenario_of(case: Case) -> tuple[Scenario, float]:
-    """The case with as many tokens as its source says or implies, and its efficiency; without terms."""
+    """The case with as many tokens as its source says or implies, and its published seconds of ``over``."""
     machine = case.machine
     topology = Topology(gpus_per_node=min(machine.gpus_per_node, case.grid["world"]), **case.grid)
     with tempfile.TemporaryDirectory() as folder:
@@ -68,57 +64,64 @@ def scenario_of(case: Case) -> tuple[Scenario, float]:
         path.write_text(json.dumps(case.config))
         shapes = read_model(path)
         model = Workload.from_config(path, tokens=_SEQUENCE, sequence=_SEQUENCE)
-    stage = max(model.stages(case.pp), key=lambda s: (s.flops, s.elements))
+        stage = last_stage(model, case.pp)
+        peak = machine.device.peak_flops
+        if case.muon_share is not None:
+            newton = sum(5 * (4 * m.rows * m.cols + 2 * min(m.rows, m.cols) ** 2) * min(m.rows, m.cols) for m in shapes)
+            per_gpu = newton / (topology.world * case.pp) / case.muon_share
+            sequences = max(1, round(per_gpu / (model.flops / case.pp)))
+        elif case.over_s is not None:
+            reached = stage.flops / (case.over_s * peak)  # by one sequence
+            sequences = max(1, round(_HALF / reached))
+        else:
+            sequences = 2
+        more = Workload.from_config(path, tokens=_SEQUENCE * sequences, sequence=_SEQUENCE)
+    stage = last_stage(more, case.pp)
     blocks = {block.name for block in stage.blocks}
     matrices = [Matrix(m.name, m.rows, m.cols, m.block) for m in shapes if m.block in blocks]
     costs = wave_costs(machine.device, Counter(m.shape for m in matrices), backend="torch")  # they are not dmuon
-    owned, ranks = pooled(matrices, [Rank(i, i // topology.gpus_per_node) for i in range(topology.world)], topology)
-    owners = plan_pools(owned, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0))
-    bubble = (case.pp - 1) / case.micro_batches if case.pp > 1 else 0.0
-    base = Scenario(
-        stage, owners, costs, Machine.of(machine, terms=Terms()), topology, gathers_once=case.once, bubble=bubble
-    )
-    peak = machine.device.peak_flops
-    if case.muon_share is not None:
-        newton = sum(5 * (4 * m.rows * m.cols + 2 * min(m.rows, m.cols) ** 2) * min(m.rows, m.cols) for m in shapes)
-        per_gpu = newton / (topology.world * case.pp) / case.muon_share
-        sequences = max(1, round(per_gpu / (model.flops / case.pp)))
-    elif case.over_s is not None:
-        reached = stage.flops / (case.over_s * peak)  # by one sequence
-        sequences = max(1, round(_HALF / reached))
-    else:
-        sequences = 2
-    base = replace(base, workload=stage.scaled(sequences))
+    ranks = [Rank(i, i // topology.gpus_per_node) for i in range(topology.world)]
+    owners = plan_owners(matrices, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0), topology)
+    base = Scenario(stage, owners, costs, Machine.of(machine), topology, kept=case.once)
     if case.over_flops is not None:
         return base, sequences * model.flops / case.pp / case.over_flops
     return base, case.over_s or 0.0
 
 
-def overhead(case: Case, base: Scenario, over_s: float, terms: Terms) -> tuple[float, float]:
+def last_stage(model: Workload, count: int) -> Workload:
+    """The pipeline stage that computes longest: the last of even shares of the blocks, with half of the ends."""
+    if count == 1:
+        return model
+    first = (count - 1) * len(model.blocks) // count
+    ends = replace(model.ends, other_elements=model.ends.other_elements // 2)
+    return replace(model, blocks=model.blocks[first:], ends=ends)
+
+
+def overhead(case: Case, base: Scenario, over_s: float, machine: Machine) -> tuple[float, float]:
     """Predicted ``program`` over ``over``, less 1, at the efficiency by which ``over`` takes as long as published."""
     peak = case.machine.device.peak_flops
     efficiency = _HALF
 
     def at(efficiency: float) -> Scenario:
-        return replace(base, machine=Machine.of(case.machine, efficiency, terms))
+        return replace(base, machine=replace(machine, flops_per_s=peak * efficiency))
 
-    for _ in range(3 if over_s else 0):
-        step = simulate(case.over, at(efficiency)).step_s
-        computes = base.workload.flops * (1 + base.bubble) / peak / efficiency
+    for _ in range(4 if over_s else 0):
+        step = step_s(case.over, at(efficiency))
+        computes = base.workload.flops / peak / efficiency
         efficiency = min(1.0, efficiency * computes / max(computes + over_s - step, 0.05 * computes))
     found = at(efficiency)
-    return simulate(case.program, found).step_s / simulate(case.over, found).step_s - 1, efficiency
+    return step_s(case.program, found) / step_s(case.over, found) - 1, efficiency
 
 
-def fit_published(host: Terms) -> tuple[Terms, float, list[Outcome]]:
-    """Jitter and contention of least squares, the error of what was left out, and every case."""
-    grid = [replace(host, jitter=j, contention=c) for j, c in itertools.product(_JITTER, _CONTENTION)]
+def fit_published() -> tuple[float, float, list[Outcome]]:
+    """The contention of least squares, the error of what was left out, and every case."""
     found: list[list[tuple[float, float]]] = []
     bases = []
     for case in CASES:
         base, over_s = scenario_of(case)
         bases.append(base)
-        found.append([overhead(case, base, over_s, terms) for terms in grid])
+        machines = [replace(base.machine, contention=contention) for contention in _CONTENTION]
+        found.append([overhead(case, base, over_s, machine) for machine in machines])
         print(
             f"{case.name}: {base.workload.tokens:,} tokens, {found[-1][0][0]:+.1%} … {found[-1][-1][0]:+.1%}",
             flush=True,
@@ -142,55 +145,10 @@ def fit_published(host: Terms) -> tuple[Terms, float, list[Outcome]]:
             )
         )  # fmt: skip
     left_out = [o.left_out for o in outcomes if o.fitted]
-    return grid[chosen], float(np.sqrt(np.mean(np.square(left_out)))), outcomes
+    return _CONTENTION[chosen], float(np.sqrt(np.mean(np.square(left_out)))), outcomes
 
 
 # -- real runs here -------------------------------------------------------------------------------------------------
-
-
-def fit_host() -> Terms:
-    """Host time of one rank, by least squares over ``bench/results/scale.json``."""
-    rows = json.loads((RESULTS / "scale.json").read_text())["rows"]
-    runs: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        runs.setdefault((row["residency"], row["ranks"], row["matrices"]), {})[row["phase"]] = row
-    phases = ("forward", "backward", "step", "zero_grad")
-    table, spent, module = [], [], []
-    for (residency, ranks, count), of_phase in runs.items():
-        if residency not in ("dedicated", "exchanged"):
-            continue
-        work = {phase: of_phase[phase]["work"] for phase in phases}
-        if residency == "dedicated":
-            calls = sum(of_phase[phase]["collectives"] for phase in phases)
-            table.append((count, calls, 0))
-            spent.append(sum(work.values()))
-        else:
-            table.append((0, 0, count))
-            spent.append(work["step"])
-            if ranks <= 64:  # beyond that the shards of so small matrices are empty
-                module.append((work["forward"] + work["backward"] + work["zero_grad"]) / count)
-    weights = 1 / np.array(spent)  # relative errors
-    solved = _nonnegative(np.array(table, dtype=float) * weights[:, None], np.array(spent) * weights).tolist()
-    per_module = min(float(np.median(module)), solved[0])
-    return Terms(
-        host_module_s=per_module,
-        host_weight_s=solved[0] - per_module,
-        host_call_s=solved[1],
-        host_exchanged_s=solved[2],
-    )
-
-
-def _nonnegative(table: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Least squares without negative factors, by trying every set of those that are 0."""
-    best, least = np.zeros(table.shape[1]), float((values**2).sum())
-    for used in itertools.product((False, True), repeat=table.shape[1]):
-        if any(used):
-            some = np.linalg.lstsq(table[:, used], values, rcond=None)[0]
-            rest = float(((table[:, used] @ some - values) ** 2).sum())
-            if (some >= 0).all() and rest < least:
-                best, least = np.zeros(table.shape[1]), rest
-                best[list(used)] = some
-    return best
 
 
 def measured_here() -> list[Outcome]:
@@ -212,11 +170,12 @@ def measured_here() -> list[Outcome]:
     scale = np.median(steps["N"]) * 1e6 / sum(flops.cost(m.shape, 1) for m in matrices)
     machine = Machine(
         1.0, 1 / constants["copy per byte"], 1 / constants["adamw per element"],
-        MeasuredNetwork({kind: alpha_beta(constants, kind) for kind in kinds}), float(scale), True,
+        MeasuredNetwork({kind: alpha_beta(constants, kind) for kind in kinds}), ns_scale=float(scale),
+        communication_computes=True,
     )  # fmt: skip
     owners = plan(matrices, sizes.world, flops)
     base = Scenario(work, owners, flops, machine, Topology(sizes.world, sizes.world))
-    predicted = {name: simulate(name, base).step_s for name in (*MEASURED.values(), _EXCHANGED)}
+    predicted = {name: predicted_s(name, base) for name in (*MEASURED.values(), "exchanged")}
     exchange = {
         name: one["step"] / 1e3
         for name, one in json.loads((RESULTS / "exchange-cpu.json").read_text())["programs"].items()
@@ -230,13 +189,10 @@ def measured_here() -> list[Outcome]:
     for program, name in (
         ("dedicated", "dedicated"),
         ("gather", "gather-then-compute"),
-        (_EXCHANGED, "exchanged async 1"),
+        ("exchanged", "exchanged async 1"),
     ):
         found.append(_here("exchange-cpu", program, exchange[name], exchange["fsdp2 + adamw"], predicted))
     return found
-
-
-_EXCHANGED: ProgramName = "exchanged"
 
 
 def _here(file: str, program: str, step: float, over: float, predicted: dict[Any, float]) -> Outcome:
@@ -250,10 +206,10 @@ def _here(file: str, program: str, step: float, over: float, predicted: dict[Any
 
 def fit() -> dict[str, Any]:
     """Terms, error, and every case."""
-    terms, error, published = fit_published(fit_host())
+    contention, error, published = fit_published()
     here = measured_here()
     return {
-        "terms": asdict(terms),
+        "terms": {"contention": contention},
         "error": error,
         "error_here": float(np.sqrt(np.mean([o.error**2 for o in here]))),
         "cases": [asdict(o) for o in (*published, *here)],

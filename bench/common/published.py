@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dmuon.simulation.hardware import Hardware, hardware
-from dmuon.simulation.programs import ProgramName
+from dmuon.simulation.messages import Program
 
 _X_SQUARE = (
     "github.com/X-Square-Robot/dmuon, README.md at commit 001f5826527b: medians on 128 A800, sequences of 4096 tokens; "
@@ -90,16 +90,15 @@ class Case:
     name: str
     config: Mapping[str, Any]
     machine: Hardware
-    program: ProgramName
+    program: Program
     published: float
     source: str
-    over: ProgramName = "adamw"
+    over: Program = "adamw"
     over_s: float | None = None
     over_flops: float | None = None
     muon_share: float | None = None
     grid: Mapping[str, int] = field(default_factory=dict)
     pp: int = 1
-    micro_batches: int = 16
     once: bool = False
     fitted: bool = True
 
@@ -114,7 +113,7 @@ def _x_square(name: str, config: Mapping[str, Any], flat: tuple[int, int], repli
         )
 
     return [
-        case("FSDP, kept", flat, program="dedicated keep", once=True, grid={"world": 128}),
+        case("FSDP, kept", flat, program="dedicated", once=True, grid={"world": 128}),
         case("HSDP", replicated, program="dedicated", grid={"world": 128, "replicate": 16}),
     ]
 

@@ -12,10 +12,9 @@ from typing import Any
 from dmuon.model.config import read_model
 from dmuon.simulation.hardware import HARDWARE, Hardware
 from dmuon.simulation.network import Topology
-from dmuon.simulation.pools import plan_pools, pooled
+from dmuon.simulation.prediction import ERROR, verdict
 from dmuon.simulation.recommendation import recommend
-from dmuon.simulation.scenario import Machine, Scenario
-from dmuon.simulation.terms import ERROR, FITTED, verdict
+from dmuon.simulation.scenario import Machine, Scenario, plan_owners
 from dmuon.simulation.wave_model import wave_costs
 from dmuon.simulation.workload import Workload, is_expert
 from dmuon.solver import Matrix, Rank, SolveOptions
@@ -44,8 +43,8 @@ def scenario_of(path: Path, grid: Grid, world: int) -> Scenario:
     experts = sum(m.rows * m.cols for m in matrices if is_expert(m.name))
     ep = 1 if not experts else 64 if experts > _MANY_EXPERT_ELEMENTS else machine.gpus_per_node
     topology = Topology(world, machine.gpus_per_node, ep=min(ep, world))
-    owned, ranks = pooled(matrices, [Rank(i, i // machine.gpus_per_node) for i in range(world)], topology)
-    owners = plan_pools(owned, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0))
+    ranks = [Rank(i, i // machine.gpus_per_node) for i in range(world)]
+    owners = plan_owners(matrices, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0), topology)
     return Scenario(workload, owners, costs, Machine.of(machine, grid.efficiency), topology)
 
 
@@ -53,7 +52,7 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
     """Prints a row per model and size, and returns all ways of each."""
     memory = HARDWARE[grid.hardware].device.memory
     print(
-        f"{'model':<18}{'ranks':>6}{'ep':>4}{'AdamW ms':>10}{'mesh':>11} {'residency':<24}{'merge MiB':>10}  over AdamW"
+        f"{'model':<18}{'ranks':>6}{'ep':>4}{'AdamW ms':>10}{'mesh':>18} {'residency':<10}{'merge MiB':>10}  over AdamW"
     )
     rows = []
     for path in models:
@@ -63,11 +62,9 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
             found = recommend(scenario, memory)
             taken = found.taken
             result = verdict(found.overhead) if taken.fits else "does not fit"
-            how = " ".join([taken.residency, *["kept"] * taken.kept, *["2 levels"] * taken.hierarchical])
             print(
-                f"{path.stem:<18}{world:>6}{scenario.topology.ep:>4}{1e3 * found.adamw_s:>10.1f}{taken.mesh:>11} "
-                f"{how:<24}{taken.merge_bytes / 2**20:>10.0f}  {result}"
-                f"{'' if found.enough_tokens is None else f', equal from {found.enough_tokens:,} tokens'}"
+                f"{path.stem:<18}{world:>6}{scenario.topology.ep:>4}{1e3 * found.adamw.step_s:>10.1f}{taken.place:>18} "
+                f"{taken.residency:<10}{taken.merge_bytes / 2**20:>10.0f}  {result}"
                 f"   ({time.perf_counter() - started:.0f} s)",
                 flush=True,
             )
@@ -76,26 +73,20 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
                     "model": path.stem,
                     "ranks": world,
                     "ep": scenario.topology.ep,
-                    "adamw_ms": 1e3 * found.adamw_s,
-                    "adamw_fits": found.adamw_fits,
+                    "adamw_ms": 1e3 * found.adamw.step_s,
+                    "adamw_fits": found.adamw.fits,
                     "overhead": found.overhead,
                     "verdict": result,
-                    "enough_tokens": found.enough_tokens,
                     "equal": len(found.equal),
-                    "mesh": taken.mesh,
+                    "mesh": taken.place,
                     "residency": taken.residency,
-                    "kept": taken.kept,
-                    "hierarchical": taken.hierarchical,
                     "code": taken.code(),
                     "ways": [
                         {
-                            "mesh": way.mesh,
+                            "mesh": way.place,
                             "residency": way.residency,
                             "merge_bytes": way.merge_bytes,
-                            "kept": way.kept,
-                            "hierarchical": way.hierarchical,
                             "step_ms": 1e3 * way.step_s,
-                            "adamw_here_ms": 1e3 * way.adamw_s,
                             "gib": way.nbytes / 2**30,
                             "fits": way.fits,
                         }
@@ -103,4 +94,4 @@ def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:
                     ],
                 }
             )
-    return {"settings": asdict(grid), "error": ERROR, "terms": asdict(FITTED), "rows": rows}
+    return {"settings": asdict(grid), "error": ERROR, "rows": rows}

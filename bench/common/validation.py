@@ -1,4 +1,4 @@
-"""Holds the simulation against the real runtime on CPU ranks, with constants measured in the same processes."""
+"""Holds predictions against the real runtime on CPU ranks, with constants measured in the same processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -35,31 +35,34 @@ from common.programs import (
 from common.ranks import over_ranks, share, timed
 from common.results import origin, without_home
 from dmuon.planning.cost_lookup import find_costs
-from dmuon.simulation.network import NOTHING, Collective, Ring, Topology, Travel
-from dmuon.simulation.programs import ProgramName, simulate
+from dmuon.simulation.hardware import Link
+from dmuon.simulation.network import Collective, Network, Ring, Topology, Travel
 from dmuon.simulation.scenario import Machine, Scenario
+from dmuon.simulation.step import step_s
 from dmuon.simulation.workload import Block, Workload
 
 KEEP = "dedicated keep"
-PROGRAMS: dict[str, ProgramName] = {
+PROGRAMS = {
     DEDICATED: "dedicated",
     KEEP: "dedicated keep",
     GATHER: "gather",
     ADAMW: "adamw",
 }
+NO_LINK = Link(0.0, 1.0)
 _SMALL, _LARGE = 1 << 14, 1 << 22  # bytes of the two messages that fix latency and bandwidth
 _STEPS = 3  # timed together, so that publication overlaps the next forward
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredNetwork:
+class MeasuredNetwork(Network):
     """Latency in seconds and seconds per byte of each collective on one group of ranks."""
 
-    figures: dict[Collective, tuple[float, float]]
+    def __init__(self, figures: dict[Collective, tuple[float, float]]) -> None:
+        super().__init__(NO_LINK, NO_LINK)
+        object.__setattr__(self, "figures", figures)
 
     def travel(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
         if ring.size == 1 or calls == 0:
-            return NOTHING
+            return Travel(0.0, 0.0)
         latency, per_byte = self.figures[kind]
         return Travel(calls * latency, nbytes * per_byte)
 
@@ -102,7 +105,7 @@ def validate(rank: int, sizes: Sizes, quantile: float) -> dict[str, Any]:
         ),
         topology=Topology(sizes.world, gpus_per_node=sizes.world),
     )
-    predicted = {name: simulate(model, scenario).step_s for name, model in PROGRAMS.items()}
+    predicted = {name: predicted_s(model, scenario) for name, model in PROGRAMS.items()}
     measured = {name: float(np.quantile(values, quantile)) for name, values in samples.items()}
     return {
         "settings": asdict(sizes),
@@ -115,6 +118,12 @@ def validate(rank: int, sizes: Sizes, quantile: float) -> dict[str, Any]:
         "error": {name: predicted[name] / measured[name] - 1 for name in PROGRAMS},
         "samples_s": samples,
     }
+
+
+def predicted_s(program: str, scenario: Scenario) -> float:
+    """Seconds of a step of ``program``, whose name may end in " keep"."""
+    name, _, kept = program.partition(" ")
+    return step_s(name, replace(scenario, kept=bool(kept)))  # type: ignore[arg-type]
 
 
 def report(result: dict[str, Any]) -> str:
@@ -151,7 +160,7 @@ def measure(
 
 
 class Probe:
-    """Times what the simulation takes as given, with all ranks busy at the same time."""
+    """Times what predictions take as given, with all ranks busy at the same time."""
 
     def __init__(self, initial: GPT) -> None:
         self._model = copy.deepcopy(initial)

@@ -61,6 +61,15 @@ def number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
     return parse
 
 
+def removed(instead: str) -> Callable[[str], NoReturn]:
+    """The ``type`` of an option that is no more: it says what to write."""
+
+    def refuse(text: str) -> NoReturn:
+        raise argparse.ArgumentTypeError(f"was removed; {instead}")
+
+    return refuse
+
+
 positive = number("positive number", lambda value: value > 0)
 seconds = number("number of seconds above 0 and at most 1e6", lambda value: 0 < value <= 1e6)  # as clocks can count
 

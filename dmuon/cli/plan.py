@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from dmuon.cli.arguments import BadArgument, Parser, count, number, positive, require_target, seconds, subset
+from dmuon.cli.arguments import (
+    BadArgument,
+    Parser,
+    count,
+    number,
+    positive,
+    removed,
+    require_target,
+    seconds,
+    subset,
+)
 from dmuon.cli.figures import draw_plan
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
@@ -21,14 +31,14 @@ from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.files import save_png
 from dmuon.simulation.hardware import HARDWARE, Hardware, hardware
 from dmuon.simulation.network import Topology
-from dmuon.simulation.pools import plan_pools, pooled
-from dmuon.simulation.prediction import Prediction, predict
+from dmuon.simulation.prediction import report
 from dmuon.simulation.recommendation import recommend
+from dmuon.simulation.scenario import Machine, Scenario, plan_owners
+from dmuon.simulation.step import step_s
 from dmuon.simulation.wave_model import describe, wave_costs
 from dmuon.simulation.workload import Workload, is_expert
 from dmuon.solver import (
     BASELINES,
-    Backend,
     CostTable,
     Infeasible,
     Matrix,
@@ -43,34 +53,16 @@ from dmuon.solver import (
 _percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
 _DEFAULT_DEVICE = "h200"
 _COMPARE = (*BASELINES, "milp")
+_STAGE = "plan one stage: a config.json of its layers, and --world of its ranks"
+_REMOVED = {  # and what to write instead
+    "--backend": "the CBC that PuLP brings is the only solver, so leave it out",
+    "--pp": _STAGE,
+    "--micro-batches": _STAGE,
+    "--target": "try other --tokens, --replicate or --set, or --recommend",
+}
 _UNPREDICTED = (
     "no step time is predicted: the costs are another device's than any preset; pass --device to combine them"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """The pipeline stage that computes longest.
-
-    Attributes:
-        number: from 1.
-        micro_batches: of a step.
-    """
-
-    number: int
-    count: int
-    micro_batches: int
-
-    @property
-    def bubble(self) -> float:
-        """Seconds in which it waits for others, as a part of its forward and backward."""
-        return (self.count - 1) / self.micro_batches
-
-    def __str__(self) -> str:
-        return (
-            f"stage {self.number} of {self.count}, which computes longest: in {self.micro_batches} micro-batches it "
-            f"waits for the others for {self.bubble:.1%} of its forward and backward, and gathers weights once (kept)"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,31 +78,16 @@ class _Question:
     topology: Topology
     workload: Workload | None
     efficiency: float | None
-    stage: _Stage | None
 
     def solve(self, options: SolveOptions) -> Plan:
-        step = None if self.workload is None else self.step
-        return plan_pools(self.matrices, self.ranks, self.costs.table, options, predict=step)
+        return plan_owners(self.matrices, self.ranks, self.costs.table, options, self.topology)
 
-    def step(self, result: Plan) -> float:
-        """Predicted seconds of a dedicated step."""
-        return self.predict(result, target=None).programs["dedicated"].step_s
-
-    def predict(self, result: Plan, target: float | None) -> Prediction:
+    def scenario(self, result: Plan) -> Scenario:
+        """What a step of ``result`` is predicted from."""
         assert self.workload is not None
-        return predict(
-            self.workload,
-            result,
-            self.costs.table,
-            self.machine,
-            self.topology,
-            speeds={rank.index: rank.speed for rank in self.ranks if rank.speed != 1},
-            efficiency=self.efficiency,
-            target=target,
-            exchanged_costs=self.exchanged_costs,
-            stages=1 if self.stage is None else self.stage.count,
-            bubble=0.0 if self.stage is None else self.stage.bubble,
-        )
+        machine = Machine.of(self.machine, self.efficiency)
+        slowest = min(rank.speed for rank in self.ranks)
+        return Scenario(self.workload, result, self.exchanged_costs, machine, self.topology, speed=slowest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,16 +100,15 @@ def _run(arguments: argparse.Namespace) -> int:
         if path is not None:
             require_target(flag, path, suffix)
     question = _question(arguments)
-    if arguments.json is not None and arguments.pp * arguments.ep > 1:
+    if arguments.json is not None and arguments.ep > 1:
         raise BadArgument(
-            "--json: pipeline stages and expert groups are dedicated on their own, and have no plan in common; leave "
-            "--json out, or plan the ranks of one of them"
+            "--json: expert groups are dedicated on their own, and have no plan in common; leave --json out, or plan "
+            "the ranks of one of them"
         )
     started = time.perf_counter()
     result = question.solve(question.options)
     seconds = time.perf_counter() - started
     lines = [
-        *([] if question.stage is None else [str(question.stage)]),
         f"costs: {question.costs.source}",
         result.report(),
         _memory(question, result),
@@ -145,10 +121,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if question.workload is None:
         lines += ["", _UNPREDICTED]
     else:
-        prediction = question.predict(result, None if arguments.recommend else arguments.target / 100)
-        lines += ["", prediction.report()]
+        scenario, device = question.scenario(result), question.machine.device
+        lines += ["", report(scenario, device.name, device.peak_flops)]
         if arguments.recommend:
-            lines += ["", recommend(prediction.scenario, question.machine.device.memory).report()]
+            lines += ["", recommend(scenario, device.memory).report()]
     print("\n".join(lines), flush=True)  # before anything is written: a full disk must not cost the report
     if arguments.png is not None:
         save_png(draw_plan(result, f"{arguments.model} over {question.topology.world} ranks"), arguments.png)
@@ -168,13 +144,6 @@ def _parser() -> Parser:
     grid.add_argument("--replicate", type=count, default=1, metavar="N", help="HSDP replicas (default: 1)")
     grid.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     grid.add_argument("--ep", type=count, default=1, metavar="N", help="ranks that divide the experts (default: 1)")
-    grid.add_argument("--pp", type=count, default=1, metavar="N", help="pipeline stages (default: 1)")
-    grid.add_argument(
-        "--micro-batches",
-        type=count,
-        metavar="N",
-        help="of a pipeline in one step (default: 4 a stage, or as many as there are sequences)",
-    )
     grid.add_argument(
         "--memory-gib", type=positive, metavar="X", help="most fp32 masters and momentum per rank (default: no limit)"
     )
@@ -195,11 +164,10 @@ def _parser() -> Parser:
     )
     solve = parser.add_argument_group("solver")
     solve.add_argument("--method", choices=get_args(Method), default="auto", help="how to solve (default: auto)")
-    solve.add_argument("--backend", choices=get_args(Backend), default="auto", help="MILP solver (default: auto)")
     solve.add_argument("--gap", type=_percent, default=1.0, metavar="PERCENT", help="gap to prove (default: 1)")
     solve.add_argument("--time-limit", type=seconds, default=10.0, metavar="S", help="for exact methods (default: 10)")
     solve.add_argument(
-        "--spread-cap", type=_cap, metavar="auto|X", help="most of a block on one rank, of the least possible"
+        "--spread-cap", type=positive, metavar="X", help="most of a block on one rank, of the least possible"
     )
     solve.add_argument(
         "--byte-slack",
@@ -213,15 +181,14 @@ def _parser() -> Parser:
     step.add_argument("--sequence", type=count, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
     step.add_argument("--recompute", action="store_true", help="full activation checkpointing")
     step.add_argument("--efficiency", type=positive, metavar="X", help="of forward and backward, part of the peak")
-    step.add_argument(
-        "--target", type=positive, default=1.0, metavar="PERCENT", help="overhead to explain (default: 1)"
-    )
     out = parser.add_argument_group("output")
     out.add_argument("--recommend", action="store_true", help="compare meshes, residencies and merging, and say which")
     out.add_argument("--json", type=Path, metavar="PATH", help="write the plan, as dedicate_params(plan=PATH) reads it")
     out.add_argument("--png", type=Path, metavar="PATH", help="draw loads per rank and the spread of the blocks")
     out.add_argument("--owners", action="store_true", help="list the owner of every matrix")
     out.add_argument("--compare", type=subset(_COMPARE), default=(), metavar="LIST", help=f"of {','.join(_COMPARE)}")
+    for flag, instead in _REMOVED.items():
+        parser.add_argument(flag, type=removed(instead), help=argparse.SUPPRESS)
     return parser
 
 
@@ -235,7 +202,6 @@ def _question(arguments: argparse.Namespace) -> _Question:
     )
     if arguments.ep > 1 and not any(is_expert(m.name) for m in matrices):
         raise BadArgument(f"--ep {arguments.ep}: this model has no experts; leave --ep out")
-    workload, matrices, stage = _staged(arguments, workload, matrices)
     costs = _costs(arguments.costs, machine, matrices)
     exchanged_costs = costs.table
     if topology.tp > 1:
@@ -244,53 +210,29 @@ def _question(arguments: argparse.Namespace) -> _Question:
         costs = FoundCosts(table, source, costs.variants)
     options = SolveOptions(
         method=arguments.method,
-        backend=arguments.backend,
         gap_target=arguments.gap / 100,
         time_limit_s=arguments.time_limit,
         spread_cap=arguments.spread_cap,
         byte_slack=arguments.byte_slack / 100,
     )
-    matrices, ranks = pooled(matrices, _ranks(arguments, topology), topology)
+    ranks = _ranks(arguments, topology)
     predicted = workload if arguments.costs == "wave" or arguments.device is not None else None
     return _Question(
-        matrices, ranks, costs, exchanged_costs, options, machine, topology, predicted, arguments.efficiency, stage
+        matrices, ranks, costs, exchanged_costs, options, machine, topology, predicted, arguments.efficiency
     )
 
 
-def _staged(
-    arguments: argparse.Namespace, workload: Workload, matrices: tuple[Matrix, ...]
-) -> tuple[Workload, tuple[Matrix, ...], _Stage | None]:
-    """What the longest pipeline stage computes, and its matrices; everything without a pipeline."""
-    if arguments.pp == 1:
-        if arguments.micro_batches is not None:
-            raise BadArgument("--micro-batches is of a pipeline; give --pp too, or leave it out")
-        return workload, matrices, None
-    sequences = workload.tokens // arguments.sequence
-    micro_batches = arguments.micro_batches or min(4 * arguments.pp, sequences)
-    if micro_batches > sequences:
-        raise BadArgument(
-            f"--micro-batches {micro_batches}: a rank has {sequences} sequences in a step; give no more, or raise "
-            "--tokens"
-        )
-    stages = workload.stages(arguments.pp)
-    number = max(range(len(stages)), key=lambda i: (stages[i].flops, stages[i].elements))
-    blocks = {block.name for block in stages[number].blocks}
-    mine = tuple(m for m in matrices if m.block in blocks)
-    return stages[number], mine, _Stage(number + 1, arguments.pp, micro_batches)
-
-
 def _topology(arguments: argparse.Namespace, machine: Hardware) -> Topology:
-    if arguments.world % arguments.pp:
-        raise BadArgument(f"--pp {arguments.pp} does not divide --world {arguments.world}; change one of them")
-    world = arguments.world // arguments.pp
-    per_node = min(machine.gpus_per_node, world)
+    per_node = min(machine.gpus_per_node, arguments.world)
     if arguments.nodes is not None:
         if arguments.world % arguments.nodes:
             raise BadArgument(
                 f"--nodes {arguments.nodes} does not divide --world {arguments.world}; change one of them"
             )
-        per_node = min(arguments.world // arguments.nodes, world)
-    return Topology(world, gpus_per_node=per_node, replicate=arguments.replicate, tp=arguments.tp, ep=arguments.ep)
+        per_node = arguments.world // arguments.nodes
+    return Topology(
+        arguments.world, gpus_per_node=per_node, replicate=arguments.replicate, tp=arguments.tp, ep=arguments.ep
+    )
 
 
 def _ranks(arguments: argparse.Namespace, topology: Topology) -> tuple[Rank, ...]:
@@ -381,13 +323,9 @@ def _compare(question: _Question, result: Plan, names: Sequence[str]) -> str:
         line = f"{name:<12} {other.makespan_ns / 1e6:>12.3f} ms {other.makespan_ns / result.makespan_ns:>8.2f} "
         line += f"{other.gap:>7.2%} {other.makespan_ns * other.world / max(1, sum(other.loads_ns)):>9.2f}"
         if question.workload is not None:
-            line += f" {1e3 * question.step(other):>9.2f} ms"
+            line += f" {1e3 * step_s('dedicated', question.scenario(other)):>9.2f} ms"
         lines.append(line)
     return "\n".join(lines)
-
-
-def _cap(text: str) -> float | str:
-    return text if text == "auto" else positive(text)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What a step would take on machines that are not at hand: presets of hardware, modelled costs, a simulated step."""
+"""What a step would take on machines that are not at hand: presets, modelled costs, messages and a recurrence."""

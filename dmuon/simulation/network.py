@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dmuon.platform.options import is_integer
-from dmuon.simulation.engine import Times
-from dmuon.simulation.hardware import Hardware, Link
+from dmuon.simulation.hardware import Link
 
 Collective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Group = Literal["shard", "replicate", "replica", "expert shard", "experts"]
 
 _MESSAGE_S = 1.25e-6  # of one peer in an all-to-all: NCCL-tests issue 78 has 0.32 ms for the smallest over 256 ranks
 
@@ -83,92 +82,46 @@ class Topology:
     def nodes(self) -> int:
         return -(-self.world // self.gpus_per_node)
 
-    @property
-    def rails(self) -> int:
-        """Ranks of a row in each of its nodes, where it can communicate in two levels; 0 where it cannot."""
-        in_node = self.gpus_per_node // self.tp
-        return in_node if in_node > 1 and self.shard > in_node and self.shard % in_node == 0 else 0
+    def coordinate(self, rank: int) -> tuple[int, int]:
+        """Replica and shard of a rank."""
+        return divmod(rank // self.tp, self.shard)
 
-    def coordinates(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Replica, shard and tensor-parallel index of every rank."""
-        ranks = np.arange(self.world)
-        data = ranks // self.tp
-        return data // self.shard, data % self.shard, ranks % self.tp
+    def rings(self) -> dict[Group, Ring]:
+        """The groups of each kind, by the one over most nodes.
 
-    def group_ids(self) -> dict[str, NDArray[np.int64]]:
-        """Per kind of group, the group of every rank.
-
-        ``"shard"``: those that share a replica and a tensor-parallel index; ``"replicate"``: those that hold the same
-        shard; ``"data"``: those that differ in their data only; ``"all"``: everybody. ``"expert shard"``: those of
-        ``"shard"`` that shard the same experts; ``"experts"``: those of it that hold all experts together, and send
-        each other tokens. Where a row can communicate in two levels, ``"rail"``: those of ``"shard"`` with the same
-        place in their nodes; ``"node"``: those of it in one node.
+        ``"shard"``: ranks that share a replica and a tensor-parallel index; ``"replicate"``: those that hold the same
+        shard; ``"replica"``: those of one replica; ``"expert shard"``: those of ``"shard"`` that shard the same
+        experts; ``"experts"``: those of it that hold all experts together, and send each other tokens.
         """
-        replica, shard, tp = self.coordinates()
+        ranks = np.arange(self.world)
+        replica, shard, tp = ranks // self.tp // self.shard, ranks // self.tp % self.shard, ranks % self.tp
         row = replica * self.tp + tp
-        rails = self.rails
-        levels = (
-            {"rail": row * rails + shard % rails, "node": row * (self.shard // rails) + shard // rails} if rails else {}
-        )
-        return levels | {
+        ids: dict[Group, NDArray[np.int64]] = {
             "shard": row,
             "replicate": shard * self.tp + tp,
-            "data": tp,
-            "all": np.zeros_like(tp),
+            "replica": replica,
             "expert shard": row * self.ep + shard % self.ep,
             "experts": row * (self.shard // self.ep) + shard // self.ep,
         }
-
-    def ring(self, ids: NDArray[np.int64]) -> Ring:
-        """The shape of the groups ``ids``: of the one over most nodes, where they differ."""
-        node = np.arange(self.world) // self.gpus_per_node
-        pairs = np.unique(np.stack((ids, node)), axis=1)
-        return Ring(int(np.bincount(ids).max()), int(np.bincount(pairs[0]).max()))
+        node = ranks // self.gpus_per_node
+        nodes = {name: np.bincount(np.unique(np.stack((of, node)), axis=1)[0]).max() for name, of in ids.items()}
+        return {name: Ring(int(np.bincount(of).max()), int(nodes[name])) for name, of in ids.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Travel:
-    """How long something is on its way, in seconds; of each rank where they differ.
+class Travel(NamedTuple):
+    """How long something is on its way, in seconds.
 
     Attributes:
-        latency: while it passes, links carry what other streams send.
+        latency: while it passes, links carry what others send.
         busy: for which a link carries the bytes.
     """
 
-    latency: float | Times
-    busy: float | Times
-
-    @property
-    def seconds(self) -> float | Times:
-        return self.latency + self.busy
-
-    def __bool__(self) -> bool:
-        return bool(np.any(self.seconds))
-
-
-NOTHING = Travel(0.0, 0.0)
-
-
-def of_ranks(travels: Sequence[Travel], index: NDArray[np.int64]) -> Travel:
-    """For each rank, the travel that ``index`` says."""
-    latency, busy = (np.array([getattr(t, name) for t in travels], dtype=float) for name in ("latency", "busy"))
-    return Travel(latency[index], busy[index])
-
-
-class Network(Protocol):
-    """How long collectives take."""
-
-    def travel(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
-        """``calls`` collectives of one kind in one launch, over ``nbytes`` together.
-
-        ``nbytes`` counts whole tensors: what every rank holds after an all-gather or before a reduce-scatter. Of an
-        all-to-all it is the most that a rank sends or receives, and ``calls`` the most ranks that it exchanges with.
-        """
-        ...
+    latency: float
+    busy: float
 
 
 @dataclass(frozen=True, slots=True)
-class AlphaBeta:
+class Network:
     """``α · hops + bytes / bandwidth`` per link class, collectives as pipelined rings.
 
     A ring visits each node once: ``nodes - 1`` hops are between nodes, the others inside. It leaves a node over as many
@@ -178,32 +131,25 @@ class AlphaBeta:
 
     Broadcasts from several owners leave in one launch, and go around at the same time: one lap, and a hop more for the
     start of each further one. Reductions do the same. All-gathers that are called one after the other each go around.
-    A rank of an all-to-all starts one message after the other, ``message_s`` each.
+    A rank of an all-to-all starts one message after the other, ``_MESSAGE_S`` each.
     """
 
     intra: Link
     inter: Link
-    message_s: float = _MESSAGE_S
-
-    @classmethod
-    def of(cls, hardware: Hardware) -> AlphaBeta:
-        return cls(hardware.intra, hardware.inter)
-
-    def lap(self, ring: Ring) -> float:
-        """Seconds in which a message of no length goes around."""
-        return (ring.nodes - 1) * self.inter.latency_s + (ring.size - ring.nodes) * self.intra.latency_s
-
-    def bandwidth(self, ring: Ring) -> float:
-        """Bytes per second that pass each link of a ring."""
-        if ring.nodes == 1:
-            return self.intra.bandwidth
-        return min(self.intra.bandwidth, ring.size / ring.nodes * self.inter.bandwidth)
 
     def travel(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
-        if ring.size == 1 or calls == 0:
-            return NOTHING
-        around, busy = self.lap(ring), nbytes / self.bandwidth(ring)
-        part = (ring.size - 1) / ring.size
+        """``calls`` collectives of one kind in one launch, over ``nbytes`` together.
+
+        ``nbytes`` counts whole tensors: what every rank holds after an all-gather or before a reduce-scatter. Of an
+        all-to-all it is the most that a rank has for all members of the group.
+        """
+        if ring.size == 1 or calls == 0 or nbytes == 0:
+            return Travel(0.0, 0.0)
+        around = (ring.nodes - 1) * self.inter.latency_s + (ring.size - ring.nodes) * self.intra.latency_s
+        bandwidth = self.intra.bandwidth
+        if ring.nodes > 1:
+            bandwidth = min(bandwidth, ring.size / ring.nodes * self.inter.bandwidth)
+        busy, part = nbytes / bandwidth, (ring.size - 1) / ring.size
         match kind:
             case "broadcast" | "reduce":
                 return Travel(around + (calls - 1) * self.intra.latency_s, busy)
@@ -216,4 +162,6 @@ class AlphaBeta:
                 return Travel(2 * calls * min(around, tree), 2 * part * busy)
             case "all_to_all":
                 link = self.intra if ring.nodes == 1 else self.inter
-                return Travel(link.latency_s + calls * self.message_s, nbytes / link.bandwidth)
+                near = ring.size // ring.nodes if ring.nodes > 1 else 1  # members that this link does not lead to
+                away = nbytes * (ring.size - near) / ring.size
+                return Travel(link.latency_s + (ring.size - 1) * calls * _MESSAGE_S, away / link.bandwidth)

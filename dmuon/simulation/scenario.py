@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from dmuon.simulation.hardware import Hardware
-from dmuon.simulation.network import AlphaBeta, Network, Topology
-from dmuon.simulation.terms import FITTED, NO_TERMS, Terms
-from dmuon.simulation.workload import Block, Workload, is_expert
-from dmuon.solver import CostTable, Matrix, Plan
+from dmuon.simulation.network import Network, Topology
+from dmuon.simulation.workload import Block, Workload, expert_number
+from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
 
 MASTER_BYTES = 4  # of an element of masters, gradients and momentum: fp32
 _HALF_BYTES = 2
-# Of the peak. The steps that dmuon.simulation.terms are fitted to reach 0.44 to 0.56 on A800; Llama 3 405B was trained
-# at 0.38 to 0.43 on H100 (arXiv 2407.21783).
+# Of the peak. The steps that contention is fitted to reach 0.44 to 0.56 on A800; Llama 3 405B was trained at 0.38 to
+# 0.43 on H100 (arXiv 2407.21783).
 _EFFICIENCY = 0.5
 _ADAMW_BYTES = 28  # per element: weight, gradient and two moments read, all but the gradient written, fp32
+_CONTENTION = 0.15  # ``python bench/simulate.py --fit`` finds it, and writes how each case comes out to bench/results
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +29,25 @@ class Machine:
         copy_bytes_per_s: bytes read and written together.
         adamw_elements_per_s: elements that AdamW updates.
         network: how long collectives take.
+        ns_bytes: of an element as Newton–Schulz takes and leaves it, and as it is exchanged.
         ns_scale: factor on every cost of Newton–Schulz.
         communication_computes: communication takes the compute stream, as on CPU ranks with one core each.
-        ns_bytes: of an element as Newton–Schulz takes and leaves it, and as it is exchanged.
-        terms: what operations alone leave out.
+        contention: how much longer computation takes while a collective of owners is under way, as a part of the time
+            of both, beyond what FSDP2's collectives do to it; the efficiency of forward and backward has those.
     """
 
     flops_per_s: float
     copy_bytes_per_s: float
     adamw_elements_per_s: float
     network: Network
+    ns_bytes: int = MASTER_BYTES
     ns_scale: float = 1.0
     communication_computes: bool = False
-    ns_bytes: int = MASTER_BYTES
-    terms: Terms = NO_TERMS
+    contention: float = 0.0
 
     @classmethod
-    def of(cls, hardware: Hardware, efficiency: float | None = None, terms: Terms = FITTED) -> Machine:
-        """Rates of a preset, whose Newton–Schulz is in half precision.
+    def of(cls, hardware: Hardware, efficiency: float | None = None) -> Machine:
+        """Rates of a preset, whose Newton–Schulz is in half precision, with the fitted contention.
 
         Args:
             efficiency: part of the peak that forward and backward reach; ``None`` is a half, as published training
@@ -65,9 +63,9 @@ class Machine:
             device.peak_flops * (_EFFICIENCY if efficiency is None else efficiency),
             device.memory_bandwidth,
             device.memory_bandwidth / _ADAMW_BYTES,
-            AlphaBeta.of(hardware),
+            Network(hardware.intra, hardware.inter),
             ns_bytes=_HALF_BYTES,
-            terms=terms,
+            contention=_CONTENTION,
         )
 
 
@@ -76,15 +74,10 @@ class Scenario:
     """Everything that a step time depends on.
 
     Attributes:
-        speeds: ranks that are not as fast as the machine says, and how many times as fast they are. Slow ranks slow
-            down forward and backward too.
-        merge_bytes: as in ``CommOptions``: neighbouring blocks of dedicated weights communicate together up to so many.
-        hierarchical: as in ``CommOptions``, of rows that can; experts that ranks divide travel as ever.
-        gathers_once: weights stay whole from forward to backward, as pipeline stages with several micro-batches do.
-        exchanged_costs: of matrices that are exchanged, if others: their pieces come from tensor-parallel ranks anyway,
-            while ``costs`` have what these gather and scatter.
-        stages: of a pipeline, of which this is one.
-        bubble: seconds in which a pipeline stage waits for others, as a part of its forward and backward.
+        plan: owners, which the exchanged residency is taken to share, and what each takes for its matrices.
+        costs: of a batch whose parts are not gathered first, as tensor parallelism makes owners do.
+        kept: weights stay whole from forward to backward (``reshard_after_forward=False``).
+        speed: of the slowest rank, which all others wait for in forward and backward.
 
     Raises:
         ValueError: plan, costs, workload and topology that do not belong together.
@@ -95,69 +88,51 @@ class Scenario:
     costs: CostTable
     machine: Machine
     topology: Topology
-    speeds: Mapping[int, float] = field(default_factory=dict)
-    merge_bytes: int = 0
-    hierarchical: bool = False
-    gathers_once: bool = False
-    exchanged_costs: CostTable | None = None
-    stages: int = 1
-    bubble: float = 0.0
+    kept: bool = False
+    speed: float = 1.0
 
     @property
-    def forward_backward_s(self) -> float:
-        """Computation of forward and backward on one rank."""
-        return self.workload.flops / self.topology.tp / self.machine.flops_per_s
+    def flops_per_s(self) -> float:
+        """Of the whole computation of a block, which tensor-parallel ranks divide."""
+        return self.machine.flops_per_s * self.topology.tp * self.speed
 
     def __post_init__(self) -> None:
         if self.plan.world != self.topology.world:
             raise ValueError(f"plan is for {self.plan.world} ranks, topology for {self.topology.world}; plan again")
-        elements: dict[str, int] = {}
+        elements: Counter[str] = Counter()
         for m in self.plan.matrices:
-            elements[m.block] = elements.get(m.block, 0) + m.rows * m.cols
+            elements[m.block] += m.rows * m.cols
             self.costs.cost(m.shape, 1)
-        blocks = {b.name: b.matrix_elements for b in self.workload.blocks if b.matrix_elements}
+        blocks = Counter({b.name: b.matrix_elements for b in self.workload.blocks})
         for name in sorted(set(blocks) | set(elements)):
-            if blocks.get(name, 0) != elements.get(name, 0):
+            if blocks[name] != elements[name]:
                 raise ValueError(
-                    f"block {name!r} has {blocks.get(name, 0)} matrix elements in the workload and "
-                    f"{elements.get(name, 0)} in the plan; make both from one model"
+                    f"block {name!r} has {blocks[name]} matrix elements in the workload and {elements[name]} in the "
+                    "plan; make both from one model"
                 )
 
-
-def ns_chunks(scenario: Scenario) -> NDArray[np.float64]:
-    """Seconds of each rank's batched updates in the order in which it runs them, shape ``(batches, ranks)``.
-
-    As ``dmuon.Muon`` batches: per stored shape, in chunks of the cost table.
-    """
-    order = {block.name: i for i, block in enumerate(scenario.workload.blocks)}
-    owned: list[list[Matrix]] = [[] for _ in range(scenario.topology.world)]
-    for m in sorted(scenario.plan.matrices, key=lambda m: order[m.block]):
-        owned[scenario.plan.owners[m.name]].append(m)
-    rows = [batches(scenario, stored_shapes(matrices)) for matrices in owned]
-    table = np.zeros((max(map(len, rows)), len(rows)))
-    for rank, seconds in enumerate(rows):
-        table[: len(seconds), rank] = seconds
-    return table
-
-
-def stored_shapes(matrices: Iterable[Matrix]) -> Counter[tuple[int, int]]:
-    """Matrices per shape as they are stored, in the order in which the shapes come."""
-    return Counter((m.rows, m.cols) for m in matrices)
+    def merged(self, count: int) -> Scenario:
+        """The scenario with each ``count`` neighbouring blocks as one."""
+        blocks = self.workload.blocks
+        groups = [blocks[i : i + count] for i in range(0, len(blocks), count)]
+        names = {block.name: group[0].name for group in groups for block in group}
+        sums = [
+            Block(group[0].name, *(sum(getattr(block, f.name) for block in group) for f in fields(Block)[1:]))
+            for group in groups
+        ]
+        matrices = tuple(replace(m, block=names[m.block]) for m in self.plan.matrices)
+        return replace(
+            self,
+            workload=replace(self.workload, blocks=tuple(sums)),
+            plan=replace(self.plan, matrices=matrices),
+        )
 
 
-def gathered_shapes(scenario: Scenario) -> dict[str, Counter[tuple[int, int]]]:
-    """By the group that shards them, what a rank orthogonalizes if it gathers all matrices that it has a part of."""
-    matrices, ep = scenario.plan.matrices, scenario.topology.ep
-    experts = stored_shapes(m for m in matrices if ep > 1 and is_expert(m.name))
-    shared = stored_shapes(m for m in matrices if ep == 1 or not is_expert(m.name))
-    return {"shard": shared, "expert shard": Counter({shape: -(-count // ep) for shape, count in experts.items()})}
-
-
-def batches(scenario: Scenario, counts: Mapping[tuple[int, int], int]) -> list[float]:
-    """Seconds of the batches that ``counts`` matrices per stored shape make on one rank."""
+def batches(scenario: Scenario, shapes: Mapping[tuple[int, int], int]) -> list[float]:
+    """Seconds of the batches that so many matrices per stored shape make on one rank."""
     costs, scale = scenario.costs, 1e-9 * scenario.machine.ns_scale
     seconds: list[float] = []
-    for (rows, cols), count in counts.items():
+    for (rows, cols), count in shapes.items():
         shape = min(rows, cols), max(rows, cols)
         whole, rest = divmod(count, costs.chunk(shape))
         seconds += [costs.cost(shape, costs.chunk(shape)) * scale] * whole
@@ -165,51 +140,59 @@ def batches(scenario: Scenario, counts: Mapping[tuple[int, int], int]) -> list[f
     return seconds
 
 
-def tensors(matrices: Iterable[Matrix]) -> int:
-    """Weights of which the matrices are made: those of a fused tensor or of a stack count once."""
-    return len({m.name.partition("[")[0] for m in matrices})
+def stored_shapes(matrices: Iterable[Matrix]) -> Counter[tuple[int, int]]:
+    """Matrices per shape as they are stored."""
+    return Counter((m.rows, m.cols) for m in matrices)
 
 
-def owned_elements(scenario: Scenario, experts: bool) -> list[NDArray[np.float64]]:
-    """Per block, elements of one tensor-parallel rank by their owner's coordinates, shape ``(replicate, shard)``.
+def plan_owners(
+    matrices: Sequence[Matrix], ranks: Sequence[Rank], costs: CostTable, options: SolveOptions, topology: Topology
+) -> Plan:
+    """Plan as a model is dedicated: what all ranks share, and each part of the experts over the ranks that hold it.
 
-    Args:
-        experts: of the routed experts where ranks divide these, or of everything else.
+    Raises:
+        ValueError: as the solver.
     """
-    topology = scenario.topology
-    index = {block.name: i for i, block in enumerate(scenario.workload.blocks)}
-    owned = [np.zeros((topology.replicate, topology.shard)) for _ in index]
-    for m in scenario.plan.matrices:
-        if (topology.ep > 1 and is_expert(m.name)) == experts:
-            row, column = divmod(scenario.plan.owners[m.name] // topology.tp, topology.shard)
-            owned[index[m.block]][row, column] += m.rows * m.cols / topology.tp
-    return owned
+    if topology.ep == 1:
+        return plan(matrices, ranks, costs, options)
+    counts: Counter[tuple[str, str]] = Counter()  # of a block's gate_up projections there are twice as many as experts
+    numbers = {m.name: expert_number(m.name) for m in matrices}
 
+    def stack(m: Matrix) -> tuple[str, str]:
+        return m.block, m.name.partition("[")[0] if m.name.endswith("]") else ""
 
-def merged(scenario: Scenario) -> Scenario:
-    """The scenario with neighbouring blocks as one, as long as their weights fit into ``merge_bytes``."""
-    if not scenario.merge_bytes:
-        return scenario
-    workload = scenario.workload
-    groups: list[list[Block]] = []
-    room = 0
-    for block in workload.blocks:
-        nbytes = block.matrix_elements * workload.param_bytes // scenario.topology.tp
-        if groups and nbytes <= room:
-            groups[-1].append(block)
-        else:
-            groups.append([block])
-            room = scenario.merge_bytes
-        room -= nbytes
-    names = {block.name: group[0].name for group in groups for block in group}
-    matrices = tuple(replace(m, block=names[m.block]) for m in scenario.plan.matrices)
-    blocks = tuple(
-        Block(group[0].name, *(sum(getattr(block, f.name) for block in group) for f in fields(Block)[1:]))
-        for group in groups
-    )
-    return replace(
-        scenario,
-        workload=replace(workload, blocks=blocks),
-        plan=replace(scenario.plan, matrices=matrices),
-        merge_bytes=0,
+    for m in matrices:
+        counts[stack(m)] = max(counts[stack(m)], (numbers[m.name] or 0) + 1)
+    pools: dict[str, list[Matrix]] = {}
+    for m in sorted(matrices, key=lambda m: m.name):
+        number = numbers[m.name]
+        pool = "" if number is None else f"experts {number * topology.ep // counts[stack(m)]}"
+        pools.setdefault(pool, []).append(replace(m, pool=pool))
+    owners: dict[str, int] = {}
+    loads, bounds, pool_ranks = [0] * len(ranks), [], {}
+    known: dict[object, Plan] = {}
+    for pool, members in pools.items():
+        part = None if pool == "" else int(pool.split()[1])
+        able = [rank for rank in ranks if part in (None, topology.coordinate(rank.index)[1] % topology.ep)]
+        alone = [replace(rank, index=i) for i, rank in enumerate(able)]
+        # By position: names of alike pools differ in their numbers only, and these share a plan.
+        free = [replace(m, name=f"{i:06}", pool="") for i, m in enumerate(members)]
+        key = (tuple(free), *((rank.speed, rank.memory) for rank in alone))
+        solved = known.get(key) or plan(free, alone, costs, options)
+        known[key] = solved
+        owners |= {m.name: able[solved.owners[f"{i:06}"]].index for i, m in enumerate(members)}
+        for rank, load in zip(able, solved.loads_ns, strict=True):
+            loads[rank.index] += load
+        bounds.append(solved.bound_ns)
+        pool_ranks[pool] = len(able)
+    ordered = tuple(sorted((m for members in pools.values() for m in members), key=lambda m: m.name))
+    return Plan(
+        owners={m.name: owners[m.name] for m in ordered},
+        matrices=ordered,
+        loads_ns=tuple(loads),
+        bound_ns=max(bounds),
+        stage="+".join(sorted({solved.stage for solved in known.values()})),
+        reason=f"{len(pools)} pools, each planned over its own ranks",
+        estimated=tuple(shape for shape in costs.estimated if shape in {m.shape for m in ordered}),
+        pool_ranks=pool_ranks,
     )

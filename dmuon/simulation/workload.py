@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 
 from dmuon.model.blocks import MatrixShape
@@ -15,6 +13,7 @@ from dmuon.platform.options import is_integer
 
 _NORMS_PER_BLOCK = 2
 _NUMBERED = re.compile(r"\.experts\.(?:(?P<number>\d+)\.|.*\[(?P<matrix>\d+)\]$)")
+_PARAM_BYTES = 2
 _BACKWARD = 2  # products per forward product: one for the input's gradient, one for the weight's
 
 
@@ -29,9 +28,6 @@ class Block:
         other_elements: elements of everything else in it.
         expert_elements: those of the matrices that are routed experts.
         dispatch_bytes: of one rank's tokens on their way to their experts; as many come back.
-
-    Raises:
-        ValueError: a figure is negative or not finite, or experts have more elements than all matrices.
     """
 
     name: str
@@ -41,17 +37,6 @@ class Block:
     other_elements: int
     expert_elements: int = 0
     dispatch_bytes: float = 0.0
-
-    def __post_init__(self) -> None:
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"block {self.name!r}: {field.name} is {value!r}; give a figure of at least 0")
-        if self.expert_elements > self.matrix_elements:
-            raise ValueError(
-                f"block {self.name!r}: expert_elements is {self.expert_elements}; give at most matrix_elements, "
-                f"{self.matrix_elements}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,38 +50,16 @@ class Workload:
         tokens: per rank and step.
         param_bytes: per element of a weight as it travels.
         reduce_bytes: per element of a gradient as it travels.
-
-    Raises:
-        ValueError: no block, a block named twice, or a count below 1.
     """
 
     blocks: tuple[Block, ...]
     ends: Block
     tokens: int
-    param_bytes: int = 2
+    param_bytes: int = _PARAM_BYTES
     reduce_bytes: int = 4
 
-    def __post_init__(self) -> None:
-        if not self.blocks:
-            raise ValueError("blocks: there is none; a workload needs at least one")
-        names = [block.name for block in self.blocks]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"blocks: {twice[0]!r} is there twice; name each block once")
-        for field in ("tokens", "param_bytes", "reduce_bytes"):
-            _check_count(field, getattr(self, field))
-
     @classmethod
-    def from_config(
-        cls,
-        path: str | Path,
-        *,
-        tokens: int,
-        sequence: int,
-        recompute: bool = False,
-        param_bytes: int = 2,
-        reduce_bytes: int = 4,
-    ) -> Workload:
+    def from_config(cls, path: str | Path, *, tokens: int, sequence: int, recompute: bool = False) -> Workload:
         """The workload of a model's ``config.json``, of the model types that ``dmuon.model.config`` reads.
 
         Counted are matrix products, two operations per element and token, and causal attention, half of the full
@@ -114,7 +77,8 @@ class Workload:
             ValueError: as ``read_model``, or a field or argument that cannot be used, with the remedy.
         """
         for name, count in (("tokens", tokens), ("sequence", sequence)):
-            _check_count(name, count)
+            if not is_integer(count, 1):
+                raise ValueError(f"{name}={count!r} must be a whole number of at least 1")
         if tokens % sequence:
             raise ValueError(f"tokens={tokens} must be a multiple of sequence={sequence}; give whole sequences")
         config = ModelConfig.load(path)
@@ -138,48 +102,11 @@ class Workload:
                     sum(m.rows * m.cols for m in owned),
                     _NORMS_PER_BLOCK * hidden,
                     routed,
-                    float(tokens * chosen * hidden * param_bytes) if routed else 0.0,
+                    float(tokens * chosen * hidden * _PARAM_BYTES) if routed else 0.0,
                 )
             )
         ends = _ends(config, tokens, _hidden(config, members[blocks[-1].name]))
-        return cls(tuple(blocks), ends, tokens, param_bytes, reduce_bytes)
-
-    def scaled(self, factor: float) -> Workload:
-        """The same model with ``factor`` times the tokens per rank, in sequences of the same length."""
-
-        def more(block: Block) -> Block:
-            return replace(
-                block,
-                forward_flops=block.forward_flops * factor,
-                backward_flops=block.backward_flops * factor,
-                dispatch_bytes=block.dispatch_bytes * factor,
-            )
-
-        return replace(
-            self,
-            blocks=tuple(map(more, self.blocks)),
-            ends=more(self.ends),
-            tokens=max(1, round(self.tokens * factor)),
-        )
-
-    def stages(self, count: int) -> tuple[Workload, ...]:
-        """Pipeline stages: blocks in even shares, half of what the root holds in the first, the rest in the last.
-
-        Raises:
-            ValueError: fewer blocks than stages.
-        """
-        if not is_integer(count, 1) or count > len(self.blocks):
-            raise ValueError(f"pp={count!r} must be from 1 to the number of blocks, {len(self.blocks)}; change pp")
-        if count == 1:
-            return (self,)
-        bounds = [i * len(self.blocks) // count for i in range(count + 1)]
-        held = self.ends.other_elements
-        ends = [Block(self.ends.name, 0.0, 0.0, 0, 0) for _ in range(count)]
-        ends[0] = replace(ends[0], other_elements=held - held // 2)
-        ends[-1] = replace(self.ends, other_elements=held // 2)
-        return tuple(
-            replace(self, blocks=self.blocks[a:b], ends=end) for (a, b), end in zip(pairwise(bounds), ends, strict=True)
-        )
+        return cls(tuple(blocks), ends, tokens)
 
     @property
     def flops(self) -> float:
@@ -190,11 +117,6 @@ class Workload:
     def elements(self) -> int:
         """Parameters of the model."""
         return sum(b.matrix_elements + b.other_elements for b in (*self.blocks, self.ends))
-
-
-def _check_count(name: str, value: object) -> None:
-    if not is_integer(value, 1):
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
 
 
 def is_expert(name: str) -> bool:

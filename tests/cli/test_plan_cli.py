@@ -40,7 +40,8 @@ def test_recommends_a_mesh_and_says_why(plan: Callable[..., Any]) -> None:
     done = plan("--world", 16, "--method", "greedy", "--recommend")
     assert done.status == 0, done.err
     assert "ways to train, predicted; over the best AdamW" in done.out
-    assert {row.split()[3] for row in done.out.splitlines() if row.split()[1:2] == ["×"]} == {"dedicated", "exchanged"}
+    rows = [row for row in done.out.splitlines() if row.split()[1:2] == ["×"]]
+    assert {word for row in rows for word in row.split()} >= {"dedicated", "exchanged", "kept"}
     assert "recommended, because" in done.out
     assert done.out.splitlines()[-1].lstrip().startswith("mesh = init_device_mesh")
 
@@ -138,22 +139,16 @@ def test_tensor_parallel_pieces_travel_once(plan: Callable[..., Any]) -> None:
         return float(rows[0][3])
 
     slow = ("--tp", 2, "--set", "intra_bandwidth=1e9")
-    assert ns("exchanged", *slow) == ns("exchanged", "--tp", 2) < ns("dedicated", "--tp", 2) < ns("dedicated", *slow)
+    assert ns("exchanged", "--tp", 2) < ns("dedicated", "--tp", 2) < ns("dedicated", *slow) > ns("exchanged", *slow)
 
 
-def test_experts_and_stages_are_planned_on_their_own(tmp_path: Path, ended: Callable[..., Any]) -> None:
-    small = QWEN_MOE | {"num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 100}
+def test_experts_are_planned_on_their_own(tmp_path: Path, ended: Callable[..., Any]) -> None:
+    small = QWEN_MOE | {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 100}
     small = {name: value for name, value in small.items() if name != "num_experts"}  # as transformers 5 writes it
-    done = ended(main, written(tmp_path, small), "--world", 16, "--pp", 2, "--ep", 4, "--owners", "--recommend")
+    done = ended(main, written(tmp_path, small), "--world", 8, "--ep", 4, "--owners", "--recommend")
     assert done.status == 0, done.err
-    assert done.out.startswith(
-        "stage 2 of 2, which computes longest: in 4 micro-batches it waits for the others for 25.0%"
-    )
-    assert "predicted step of the stage, 8 × H200" in done.out and "on their way by pipeline parallelism" in done.out
-    assert 'mesh_dim_names=("pp", ' in done.out.splitlines()[-2] and "ways to train the stage" in done.out
     assert "(replicate 1 × shard 8 × tp 1, experts over 4)" in done.out
     owners = {row.split()[0]: int(row.split()[2]) for row in done.out.splitlines() if row.startswith("model.layers.")}
-    assert {name.split(".")[2] for name in owners} == {"2", "3"}
     experts = {name: owner for name, owner in owners.items() if ".experts.down_proj[" in name}
     assert len(experts) == 16
     for name, owner in experts.items():
@@ -162,7 +157,7 @@ def test_experts_and_stages_are_planned_on_their_own(tmp_path: Path, ended: Call
 
 @pytest.mark.parametrize("device", ["h200", pytest.param("h100", marks=pytest.mark.slow), "a800"])
 def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
-    done = plan("--world", 32, "--nodes", 4, "--device", device, "--spread-cap", "auto")
+    done = plan("--world", 32, "--nodes", 4, "--device", device, "--spread-cap", 1.5)
     assert done.status == 0 and device.upper() in done.out
 
 
@@ -178,12 +173,7 @@ def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
         (["--world", "8", "--replicate", "3"], "replicate=3 × tp=1 does not divide world=8"),
         (["--world", "8", "--tp", "3"], "tp=3 does not divide world=8"),
         (["--world", "8", "--ep", "3"], "ep=3 does not divide the 8 shards of a replica"),
-        (["--world", "8", "--pp", "3"], "--pp 3 does not divide --world 8"),
-        (["--world", "8", "--pp", "8"], "pp=8 must be from 1 to the number of blocks, 4"),
         (["--world", "8", "--ep", "2"], "--ep 2: this model has no experts"),
-        (["--world", "8", "--micro-batches", "2"], "--micro-batches is of a pipeline; give --pp too"),
-        (["--world", "8", "--pp", "2", "--micro-batches", "5"], "a rank has 4 sequences in a step"),
-        (["--world", "8", "--pp", "2"], "pipeline stages and expert groups are dedicated on their own"),
         (["--world", "2", "--compare", "best"], "'best' is not one of round-robin, lpt, greedy, milp"),
         (["--world", "2", "--speed", "2=0.5"], "--speed: '2=0.5' names no rank below 2"),
         (["--world", "2", "--speed", "1=2,1=3"], "--speed: rank 1 is there twice"),
@@ -192,7 +182,7 @@ def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
         (["--world", "2", "--speed", "1=fast"], "the factor is no number"),
         (["--world", "2", "--memory-gib", "0.001"], "raise memory"),
         (["--world", "2", "--memory-gib", "-1"], "--memory-gib: '-1' is no positive number"),
-        (["--world", "2", "--spread-cap", "0.5"], "spread_cap must be None, 'auto' or a number from 1 to 1000000"),
+        (["--world", "2", "--spread-cap", "0.5"], "spread_cap must be None or a number from 1 to 1000000"),
         (["--world", "2", "--gap", "100"], "--gap: '100' is no percentage"),
         (["--world", "2", "--set", "nvlink=3"], "nvlink"),
         (["--world", "2", "--set", "intra_bandwidth=-1"], "intra_bandwidth"),
@@ -201,6 +191,11 @@ def test_every_preset_plans(plan: Callable[..., Any], device: str) -> None:
         (["--world", "2", "--efficiency", "2"], "efficiency"),
         (["--world", "2", "--time-limit", "nan"], "--time-limit: 'nan'"),
         (["--world", "2", "--method", "exact"], "--method"),
+        (["--world", "2", "--spread-cap", "auto"], "--spread-cap: 'auto' is no positive number"),
+        (["--world", "2", "--pp", "2"], "--pp: was removed; plan one stage: a config.json of its layers"),
+        (["--world", "2", "--micro-batches", "2"], "--micro-batches: was removed; plan one stage"),
+        (["--world", "2", "--target", "5"], "--target: was removed; try other --tokens"),
+        (["--world", "2", "--backend", "highs"], "--backend: was removed; the CBC that PuLP brings is the only solver"),
         (["--world", "2", "--costs", "/no/such/cache.json"], "/no/such/cache.json"),
     ],
 )

@@ -66,16 +66,6 @@ def test_experts_and_their_tokens_by_hand(tmp_path: Path) -> None:
     assert workload(tmp_path, SMALL_LLAMA).blocks[0].expert_elements == 0
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_stages_are_the_model_in_parts(tmp_path: Path, count: int) -> None:
-    model = workload(tmp_path, SMALL_LLAMA | {"num_hidden_layers": 3})
-    stages = model.stages(count)
-    assert [block for stage in stages for block in stage.blocks] == list(model.blocks)
-    assert sum(stage.elements for stage in stages) == model.elements
-    assert sum(stage.flops for stage in stages) == pytest.approx(model.flops)
-    assert stages[-1].ends.forward_flops == model.ends.forward_flops
-
-
 def test_a_token_meets_its_share_of_the_experts(tmp_path: Path) -> None:
     (block,) = workload(tmp_path, MOE).blocks
     attention, router, expert = 2 * 8 * 8 + 2 * 4 * 8, 8 * 8, 3 * 4 * 8
@@ -88,14 +78,6 @@ def test_towers_have_no_ends(tmp_path: Path) -> None:
     model = workload(tmp_path, towers(TOWER | small))
     assert model.ends == Block("ends", 0.0, 0.0, 0, 0)
     assert model.blocks[0].matrix_elements == 4 * 8 * 8 + 2 * 8 * 16
-
-
-def test_scaling_tokens_scales_work_only(tmp_path: Path) -> None:
-    model = workload(tmp_path, SMALL_LLAMA)
-    more = model.scaled(2.0)
-    assert more.flops == pytest.approx(2 * model.flops)
-    assert (more.elements, more.tokens) == (model.elements, 12)
-    assert more.flops == pytest.approx(workload(tmp_path, SMALL_LLAMA, 12, 3).flops)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +93,6 @@ def test_scaling_tokens_scales_work_only(tmp_path: Path) -> None:
         (SMALL_LLAMA, {"tokens": 0}, "tokens=0 must be a whole number"),
         (SMALL_LLAMA, {"sequence": True}, "sequence=True must be a whole number"),
         (SMALL_LLAMA, {"tokens": 7}, "tokens=7 must be a multiple of sequence=3"),
-        (SMALL_LLAMA, {"param_bytes": 0}, "param_bytes=0"),
     ],
 )
 def test_bad_fields_and_arguments_are_named(
@@ -119,13 +100,3 @@ def test_bad_fields_and_arguments_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         workload(tmp_path, config, **options)
-
-
-def test_bad_blocks_are_named() -> None:
-    ends = Block("ends", 0.0, 0.0, 0, 0)
-    with pytest.raises(ValueError, match="block 'a': forward_flops is nan"):
-        Block("a", float("nan"), 0.0, 0, 0)
-    with pytest.raises(ValueError, match="'a' is there twice"):
-        Workload((Block("a", 1.0, 2.0, 1, 0),) * 2, ends, 1)
-    with pytest.raises(ValueError, match="there is none"):
-        Workload((), ends, 1)

@@ -1,17 +1,20 @@
-"""Small planning problems, their exact answers by exhaustion, and the matrices of large models."""
+"""Small planning problems, exact answers by exhaustion, the matrices of large models, and a search without a child."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from typing import Any
 
+import pulp
 from hypothesis import strategies as st
 
-from dmuon.solver import CostTable, Matrix, Plan, Rank
+from dmuon.solver import CostTable, Matrix, Plan, Rank, exact
 from dmuon.solver.problem import Problem, build_problem
 
 Case = tuple[list[Matrix], int, CostTable]
@@ -149,3 +152,12 @@ def limited_problems(draw: st.DrawFn) -> LimitedCase:
     matrices, _, costs = draw(problems())
     pooled = [replace(m, pool=draw(st.sampled_from(["", "experts"]))) for m in matrices]
     return pooled, draw(unequal_ranks(pooled)), costs
+
+
+def search_here(question: tuple[Any, ...], seconds: float) -> dict[str, Any]:
+    """What ``dmuon.solver.child.run_search`` does in a process of its own, which takes a third of a second to start."""
+    answers: list[dict[str, Any]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP announces what its next version removes
+        exact.search(*question, str(pulp.PULP_CBC_CMD.pulp_cbc_path), answers.append)
+    return answers[-1]

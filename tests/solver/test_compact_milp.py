@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pulp
 import pytest
 from instances import GRAHAM, built, linear_costs, make_matrices
 
-from dmuon.solver import Plan, SolveOptions, baseline, compact_milp, exact, plan, planner
+from dmuon.solver import Plan, SolveOptions, baseline, child, exact, plan, planner
+from dmuon.solver.child import SolverFailed
 from dmuon.solver.compact_milp import MilpSolver, assign_within
-from dmuon.solver.milp_process import SolverFailed
 
-EXACT = SolveOptions(gap_target=0.0, backend="cbc")
+EXACT = SolveOptions(gap_target=0.0)
 GREEDY = SolveOptions(method="greedy", gap_target=0.0)
-each_backend = pytest.mark.parametrize(
-    "backend",
-    [
-        "cbc",
-        pytest.param("highs", marks=pytest.mark.skipif(not importlib.util.find_spec("highspy"), reason="no HiGHS")),
-    ],
-)
 
 
 def solve(options: SolveOptions = EXACT) -> Plan:
@@ -40,10 +31,9 @@ def test_column_generation_closes_the_gap_that_the_envelope_leaves() -> None:
     assert closed.reason == "proven within 0.00% of the optimum by column generation"
 
 
-@each_backend
 @pytest.mark.usefixtures("compact_only")
-def test_the_compact_milp_closes_it_too(backend: Any) -> None:
-    result = solve(SolveOptions(gap_target=0.0, backend=backend))
+def test_the_compact_milp_closes_it_too() -> None:
+    result = solve()
     assert (result.bound_ns, result.makespan_ns) == (14, 14)
     assert "by the compact MILP" in result.reason
 
@@ -57,31 +47,29 @@ def test_milp_proves_a_start_that_is_already_the_optimum() -> None:
     assert (result.bound_ns, result.makespan_ns) == (758, 758)
 
 
-@each_backend
-def test_a_capacity_that_is_exactly_the_optimum_is_possible_and_one_less_is_not(backend: Any) -> None:
-    problem, solver = built(make_matrices([2, 1]), 2, linear_costs(732, 26)), MilpSolver(backend)
+def test_a_capacity_that_is_exactly_the_optimum_is_possible_and_one_less_is_not() -> None:
+    problem = built(make_matrices([2, 1]), 2, linear_costs(732, 26))
+    solver = MilpSolver(pulp.PULP_CBC_CMD.pulp_cbc_path)
     status, counts = assign_within(problem, 758, solver, 10)
     assert status == "feasible" and counts is not None and problem.makespan(counts) == 758
     assert assign_within(problem, 757, solver, 10) == ("infeasible", None)
 
 
-@each_backend
 @pytest.mark.parametrize(
     ("missing", "stage", "reason"),
     [
         ((), "patterns", ""),
-        (("proofs", "finds", "repacking"), "milp", "by the compact MILP"),
-        (("proofs", "finds"), "milp", "MILPs over a few ranks"),
+        (("proofs", "finds"), "milp", "by the compact MILP"),
     ],
-    ids=["patterns", "compact", "repacking"],
+    ids=["patterns", "compact"],
 )
 def test_exact_methods_find_what_lpt_misses(
-    leave_out: Callable[..., None], missing: tuple[str, ...], stage: str, reason: str, backend: Any
+    leave_out: Callable[..., None], missing: tuple[str, ...], stage: str, reason: str
 ) -> None:
     assert baseline("lpt", *GRAHAM).makespan_ns == 11
     leave_out("search", *missing)
     assert plan(*GRAHAM, SolveOptions(method="greedy")).makespan_ns == 11
-    result = plan(*GRAHAM, SolveOptions(gap_target=0.0, backend=backend))
+    result = plan(*GRAHAM, EXACT)
     assert (result.makespan_ns, result.bound_ns, result.stage) == (9, 9, stage)
     assert reason in result.reason
 
@@ -90,10 +78,10 @@ def test_nothing_is_solved_when_the_envelope_already_proves_the_plan(monkeypatch
     def never(*args: Any) -> int:
         raise AssertionError("a solver ran")
 
-    monkeypatch.setattr(compact_milp, "MilpProcess", never)
+    monkeypatch.setattr(exact, "run_search", never)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = plan(make_matrices([8]), 4, linear_costs(10), SolveOptions(method="milp", backend="cbc"))
+        result = plan(make_matrices([8]), 4, linear_costs(10), SolveOptions(method="milp"))
         greedy = solve(SolveOptions(method="greedy"))
     assert result.gap == 0.0
     assert greedy.gap > 0.1 and greedy.reason == "method 'greedy' runs no MILP"
@@ -105,7 +93,7 @@ def test_auto_builds_no_compact_milp_above_the_threshold(monkeypatch: pytest.Mon
     assert result.reason == "found nothing shorter; the gap stays 14.29%"
     monkeypatch.setattr(exact, "_LARGEST_KNAPSACK", 1)
     assert "pricing problem" in solve(SolveOptions(gap_target=0.0, search_space_threshold=5)).reason
-    forced = solve(SolveOptions(method="milp", gap_target=0.0, search_space_threshold=5, backend="cbc"))
+    forced = solve(SolveOptions(method="milp", gap_target=0.0, search_space_threshold=5))
     assert forced.gap == 0.0
 
 
@@ -113,13 +101,6 @@ def test_exact_methods_raise_no_warning_of_their_own() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert solve().gap == 0.0
-
-
-def test_an_explicit_back_end_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="backend='highs' needs the package highspy; install it"):
-        solve(SolveOptions(backend="highs"))
-    assert MilpSolver("auto").name == "CBC"
 
 
 # What CBC may do instead of solving.
@@ -143,9 +124,9 @@ def call_optimal(*chosen: str) -> Callable[[Any], None]:
     return answer
 
 
-def that_does(fault: Callable[[Any], None]) -> Callable[..., Any]:
-    """What is taken for a process of the solver."""
-    return lambda *_: SimpleNamespace(ask=lambda model, *_: fault(model), close=lambda: None)
+def that_does(fault: Callable[[Any], None]) -> type:
+    """What is taken for CBC."""
+    return type("Faulty", (), {"__init__": lambda self, **_: None, "actualSolve": lambda self, model: fault(model)})
 
 
 TOO_LONG = ("x_0_0_1", "x_1_0_1", "x_0_1_0", "x_1_1_1")  # the dear matrix and a cheap one together
@@ -156,7 +137,7 @@ TOO_LONG = ("x_0_0_1", "x_1_0_1", "x_0_1_0", "x_1_1_1")  # the dear matrix and a
     ("fault", "missing", "options", "says"),
     [
         *(
-            (fault, ("proofs", "finds", "repacking"), {"method": method}, f"the MILP failed: .*{says}")
+            (fault, ("proofs", "finds"), {"method": method}, f"the MILP failed: .*{says}")
             for fault, says in (
                 (crash, "PulpSolverError: Pulp: Error while trying to execute cbc"),
                 (call_optimal(), "no assignment of every matrix"),
@@ -182,11 +163,12 @@ def test_a_failing_solver_leaves_the_heuristic_plan_and_a_warning(
     leave_out(*missing)
     heuristic = solve(GREEDY)
     if fault is None:
+        monkeypatch.setattr(exact, "run_search", child.run_search)
         monkeypatch.setitem(sys.modules, "pulp", None)
     elif fault is not ...:
-        monkeypatch.setattr(compact_milp, "MilpProcess", that_does(fault))
+        monkeypatch.setattr(pulp, "COIN_CMD", that_does(fault))
     with pytest.warns(UserWarning, match=says):
-        result = solve(SolveOptions(gap_target=0.0, backend="cbc", **options))
+        result = solve(SolveOptions(gap_target=0.0, **options))
     assert result.digest == heuristic.digest
     assert (result.bound_ns, result.makespan_ns) == (12, 14)
     assert result.reason.startswith("failed") or "failed" not in says
@@ -195,7 +177,7 @@ def test_a_failing_solver_leaves_the_heuristic_plan_and_a_warning(
 @pytest.mark.pitfall("P51")
 @pytest.mark.usefixtures("compact_only")
 def test_a_solver_that_finds_nothing_in_time_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact_milp, "MilpProcess", that_does(run_out_of_time))
+    monkeypatch.setattr(pulp, "COIN_CMD", that_does(run_out_of_time))
     result = solve()
     assert (result.bound_ns, result.makespan_ns) == (12, 14)
 

@@ -78,7 +78,7 @@ def test_work_goes_where_the_ranks_can_take_it(
         ([Rank(0, memory=STATE), Rank(1, memory=STATE)], "4 matrices of shape 64x64 .* leave room for 2; raise memory"),
     ],
 )
-@pytest.mark.parametrize("cap", [None, 1.5, "auto"])
+@pytest.mark.parametrize("cap", [None, 1.5])
 def test_limits_that_leave_no_room_are_named(ranks: list[Rank], says: str, cap: Any) -> None:
     with pytest.raises(Infeasible, match=says):
         plan(make_matrices([4]), ranks, linear_costs(10), SolveOptions(spread_cap=cap))
@@ -135,17 +135,6 @@ def test_another_assignment_is_tried_where_the_shortest_cannot_be_spread() -> No
         options = SolveOptions(method=method, spread_cap=1.0)  # type: ignore[arg-type]
         result = plan(matrices, ranks, linear_costs(721, 575), options)
         assert (result.owners["s"], result.owners["t"], result.owners["u"]) == (0, 0, 1)
-
-
-def test_auto_takes_the_cap_with_the_shortest_predicted_step() -> None:
-    matrices, costs = batched()
-    loose = plan(matrices, 4, costs)
-    by_bytes = plan(matrices, 4, costs, SolveOptions(spread_cap="auto"), predict=lambda p: p.spread)
-    assert by_bytes.spread == 1.0
-    by_time = plan(matrices, 4, costs, SolveOptions(spread_cap="auto"), predict=lambda p: p.makespan_ns)
-    assert by_time.makespan_ns == loose.makespan_ns
-    nominal = plan(matrices, 4, costs, SolveOptions(spread_cap="auto"))
-    assert nominal.spread <= loose.spread
 
 
 def test_byte_slack_trades_makespan_for_even_bytes() -> None:

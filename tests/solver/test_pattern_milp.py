@@ -7,6 +7,7 @@ import time
 from itertools import product
 
 import numpy as np
+import pulp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,8 +32,8 @@ from dmuon.solver.pattern_milp import PatternPool, _Knapsack
 from dmuon.solver.problem import Problem, lower_bound
 
 
-def pool(problem: Problem, backend: str = "auto") -> PatternPool:
-    return PatternPool(problem, MilpSolver(backend), time.monotonic() + 30)  # type: ignore[arg-type]
+def pool(problem: Problem) -> PatternPool:
+    return PatternPool(problem, MilpSolver(pulp.PULP_CBC_CMD.pulp_cbc_path), time.monotonic() + 30)
 
 
 def most_valuable(problem: Problem, kind: int, capacity: int, prices: np.ndarray) -> float:

@@ -1,0 +1,225 @@
+"""How long a training step takes: one recurrence over the blocks, for the messages of any program.
+
+``dedicated``  as the dedicated residency runs it: one block is prefetched, two reductions are on their way.
+``exchanged``  FSDP2; parts of momentum travel to one owner and those of its update back, in rounds.
+``gather``     FSDP2; every rank gathers every momentum matrix, orthogonalizes all, and applies its own shard.
+``adamw``      FSDP2 with AdamW on everything.
+
+A rank has a clock for what it computes, and one for each stream of messages. Streams share the links: while the
+latency of one message passes, a link carries what the others send. All ranks are taken to be as late as the latest. Not
+modelled: activations on their way by tensor parallelism, experts that get more tokens than others, clipping, the
+allocator, and the host, which runs ahead.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmuon.simulation.messages import Message, Program, Purpose, gathered_shapes, messages, owned_elements, sharded
+from dmuon.simulation.scenario import MASTER_BYTES, Scenario, batches, stored_shapes
+from dmuon.simulation.wave_model import UPDATE_BYTES
+
+_MAX_REDUCTIONS = 2  # as in dmuon.dedicated.runtime
+_OWNERS = ("broadcast", "reduce", "all_to_all")  # AdamW's step has no such collectives, but for tokens
+_FOLD_BYTES = 3 * MASTER_BYTES  # of an element: its gradient and its momentum read, this written
+_READ_BYTES = 2 * MASTER_BYTES  # both read again
+_JOINED = 4  # of each element: read and written when it has come, and before it goes back
+
+
+class _Rank:
+    """The clocks of a rank."""
+
+    def __init__(self, program: Program, scenario: Scenario) -> None:
+        self.scenario, self.machine = scenario, scenario.machine
+        self.now = 0.0  # when everything that was computed so far has ended
+        self._rings = scenario.topology.rings()
+        self._streams: dict[str, float] = defaultdict(float)
+        self._links: dict[str, float] = defaultdict(float)
+        self._arrived = 0.0  # the last of what contends and has started
+        self._table: dict[tuple[Purpose, int | None], list[Message]] = defaultdict(list)
+        for message in messages(program, scenario):
+            self._table[message.purpose, message.block].append(message)
+
+    def of(self, purpose: Purpose, block: int | None = None) -> Sequence[Message]:
+        return self._table[purpose, block]
+
+    def compute(self, seconds: float) -> None:
+        hindered = min(seconds, max(0.0, self._arrived - self.now))
+        self.now += seconds + self.machine.contention * hindered
+
+    def copy(self, nbytes: float) -> None:
+        self.compute(nbytes / self.machine.copy_bytes_per_s)
+
+    def wait(self, until: float) -> None:
+        self.now = max(self.now, until)
+
+    def send(self, purpose: Purpose, block: int | None, ready: float, part: float = 1.0) -> float:
+        """Start messages as soon as they are ``ready`` and those before them are through; when they have arrived.
+
+        Args:
+            part: of their bytes.
+        """
+        arrived = ready
+        for message in self._table[purpose, block]:
+            contends = message.kind in _OWNERS and purpose != "tokens"
+            ring = self._rings[message.group]
+            travel = self.machine.network.travel(message.kind, ring, message.nbytes * part, message.calls)
+            stream = f"{purpose} {message.group}"
+            # Owners' rows of shared weights and of experts go side by side; FSDP2's one after the other.
+            start = max(ready if contends else arrived, self._streams[stream])
+            if self.machine.communication_computes:
+                start = max(start, self.now)
+            self._links[ring.link] = max(start, self._links[ring.link]) + travel.busy
+            self._streams[stream] = self._links[ring.link] + travel.latency
+            arrived = max(arrived, self._streams[stream])
+            if self.machine.communication_computes:
+                self.now = arrived
+            if contends:
+                self._arrived = max(self._arrived, arrived)
+        return arrived
+
+
+def step_s(program: Program, scenario: Scenario) -> float:
+    """Seconds of a step in steady state, from one update to the next."""
+    rank = _Rank(program, scenario)
+    workload, topology, machine = scenario.workload, scenario.topology, scenario.machine
+    blocks = (*workload.blocks, workload.ends)
+    last = len(blocks) - 1  # the ends
+    arriving: dict[int, float] = {}
+    reductions: deque[float] = deque()
+    scattered = averaged = 0.0
+    travelled = workload.param_bytes + workload.reduce_bytes
+    is_dedicated = program == "dedicated"
+    owned = owned_elements(scenario).sum(axis=0)
+    filled = [*owned.sum(axis=1).max(axis=1).tolist(), 0.0]
+
+    def fetch(i: int, forward: bool = True) -> None:
+        """Start what brings the weights of a block."""
+        gathered = rank.send("weights", i, rank.now)
+        published = rank.send("publish", i, 0.0) if forward else 0.0
+        copied = filled[i] * (MASTER_BYTES + workload.param_bytes) / machine.copy_bytes_per_s if is_dedicated else 0.0
+        ready = published if scenario.kept else max(published, rank.now)
+        arriving[i] = max(gathered, rank.send("fill", i, ready + copied))
+
+    def unshard(i: int) -> None:
+        rank.wait(arriving.pop(i))
+        rank.copy(2 * workload.param_bytes * sum(elements for _, elements in sharded(program, blocks[i], topology)))
+
+    def dispatch(i: int) -> None:
+        for _ in range(2):  # to the ranks that hold the tokens' experts, and back
+            rank.wait(rank.send("tokens", i, rank.now))
+
+    def scatter(i: int) -> None:
+        """Start what brings the gradients of a block to their ranks."""
+        nonlocal scattered, averaged
+        if is_dedicated and i < last:
+            while len(reductions) >= _MAX_REDUCTIONS:
+                rank.wait(reductions.popleft())
+            others = blocks[i].expert_elements * (1 - 1 / topology.ep)  # experts of other ranks
+            rank.copy(travelled * (blocks[i].matrix_elements - others) / topology.tp)
+            reductions.append(rank.send("replicas", i, rank.send("reduce", i, rank.now)))
+        rank.wait(scattered)
+        rank.copy(travelled * sum(elements for _, elements in sharded(program, blocks[i], topology)))
+        scattered = rank.send("gradients", i, rank.now)
+        averaged = max(averaged, rank.send("averages", i, scattered))
+
+    if program != "adamw":
+        _adamw(rank, [block.other_elements / topology.shard for block in blocks])
+    fetch(last)
+    unshard(last)
+    fetch(0)
+    for i in range(last):
+        unshard(i)
+        if i + 1 < last:
+            fetch(i + 1)
+        dispatch(i)
+        rank.compute(blocks[i].forward_flops / scenario.flops_per_s)
+    if not scenario.kept:
+        fetch(last - 1, forward=False)
+    rank.compute((workload.ends.forward_flops + workload.ends.backward_flops) / scenario.flops_per_s)
+    for i in reversed(range(last)):
+        if not scenario.kept:
+            unshard(i)
+            if i:
+                fetch(i - 1, forward=False)
+        dispatch(i)
+        rank.compute(blocks[i].backward_flops / scenario.flops_per_s)
+        scatter(i)
+    scatter(last)
+    rank.wait(max([scattered, averaged, *reductions]))
+    if program == "adamw":
+        rings = topology.rings()
+        units = [unit for block in blocks for unit in sharded(program, block, topology)]
+        _adamw(rank, [elements / rings[group].size for group, elements in units])
+    elif program == "exchanged":
+        _exchange(scenario, rank, owned.sum(axis=0))
+    else:
+        rank.wait(rank.send("momentum", None, rank.now))
+        rank.compute(newton_schulz_s(program, scenario))
+    return rank.now
+
+
+def newton_schulz_s(program: Program, scenario: Scenario) -> float:
+    """Seconds of Newton–Schulz with momentum and weight update, on the busiest rank."""
+    if program == "adamw":
+        return 0.0
+    if program == "gather":
+        return sum(sum(batches(scenario, gathered_shapes(scenario, of_experts))) for of_experts in (False, True))
+    if program == "dedicated":
+        return 1e-9 * scenario.machine.ns_scale * max(scenario.plan.loads_ns)
+    return max(sum(taken) for taken in _owned_batches(scenario))
+
+
+def _owned_batches(scenario: Scenario) -> list[list[float]]:
+    """Seconds of the batches of every rank that owns any."""
+    owned = defaultdict(list)
+    for m in scenario.plan.matrices:
+        owned[scenario.plan.owners[m.name]].append(m)
+    return [batches(scenario, stored_shapes(matrices)) for matrices in owned.values()]
+
+
+def _adamw(rank: _Rank, elements: Sequence[float]) -> None:
+    rank.compute(sum(elements) / rank.machine.adamw_elements_per_s)
+
+
+def _exchange(scenario: Scenario, rank: _Rank, elements: NDArray[np.float64]) -> None:
+    """Rounds: while one is orthogonalized, the next one is gathered and the last one scattered.
+
+    Where Newton–Schulz is in half precision, gradients are folded into momentum before the first round and norms of
+    whole matrices added up, so that parts travel as it takes them.
+
+    Args:
+        elements: by owner.
+    """
+    machine = scenario.machine
+    parts, owned = float(elements.sum()) / scenario.topology.shard, float(elements.max())
+    travel = rank.of("parts") or rank.of("copies")
+    rounds = max(len(taken) for taken in _owned_batches(scenario)) if travel else 1
+    part = 1 / rounds
+    # The owner runs no passes over parts, which each rank does; it joins them, and lays out those of the update.
+    passes = (UPDATE_BYTES - _JOINED * machine.ns_bytes) * owned / machine.copy_bytes_per_s if travel else 0.0
+    seconds = max(0.0, newton_schulz_s("exchanged", scenario) - passes) * part
+    rank.copy(parts * _FOLD_BYTES)
+    if machine.ns_bytes < MASTER_BYTES:
+        rank.wait(rank.send("norms", None, rank.now))
+    packed = parts * part * (_READ_BYTES + 2 * machine.ns_bytes)
+    rank.copy(packed)
+    gathered = rank.send("parts", None, rank.now, part)
+    arrived: deque[float] = deque()
+    for turn in range(rounds):
+        rank.wait(gathered)
+        if turn + 1 < rounds:
+            rank.copy(packed)
+            gathered = rank.send("parts", None, rank.now, part)
+        rank.compute(seconds)
+        scattered = rank.send("updates", None, rank.now, part)
+        arrived.append(rank.send("copies", None, scattered, part))
+        if len(arrived) > 1:
+            rank.wait(arrived.popleft())
+            rank.copy(parts * part * (machine.ns_bytes + 2 * MASTER_BYTES))
+    rank.wait(arrived.popleft())
+    rank.copy(parts * part * (machine.ns_bytes + 2 * MASTER_BYTES))

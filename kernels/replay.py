@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -27,11 +28,15 @@ _MOST_GRAPHS = 32  # each keeps its workspace; shapes of a model are fewer
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A function of what is in ``source``: ``replay`` queues it on the current stream, and leaves it in ``result``."""
+    """A function of what is in ``source``: ``replay`` queues it on the current stream, and leaves it in ``result``.
+
+    ``pool`` is kept as long as the graph that lies in it.
+    """
 
     replay: Callable[[], None]
     source: Tensor
     result: Tensor
+    pool: object = None
 
 
 class Recorder(Protocol):
@@ -39,6 +44,13 @@ class Recorder(Protocol):
 
     def record(self, run_eager: Callable[[Tensor], Tensor], x: Tensor) -> Recording:
         """Of ``run_eager``, for tensors like ``x``; what this queues waits for nothing, and the host neither."""
+
+
+class _Pool:
+    """Memory that the graphs of one device share."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
 
 
 class CudaGraphs:
@@ -49,9 +61,12 @@ class CudaGraphs:
     """
 
     def __init__(self) -> None:
-        # Of each device a stream, kept since torch has few and gives each to several who ask; and the memory that all
-        # its graphs share, as they do the stream's workspace: their replays never overlap, and results are copied.
-        self._places: dict[torch.device, tuple[Any, Any]] = {}
+        # Of each device a stream, kept since torch has few and gives each to several who ask.
+        self._streams: dict[torch.device, Any] = {}
+        # And the memory that all its graphs share, as they do the stream's workspace: their replays never overlap, and
+        # results are copied. It must be forgotten with the last graph: the allocator counts the graphs in a pool, and
+        # refuses a capture into one that has none left.
+        self._pools: WeakValueDictionary[torch.device, _Pool] = WeakValueDictionary()
         self._unfinished: list[Any] = []  # the allocator goes on asking a graph whose capture did not end
 
     def record(self, run_eager: Callable[[Tensor], Tensor], x: Tensor) -> Recording:
@@ -61,9 +76,10 @@ class CudaGraphs:
             run_eager(x.clone())
             source = torch.empty_like(x)
             graph = torch.cuda.CUDAGraph()
-            if x.device not in self._places:
-                self._places[x.device] = torch.cuda.Stream(x.device), torch.cuda.graph_pool_handle()
-            stream, pool = self._places[x.device]
+            if x.device not in self._streams:
+                self._streams[x.device] = torch.cuda.Stream(x.device)
+            stream = self._streams[x.device]
+            pool = self._pools.get(x.device) or _Pool()
             # A capture begins by resetting the offsets that all graphs draw random numbers from: not between a user's
             # graph and what that draws.
             current = torch.cuda.current_stream(x.device)
@@ -71,16 +87,17 @@ class CudaGraphs:
             with torch.cuda.stream(stream):
                 # Of this thread alone: meanwhile NCCL's watchdog asks for its events.
                 self._unfinished.append(graph)
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
                 try:
                     result = run_eager(source)
                 except BaseException:
                     with suppress(Exception):
-                        self._end(graph, x.device, pool)
+                        self._end(graph, x.device, pool.handle)
                     raise
-                self._end(graph, x.device, pool)
+                self._end(graph, x.device, pool.handle)
             current.wait_stream(stream)
-        return Recording(graph.replay, source, result)
+        self._pools[x.device] = pool  # only now: a capture that failed may have left none in it
+        return Recording(graph.replay, source, result, pool)
 
     def _end(self, graph: Any, device: torch.device, pool: Any) -> None:
         """End the capture. Where that fails, torch leaves its allocator as if it went on."""

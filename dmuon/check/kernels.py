@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
 from typing import Literal
@@ -16,9 +18,11 @@ from dmuon.kernels import (
     MIXED,
     Squares,
     Storage,
+    Variant,
     apply_update_,
     backend_fault,
     coefficient_sequence,
+    drop_graphs,
     muon_update_,
     normalized_momentum,
     orthogonalize,
@@ -74,6 +78,8 @@ def _checks(device: torch.device, scale: int) -> Iterator[tuple[str, Check]]:
         yield f"update {_name(dtype)}", partial(_update, device, m, n, dtype)
     for dtype in _PRODUCT:
         yield f"passes, gradients in {_name(dtype)}", partial(_passes, device, m, n, dtype)
+    if device.type == "cuda":
+        yield "replay of a graph", partial(replays, device, 64, 192)
     for (k, m, p), dtype in product(_FACTORS, _PRODUCT):
         m, p = m // scale, p // scale
         for backend in _backends(device, dtype):
@@ -165,6 +171,33 @@ def _passes(device: torch.device, m: int, n: int, dtype: torch.dtype) -> list[Re
         Reading("kernels", "normalized", _relative(x, wanted / norms[:, None, None]), _PASS, "relative error"),
         Reading("kernels", "weights", _relative(torch.stack(params), weights), rounding, "relative error"),
     ]
+
+
+def replays(device: torch.device, m: int, n: int) -> list[Reading]:
+    """Batches by a CUDA graph, bitwise as by single launches: at once, and in a backward after all graphs were dropped.
+
+    Raises:
+        UserWarning: nothing was captured.
+    """
+    eager = Variant("standard", (), "torch", 4)
+    x = [_gaussian(device, 2, m, n, seed=seed) for seed in range(2)]
+    found: list[Tensor] = []
+
+    def replay(_gradient: object = None) -> None:
+        found.extend(orthogonalize(each, variant=replace(eager, replay=True)) for each in x)
+
+    leaf = torch.ones(1, device=device, requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(replay)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replay()
+        drop_graphs()
+        (2 * leaf).sum().backward()
+    drop_graphs()
+    unequal = sum(
+        int((one != orthogonalize(each, variant=eager)).sum()) for one, each in zip(found, 2 * x, strict=True)
+    )
+    return [Reading("kernels", "entries that differ from single launches'", unequal, 0)]
 
 
 def _update(device: torch.device, m: int, n: int, dtype: torch.dtype) -> list[Reading]:

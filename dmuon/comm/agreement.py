@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dmuon.comm.lifetime import destroy, ends_alone, released_among
 from dmuon.comm.monitor import CollectiveError, Monitor
-from dmuon.comm.process_groups import named, ranks_of
+from dmuon.comm.process_groups import broadcast_object, gather_objects, named, ranks_of
 from dmuon.kernels import streams_of
 from dmuon.layout.topology import GlobalRank
 from dmuon.platform.streams import HostCopy, pinned_like
@@ -145,11 +145,9 @@ def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any 
     report = error
     if isinstance(error, Exception):
         report = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
-    statuses: list[Any] = [None] * dist.get_world_size(group)
     ranks = ranks_of(group)
     try:
-        with named(f"the exchange of what ranks {list(ranks)} were given"):
-            dist.all_gather_object(statuses, (report, payload), group=group)
+        statuses = gather_objects((report, payload), group, f"the exchange of what ranks {list(ranks)} were given")
     except CollectiveError as fault:
         if report is None:
             raise
@@ -224,10 +222,7 @@ def differences(
 
 def _told_apart(group: dist.ProcessGroup, items: Mapping[str, str], kinds: Sequence[str] = ()) -> list[Difference]:
     ranks = ranks_of(group)
-    first: list[Any] = [dict(items)]
-    with named(f"the comparison with what rank {ranks[0]} was given"):
-        dist.broadcast_object_list(first, src=ranks[0], group=group)
-    theirs: Mapping[str, str] = first[0]
+    theirs = broadcast_object(dict(items), group, f"the comparison with what rank {ranks[0]} was given")
     names = dict.fromkeys(name for name in [*theirs, *items] if items.get(name) != theirs.get(name))
     told = sorted(names, key=lambda name: [not name.startswith(kind) for kind in kinds])[:_TOLD]
     mine = [(name, items.get(name), theirs.get(name)) for name in told]

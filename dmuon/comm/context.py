@@ -232,7 +232,7 @@ def make_comm(
     tensor: Domain | None = None
     if topology.tensor > 1:
         members = Ranks(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
-        across = groups.keep(make_group(device.type, topology.partition("t"), "tensor", options.timeout))
+        across = groups.keep(make_group(device, topology.partition("t"), "tensor", options.timeout))
         tensor = Domain(members, Position(at.t), device, across, monitor, lane=None)
     flat = mesh
     if mesh.ndim > 1:
@@ -338,7 +338,7 @@ def _made(
     max_ctas: int | None = None,
 ) -> dist.ProcessGroup:
     """A group of :func:`make_group` that is released with ``groups``."""
-    return groups.keep(make_group(device.type, partition, purpose, options.timeout, urgent=urgent, max_ctas=max_ctas))
+    return groups.keep(make_group(device, partition, purpose, options.timeout, urgent=urgent, max_ctas=max_ctas))
 
 
 def _lanes(

@@ -75,7 +75,7 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
             "makes creating groups collective over all ranks; leave device_id out of init_process_group"
         )
     groups = Groups()
-    group = groups.keep(make_group(device.type, [members], "exchange", timeout))
+    group = groups.keep(make_group(device, [members], "exchange", timeout))
     with named(f"first use of the process group of ranks {list(members)}"):
         connect(group, device, exchanges=True, gathers=True)
     destroy_released(group)

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as OutOfTime
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from itertools import combinations
 from math import prod
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from dmuon.platform.log import logger
 from dmuon.platform.streams import group_options
 from dmuon.platform.torch_private import (
     all_gather_single,
-    backends_of,
+    declared_backend,
     default_group_is_bound,
     default_timeout,
     new_named_group,
@@ -68,7 +68,7 @@ def named(what: str) -> Iterator[None]:
 
 
 def make_group(
-    device_type: str,
+    device: torch.device,
     partition: Sequence[Sequence[GlobalRank]],
     purpose: str,
     timeout: timedelta | None,
@@ -76,7 +76,10 @@ def make_group(
     urgent: bool = False,
     max_ctas: int | None = None,
 ) -> dist.ProcessGroup:
-    """This rank's process group out of ``partition``, of dmuon's own.
+    """This rank's process group out of ``partition``, of dmuon's own, for tensors of ``device`` and for objects.
+
+    It has the back end of that device alone: of ``"cpu:gloo,cuda:nccl"``, gloo would connect every rank with every
+    other one for each group, for nothing.
 
     Collective over the ranks of the group, and over no others, unless the default group is bound to a device: then
     all ranks have to make all groups, in one order.
@@ -89,36 +92,44 @@ def make_group(
     """
     _prepare_exit()
     rank = this_rank()
-    timeout = default_timeout(device_type) if timeout is None else timeout
-    pg_options = group_options(device_type, urgent, timeout, max_ctas)
+    timeout = default_timeout(device.type) if timeout is None else timeout
+    pg_options = group_options(device.type, urgent, timeout, max_ctas)
+    backend = declared_backend(device.type)
     if not default_group_is_bound():
         ranks = next(list(ranks) for ranks in partition if rank in ranks)
         made = _made.setdefault(_default(), Counter())
         kind = _name(purpose, ranks)
         name = f"{kind}_{made[kind]}"
         with named(f"making process group {name!r} of ranks {ranks}"):
-            group = _in_time(timeout, lambda: new_named_group(ranks, name, timeout, pg_options, f"dmuon_{purpose}"))
+            description = f"dmuon_{purpose}"
+            group = _in_time(
+                backend, timeout, lambda: new_named_group(ranks, name, backend, timeout, pg_options, description)
+            )
         made[kind] += 1  # now that all its ranks have made it
         _log.debug("made process group %r of ranks %s", name, ranks)
+        _devices[group] = device
         return group
     own = None
     for members in partition:
         description = f"dmuon_{purpose}"
         with named(f"making process group {description!r} of ranks {list(members)}"):
-            group = dist.new_group(list(members), timeout=timeout, pg_options=pg_options, group_desc=description)
+            group = dist.new_group(
+                list(members), timeout=timeout, backend=backend, pg_options=pg_options, group_desc=description
+            )
         _log.debug("made process group %r of ranks %s", description, members)
         own = group if rank in members else own
     assert isinstance(own, dist.ProcessGroup)
+    _devices[own] = device
     return own
 
 
-def _in_time(timeout: timedelta, make: Callable[[], _T]) -> _T:
+def _in_time(backend: str, timeout: timedelta, make: Callable[[], _T]) -> _T:
     """What ``make`` returns, in a thread of its own: gloo waits for ever if the host of the store has stopped.
 
     Raises:
         RuntimeError: it takes longer than ``timeout`` allows each of its parts.
     """
-    if backends_of(_default()) != {"gloo"}:  # an accelerator's back end goes by the current device of the thread
+    if backend != "gloo":  # an accelerator's back end goes by the current device of the thread
         return make()
     made: Future[_T] = Future()
 
@@ -160,6 +171,38 @@ def _prepare_exit() -> None:
     """Once, however many groups there are."""
     atexit.register(let_threads_rest)
     atexit.register(keep_what_was_raised)
+
+
+# Of dmuon's own groups, the device of the model: torch sends objects by the current one, on which another rank may be.
+_devices: weakref.WeakKeyDictionary[dist.ProcessGroup, torch.device] = weakref.WeakKeyDictionary()
+
+
+def gather_objects(value: _T, group: dist.ProcessGroup, what: str) -> list[_T]:
+    """What each rank of ``group`` gives, in their order. Collective; on the device that the group was made for.
+
+    Raises:
+        CollectiveError: it failed; says ``what``.
+    """
+    values: list[Any] = [None] * group.size()
+    with named(what), _on_device_of(group):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: _T, group: dist.ProcessGroup, what: str) -> _T:
+    """What the first rank of ``group`` gives; as :func:`gather_objects`."""
+    sent = [value]
+    with named(what), _on_device_of(group):
+        dist.broadcast_object_list(sent, group_src=0, group=group)
+    return sent[0]
+
+
+def _on_device_of(group: dist.ProcessGroup) -> AbstractContextManager[object]:
+    device = _devices.get(group) or group.bound_device_id
+    if device is None or device.type == "cpu":
+        return nullcontext()
+    current: AbstractContextManager[object] = torch.get_device_module(device.type).device(device)
+    return current
 
 
 # How many of a name, by the default group. The ranks of a group have made as many, however many others each has made.
@@ -256,8 +299,6 @@ def _gathered(value: _T, groups: Iterable[dist.ProcessGroup]) -> list[_T]:
     """``value`` of each rank of a grid, in row-major order; ``groups`` from the outermost dimension inwards."""
     values = [value]
     for group in reversed(list(groups)):
-        of_ranks: list[list[_T]] = [[] for _ in range(group.size())]
-        with named(f"the comparison of process groups of ranks {list(ranks_of(group))}"):
-            dist.all_gather_object(of_ranks, values, group=group)
+        of_ranks = gather_objects(values, group, f"the comparison of process groups of ranks {list(ranks_of(group))}")
         values = [one for of_rank in of_ranks for one in of_rank]
     return values

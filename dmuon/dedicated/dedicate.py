@@ -146,7 +146,7 @@ def dedicate_params(
     options = comm if isinstance(comm, CommOptions) else CommOptions()
     lasting = Groups()
     groups = Groups(lasting)
-    group = lasting.keep(make_group(mesh.device_type, [topology.ranks], "group", options.timeout))
+    group = lasting.keep(make_group(mesh_device(mesh.device_type), [topology.ranks], "group", options.timeout))
 
     def inspect() -> Inspected:
         check_options(costs, solve, plan, ranks)
@@ -315,7 +315,7 @@ def _connect(
     topology = topology.with_tensor_parallel([ranks for _, ranks in seats])
     control = group
     if topology.tensor > 1:
-        control = groups.keep(make_group(mesh.device_type, [topology.ranks], "control", options.timeout))
+        control = groups.keep(make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout))
         # Before the other groups: which are made goes by the options.
         seats = require_same(control, topology.ranks, None, inspected.description, inspected.seat)
     shares = [share for share, _ in seats]

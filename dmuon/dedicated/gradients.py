@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -40,13 +41,16 @@ class GradReduction:
     Args:
         along_column: ``False`` stops behind the row; what arrives there is added to ``partial`` of each matrix, and
             becomes part of the next reduction that goes on.
+        origins: by ``id`` of matrices, the streams on which their gradients came; those of this buffer are taken out.
 
     Attributes:
         used: by ``id``, the matrices that this rank has a gradient for.
         whole: it ends at the owners.
     """
 
-    def __init__(self, buffer: OwnedBuffer, *, along_column: bool = True) -> None:
+    def __init__(
+        self, buffer: OwnedBuffer, *, along_column: bool = True, origins: dict[int, Origin] | None = None
+    ) -> None:
         self.buffer = buffer
         self._comm = comm = buffer.comm
         self.whole = along_column or comm.column is None
@@ -58,7 +62,7 @@ class GradReduction:
         layout = buffer.layout
         with record_function(f"dmuon::reduce {buffer.name}"), torch.no_grad():
             region, parts = scratch(layout.row, layout.segments, buffer.reduce_dtype, comm.device)
-            self.used = self._pack(parts)
+            self.used = self._pack(parts, {} if origins is None else origins)
             self._in_flight += [region, *parts.values()]
             self._result = parts.get(comm.at.s, region[:0])  # of the last stage that was started
             if comm.row is not None:
@@ -67,8 +71,16 @@ class GradReduction:
             if comm.row is None or streams_of(comm.device) is not None:
                 self.advance()  # on the CPU this would wait: the next buffer or the end of backward advances it
 
-    def _pack(self, parts: Parts) -> set[int]:
-        """Move the gradients of this rank into ``parts``, one per shard; tells which matrices had one."""
+    def _pack(self, parts: Parts, origins: dict[int, Origin]) -> set[int]:
+        """Move the gradients of this rank into ``parts``, one per shard; tells which matrices had one.
+
+        A user may run a part of a block on a stream of his own. Autograd accumulates gradients there, and lets the
+        stream that called backward wait for them only at the end. So this stream waits before it reads them; and those
+        wait for it before the gradients are freed, whose memory goes back to them.
+        """
+        made = [origins.pop(key) for key in map(id, self.buffer.matrices) if key in origins]
+        for origin in made:
+            origin.join()
         used: set[int] = set()
         pairs: list[tuple[Tensor, Tensor]] = []
         grads = {id(matrix): matrix.full_grad() for matrix in self.buffer.matrices}
@@ -92,6 +104,8 @@ class GradReduction:
                     part.partial = None  # another rank of the row has it
         if pairs:
             torch._foreach_copy_([slot for slot, _ in pairs], [grad for _, grad in pairs])
+        for origin in made:
+            origin.await_users()
         return used
 
     def _start(self, lanes: Lanes, direction: str, transport: Transport, region: Tensor, parts: Parts) -> Tensor:
@@ -227,6 +241,22 @@ class Gradients:
         self._election: Election | None = None
         self._trained: dict[str, str] = {}  # by name, whether it was trained in the last vote
         self._options: list[tuple[weakref.WeakMethod[Options], Sequence[int]]] = []
+        self._origins: dict[int, Origin] = {}  # by ``id``, of gradients that no reduction has taken yet
+        if streams_of(comm.device) is not None:
+            for matrix in self._matrices:
+                # Weak references, since the collector cannot see through such hooks and would never free the model.
+                hook = partial(_note_origin, weakref.ref(self), id(matrix))
+                matrix.full.register_post_accumulate_grad_hook(hook)
+
+    def note_origin(self, key: int) -> None:
+        """The gradient of the matrix with this ``id`` has been accumulated on the current stream."""
+        self._origins[key] = Origin(self._comm.device)
+
+    def join(self, matrices: Sequence[OwnedMatrix]) -> None:
+        """What is queued from now on runs after the gradients of ``matrices`` were accumulated, on whatever stream."""
+        for matrix in matrices if self._origins else ():
+            if id(matrix) in self._origins:
+                self._origins[id(matrix)].join()
 
     def reduce(self, buffer: OwnedBuffer, *, along_column: bool) -> None:
         """Start reducing the gradients of a buffer; waits for the oldest reduction if too many are under way."""
@@ -234,7 +264,7 @@ class Gradients:
             self._finish_oldest()
         for earlier in self._reductions:
             earlier.advance()
-        reduction = GradReduction(buffer, along_column=along_column)
+        reduction = GradReduction(buffer, along_column=along_column, origins=self._origins)
         self._used |= reduction.used
         self._reductions.append(reduction)
 
@@ -364,3 +394,9 @@ class Gradients:
         """Draw the conclusions of the last vote; all ranks do at one place."""
         self.verify()
         self._election = None
+
+
+def _note_origin(gradients: weakref.ref[Gradients], key: int, _param: Tensor) -> None:
+    alive = gradients()
+    if alive is not None:
+        alive.note_origin(key)

@@ -409,6 +409,7 @@ class Runtime:
         """All gradients of ``block`` are there: reduce them, together with those of its neighbours in the buffer."""
         if block.phase is Phase.BACKWARD:
             before = self.order.before(block)
+            self.gradients.join(block.matrices)  # what made them has read the weights, whose memory may be freed now
             self._leave(block, before if before is not None and before.awaits_backward else None)
         self._strays.pop(block, None)
         block.forget_graph()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dmuon.comm.agreement import agree
-from dmuon.comm.process_groups import named, ranks_of
+from dmuon.comm.process_groups import broadcast_object, gather_objects, ranks_of
 from dmuon.comm.waiting import run_awaited
 from dmuon.planning.cost_lookup import FoundCosts, find_costs
 from dmuon.planning.owner_plan import AGAIN, SOLVED, OwnerPlan, PlanSource, reason_of
@@ -101,8 +101,7 @@ def make_plan(
 
     sent = run_awaited(group, device, "planning", choose)
     if world > 1:
-        with named("the broadcast of the plan"):
-            dist.broadcast_object_list(sent, group_src=0, group=group)
+        sent = broadcast_object(sent, group, "the broadcast of the plan")
     error, result = sent[0], None
     if error is None:
         try:
@@ -158,11 +157,7 @@ def _find_costs(matrices: Sequence[Matrix], group: dist.ProcessGroup, device: to
     world = dist.get_world_size(group)
 
     def share(work: Callable[[], object]) -> list[object]:
-        items: list[object] = [None] * world
-        item = run_awaited(group, device, "finding costs", work)
-        with named("the exchange of costs"):
-            dist.all_gather_object(items, item, group=group)
-        return items
+        return gather_objects(run_awaited(group, device, "finding costs", work), group, "the exchange of costs")
 
     return find_costs(
         dict(Counter(m.shape for m in matrices)),

@@ -84,32 +84,40 @@ def without_torch_function() -> AbstractContextManager[None]:
     return disabled
 
 
+def declared_backend(device_type: str) -> str:
+    """What the default group moves tensors of this kind of device with; all of its back ends where it has none."""
+    c10d: Any = dist.distributed_c10d
+    kind, _ = c10d._world.pg_map[c10d._get_default_group()]
+    of_devices: dict[str, str] = c10d.BackendConfig(dist.Backend(kind)).get_device_backend_map()
+    return str(of_devices.get(device_type, kind))
+
+
 def new_named_group(
-    ranks: Sequence[int], name: str, timeout: timedelta, options: Any, description: str
+    ranks: Sequence[int], name: str, backend: str, timeout: timedelta, options: Any, description: str
 ) -> dist.ProcessGroup:
-    """A process group like the default one. Collective over ``ranks``, ascending, and over no others.
+    """A process group on the store of the default one. Collective over ``ranks``, ascending, and over no others.
 
     ``dist.new_group(use_local_synchronization=True)`` derives the name, by which the ranks find each other, from how
     many groups each of them has: it waits for ever where ranks have different numbers of groups.
 
     Args:
         name: the same on all of ``ranks``, and of no other group.
+        backend: as ``init_process_group`` takes it.
     """
     c10d: Any = dist.distributed_c10d
     default = c10d._get_default_group()
-    kind, store = c10d._world.pg_map[default]
+    _, store = c10d._world.pg_map[default]
     made: dist.ProcessGroup
     if callable(getattr(default, "new_group", None)):  # back ends in Python make their own
         made = dist.new_group(
             list(ranks), timeout, pg_options=options, use_local_synchronization=True, group_desc=description
         )
         return made
-    kind = dist.Backend(kind)
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         list(ranks).index(dist.get_rank()),
         list(ranks),
-        kind,
+        dist.Backend(backend),
         store,
         name,
         backend_options=options,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from dmuon.comm.agreement import agree
-from dmuon.comm.process_groups import this_rank
+from dmuon.comm.process_groups import broadcast_object, this_rank
 from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.dedication import require_dedicated
 from dmuon.optimizer.muon import Muon
@@ -87,7 +87,7 @@ def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | Non
 
     sent = run_awaited(comm.control, comm.device, "planning", find)
     if dist.get_world_size(comm.control) > 1:
-        dist.broadcast_object_list(sent, group_src=0, group=comm.control)
+        sent = broadcast_object(sent, comm.control, "the broadcast of the plan")
     error, document = sent
     if document is None:
         raise ValueError(f"no plan for ranks that differ: {error}")

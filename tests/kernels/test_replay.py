@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dmuon.check import kernels
 from dmuon.kernels import Variant, drop_graphs, orthogonalize
 
 newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
@@ -31,14 +34,17 @@ class Cuda:
     Attributes:
         calls: by name, in order, with the stream on which they were made.
         fails: the call that does, in a capture.
+        uses: of each pool, how many graphs lie in it. The allocator refuses one that had some and has none any more.
     """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.stream_name = "main"
-        self.graphs: list[Graph] = []
+        self.graphs: list[weakref.ref[Graph]] = []
         self.capturing: Graph | None = None
         self.fails = ""
+        self.uses = {0: 0}
+        self._handles = itertools.count(1)
 
     def note(self, name: str) -> None:
         self.calls.append((name, self.stream_name))
@@ -65,9 +71,9 @@ class Cuda:
     def current_stream(self, _device: Any = None) -> Stream:
         return Stream(self, self.stream_name)
 
-    def graph_pool_handle(self) -> str:
+    def graph_pool_handle(self) -> int:
         self.note("graph_pool_handle")
-        return "pool"
+        return next(self._handles)
 
     def synchronize(self, _device: Any = None) -> None:
         self.note("synchronize")
@@ -94,13 +100,20 @@ class Stream:
 class Graph:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
+        self._pool, self._ended = 0, False
         self.programs: list[Callable[[], object]] = []
 
-    def capture_begin(self, pool: object = None, capture_error_mode: str = "global", **_: object) -> None:
-        assert pool == "pool", "graphs share a workspace, and so the memory in which it lies"
+    def capture_begin(self, pool: int, capture_error_mode: str = "global", **_: object) -> None:
+        uses = self._cuda.uses
+        if uses.get(pool) == 0:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        in_use = {handle for handle, count in uses.items() if count}
+        assert in_use <= {pool}, "graphs share a workspace, and so the memory in which it lies"
+        uses[pool] = uses.get(pool, 0) + 1
+        self._pool = pool
         assert capture_error_mode == "thread_local", "other threads ask for events meanwhile"
         self._cuda.note("capture_begin")
-        self._cuda.graphs.append(self)
+        self._cuda.graphs.append(weakref.ref(self))
         self._cuda.capturing = self
 
     def capture_end(self) -> None:
@@ -109,6 +122,10 @@ class Graph:
         self._cuda.capturing = None
         if self._cuda.fails == "capture_end":
             raise RuntimeError("the driver does not want to")
+        self._ended = True
+
+    def __del__(self) -> None:
+        self._cuda.uses[self._pool] -= self._ended
 
     def replay(self) -> None:
         self._cuda.note("replay")
@@ -236,7 +253,7 @@ def test_where_capturing_fails_the_kernels_are_launched_one_by_one(cuda: Cuda, f
     assert torch.equal(orthogonalize(matrices(), variant=REPLAYED), expected)
     assert len(cuda.graphs) == 1, "it is not tried again"
     unfinished = replay.recorder._unfinished
-    assert unfinished == (cuda.graphs if fails == "capture_end" else []), (
+    assert unfinished == ([graph() for graph in cuda.graphs] if fails == "capture_end" else []), (
         "the allocator asks a graph that has not ended"
     )
 
@@ -246,6 +263,42 @@ def test_the_least_recently_replayed_graph_is_dropped(cuda: Cuda, monkeypatch: p
     for k in (1, 2, 1, 3, 1, 2):
         orthogonalize(matrices(k=k), variant=REPLAYED)
     assert len(cuda.graphs) == 4, "that of two matrices, again"
+
+
+@pytest.mark.pitfall("P92")
+@pytest.mark.filterwarnings("error")
+def test_graphs_are_replayed_after_all_were_dropped(cuda: Cuda) -> None:
+    """As after a measurement: the allocator refuses a capture into a pool whose last graph is gone."""
+    for k in (1, 2):
+        orthogonalize(matrices(k=k), variant=REPLAYED)
+    drop_graphs()
+    assert torch.equal(orthogonalize(matrices(k=3), variant=REPLAYED), orthogonalize(matrices(k=3), variant=EAGER))
+    assert len(cuda.graphs) == 3 and len(cuda.named("replay")) == 3 and cuda.uses == {0: 0, 1: 0, 2: 1}
+
+
+@pytest.mark.pitfall("P92")
+def test_a_capture_that_failed_leaves_no_pool_behind(cuda: Cuda) -> None:
+    cuda.fails = "run"
+    with pytest.warns(UserWarning, match="no CUDA graph"):
+        orthogonalize(matrices(), variant=REPLAYED)
+    cuda.fails = ""
+    orthogonalize(matrices(k=3), variant=REPLAYED)
+    assert len(cuda.named("replay")) == 1
+
+
+def test_the_first_run_tries_a_replay(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a hook of backward, after the last graph was dropped; where nothing replays it fails."""
+    readings = kernels.replays(torch.device("cpu"), 16, 48)
+    assert all(reading.value <= reading.limit for reading in readings)
+    assert len(cuda.named("replay")) == 4
+    cuda.fails = "run"
+    drop_graphs()
+    with pytest.raises(UserWarning, match="no CUDA graph"):
+        kernels.replays(torch.device("cpu"), 16, 48)
+    cuda.fails = ""
+    drop_graphs()
+    monkeypatch.setattr(Graph, "replay", lambda self: None)
+    assert any(not reading.value <= reading.limit for reading in kernels.replays(torch.device("cpu"), 16, 48))
 
 
 def test_an_update_in_a_graph_of_the_user_keeps_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,8 @@ def load(path: Path) -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend(NAME, _backend, devices=[NAME])
+    # Of the CPU too: what travels is handed to the group's back end for that.
+    dist.Backend.register_backend(NAME, _backend, devices=[NAME, "cpu"])
 
 
 def library() -> ctypes.CDLL:
@@ -40,7 +41,7 @@ def library() -> ctypes.CDLL:
 
 
 def _backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Says that a group has a back end for this device. What travels is handed to the group's one for the CPU."""
+    """gloo, which says that it is the device's own."""
     gloo: Any = dist.distributed_c10d.ProcessGroupGloo  # type: ignore[attr-defined]
     named: dist.ProcessGroup = type("Pretended", (gloo,), {"name": lambda _self: NAME})(store, rank, size, timeout)
     return named

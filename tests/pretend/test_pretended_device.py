@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import dmuon
 from dmuon.check.model import Block
 from dmuon.check.topologies import full_state
+from dmuon.comm.agreement import agree
+from dmuon.comm.process_groups import broadcast_object, make_group
 from dmuon.dedicated import replicated
 from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import variant
@@ -250,3 +252,47 @@ def devices_of_events(_rank: int, _world: int, program: Callable[[], None]) -> s
 @pytest.mark.parametrize("program", [copy_to_host, time_a_phase])
 def test_events_are_recorded_on_the_device_in_question(device_ranks: Ranks, program: Callable[[], None]) -> None:
     assert device_ranks(1, devices_of_events, program) == [{0}]
+
+
+def backends(_rank: int, world: int) -> set[str]:
+    """What all groups that dmuon has made were declared with; the default group has gloo besides."""
+    lay("1d", build().to("pretend"), device=torch.device("pretend")).backward(0)
+    world_of = dist.distributed_c10d._world
+    declared = {str(group.group_desc): world_of.pg_backend_config[group] for group in world_of.pg_map}
+    assert "cpu:gloo" in declared["default_pg"]
+    return {back_end for name, back_end in declared.items() if name.startswith("dmuon_")}
+
+
+def test_groups_have_the_back_end_of_their_device_alone(device_ranks: Ranks) -> None:
+    """gloo would connect all ranks with each other for each group, and nothing would ever be sent over it."""
+    for found in device_ranks(2, backends):
+        assert found and not any("gloo" in back_end for back_end in found)
+
+
+def device_of_objects(_rank: int, world: int) -> list[int]:
+    """Which device is current while objects travel, though another one is when that begins."""
+    mine = torch.pretend.current_device()  # type: ignore[attr-defined]
+    group = make_group(torch.device("pretend", mine), [range(world)], "objects", None)
+    torch.pretend.set_device(1 - mine)  # type: ignore[attr-defined]
+    found = []
+    gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
+
+    def noted(send: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any, **options: Any) -> None:
+            found.append(torch.pretend.current_device() == mine)  # type: ignore[attr-defined]
+            send(*args, **options)
+
+        return run
+
+    with (
+        mock.patch.object(dist, "all_gather_object", noted(gather)),
+        mock.patch.object(dist, "broadcast_object_list", noted(broadcast)),
+    ):
+        assert agree(group, None, mine) == [*range(world)]
+        assert broadcast_object(mine, group, "a test") == 0
+    return found
+
+
+def test_objects_travel_by_the_device_of_the_model(device_ranks: Ranks) -> None:
+    """By the current one, two ranks may meet on one GPU, which NCCL refuses."""
+    assert device_ranks(2, device_of_objects) == [[True, True]] * 2

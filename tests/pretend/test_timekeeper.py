@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from harness.topologies import LAYOUTS, Laid, lay
-from harness.toy import build
+from harness.toy import SIZE, build
+from streams.plants import Plant
+from streams.plants import planted as planted_bug
+from torch import Tensor
 
 import dmuon
+from dmuon.check.model import Block, Network, Size
 from dmuon.platform import streams
 from pretend.listener import listening
 from pretend.timekeeper import Timekeeper
@@ -102,16 +106,16 @@ class Beside:
 
     def __init__(self) -> None:
         self._module = torch.pretend  # type: ignore[attr-defined]
-        self._stream = self._module.Stream()
+        self.stream = self._module.Stream()
 
     def __enter__(self) -> None:
-        self._stream.wait_stream(self._module.current_stream())
-        self._entered = self._module.stream(self._stream)
+        self.stream.wait_stream(self._module.current_stream())
+        self._entered = self._module.stream(self.stream)
         self._entered.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.__exit__(*exception)
-        self._module.current_stream().wait_stream(self._stream)
+        self._module.current_stream().wait_stream(self.stream)
 
 
 def races(_rank: int, _world: int, name: str, muon: dict[str, Any]) -> Counter[str]:
@@ -198,3 +202,77 @@ def edited(_rank: int, _world: int, name: str) -> Counter[str]:
 def test_weights_are_edited_once_nobody_reads_them(device_ranks: Ranks, name: str) -> None:
     for found in device_ranks(LAYOUTS[name].world, edited, name):
         assert not found, found
+
+
+class Branches(Block):
+    """Its first layer runs on a stream of its own. No gradient of its input would make others wait for that."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        self.beside = Beside()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.beside:
+            wide = self.up(self.norm(x.detach().clone()))
+        return x + self.mix(x) + self.down(torch.tanh(wide))
+
+
+class Towers(Network):
+    """Its blocks run beside each other."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        outputs = []
+        for block in self.blocks:
+            with Beside():
+                outputs.append(block(x))
+        logits: Tensor = self.head(self.norm(torch.stack(outputs).sum(0)))
+        return logits
+
+
+def branches(_rank: int, _world: int, name: str, kind: type[Network], micro: int, plant: Plant | None) -> Counter[str]:
+    def run() -> None:
+        comm = dmuon.CommOptions(merge_bytes=10**6 if kind is Towers else 0)
+        model = kind(SIZE, Branches).to(DEVICE)
+        laid: Laid = lay(name, model, device=torch.device(DEVICE), comm=comm)
+        optimizer = laid.optimizer(ns_dtype=torch.float32)
+        for step in range(2):
+            optimizer.zero_grad()
+            for part in range(micro - 1):
+                with dmuon.no_sync(laid.model):
+                    laid.loss(micro * step + part).backward()
+            laid.backward(micro * step + micro - 1)
+            for block in model.blocks:
+                with torch.pretend.stream(block.beside.stream):  # type: ignore[attr-defined]
+                    torch.zeros(4, device=DEVICE)  # takes what was freed on this stream, and has nothing to wait for
+            optimizer.step()
+
+    with nullcontext() if plant is None else planted_bug(plant):
+        found = seen(run)
+    # Not what the program does wrong itself, with its own outputs.
+    return Counter({race: count for race, count in found.items() if "dedicated." in race})
+
+
+@pytest.mark.pitfall("P65")
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("kind", [Network, Towers])
+@pytest.mark.parametrize("name", ["1d", "hsdp", "ddp-2"])
+def test_gradients_of_a_part_on_its_own_stream_are_waited_for(
+    device_ranks: Ranks, name: str, kind: type[Network], micro: int
+) -> None:
+    for found in device_ranks(LAYOUTS[name].world, branches, name, kind, micro, None):
+        assert not found, found
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [
+        (Plant("GradReduction._pack", "origin.join"), Towers),
+        (Plant("GradReduction._pack", "origin.await_users"), Network),
+        (Plant("Gradients.join", "self._origins[id(matrix)].join"), Network),
+    ],
+    ids=str,
+)
+def test_a_gradient_that_is_not_waited_for_is_seen(device_ranks: Ranks, plant: Plant, kind: type[Network]) -> None:
+    for found in device_ranks(2, branches, "1d", kind, 1, plant):
+        assert found

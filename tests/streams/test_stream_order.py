@@ -37,6 +37,7 @@ OPTION = "an option that is a tensor is read where no device is waited for"
 ASKS_FOR_THE_CPU = {
     "streams_of": "everybody else asks this one about order",
     "mesh_device": "which device it is",
+    "_on_device_of": "which device it is",
     "_connect": "ranks share the CPUs of a host",
     "_planned": "ranks share the CPUs of a host",
     "Muon.step": "tensors lie in memory that the C library keeps",
@@ -328,6 +329,9 @@ HARMLESS = {
     "current.wait_stream in Origin.join": ENGINE,
     "origin.join in GradAverager.finish": ENGINE,
     "self._origin.await_users in _Bucket.finish": ENGINE,
+    "origin.join in GradReduction._pack": ENGINE,
+    "origin.await_users in GradReduction._pack": ENGINE,
+    "self._origins[id(matrix)].join in Gradients.join": ENGINE,
     "self._origin.await_users in GradReduction._wait_for_all": ENGINE,
     "self._origin.await_users in GradReduction.finish": ENGINE,
     "self._exchange.alone in Muon._find_residencies": "no stream: parameters that this rank has alone",

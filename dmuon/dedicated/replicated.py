@@ -22,6 +22,7 @@ from dmuon.dedicated.block import Block
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.nesting import Covered
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import local_tensor, managed_by_ddp, managed_by_fsdp, reduced_by_ddp
@@ -151,7 +152,7 @@ class GradAverager:
         sharded = (module for module in gc.get_objects() if issubclass(type(module), FSDPModule))
         theirs.update(id(p) for module in sharded for p in managed_by_fsdp(module))
         for param in new:
-            ranks = param.device_mesh.mesh.flatten().tolist() if isinstance(param, DTensor) else []
+            ranks = ranks_of_mesh(param.device_mesh) if isinstance(param, DTensor) else ()
             if id(param) in theirs or len(set(ranks).intersection(self._comm.ranks)) > 1:
                 self._others[id(param)] = param
 

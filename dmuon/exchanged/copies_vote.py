@@ -22,7 +22,7 @@ from dmuon.platform.torch_private import local_tensor
 
 _NOTHING = -(2**31)  # of lines that a rank is not on; least of all int32
 _OF_LINE = 4  # numbers: two, and their negatives
-_SAMPLE = 2**14  # elements of a gradient whose norm is taken
+_SAMPLE = 2**12  # elements of a gradient whose norm is taken
 _UNITS = 2**12  # of a checksum, to a factor of two
 _TOLERANCE = 2**4  # in these units: a quarter of a percent in one of the gradients
 _FLOOR = 1e-5  # norms below that, of the greatest one, are rounding
@@ -104,7 +104,8 @@ class CopiesVote:
         norms = torch.tensor([of_rank for _, (_, of_rank) in told])
         least, greatest = norms.min(0), norms.max(0)
         worst = int((greatest.values / least.values).argmax())
-        param = [param for param in self._params[number] if param.grad is not None][worst]
+        present = [param for param in self._params[number] if param.grad is not None]
+        param = (present or self._params[number])[worst]
         ends = line[int(least.indices[worst])], line[int(greatest.indices[worst])]
         return param, *ends, (float(least.values[worst]), float(greatest.values[worst]))
 
@@ -116,7 +117,7 @@ class CopiesVote:
         grads = [(param, param.grad) for param in self._params[number] if param.grad is not None]
         samples = [_sample(param, grad) for param, grad in grads]
         if not samples:
-            return torch.ones(1)
+            return torch.ones(1, device=local_tensor(self._params[number][0]).device)
         norms = torch.stack(torch._foreach_norm(samples, 2, dtype=torch.float32))
         norms = norms.nan_to_num(nan=_NOT_FINITE, posinf=_NOT_FINITE).clamp(1 / _NOT_FINITE, _NOT_FINITE)
         return torch.maximum(norms, norms.max() * _FLOOR)
@@ -133,4 +134,4 @@ def _sample(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def _checksum(norms: Tensor) -> Tensor:
-    return (norms.log2().sum() * _UNITS).round().clamp(-(2**30), 2**30).to(torch.int32)
+    return (norms.log2().sum(dtype=torch.float64) * _UNITS).round().clamp(-(2**30), 2**30).to(torch.int32)

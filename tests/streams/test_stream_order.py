@@ -98,10 +98,22 @@ AGREES = Counter(  # on what is averaged, behind the first backward
         Site("HostCopy.tolist", "Event.synchronize"): 1,
         Site("GradAverager._difference", "tolist"): 1,
         Site("require_no_fault", "_local_scalar_dense"): 1,
+        # Ranks of a mesh, the first time that it is seen.
+        Site("_line_of", "nonzero"): 2,
+        Site("_line_of", "_local_scalar_dense"): 2,
+        Site("_line_of", "tolist"): 2,
     }
 )
 WAITS = {True: {"backward": LAST_VOTE}, False: {"step": VOTE}}
 IN_FORWARD = {"backward": LAST_VOTE + LAST_VOTE}  # of tensor-parallel ranks, on the forward before
+# Whose step reads what the device has computed of gradients in the step before.
+COPIES = (
+    "cp-groups",
+    "ddp",
+    "fsdp2-hsdp",
+    "fsdp2-tp",
+    "tp-alone",
+)
 TRAINING = ("accumulate", "backward", "clip", "evaluate", "regroup", "step", "zero", "zero-model")
 SAVED = "a state dict compares, and waits for, what the next backward would wait for"
 WAITS_BY_DESIGN = {
@@ -121,6 +133,8 @@ def assert_waits(program: Program, findings: Sequence[Findings]) -> None:
         action: Counter({site: count * program.optimizers for site, count in waits.items()})
         for action, waits in (IN_FORWARD if program.splits else WAITS[program.dedicated]).items()
     }
+    if program.layout in COPIES:
+        table["step"] = table["step"] + LAST_VOTE
     for found in findings:
         training = [(action, waits) for action, waits in found.waits if action in TRAINING]
         first = next((i for i, (action, _) in enumerate(training) if action == "backward"), None)

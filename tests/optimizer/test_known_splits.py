@@ -115,7 +115,7 @@ def test_what_only_looks_fused_is_refused_however_it_comes(hand_over: Callable[[
     try:
         model = node(h=stack(lambda: node(mine=of("Mine", qkv=linear(D, 3 * D)), plain=linear())))
         with pytest.raises(
-            ValueError, match=r"mine\.qkv\.weight' of shape \(24, 8\) looks like 3 projections.*select="
+            ValueError, match=r"mine\.qkv\.weight' of shape \(24, 8\) looks like several projections.*select="
         ):
             dmuon.Muon(hand_over(model), **OPTIONS)
         groups = dmuon.param_groups(

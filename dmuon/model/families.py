@@ -46,7 +46,7 @@ def known_spec(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) ->
 
 
 def is_listed(tree: ModuleTree, module: nn.Module, name: str) -> bool:
-    """Whether the class is known to hold more than meets the eye there, be its sizes as they should or not."""
+    """Whether it is known what the class holds there, be the sizes as they should or not."""
     return _listed(tree, module, name) is not None
 
 

@@ -32,20 +32,31 @@ def known_spec(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) ->
     if form is None:
         return None
     rows = param.shape[1] if param.ndim == 3 and not form.flattened else _outputs(form, param.shape)
+    found = _listed(tree, module, name)
+    if found is None:
+        return _halves_of_glu(tree, module, name, param, form)
+    owner, rule = found
+    try:
+        spec = rule.layout(owner, rows)
+        spec = replace(spec, transposed=spec.transposed or form.transposed, flattened=spec.flattened or form.flattened)
+        spec.matrix_shape(param.shape)
+    except (Unknown, ValueError):
+        return None
+    return spec
+
+
+def is_listed(tree: ModuleTree, module: nn.Module, name: str) -> bool:
+    """Whether it is known what the class holds there, be the sizes as they should or not."""
+    return _listed(tree, module, name) is not None
+
+
+def _listed(tree: ModuleTree, module: nn.Module, name: str) -> tuple[nn.Module, Rule] | None:
     for owner, path in reversed(tree.above(module, name)):
-        for rule in _BY_PATH.get(path, ()):
-            if not _is_of(owner, rule):
-                continue
-            try:
-                spec = rule.layout(owner, rows)
-                spec = replace(
-                    spec, transposed=spec.transposed or form.transposed, flattened=spec.flattened or form.flattened
-                )
-                spec.matrix_shape(param.shape)
-            except (Unknown, ValueError):
-                return None
-            return spec
-    return _halves_of_glu(tree, module, name, param, form)
+        numbered = ".".join("#" if part.isdigit() else part for part in path.split("."))
+        for rule in _BY_PATH.get(numbered, ()):
+            if _is_of(owner, rule):
+                return owner, rule
+    return None
 
 
 def _halves_of_glu(

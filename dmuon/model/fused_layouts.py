@@ -23,7 +23,7 @@ class Rule:
     """The layout of one parameter of some classes.
 
     Attributes:
-        path: the parameter, from the class: ``qkv.weight``.
+        path: the parameter, from the class: ``qkv.weight``; ``#`` stands for a number, as elements of lists have.
         classes: names of classes, where ``*`` stands for anything. Conventions with ``*`` hold in ``package``s alone.
         layout: what it is made of.
         package: where the classes must come from; anywhere if empty.
@@ -110,9 +110,26 @@ def groups(count: str) -> Layout:
     return layout
 
 
-def in_turn(owner: nn.Module, rows: int) -> MatrixSpec:
-    """Rows of two matrices by turns."""
-    return _repeated((1, 1), rows, None)
+def in_turn(count: int) -> Layout:
+    """Rows of ``count`` matrices by turns."""
+    return lambda owner, rows: _repeated((1,) * count, rows, None)
+
+
+def equal_if(attribute: str, value: object, count: int, otherwise: int = 1) -> Layout:
+    """``count`` equal parts if the class has this attribute with this value; else ``otherwise``."""
+    return lambda owner, rows: equal(count if getattr(owner, attribute, None) == value else otherwise)(owner, rows)
+
+
+def listed(attribute: str) -> Layout:
+    """Parts as long as a list says that the class keeps."""
+
+    def layout(owner: nn.Module, rows: int) -> MatrixSpec:
+        lengths = getattr(owner, attribute, None)
+        if not isinstance(lengths, (list, tuple)) or not all(isinstance(n, int) for n in lengths):
+            raise Unknown
+        return MatrixSpec(tuple(lengths))
+
+    return layout
 
 
 def _repeated(parts: tuple[int, ...], rows: int, heads: int | None) -> MatrixSpec:
@@ -205,16 +222,18 @@ def _timm_qkv(owner: nn.Module, rows: int) -> MatrixSpec:
 def _timm_kv(owner: nn.Module, rows: int) -> MatrixSpec:
     if hasattr(owner, "val_dim") and hasattr(owner, "key_dim"):
         return per_head("key_dim", "val_dim", heads="num_heads")(owner, rows)
-    if hasattr(owner, "dim_out_qk"):
-        return blocked("dim_out_qk", "dim_out_v")(owner, rows)
     return equal(2)(owner, rows)
 
 
-def _timm_parallel(owner: nn.Module, rows: int) -> MatrixSpec:
-    split = getattr(owner, "in_split", None)
-    if not isinstance(split, list) or not all(isinstance(n, int) for n in split):
-        raise Unknown
-    return MatrixSpec(tuple(split))
+def _gated_by_halves(owner: nn.Module, rows: int) -> MatrixSpec:
+    """gMLP's: halves if what follows gates one by the other."""
+    gate = type(getattr(owner, "gate", None)).__name__
+    return equal(2)(owner, rows) if gate == "SpatialGatingUnit" else MatrixSpec()
+
+
+def _cross_modulation(own: str, other: str) -> Layout:
+    """Shift and scale of one stream, and the gate of it, or of the other one."""
+    return lambda owner, rows: blocked(own, own, other if getattr(owner, "cross_gates", False) else own)(owner, rows)
 
 
 # -- experts --------------------------------------------------------------------------------------------------------
@@ -256,7 +275,7 @@ def _experts_transposed(owner: nn.Module) -> bool:
 
 # -- the table ------------------------------------------------------------------------------------------------------
 
-_HF, _TIMM, _TITAN = "transformers.", "timm.", "torchtitan."
+_HF, _TIMM, _TITAN, _DIFFUSERS = "transformers.", "timm.", "torchtitan.", "diffusers."
 
 _HEAD = ("head_dim", "head_dim", "head_dim")  # queries, keys and values of a head
 _STATE = ("time_step_rank", "ssm_state_size", "ssm_state_size")
@@ -291,6 +310,9 @@ RULES: tuple[Rule, ...] = (
     _rule("qkv_linear.weight", "LayoutLMv2SelfAttention", equal(3)),
     _rule("qkv.weight", "ShiftedWindowAttention ShiftedWindowAttentionV2 ShiftedWindowAttention3d", equal(3)),
     _rule("to_qkv.weight", "RelativePositionalMultiHeadAttention", equal(3)),
+    _rule(
+        "qkv_proj.convolution.weight", "MobileViTV2LinearSelfAttention", blocked("1", "embed_dim", "embed_dim"), _HF
+    ),
     _rule("qkv_opreact.weight", "xLSTM*", blocked("qk_dim", "qk_dim", "v_dim", "v_dim"), _HF),
     _rule("ifgate_preact.weight", "xLSTM*", equal(2), _HF),
     _rule(
@@ -373,7 +395,7 @@ RULES: tuple[Rule, ...] = (
     # state spaces, short convolutions and linear attention
     _rule("in_proj.weight", "MambaMixer FalconMambaMixer JambaMambaMixer", equal(2)),
     _rule("in_proj.weight", "Mamba", equal(2), "mamba_ssm."),
-    _rule("in_proj.weight", "ZambaMambaMixer", in_turn),
+    _rule("in_proj.weight", "ZambaMambaMixer", in_turn(2)),
     _rule("x_proj.weight", "MambaMixer FalconMambaMixer JambaMambaMixer", blocked(*_STATE)),
     _rule("x_proj.weight", "Mamba", blocked("dt_rank", "d_state", "d_state"), "mamba_ssm."),
     _rule("x_proj_weight", "ZambaMambaMixer", blocked(*_STATE)),
@@ -407,17 +429,106 @@ RULES: tuple[Rule, ...] = (
     _rule("weight", "GroupedLinearLayer", transposed_stack, _HF),
     _rule("input_gate_weight", "RecurrentGemmaRglru", transposed_stack),
     _rule("recurrent_gate_weight", "RecurrentGemmaRglru", transposed_stack),
-    _rule("mlp1_weight", "GptOssGroupedExperts", in_turn),
-    _rule("mlp1_weight_EGD", "GptOssGroupedExperts", in_turn),
+    _rule("mlp1_weight", "GptOssGroupedExperts", in_turn(2)),
+    _rule("mlp1_weight_EGD", "GptOssGroupedExperts", in_turn(2)),
     _rule("mlp2_weight", "GptOssGroupedExperts", whole),
     _rule("mlp2_weight_EDF", "GptOssGroupedExperts", whole),
     *(_rule(name, "GroupedExperts", whole) for name in ("w1", "w2", "w3", "w1_EFD", "w2_EDF", "w3_EFD")),
+    # diffusers: queries, keys and values, also of attention whose projections were fused after it was built
+    _rule("to_qkv.weight", "*", equal_if("use_differential", True, 5, 3), _DIFFUSERS),
+    _rule("to_kv.weight", "*", equal_if("use_differential", True, 3, 2), _DIFFUSERS),
+    _rule("to_q.weight", "StableAudio3CrossAttention", equal_if("use_differential", True, 2), _DIFFUSERS),
+    _rule("to_added_qkv.weight", "*", equal(3), _DIFFUSERS),
+    _rule("to_added_kv.weight", "*", equal(2), _DIFFUSERS),
+    _rule(
+        "to_qkv_mlp_proj.weight", "Flux2ParallelSelfAttention",
+        blocked("inner_dim", "inner_dim", "inner_dim", "mlp_hidden_dim", "mlp_hidden_dim"), _DIFFUSERS,
+    ),
+    _rule("qkv.weight", "MMAudio*", in_turn(3), _DIFFUSERS),
+    _rule("qkv.weight", "*", equal(3), _DIFFUSERS),
+    _rule("kv_linear.weight", "MultiHeadCrossAttention", equal(2), _DIFFUSERS),
+    *(_rule(f"{stream}_attn_qkv.weight", "JoyImage*", equal(3), _DIFFUSERS) for stream in ("img", "txt")),
+    _rule("img_qkv_proj.weight", "PRXAttention", equal(3), _DIFFUSERS),
+    _rule("txt_kv_proj.weight", "PRXAttention", equal(2), _DIFFUSERS),
+    # diffusers: gates beside what they gate
+    _rule("proj.weight", "GEGLU SwiGLU", equal(2), _DIFFUSERS),
+    _rule("linear_in.weight", "Flux2FeedForward Flux3FeedForward", equal(2), _DIFFUSERS),
+    _rule("proj_in.weight", "FeedForward StableAudio3FeedForward", equal(2), _DIFFUSERS),
+    _rule("ff_in.weight", "MiniMaxMusic3TransformerBlock", equal(2), _DIFFUSERS),
+    _rule("gate_up_proj.weight", "OmniGenFeedForward", equal(2), _DIFFUSERS),
+    _rule("swish_linear.#.weight", "RFD4ProteinaTransition", equal(2), _DIFFUSERS),
+    _rule("linear_x.weight", "RFD4ProteinaPairUpdate", equal(2), _DIFFUSERS),
+    _rule("conv_inverted.weight", "GLUMBConv GLUMBTempConv", equal(2), _DIFFUSERS),
+    _rule("inverted_conv.conv.weight", "GLUMBConvTemp", equal(2), _DIFFUSERS),
+    _rule("proj_mlp.weight", "OvisImageSingleTransformerBlock", equal(2), _DIFFUSERS),
+    _rule("proj_mlp.weight", "*", whole, _DIFFUSERS),
+    _rule("in_proj.weight", "ChromaApproximator", whole, _DIFFUSERS),
+    _rule("dec_in_proj.weight", "*MiniMax*", whole, _DIFFUSERS),
+    _rule("gate_up_proj", "SwiGLUExperts", _experts_gate_up, _DIFFUSERS),
+    _rule("down_proj", "SwiGLUExperts", _experts_whole, _DIFFUSERS),
+    # diffusers: shifts, scales and gates by what a block is conditioned on
+    *(
+        _rule("linear.weight", classes, equal(count), _DIFFUSERS)
+        for count, classes in (
+            (2, "AdaLayerNorm AdaGroupNorm AdaLayerNormContinuous CogView4AdaLayerNormContinuous"),
+            (2, "GlmImageAdaLayerNormContinuous ErnieImageAdaLNContinuous AudioDiTAdaLayerNormZeroFinal"),
+            (2, "MiniMaxH3AdaLayerNormOut AuraFlowPreFinalBlock Flux3AdaLayerNorm *AdaNorm"),
+            (3, "*AdaLayerNormZeroSingle Flux3Modulation"),
+            (4, "LuminaRMSNormZero MochiRMSNormZero"),
+            (6, "AdaLayerNormZero AdaLayerNormSingle CogVideoXLayerNormZero EasyAnimateLayerNormZero"),
+            (6, "HunyuanVideoTokenReplaceAdaLayerNormZero"),
+            (9, "SD35AdaLayerNormZeroX"),
+            (12, "CogView3PlusAdaLayerNormZeroTextImage CogView4AdaLayerNormZero GlmImageAdaLayerNormZero"),
+            (18, "MiniMaxH3AdaLayerNormModulation"),  # six for each of three modalities
+        )
+    ),
+    _rule("linear.weight", "LTX2AdaLayerNormSingle", equal("num_mod_params"), _DIFFUSERS),
+    _rule("linear.weight", "Flux2Modulation", equal("3*mod_param_sets"), _DIFFUSERS),
+    _rule("linear_2.weight", "CosmosAdaLayerNorm", equal(2), _DIFFUSERS),
+    _rule("linear_2.weight", "CosmosAdaLayerNormZero", equal(3), _DIFFUSERS),
+    _rule("lin.weight", "Modulation", equal(6), _DIFFUSERS),
+    _rule("proj.weight", "LTX2VideoVaeAdaLNZero", equal("num_chunks"), _DIFFUSERS),
+    _rule("adaln_proj.weight", "IPAdapterTimeImageProjectionBlock", equal(4), _DIFFUSERS),
+    _rule("mlp.#.weight", "AudioDiTAdaLNMLP", equal(6), _DIFFUSERS),
+    _rule("adaLN_modulation.#.weight", "HiDreamImageTransformerBlock", equal(12), _DIFFUSERS),
+    _rule("adaLN_modulation.#.weight", "HiDreamImageSingleTransformerBlock", equal(6), _DIFFUSERS),
+    _rule("adaLN_modulation.#.weight", "HiDreamImageOutEmbed", equal(2), _DIFFUSERS),
+    _rule("adaLN_modulation.#.weight", "ZImage*Block BriaFibo2TransformerBlock", equal(4), _DIFFUSERS),
+    _rule("adaln_modulation.weight", "Ideogram4TransformerBlock", equal(4), _DIFFUSERS),
+    *(_rule(f"{stream}_mod.#.weight", "QwenImage*Block", equal(6), _DIFFUSERS) for stream in ("img", "txt")),
+    _rule("img_mod.#.weight", "NucleusMoEImageTransformerBlock", equal(4), _DIFFUSERS),
+    _rule("text_modulation.out_layer.weight", "Kandinsky*Block", equal(6), _DIFFUSERS),
+    _rule("visual_modulation.out_layer.weight", "Kandinsky6SRTransformerBlock", equal(6), _DIFFUSERS),
+    _rule("visual_modulation.out_layer.weight", "Kandinsky*Block", equal(9), _DIFFUSERS),
+    _rule("modulation.out_layer.weight", "Kandinsky*", equal(2), _DIFFUSERS),
+    _rule("va_modulation.out_layer.weight", "Kandinsky6*", _cross_modulation("model_dim", "model_dim_a"), _DIFFUSERS),
+    _rule("av_modulation.out_layer.weight", "Kandinsky6*", _cross_modulation("model_dim_a", "model_dim"), _DIFFUSERS),
+    _rule("time_emb_proj.weight", "ResnetBlock2D*", equal_if("time_embedding_norm", "scale_shift", 2), _DIFFUSERS),
+    _rule(
+        "time_embedder.timestep_embedder.linear_2.weight", "LTX*Block3d",  # of the resnets that it is given to
+        equal(4), _DIFFUSERS,
+    ),
+    _rule("context_mlp.#.weight", "Kandinsky3ConditionalGroupNorm", equal(2), _DIFFUSERS),
+    _rule("cond_embeds_mapper.weight", "ConvNextBlock", equal(2), _DIFFUSERS),
+    _rule("scale_bias.weight", "T5FiLMLayer", equal(2), _DIFFUSERS),
+    *(_rule(f"mapper{kind}.weight", "SDCascadeTimestepBlock", equal(2), _DIFFUSERS) for kind in ("", "_sca", "_crp")),
     # timm
     _rule("qkv.conv.weight", "LiteMLA", per_head("dim", "dim", "dim"), _TIMM),
     _rule("qkv.c.weight", "SHSA", blocked("qk_dim", "qk_dim", "pdim"), _TIMM),
+    _rule("qkv.weight", "LambdaLayer", blocked("num_heads*dim_qk", "dim_qk", "dim_v"), _TIMM),
+    _rule("qkvs.#.conv.weight", "CascadedGroupAttention", blocked("key_dim", "key_dim", "val_dim"), _TIMM),
+    _rule("kv.weight", "HaloAttn", per_head("dim_head_qk", "dim_head_v", heads="num_heads"), _TIMM),
+    _rule("pwise.weight", "ConvAttention", per_head(*_HEAD, heads="num_heads"), _TIMM),
+    _rule("qk.weight", "*", equal(2), _TIMM),
+    _rule("v_gate.c.weight", "SHMA", equal(2), _TIMM),
+    _rule("BCdt_proj.conv.weight", "HSMSSD", equal(3), _TIMM),
+    _rule("hz_proj.conv.weight", "HSMSSD", equal(2), _TIMM),
+    _rule("f.weight", "FocalModulation", listed("input_split"), _TIMM),
+    _rule("fc1.weight", "GatedConvBlock", listed("split_indices"), _TIMM),
+    _rule("fc1.weight", "GatedMlp", _gated_by_halves, _TIMM),
     *(_rule(f"qkv{layer}.weight", "*", _timm_qkv, _TIMM) for layer in ("", ".linear", ".conv", ".c")),
     *(_rule(f"kv{layer}.weight", "*", _timm_kv, _TIMM) for layer in ("", ".linear", ".conv", ".c")),
-    _rule("in_proj.weight", "ParallelScalingBlock DiffParallelScalingBlock", _timm_parallel, _TIMM),
+    _rule("in_proj.weight", "ParallelScalingBlock DiffParallelScalingBlock", listed("in_split"), _TIMM),
     _rule("qkv_proj.weight", "LinearSelfAttention", blocked("1", "embed_dim", "embed_dim"), _TIMM),
     _rule("fc1.weight", "GluMlp", equal(2), _TIMM),
 )  # fmt: skip

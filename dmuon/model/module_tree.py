@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch.nn as nn
@@ -17,34 +15,11 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 _DEPTH = 4
 
 
-class Linears:
-    """The linear layers below a module, in its order, found by how long their inputs and outputs are."""
-
-    def __init__(self, parent: nn.Module) -> None:
-        layers = [module for module in parent.modules() if isinstance(module, nn.Linear)]
-        self._places = {id(layer): place for place, layer in enumerate(layers)}
-        self._inputs = Counter(layer.in_features for layer in layers)
-        self._of_sizes: dict[tuple[int, int], list[int]] = {}
-        for place, layer in enumerate(layers):
-            self._of_sizes.setdefault((layer.in_features, layer.out_features), []).append(place)
-
-    def others_take(self, layer: nn.Linear) -> bool:
-        """Whether another one takes as many features as ``layer`` gives."""
-        return self._inputs[layer.out_features] > (layer.in_features == layer.out_features)
-
-    def first_after(self, layer: nn.Linear, in_features: int, out_features: int) -> int | None:
-        """The place of the first one behind ``layer`` that has these sizes; None if there is none."""
-        places, own = self._of_sizes.get((in_features, out_features), []), self._places[id(layer)]
-        following = bisect_right(places, own)
-        return places[following] if following < len(places) else None
-
-
 class ModuleTree:
     """What holds each module; several may, such as a model and a list that a framework keeps of its layers."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._holders: dict[int, list[Holder]] = {}
-        self._linears: dict[int, Linears] = {}
         for module in modules:
             for name, child in module.__dict__.get("_modules", {}).items():  # none before Module.__init__
                 if child is not None:
@@ -53,12 +28,6 @@ class ModuleTree:
     @classmethod
     def of(cls, model: nn.Module) -> ModuleTree:
         return cls(model.modules())
-
-    def linears_below(self, holder: nn.Module) -> Linears:
-        """Of a module that holds another one; counted once for all of its layers."""
-        if id(holder) not in self._linears:
-            self._linears[id(holder)] = Linears(holder)
-        return self._linears[id(holder)]
 
     def above(self, module: nn.Module, name: str) -> list[Holder]:
         """``module`` and what holds it, upwards, each with the path from it to the parameter ``name``.
@@ -80,6 +49,11 @@ class ModuleTree:
                 yield from self._holding(holder)
             else:
                 yield holder, attribute
+
+
+def longest_path(holders: Iterable[Holder]) -> str:
+    """Of the paths to one parameter."""
+    return max((path for _, path in holders), key=lambda path: path.count("."))
 
 
 def sites_of(parameters: Iterable[Tensor]) -> tuple[ModuleTree, dict[int, tuple[Holder, ...]]]:

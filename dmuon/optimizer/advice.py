@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.model.fused_hints import fused_look
+from dmuon.model.fused_hints import looks_fused
 from dmuon.model.makeup import makeup_of
 from dmuon.model.matrix_spec import spec_of
-from dmuon.model.module_tree import sites_of
+from dmuon.model.module_tree import ModuleTree, longest_path, sites_of
 from dmuon.step.residency import Residency
 from dmuon.step.rounds import AloneRound, Round
 
@@ -27,7 +26,6 @@ def advice(residencies: Sequence[Residency], rounds: Sequence[Round]) -> list[st
         *_dominating(loads for residency in residencies for loads in residency.loads()),
         *_repeated(residencies, rounds),
         *_small(rounds),
-        *_fused(list({id(p): p for residency in residencies for p in residency.params if p.requires_grad}.values())),
     ]
 
 
@@ -69,26 +67,23 @@ def _small(rounds: Sequence[Round]) -> Iterator[str]:
         )
 
 
-def _fused(params: Sequence[Tensor]) -> Iterator[str]:
-    """Tensors that look like several matrices, and that ``select`` or a group gave to Muon as one."""
+def taken_whole(residencies: Sequence[Residency]) -> list[str]:
+    """A line if something looks like several matrices that Muon has as one: by its sizes, or since a user said so."""
+    params = {id(p): p for residency in residencies for p in residency.params if p.requires_grad}.values()
     whole = [param for param in params if param.ndim > 1 and spec_of(param).is_whole]
-    tree, sites = sites_of(whole) if whole else (None, {})
+    tree, sites = sites_of(whole) if whole else (ModuleTree([]), {})
     names = []
     for param in whole:
         holders = sites.get(id(param), ())
-        if tree is None or not holders or makeup_of(tree, param, holders).known:
-            continue
-        for module, name in holders:
-            look = fused_look(tree, module, name, param)
-            if look is not None:
-                path = max((path for _, path in tree.above(module, name)), key=lambda path: path.count("."))
-                names.append(f"{path!r}{f' ({len(look.parts)} parts)' if look.parts else ''}")
-                break
-    if names:
-        yield (
-            f"{_some(names)}: looks like several projections fused into one tensor, and is orthogonalized as one "
-            "matrix; if it is several, let select return the dmuon.MatrixSpec that says which"
-        )
+        if holders and not makeup_of(tree, param, holders).known:
+            looks = [site for site in holders if looks_fused(tree, *site, param)]
+            names += [repr(longest_path(tree.above(*site))) for site in looks[:1]]
+    if not names:
+        return []
+    return [
+        f"{_some(names)}: looks like several projections fused into one tensor, and is orthogonalized as one "
+        "matrix; if it is several, let select return the dmuon.MatrixSpec that says which"
+    ]
 
 
 def _some(names: Sequence[str]) -> str:

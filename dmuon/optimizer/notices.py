@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.residency import Dedicated
-from dmuon.optimizer.advice import advice
+from dmuon.optimizer.advice import advice, taken_whole
 from dmuon.platform.log import logger
 from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import Round
@@ -22,7 +22,11 @@ def tell_first_step(
     groups: Iterable[Mapping[str, Any]], residencies: Sequence[Residency], rounds: Sequence[Round]
 ) -> None:
     """Once, by one of the ranks that share matrices: where they live, and what costs more than it should."""
-    if not _log.isEnabledFor(logging.INFO) or not _speaks(residencies):
+    if not _speaks(residencies):
+        return
+    for line in taken_whole(residencies):
+        _log.warning("%s", line)
+    if not _log.isEnabledFor(logging.INFO):
         return
     owned = sum(len(residency.params) for residency in residencies if isinstance(residency, Dedicated))
     alone = [p.requires_grad for residency in residencies if isinstance(residency, Alone) for p in residency.params]

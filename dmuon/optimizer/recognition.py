@@ -10,7 +10,7 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.model.fused_hints import refusal
 from dmuon.model.makeup import EMBEDDINGS, Makeup, declared_embeddings, makeup_of
 from dmuon.model.matrix_spec import is_remembered, remember_spec
-from dmuon.model.module_tree import Holder, ModuleTree, sites_of
+from dmuon.model.module_tree import Holder, ModuleTree, longest_path, sites_of
 
 
 def recognize(tensors: Sequence[Tensor]) -> dict[int, Makeup]:
@@ -40,9 +40,9 @@ def remember_makeups(tensors: Sequence[Tensor]) -> list[str]:
         if not holders:
             continue
         makeup = makeup_of(tree, tensor, holders)
-        # A stack is what the group says, and its advice tells what looks fused.
+        # A stack is what the group says, and a warning tells what looks fused.
         for module, name in () if makeup.known or tensor.ndim == 3 else holders:
-            path = _longest(tree.above(module, name))
+            path = longest_path(tree.above(module, name))
             fault = refusal(tree, module, name, tensor, path)
             if fault is not None:
                 raise ValueError(
@@ -63,13 +63,8 @@ def _embeddings(tree: ModuleTree, sites: Mapping[int, Sequence[Holder]]) -> list
         held = any(isinstance(module, EMBEDDINGS) for module, _ in sites[key])
         kind = "embedding" if held else declared.get(key)
         if kind is not None:
-            found.append(f"{_longest(holders)!r} is an {kind}")
+            found.append(f"{longest_path(holders)!r} is an {kind}")
     return found
-
-
-def _longest(holders: Sequence[Holder]) -> str:
-    """Of the paths to one parameter."""
-    return max((path for _, path in holders), key=lambda path: path.count("."))
 
 
 def _is_decided(tensor: Tensor) -> bool:

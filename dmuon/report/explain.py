@@ -21,7 +21,7 @@ from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Route, route_parameters
-from dmuon.optimizer.advice import advice
+from dmuon.optimizer.advice import advice, taken_whole
 from dmuon.optimizer.groups import inside_ddp, names_in
 from dmuon.optimizer.muon import Muon
 from dmuon.platform.options import check_integer
@@ -341,7 +341,7 @@ def _last_step(optimizer: Muon) -> list[str]:
 
 def _warnings(optimizer: Muon) -> list[str]:
     """What costs more than it should."""
-    lines = advice(optimizer._residencies, optimizer._rounds)
+    lines = [*advice(optimizer._residencies, optimizer._rounds), *taken_whole(optimizer._residencies)]
     return ["", "warnings", *(f"  {line}" for line in lines)] if lines else []
 
 

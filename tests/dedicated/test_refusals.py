@@ -230,7 +230,7 @@ EVERYWHERE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "fused": (
         lambda: refused(node(layers=stack(lambda: node(qkv=nn.Linear(8, 24))))),
-        ValueError, r"'layers\.0\.qkv\.weight' of shape \(24, 8\) looks like 3 .*select=",
+        ValueError, r"'layers\.0\.qkv\.weight' of shape \(24, 8\) looks like several .*select=",
     ),
     "DistributedDataParallel around it": (lambda: wrapped_afterwards("", True), RuntimeError, BY_DDP),
     "DistributedDataParallel around a block of it": (

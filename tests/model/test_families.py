@@ -11,7 +11,7 @@ from harness.trees import D, H, linear, node
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dmuon.model.families import known_spec, stored_form
-from dmuon.model.fused_hints import fused_look
+from dmuon.model.fused_hints import looks_fused, refusal
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.module_tree import ModuleTree, sites_of
 
@@ -168,29 +168,38 @@ def test_what_does_not_agree_is_not_known_but_looks_fused(owner: nn.Module, path
     assert spec_in(owner, path) is None
     holder, _, name = path.rpartition(".")
     module = owner.get_submodule(holder)
-    assert fused_look(ModuleTree.of(owner), module, name, getattr(module, name)) is not None
+    assert refusal(ModuleTree.of(owner), module, name, getattr(module, name), path) is not None
 
 
+@pytest.mark.pitfall("P05", "P91")
 @pytest.mark.parametrize(
-    ("owner", "path", "parts"),
+    ("owner", "path", "refused"),
     [
-        (of("Attention", qkv=linear(D, 3 * D)), "qkv.weight", (D, D, D)),
-        (of("Attention", qkv=linear(D, D + 4)), "qkv.weight", (D, 2, 2)),
-        (of("Attention", c_attn=Conv1D(3 * D, D)), "c_attn.weight", (D, D, D)),
-        (of("MLP", gate_up_proj=linear(D, 2 * H)), "gate_up_proj.weight", (H, H)),
-        (of("MLP", w12=linear(D, 2 * H), w3=linear(H, D)), "w12.weight", (H, H)),
-        (of("Mixer", in_proj=linear(D, 41)), "in_proj.weight", ()),
-        (of("Experts", w1=bare(3, 2 * H, D), w2=bare(3, D, H)), "w1", (H, H)),
-        (of("Experts", w1=bare(3, D, 2 * H), w2=bare(3, H, D)), "w1", (H, H)),
+        (of("Attention", qkv=linear(D, D + 4)), "qkv.weight", True),
+        (of("Attention", qkv=nn.Sequential(nn.Conv1d(D, 3 * D, 1), nn.BatchNorm1d(3 * D))), "qkv.0.weight", True),
+        (of("GEGLU", proj=linear(D, 2 * H)), "proj.weight", True),
+        (of("SwiGLU", proj=linear(D, 2 * H), out=linear(H, D)), "proj.weight", True),
+        (of("ModernBertMLP", HF, Wi=linear(D, 2 * H + 1)), "Wi.weight", True),  # known, but not so
+        (of("DiTBlock", adaLN=nn.Sequential(nn.SiLU(), linear(D, 6 * D))), "adaLN.1.weight", False),
+        (of("Attention", one=linear(D, 3 * D), two=linear()), "one.weight", False),
+        (of("MLP", one=linear(D, 2 * H), two=linear(H, D)), "one.weight", False),
+        (of("Experts", w1=bare(3, 2 * H, D), w2=bare(3, D, H)), "w1", False),
+        (of("Experts", w1=bare(3, D, 2 * H), w2=bare(3, H, D)), "w1", False),
+        (of("SwiGLU", w1=linear(D, H), w3=linear(D, H), w2=linear(H, D)), "w1.weight", None),
+        (of("SwiGLU", w1=linear(D, H), w3=linear(D, H), w2=linear(H, D)), "w2.weight", None),
+        (of("GatedUnit", value=linear(D, H), gate=linear(D, H)), "gate.weight", None),
+        (of("MLP", up=linear(D, 4 * D), down=linear(4 * D, D), inner=linear()), "up.weight", None),
     ],
-)
-def test_parts_are_guessed_for_the_message_where_shapes_allow(
-    owner: nn.Module, path: str, parts: tuple[int, ...]
+)  # fmt: skip
+def test_names_are_refused_sizes_are_told_and_neither_says_where_parts_lie(
+    owner: nn.Module, path: str, refused: bool | None
 ) -> None:
     holder, _, name = path.rpartition(".")
     module = owner.get_submodule(holder)
-    look = fused_look(ModuleTree.of(owner), module, name, getattr(module, name))
-    assert look is not None and look.parts == parts
+    given = ModuleTree.of(owner), module, name, getattr(module, name)
+    fault = refusal(*given, path)
+    assert (fault is not None, looks_fused(*given)) == (refused is True, refused is not None or fault is not None)
+    assert fault is None or ("parts=(…)" in fault and "exclude=" in fault)
 
 
 def test_layers_store_matrices_in_four_forms() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from harness.families import Conv1D, bare
+from harness.families import Conv1D, bare, of
 from harness.trees import Called, D, H, V, linear, llama, node, stack
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -436,11 +436,8 @@ def test_declared_heads_that_are_something_else_are_ignored(answer: Callable[...
         (lambda: node(attn=node(Wqkv=linear(D, D + 2), out_proj=linear())), "attn.Wqkv.weight"),  # multi-query
         (lambda: node(mixer=node(in_proj=linear(D, 5 * D + 1), out_proj=linear(2 * D, D))), "mixer.in_proj.weight"),
         (lambda: node(mlp=node(gate_up_proj=linear(D, 2 * H), down_proj=linear(H, D))), "mlp.gate_up_proj.weight"),
-        # names that say nothing: a later layer takes an equal part of the output
-        (lambda: node(attn=node(one=linear(D, 3 * D), two=linear())), "attn.one.weight"),
-        (lambda: node(attn=node(one=linear(D, 4 * D), two=linear())), "attn.one.weight"),  # gated
         (lambda: node(mlp=node(w12=linear(D, 2 * H), w3=linear(H, D))), "mlp.w12.weight"),
-        (lambda: node(mlp=nn.Sequential(linear(D, 2 * H), nn.SiLU(), linear(H, D))), "mlp.0.weight"),
+        (lambda: node(mlp=of("GEGLU", proj=linear(D, 2 * H)), out=linear(H, D)), "mlp.proj.weight"),
     ],
 )  # fmt: skip
 def test_fused_layouts_are_refused_by_name(layer: Callable[[], nn.Module], name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,31 +89,35 @@ def test_what_is_no_matrix_stays_on_adamw_and_says_why(layer: Callable[[], nn.Mo
 
 @pytest.mark.pitfall("P78")
 @pytest.mark.parametrize(
-    ("layer", "name", "expected"),
+    ("layer", "name", "form"),
     [
-        (unknown, "attn.qkv.weight", MatrixSpec((D, D, D))),
-        (
-            lambda: node(attn=of("A", c_attn=Conv1D(3 * D, D))), "attn.c_attn.weight",
-            MatrixSpec((D, D, D), transposed=True),
-        ),
-        (lambda: node(moe=of("MyExperts", **experts())), "moe.gate_up_proj", MatrixSpec((H, H))),
+        (unknown, "attn.qkv.weight", ""),
+        (lambda: node(attn=of("A", c_attn=Conv1D(3 * D, D))), "attn.c_attn.weight", "transposed=True"),
+        (lambda: node(moe=of("MyExperts", **experts())), "moe.gate_up_proj", ""),
         (
             lambda: node(a=nn.Conv1d(3, D, 1), glu=node(gate_up=nn.Conv1d(D, 2 * H, 1))), "glu.gate_up.weight",
-            MatrixSpec((H, H), flattened=True),
+            "flattened=True",
         ),
     ],
 )  # fmt: skip
-def test_the_remedy_of_a_refusal_works_as_it_is_written(
-    layer: Callable[[], nn.Module], name: str, expected: MatrixSpec
+def test_the_remedies_of_a_refusal_work_as_they_are_written(
+    layer: Callable[[], nn.Module], name: str, form: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"'h\.0\.{name}' .*fused into one tensor") as refused:
+    layer = partial(lambda inner: node(inner=inner(), plain=linear()), layer)
+    fqn = f"inner.{name}"
+    with pytest.raises(ValueError, match=rf"'h\.0\.{fqn}' .*fused into one tensor") as refused:
         routes(layer)
-    written = re.search(r"select=(lambda .* else \.\.\.) \(", str(refused.value))
-    assert written is not None
-    found = routes(layer, select=eval(written[1], {"dmuon": dmuon}))
-    assert found[name].spec == expected and found[name].muon and found[name].reason == "chosen by select"
-    if name == "attn.qkv.weight":
-        assert found["mlp.weight"].reason == "matrix inside a block", "... leaves the rest to the default rule"
+    written = re.search(r"select=(lambda .* else \.\.\.) \(.*; dmuon\.(.*) if it is one matrix\)", str(refused.value))
+    assert written is not None and written[2] == f"MatrixSpec({form})" and "parts=(…" in written[1], "no guess"
+    param = layer().get_parameter(fqn)
+    length = param.shape[1] if form == "transposed=True" or (param.ndim == 3 and form == "") else param.shape[0]
+    chosen = written[1].replace("(…)", f"({length // 2}, {length - length // 2})")
+    found = routes(layer, select=eval(chosen, {"dmuon": dmuon}))
+    assert found[fqn].spec.parts == (length // 2, length - length // 2) and found[fqn].reason == "chosen by select"
+    assert found["plain.weight"].reason == "matrix inside a block", "... leaves the rest to the default rule"
+    excluded = re.search(r"exclude=(\[.*\])$", str(refused.value))
+    assert excluded is not None
+    assert routes(layer, exclude=eval(excluded[1]))[fqn].reason == "excluded by exclude"
 
 
 def test_select_overrides_what_is_known() -> None:

@@ -16,7 +16,7 @@ import dmuon
 from dmuon.model.blocks import blocks_by_module, stacked_blocks
 from dmuon.model.config import read_model
 from dmuon.model.families import known_spec, stored_form
-from dmuon.model.fused_hints import fused_look
+from dmuon.model.fused_hints import looks_fused
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.module_tree import ModuleTree
 from dmuon.model.routing import route_to_blocks
@@ -160,7 +160,7 @@ def test_nothing_of_any_family_looks_fused_and_is_unknown(monkeypatch: pytest.Mo
                 if param.ndim < 2:
                     continue
                 spec = known_spec(tree, module, name, param)
-                looks = spec is None and fused_look(tree, module, name, param) is not None
+                looks = spec is None and looks_fused(tree, module, name, param)
                 experts = param.ndim == 3 and "expert" in type(module).__name__.lower()
                 stacks += experts
                 if looks or (experts and spec is None):

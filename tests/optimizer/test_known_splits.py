@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -115,7 +116,7 @@ def test_what_only_looks_fused_is_refused_however_it_comes(hand_over: Callable[[
     try:
         model = node(h=stack(lambda: node(mine=of("Mine", qkv=linear(D, 3 * D)), plain=linear())))
         with pytest.raises(
-            ValueError, match=r"mine\.qkv\.weight' of shape \(24, 8\) looks like 3 projections.*select="
+            ValueError, match=r"mine\.qkv\.weight' of shape \(24, 8\) looks like several projections.*select="
         ):
             dmuon.Muon(hand_over(model), **OPTIONS)
         groups = dmuon.param_groups(
@@ -124,6 +125,22 @@ def test_what_only_looks_fused_is_refused_however_it_comes(hand_over: Callable[[
         assert len(dmuon.Muon(groups, **OPTIONS).param_groups[0]["params"]) == 4, "what was decided is not asked again"
     finally:
         del CUTS["mine.qkv.weight"]
+
+
+@pytest.mark.pitfall("P91")
+def test_what_looks_fused_by_its_sizes_alone_is_taken_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A plain layer beside square ones, as in parallel blocks, may look like four of these."""
+    layers = {"up": linear(D, 4 * D), "v": linear(), "out": linear(5 * D, D)}
+    model = node(h=stack(lambda: node(**{name: copy.deepcopy(layer) for name, layer in layers.items()})))
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    with caplog.at_level(logging.WARNING, logger="dmuon"):
+        for _ in range(2):
+            for param in model.parameters():
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+    assert optimizer.last_step.ns_matrices == 6
+    told = [record.getMessage() for record in caplog.records if "fused into one tensor" in record.getMessage()]
+    assert len(told) == 1 and "'h.0.up.weight', 'h.1.up.weight': looks like" in told[0] and ".v." not in told[0]
 
 
 def test_a_group_that_is_added_later_is_known_too() -> None:

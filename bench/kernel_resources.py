@@ -47,8 +47,6 @@ def measure(arch: int) -> list[Row]:
     rows = []
     for name, dtype in DTYPES.items():
         for config, adds in product(candidates(SIDE, SIDE, dtype, (arch // 10, arch % 10)), ADDENDS[name]):
-            if config.divided and adds != ADDENDS[name][0]:
-                continue  # its parts are the same with any
             used = compile_product(config, dtype, arch, adds=adds)
             rows.append(
                 {
@@ -99,8 +97,7 @@ def to_markdown(rows: list[Row]) -> str:
         f"Compiled by `bench/kernel_resources.py` on {' and '.join(dates)}, without a GPU. Registers and spilled bytes",
         "are per thread, shared memory and its limit in bytes per block. `blocks` run on one multiprocessor at once,",
         "and `epilogue` counts the instructions behind the last matrix instruction, of all branches. A row stands for",
-        "the kernel with so many addends, A contiguous and B the transpose of a contiguous matrix, aligned. Where the",
-        "last round is divided (k), it is the kernel of the parts, which adds nothing.",
+        "the kernel with so many addends, A contiguous and B the transpose of a contiguous matrix, aligned.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),

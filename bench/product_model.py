@@ -13,9 +13,6 @@ for squares and for ``X Xᵀ``, with 0, 1 and 4 addends, beside a model of cuBLA
 
 Of ``r`` programs that share a multiprocessor, one's rest is hidden behind the others' products. A multiprocessor gets
 ``ceil(tiles / multiprocessors)`` tiles. Nothing is faster than operands, addends and results pass through memory once.
-With a loader, the first load is waited for once: those of the next tile are under way while one is stored.
-A divided last round is two more kernels: parts of tiles, each written in fp32, and their sums, read by as many programs
-as there are squares of 32; each kernel is launched behind the other, which counts in full.
 cuBLAS: 128 x 256 tiles in clusters of two that share loads, all of them, the rest hidden.
 
 What is known of the error: the model of cuBLAS is fitted to one figure, 8192³ in bf16. L2 decides most, and figures of
@@ -30,14 +27,14 @@ import argparse
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dmuon.kernels.symmetric_tiles import TileConfig, Work, default_config
+from dmuon.kernels.symmetric_tiles import TileConfig, Work, candidates, default_config
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -101,21 +98,11 @@ def main_seconds(rows: int, cols: int, p: int, device: Device, shared: float = 1
 
 def rest_seconds(config: TileConfig, addends: int, instructions: int, device: Device) -> float:
     """What of one tile is not its product."""
-    early = addends == 1 and not config.descriptors and config.resident == 1
+    early = addends == 1 and not config.descriptors
     issued = instructions / 2 * config.warps / SCHEDULERS
     # Of each half, addends are waited for by themselves.
     waited = ADDEND * (addends - early) * config.halves + STORE * config.halves
-    first = 0 if config.loader else FIRST
-    return (first + issued + waited) / device.clock
-
-
-def divided_seconds(config: TileConfig, work: Product, left: int, parts: int, device: Device) -> float:
-    """Of the ``left`` tiles in so many ``parts``; with one of the two launches."""
-    main = main_seconds(config.block, config.halves * config.block, work.p / parts, device)
-    written = 4 * config.halves * config.block**2 / (KEPT_L2 * device.l2 / device.processors)
-    read = 4 * left * parts * config.halves * config.block**2 / (KEPT_L2 * device.l2)
-    waited = (2 * FIRST + ADDEND * work.addends + STORE) / device.clock
-    return LAUNCH + main + written + read + waited
+    return (FIRST + issued + waited) / device.clock
 
 
 def predict(config: TileConfig, work: Product, used: Row, device: Device) -> tuple[float, float]:
@@ -133,13 +120,7 @@ def predict(config: TileConfig, work: Product, used: Row, device: Device) -> tup
     uneven = seconds(full, together) + (seconds(1, left) if left else 0.0)
     # The last tile's rest is behind nothing.
     uneven += rest if together > 1 else 0.0
-    uneven += FIRST / device.clock if config.loader else 0.0
     even = max(main + rest, uneven * tiles / (most * device.processors))
-    whole, parts = config.parts(tiles, device.processors, work.p)
-    if parts > 1:
-        uneven = whole / device.processors * (main + rest) + divided_seconds(config, work, tiles - whole, parts, device)
-        uneven += (whole > 0) * LAUNCH
-        even = min(even, uneven)
     least = work.memory_seconds(device)
     return LAUNCH + max(uneven, least), LAUNCH + max(even, least)
 
@@ -167,20 +148,15 @@ def predictions(resources: Iterable[Row]) -> Iterator[Row]:
     halves = [row for row in resources if row["dtype"] == "fp16"]
     newest = max((row["triton"] for row in halves), key=version, default="")
     found = {(row["arch"], row["config"], row["adds"]): row for row in halves if row["triton"] == newest}
-    for (arch, text, adds), row in list(found.items()):  # whose whole tiles are the same machine code
-        config = TileConfig.parse(text)
-        if config.halves > 1 and not config.divided and not config.loader:
-            found[arch, str(replace(config, divided=True)), adds] = row
     for device, work in product(DEVICES, products()):
-        chosen = default_config(
-            Work(work.k, work.m, work.p, torch.float16, work.addends, device.processors),
-            divmod(int(device.arch[2:]), 10),
-        )
+        capability = divmod(int(device.arch[2:]), 10)
+        task = Work(work.k, work.m, work.p, torch.float16, work.addends, device.processors)
+        chosen = default_config(task, capability)
         theirs = predict_cublas(work, device)
-        for (arch, text, adds), used in found.items():
-            if arch != device.arch or adds != work.addends:
+        for config in candidates(work.m, work.p, torch.float16, capability):
+            used = found.get((device.arch, str(config), work.addends))
+            if used is None:
                 continue
-            config = TileConfig.parse(text)
             seconds, even = predict(config, work, used, device)
             yield {
                 "device": device.name,
@@ -188,7 +164,7 @@ def predictions(resources: Iterable[Row]) -> Iterator[Row]:
                 "m": work.m,
                 "p": work.p,
                 "addends": work.addends,
-                "config": text,
+                "config": str(config),
                 "ms": seconds * 1e3,
                 "cublas_ms": theirs * 1e3,
                 "speedup": theirs / seconds,

@@ -13,7 +13,6 @@ from .squares import Square
 from .storage import HALF, carrier_dtype
 from .symmetric_cpu import split_product, split_sum
 from .symmetric_quack import equal_factors
-from .symmetric_tiles import TileConfig
 from .symmetric_triton import symmetric_product
 from .variant import TILED, Variant
 
@@ -183,11 +182,10 @@ class SplitArithmetic(Arithmetic):
         return self.round_(result)
 
 
-@dataclass(frozen=True, slots=True)
 class TritonArithmetic(Arithmetic):
     """On the GPU: symmetric results by lower tiles, each stored twice."""
 
-    tile: TileConfig | None = None
+    __slots__ = ()
 
     def symmetric(
         self,
@@ -201,7 +199,7 @@ class TritonArithmetic(Arithmetic):
         b_symmetric: bool = True,
     ) -> Tensor:
         beta = beta if c is not None else 0.0
-        return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, b_symmetric=b_symmetric, config=self.tile)
+        return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, b_symmetric=b_symmetric)
 
     def square(self, s: Tensor, square: Square, stored: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
         return symmetric_product(
@@ -213,11 +211,10 @@ class TritonArithmetic(Arithmetic):
             identity=square.identity,
             out=out,
             b_symmetric=True,
-            config=self.tile,
         )
 
     def gram(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return symmetric_product(x, x.mT, out=out, config=self.tile)
+        return symmetric_product(x, x.mT, out=out)
 
 
 class QuackArithmetic(TritonArithmetic):
@@ -252,5 +249,5 @@ def make_arithmetic(variant: Variant, device: torch.device, storage: torch.dtype
     carrier = carrier_dtype(device, storage)
     if variant.backend in TILED:
         form = TritonArithmetic if variant.backend == "triton" else QuackArithmetic
-        return form(storage, carrier, TileConfig.parse(variant.tile) if variant.tile else None)
+        return form(storage, carrier)
     return (SplitArithmetic if variant.backend == "split" else Arithmetic)(storage, carrier)

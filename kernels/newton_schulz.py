@@ -223,7 +223,7 @@ def _usable(
     Raises:
         ValueError: it cannot run on ``device`` in ``storage``.
     """
-    fault = variant_fault(variant, shape, device, storage)
+    fault = variant_fault(variant, device, storage)
     if fault is not None:
         raise ValueError(f"variant={str(variant)!r} cannot run: {fault}; leave it out, or measure on this device")
     return adapted(variant, shape, coefficients, storage, device)

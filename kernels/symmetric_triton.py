@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .symmetric_gluon import gluon_descriptor, loaded_kernel, loader_obstacle
 from .symmetric_tiles import DESCRIPTOR_ALIGNMENT, MOST_ADDENDS, TileConfig, Work, default_config, pointer_config
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -23,11 +22,8 @@ _DTYPES = (*_HALF, torch.float32)
 _MAX_PROGRAMS = 2**31
 _MAX_TILES = 2**28
 
-# Side of the squares in which parts of tiles are joined: many small ones, as few tiles are left.
-_JOINED = 32
-
-# Programs in the interpreter's persistent loop: few, so that each takes several tiles.
-_INTERPRETED_PROGRAMS = 4
+# Of the interpreter, which has none: by them the rule chooses a config.
+_INTERPRETED_PROCESSORS = 4
 
 
 @lru_cache(maxsize=64)
@@ -111,61 +107,18 @@ def symmetric_product(
         out = torch.empty(plan.shape, dtype=a.dtype, device=a.device)
     else:
         _check_overlap(plan, a, b, [x for x, _ in read], out)
-    if not plan.total and plan.rest is None:
+    if not plan.grid[0]:
         return out
     missing = MOST_ADDENDS - len(read)
     tensors = (a, b, *(x for x, _ in read), *(None,) * missing, out)
     arguments: Sequence[object] = tensors
     if plan.views is not None:
-        descriptor: Any = gluon_descriptor if plan.loader else _descriptor_type()
+        descriptor = _descriptor_type()
         arguments = [view and descriptor(x, *view) for x, view in zip(arguments, plan.views, strict=True)]
     scalars = [float(x) for x in (alpha, *(factor for _, factor in read), *(0.0,) * missing, identity)]
     with _on(a.device):
-        if plan.grid[0]:
-            kernel = loaded_kernel() if plan.loader else _kernel()
-            kernel[plan.grid](*arguments, plan.total, *plan.sizes, *plan.strides, *scalars, **plan.options)
-        if plan.rest is not None:
-            _compute_rest(plan, plan.rest, arguments[:2], tensors[2:], scalars)
+        _kernel()[plan.grid](*arguments, *plan.sizes, *plan.strides, *scalars, **plan.options)
     return out
-
-
-def _compute_rest(
-    plan: _Plan, rest: _Rest, operands: Sequence[object], results: Sequence[object], scalars: Sequence[float]
-) -> None:
-    """The tiles of a divided last round: sums over parts of the inner dimension, and then of these."""
-    partial, join = _rest_kernels()
-    options = plan.options
-    shared = {name: options[name] for name in ("BLOCK", "HALVES", "GROUP")}
-    out = results[-1]
-    assert isinstance(out, Tensor)
-    programs = rest.tiles * rest.parts
-    partials = torch.empty((programs, rest.elements), dtype=torch.float32, device=out.device)
-    partial[(programs,)](
-        *operands,
-        partials,
-        plan.total,
-        rest.parts,
-        rest.depth,
-        *plan.sizes,
-        **shared,
-        **{name: options[name] for name in ("BLOCK_K", "A_K_MAJOR", "B_K_MAJOR", "num_warps", "num_stages")},
-        enable_fp_fusion=True,
-    )
-    join[(rest.tiles * rest.elements // _JOINED**2,)](
-        partials,
-        *results,
-        plan.total,
-        rest.parts,
-        plan.sizes[0],
-        *rest.strides,
-        *scalars,
-        **shared,
-        SQUARE=_JOINED,
-        ADDENDS=options["ADDENDS"],
-        IDENTITY=options["IDENTITY"],
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
 
 
 class _Layout(NamedTuple):
@@ -183,33 +136,17 @@ class _View(NamedTuple):
     block: list[int]
 
 
-class _Rest(NamedTuple):
-    """The tiles of a divided last round: how many, of so many elements, in how many parts, each how deep.
-
-    ``strides`` (batch, row, column) of c, d.
-    """
-
-    tiles: int
-    elements: int
-    parts: int
-    depth: int
-    strides: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """A launch, decided once for all that is known without looking at addresses and coefficients."""
 
     shape: tuple[int, ...]
     sizes: tuple[int, int]  # m, p
-    total: int  # tiles of all matrices that are not divided
-    grid: tuple[int]
-    strides: tuple[int, ...]  # (batch, row, column) of a, b, c, d; with a loader none
+    grid: tuple[int]  # a program for each tile of all matrices
+    strides: tuple[int, ...]  # (batch, row, column) of a, b, c, d
     extents: tuple[int, int, int, int]  # bytes from the first to behind the last element of a, b, c, d
     c_like_out: bool  # the strides are the same, up to a transpose of both
     views: tuple[_View | None, ...] | None  # None: pointers
-    rest: _Rest | None
-    loader: bool
     options: dict[str, object]
 
 
@@ -258,9 +195,6 @@ def _plan(
     capability = _capability(a.device)
     work = Work(k, m, p, a.dtype, count, _processors(a.device))
     chosen = default_config(work, capability) if config is None else config
-    obstacle = loader_obstacle(a.dtype, capability) if chosen.loader else None
-    if obstacle is not None:
-        raise ValueError(f"config {config} has a loader, but {obstacle}; pass a config without one")
     steps = (a_steps, b_steps, c_steps, d_steps)
     views: tuple[_View | None, ...] | None = None
     if chosen.descriptors:
@@ -277,10 +211,6 @@ def _plan(
     if total >= _MAX_PROGRAMS or tiles >= _MAX_TILES:
         raise ValueError(f"{k} matrices of side {m} are too many tiles of {chosen.block}; split the batch")
     zeros = (0, 0, 0)
-    whole, parts = chosen.parts(total, _processors(a.device), p)
-    depth = -(-p // (parts * chosen.block_k)) * chosen.block_k
-    of_rest = (*(c_steps or zeros), *d_steps)
-    rest = _Rest(total - whole, chosen.halves * chosen.block**2, -(-p // depth), depth, of_rest) if parts > 1 else None
     options: dict[str, object] = {
         "BLOCK": chosen.block,
         "BLOCK_K": chosen.block_k,
@@ -292,31 +222,21 @@ def _plan(
         "IDENTITY": adds_identity,
         "num_warps": chosen.warps,
         "enable_fp_fusion": True,  # the default, but Triton 3.9 warns unless told
+        "HALVES": chosen.halves,
+        "DESCRIPTORS": views is not None,
+        "EVEN_K": views is not None or p % chosen.block_k == 0,
+        # Of half precision, one addend has room in the registers.
+        "EARLY": count == 1 and views is None and a.dtype in _HALF,
+        "num_stages": chosen.stages,
     }
-    if chosen.loader:
-        options["STAGES"] = chosen.stages
-    else:
-        options |= {
-            "HALVES": chosen.halves,
-            "DESCRIPTORS": views is not None,
-            "EVEN_K": views is not None or p % chosen.block_k == 0,
-            # Of half precision, one addend has room in the registers, unless another program needs them.
-            "EARLY": count == 1 and views is None and a.dtype in _HALF and chosen.resident == 1,
-            "PERSISTENT": chosen.persistent,
-            "num_stages": chosen.stages,
-            "maxnreg": chosen.registers,
-        }
     return _Plan(
         shape=shape,
         sizes=(m, p),
-        total=whole,
-        grid=(chosen.programs(whole, _processors(a.device)),),
-        strides=() if chosen.loader else (0,) * 12 if views else (*a_steps, *b_steps, *(c_steps or zeros), *d_steps),
+        grid=(total,),
+        strides=(0,) * 12 if views else (*a_steps, *b_steps, *(c_steps or zeros), *d_steps),
         extents=(extents[0], extents[1], extents[2], extents[3]),
         c_like_out=c_steps == d_steps,
         views=views,
-        rest=rest,
-        loader=chosen.loader,
         options=options,
     )
 
@@ -451,13 +371,6 @@ def _kernel() -> Any:
 
 
 @lru_cache(maxsize=1)
-def _rest_kernels() -> tuple[Any, Any]:
-    from .symmetric_triton_kernel import join_kernel, partial_product_kernel
-
-    return partial_product_kernel, join_kernel
-
-
-@lru_cache(maxsize=1)
 def _descriptor_type() -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -481,7 +394,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 @lru_cache(maxsize=64)
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return _INTERPRETED_PROGRAMS
+        return _INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

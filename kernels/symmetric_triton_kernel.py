@@ -61,12 +61,12 @@ def _accumulate_pointers(
 
 @triton.jit
 def _accumulate_descriptors(
-    a, b, batch, row, col, begin, end,
+    a, b, batch, row, col, depth,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
     A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
 ):  # fmt: skip
     accumulator = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
-    for start in tl.range(begin, end, BLOCK_K):
+    for start in tl.range(0, depth, BLOCK_K):
         if A_K_MAJOR:
             x = a.load([batch, row, start]).reshape(BLOCK, BLOCK_K)
         else:
@@ -156,33 +156,34 @@ def _finish(
         _store(d, tl.trans(tile), batch, col, row, m, d_batch, d_row, d_col, BLOCK, DESCRIPTORS)
 
 
-@triton.jit
-def _place(index, m, BLOCK: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr):
-    """The matrix of tile ``index``, and the tile's first row and column in it."""
-    side = tl.cdiv(m, HALVES * BLOCK)
-    tiles = side * (side + 1) // 2 * HALVES
-    local = index % tiles
-    tile_row, tile_col = lower_tile(local // HALVES, side, GROUP)
-    return index // tiles, (tile_row * HALVES + local % HALVES) * BLOCK, tile_col * HALVES * BLOCK
-
-
-@triton.jit
-def _compute_tile(
-    index, a, b, c0, c1, c2, c3, d, m, p,
+@triton.jit(do_not_specialize=["alpha", "beta0", "beta1", "beta2", "beta3", "identity"])
+def symmetric_product_kernel(
+    a, b, c0, c1, c2, c3, d, m, p,
     a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
     alpha, beta0, beta1, beta2, beta3, identity,
     BLOCK: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr,
     A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     ADDENDS: tl.constexpr, EARLY: tl.constexpr, IDENTITY: tl.constexpr,
 ):  # fmt: skip
+    """``D = alpha A B + Σ beta_i C_i + identity I`` on the lower tiles of each matrix; one program computes one tile.
+
+    It is stored twice. A tile is ``HALVES`` squares of side ``BLOCK`` next to each other. Of two, the right one is
+    left out where it is above the diagonal.
+
+    ``a`` ``(k, m, p)``, ``b`` ``(k, p, m)``, ``c_i`` and ``d`` ``(k, m, m)`` are pointers with strides in elements or,
+    if ``DESCRIPTORS``, tensor descriptors (strides unused). All ``c_i`` have the same strides; from ``ADDENDS`` on they
+    are ``None``. ``EARLY`` reads ``c0`` before the product, through pointers. ``identity`` is read if ``IDENTITY``.
+    """
     WIDTH: tl.constexpr = HALVES * BLOCK
-    batch, row, col = _place(index, m, BLOCK, HALVES, GROUP)
+    side = tl.cdiv(m, WIDTH)
+    tiles = side * (side + 1) // 2 * HALVES
+    batch, local = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    tile_row, tile_col = lower_tile(local // HALVES, side, GROUP)
+    row, col = (tile_row * HALVES + local % HALVES) * BLOCK, tile_col * WIDTH
     early = 0
     if DESCRIPTORS:
         depth = p if HALVES == 1 else tl.where(row < m, p, 0)
-        product = _accumulate_descriptors(
-            a, b, batch, row, col, 0, depth, BLOCK, WIDTH, BLOCK_K, A_K_MAJOR, B_K_MAJOR
-        )  # fmt: skip
+        product = _accumulate_descriptors(a, b, batch, row, col, depth, BLOCK, WIDTH, BLOCK_K, A_K_MAJOR, B_K_MAJOR)
     else:
         if EARLY:
             # On its way while the product is computed.
@@ -210,91 +211,3 @@ def _compute_tile(
                 c_batch, c_row, c_col, d_batch, d_row, d_col,
                 alpha, beta0, beta1, beta2, beta3, identity, BLOCK, DESCRIPTORS, ADDENDS, EARLY, IDENTITY,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["total", "alpha", "beta0", "beta1", "beta2", "beta3", "identity"])
-def symmetric_product_kernel(
-    a, b, c0, c1, c2, c3, d, total, m, p,
-    a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
-    alpha, beta0, beta1, beta2, beta3, identity,
-    BLOCK: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    ADDENDS: tl.constexpr, EARLY: tl.constexpr, IDENTITY: tl.constexpr, PERSISTENT: tl.constexpr,
-):  # fmt: skip
-    """``D = alpha A B + Σ beta_i C_i + identity I`` on the lower tiles of ``total / tiles`` matrices.
-
-    Each is stored twice. A tile is ``HALVES`` squares of side ``BLOCK`` next to each other. Of two, the right
-    one is left out where it is
-    above the diagonal.
-
-    ``a`` ``(k, m, p)``, ``b`` ``(k, p, m)``, ``c_i`` and ``d`` ``(k, m, m)`` are pointers with strides in
-    elements or, if ``DESCRIPTORS``, tensor descriptors (strides unused). One program computes one tile or, if
-    ``PERSISTENT``, every ``num_programs``-th. All ``c_i`` have the same strides; from ``ADDENDS`` on they are
-    ``None``. ``EARLY`` reads ``c0`` before the product, through pointers. ``identity`` is read if ``IDENTITY``.
-    """
-    if PERSISTENT:
-        for index in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-            _compute_tile(
-                index, a, b, c0, c1, c2, c3, d, m, p,
-                a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
-                alpha, beta0, beta1, beta2, beta3, identity,
-                BLOCK, HALVES, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, ADDENDS, EARLY, IDENTITY,
-            )  # fmt: skip
-    else:
-        _compute_tile(
-            tl.program_id(0), a, b, c0, c1, c2, c3, d, m, p,
-            a_batch, a_row, a_inner, b_batch, b_inner, b_col, c_batch, c_row, c_col, d_batch, d_row, d_col,
-            alpha, beta0, beta1, beta2, beta3, identity,
-            BLOCK, HALVES, BLOCK_K, GROUP, DESCRIPTORS, A_K_MAJOR, B_K_MAJOR, EVEN_K, ADDENDS, EARLY, IDENTITY,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["first", "parts", "depth"])
-def partial_product_kernel(
-    a, b, partials, first, parts, depth, m, p,
-    BLOCK: tl.constexpr, HALVES: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
-):  # fmt: skip
-    """Tiles of ``A B`` from ``first`` on, through descriptors: each as ``parts`` sums over ``depth`` of ``p``.
-
-    ``partials`` ``(tiles, parts, BLOCK, HALVES * BLOCK)`` is fp32. One program computes one of them.
-    """
-    WIDTH: tl.constexpr = HALVES * BLOCK
-    program = tl.program_id(0)
-    batch, row, col = _place(first + program // parts, m, BLOCK, HALVES, GROUP)
-    begin = program % parts * depth
-    end = tl.where(row < m, tl.minimum(p, begin + depth), 0)
-    tile = _accumulate_descriptors(a, b, batch, row, col, begin, end, BLOCK, WIDTH, BLOCK_K, A_K_MAJOR, B_K_MAJOR)
-    rows, cols = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    tl.store(partials + program.to(tl.int64) * (BLOCK * WIDTH) + (rows[:, None] * WIDTH + cols[None, :]), tile)
-
-
-@triton.jit(do_not_specialize=["first", "parts", "alpha", "beta0", "beta1", "beta2", "beta3", "identity"])
-def join_kernel(
-    partials, c0, c1, c2, c3, d, first, parts, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
-    alpha, beta0, beta1, beta2, beta3, identity,
-    BLOCK: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr, SQUARE: tl.constexpr,
-    ADDENDS: tl.constexpr, IDENTITY: tl.constexpr,
-):  # fmt: skip
-    """``D`` on the tiles of :func:`partial_product_kernel`, whose parts are added in their order.
-
-    One program has one square of ``SQUARE``, through pointers: many, as each reads ``parts`` times what it writes.
-    """
-    WIDTH: tl.constexpr = HALVES * BLOCK
-    ACROSS: tl.constexpr = WIDTH // SQUARE
-    program = tl.program_id(0)
-    tile, local = program // (BLOCK // SQUARE * ACROSS), program % (BLOCK // SQUARE * ACROSS)
-    top, left = local // ACROSS * SQUARE, local % ACROSS * SQUARE
-    batch, row, col = _place(first + tile, m, BLOCK, HALVES, GROUP)
-    row, col = row + top, col + left
-    if (row < m) & (col <= row):
-        rows, cols = top + tl.arange(0, SQUARE), left + tl.arange(0, SQUARE)
-        part = partials + (tile * parts).to(tl.int64) * (BLOCK * WIDTH) + (rows[:, None] * WIDTH + cols[None, :])
-        product = tl.zeros((SQUARE, SQUARE), dtype=tl.float32)
-        for _ in tl.range(0, parts):
-            product += tl.load(part)
-            part += BLOCK * WIDTH
-        _finish(
-            product, 0, c0, c1, c2, c3, d, batch, row, col, m, c_batch, c_row, c_col, d_batch, d_row, d_col,
-            alpha, beta0, beta1, beta2, beta3, identity, SQUARE, False, ADDENDS, False, IDENTITY,
-        )  # fmt: skip

@@ -16,9 +16,7 @@ from .coefficients import Polynomial, checked_restarts, restarts_hold, span_rest
 from .squares import Squares
 from .storage import HALF, Storage, storage_spans
 from .symmetric_cpu import worth_splitting
-from .symmetric_gluon import loader_obstacle
 from .symmetric_quack import quack_absence, quack_fault
-from .symmetric_tiles import TileConfig, candidates
 from .symmetric_triton import symmetric_product, unsupported
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -70,19 +68,17 @@ class Variant:
             up to the diagonal, ``"triton"`` lower tiles, ``"quack"`` the same but for products of equal factors, which
             an installed quack computes; that a measurement alone chooses.
         piece: at most so many matrices run as one batch.
-        tile: tile configuration of the Triton kernel, as its ``TileConfig`` prints; empty is the kernel's default.
         replay: launched as one CUDA graph.
 
     Raises:
-        ValueError: no such form or back end, restarts that are not increasing or not the Gram form's, no matrices at
-            once, or a tile of another back end.
+        ValueError: no such form or back end, restarts that are not increasing or not the Gram form's, or no matrices
+            at once.
     """
 
     method: Literal["standard", "gram"]
     restarts: tuple[int, ...]
     backend: Products
     piece: int
-    tile: str = ""
     replay: bool = False
 
     def __post_init__(self) -> None:
@@ -93,31 +89,10 @@ class Variant:
             raise ValueError(f"restarts {self.restarts!r} must be increasing, from 1, and of the Gram form")
         if self.piece < 1:
             raise ValueError(f"piece {self.piece!r} must be at least 1")
-        if self.tile:
-            TileConfig.parse(self.tile)
-            if self.backend not in TILED:
-                raise ValueError(f"tile {self.tile!r} is Triton's, not of back end {self.backend!r}")
-
-    @property
-    def unproven(self) -> frozenset[str]:
-        """What no GPU has run of its kernels, and might hang or end the process: ``"loader"``, ``"quack"``."""
-        loader = bool(self.tile) and TileConfig.parse(self.tile).loader
-        return frozenset(["loader"] * loader + ["quack"] * (self.backend == "quack"))
-
-    @property
-    def same_sums(self) -> Variant | None:
-        """What adds up the same products in the same order by kernels that are proven, if there are any.
-
-        Those of tiles with a loader are the same tiles without it.
-        """
-        if self.unproven != {"loader"}:
-            return None
-        tile = replace(TileConfig.parse(self.tile), loader=False, persistent=False)
-        return replace(self, tile=str(tile), replay=False)
 
     def __str__(self) -> str:
         restarts = "r" + ",".join(map(str, self.restarts)) if self.restarts else ""
-        words = (self.method, restarts, self.backend, self.tile, f"by{self.piece}", "replay" if self.replay else "")
+        words = (self.method, restarts, self.backend, f"by{self.piece}", "replay" if self.replay else "")
         return " ".join(filter(None, words))
 
     @classmethod
@@ -128,14 +103,13 @@ class Variant:
             ValueError: it did not.
         """
         match = re.fullmatch(
-            r"(standard|gram)(?: r(\d+(?:,\d+)*))? (torch|split|triton|quack)(?: (\d+x\d+\w*))? by([1-9]\d*)( replay)?",
-            text,
+            r"(standard|gram)(?: r(\d+(?:,\d+)*))? (torch|split|triton|quack) by([1-9]\d*)( replay)?", text
         )
         if match is None:
             raise ValueError(f"{text!r} is no Newton–Schulz variant such as 'gram r2 torch by4'")
-        method, restarts, backend, tile, piece, replay = match.groups()
+        method, restarts, backend, piece, replay = match.groups()
         schedule = tuple(int(r) for r in restarts.split(",")) if restarts else ()
-        return cls(method, schedule, backend, int(piece), tile or "", replay is not None)  # type: ignore[arg-type]
+        return cls(method, schedule, backend, int(piece), replay is not None)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)
@@ -202,11 +176,15 @@ def _formed(
 
 
 def alternatives(
-    shape: tuple[int, int], k: int, coefficients: Polynomial, dtype: Storage, device: torch.device
+    shape: tuple[int, int], k: int, coefficients: Polynomial, dtype: Storage, device: torch.device, quack: bool = False
 ) -> Iterator[Callable[[Variant], tuple[Variant, ...]]]:
     """What a tuner tries, one dimension after the other: each function gives the rivals of the best so far.
 
-    First form and back end, then the kernel's tiles, then the number of matrices at once, then replay.
+    First form and back end, then the number of matrices at once, then replay.
+
+    Args:
+        quack: its products are tried too, where it is installed. Importing it changes other modules, and none of its
+            kernels has run in dmuon on a GPU.
     """
 
     def forms(_best: Variant) -> tuple[Variant, ...]:
@@ -219,17 +197,9 @@ def alternatives(
             for method in methods
             for backend in backends
         )
-        if quack_absence(device, dtype) is not None:  # importing it changes other modules: in a trial's process first
+        if not quack or quack_absence(device, dtype) is not None:
             return found
         return found + tuple(replace(form, backend="quack") for form in found if form.backend == "triton")
-
-    def tiles(best: Variant) -> tuple[Variant, ...]:
-        if best.backend not in TILED or not isinstance(dtype, torch.dtype):
-            return ()
-        capability = torch.cuda.get_device_capability(device)
-        configs = candidates(min(shape), max(shape), dtype, capability)
-        usable = (c for c in configs if not c.loader or loader_obstacle(dtype, capability) is None)
-        return tuple(replace(best, tile=str(config)) for config in usable)
 
     def pieces(best: Variant) -> tuple[Variant, ...]:
         if device.type != "cpu":
@@ -242,7 +212,7 @@ def alternatives(
         small = 2 * k * (2 * math.prod(shape) + 4 * min(shape) ** 2) <= _REPLAY_BYTES
         return (replace(best, replay=True),) if device.type == "cuda" and best.piece >= k and small else ()
 
-    yield from (forms, tiles, pieces, replays)
+    yield from (forms, pieces, replays)
 
 
 def adapted(
@@ -256,7 +226,6 @@ def adapted(
         choose_variant(shape, variant.piece, coefficients, dtype, device, backend=option),
         backend=variant.backend,
         piece=variant.piece,
-        tile=variant.tile,
         replay=variant.replay,
     )
 
@@ -291,21 +260,13 @@ def _build_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def variant_fault(variant: Variant, shape: tuple[int, int], device: torch.device, dtype: Storage) -> str | None:
-    """Why ``variant`` cannot run matrices of ``shape`` on ``device`` in ``dtype``, or ``None`` if it can."""
+def variant_fault(variant: Variant, device: torch.device, dtype: Storage) -> str | None:
+    """Why ``variant`` cannot run on ``device`` in ``dtype``, or ``None`` if it can."""
     fault = backend_fault(variant.backend, device, dtype)
     if fault is not None:
         return fault
     if variant.replay and device.type != "cuda":
         return f"CUDA graphs are not replayed on {device.type}"
-    if variant.tile and device.type == "cuda" and isinstance(dtype, torch.dtype):
-        capability = torch.cuda.get_device_capability(device)
-        config = TileConfig.parse(variant.tile)
-        if config not in candidates(min(shape), max(shape), dtype, capability):
-            return f"tile {variant.tile} is for another device or dtype than compute capability {capability} in {dtype}"
-        obstacle = loader_obstacle(dtype, capability) if config.loader else None
-        if obstacle is not None:
-            return f"tile {variant.tile} has a loader, but {obstacle}"
     return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -13,29 +12,13 @@ from torch import Tensor
 
 from dmuon.kernels import backend_fault
 from dmuon.kernels.symmetric_tiles import TileConfig, candidates
-from dmuon.planning.device_key import NsOptions
-from dmuon.planning.profiler import unproven_variants
-from dmuon.planning.quarantine import proven_kinds
 from gpu.journal import Journal
 
-_TRIAL_SECONDS = 120.0
-_TRIAL_SHAPES, _TRIAL_BATCH = ((4096, 4096), (4104, 4104)), 4
-_DRY = ("16x16w4s2g8", "16x16w4s2dg8", "16x16w4s2dhg8", "16x16w4s2dpg8")
-
-
-@cache
-def _loader_runs(device: torch.device) -> bool:
-    """Whether tiles with a loader end, and rightly: in a process of their own, as no result must be lost by them.
-
-    On H100 and H200 each multiprocessor computes three tiles and more in turn, of the second side also ragged ones.
-    """
-    options = NsOptions()
-    trials = [
-        (shape, unproven_variants(shape, (_TRIAL_BATCH,), device, options).get("loader")) for shape in _TRIAL_SHAPES
-    ]
-    offered = [(shape, rivals) for shape, rivals in trials if rivals is not None]
-    proven = proven_kinds({"loader": offered}, device, options, _TRIAL_SECONDS) if offered else frozenset()
-    return all((shape, "loader") in proven for shape in _TRIAL_SHAPES)
+_DRY = (
+    TileConfig(16, 16, 4, 2),
+    TileConfig(16, 16, 4, 2, descriptors=True),
+    TileConfig(16, 16, 4, 2, descriptors=True, halves=2),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +39,8 @@ class Settings:
     def configs(self) -> Callable[[int, int, torch.dtype], Sequence[TileConfig]]:
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (9, 0)
         if self.scale > 1:
-            return lambda m, p, dtype: tuple(map(TileConfig.parse, _DRY))
-        usable = {False, _loader_runs(self.device)}
-        return lambda m, p, dtype: tuple(c for c in candidates(m, p, dtype, capability) if c.loader in usable)
+            return lambda m, p, dtype: _DRY
+        return lambda m, p, dtype: candidates(m, p, dtype, capability)
 
     def medians(
         self, programs: Mapping[str, Callable[[], object]], journal: Journal, what: str, others: Sequence[str] = ()

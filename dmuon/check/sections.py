@@ -20,8 +20,7 @@ from dmuon.check.speed import Speed
 from dmuon.check.stage import Launch, Stage
 from dmuon.check.topologies import TOPOLOGIES, Grid, grid_of
 from dmuon.planning.cost_cache import Timing
-from dmuon.planning.device_key import NsOptions
-from dmuon.planning.profiler import measure
+from dmuon.planning.profiler import build_kernels, measure
 from dmuon.solver import Shape
 
 _SMALL = tuple((min(shape), max(shape)) for shape in ((SMALL.width, SMALL.width), (SMALL.width, SMALL.hidden)))
@@ -64,10 +63,10 @@ def profile(stage: Stage) -> None:
     work = {shape: _BATCHES if math.prod(shape) <= _BATCHED_ELEMENTS else _BATCHES[:1] for shape in shapes}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        build_kernels(work, device=stage.device)
         found = measure(
             work,
             device=stage.device,
-            options=NsOptions(),
             budget_s=0.8 * stage.seconds if stage.device.type == "cuda" else min(5.0, 0.8 * stage.seconds),
         )
     faults = [str(warning.message) for warning in caught if "not used" in str(warning.message)]

@@ -27,18 +27,17 @@ from dmuon.planning.cost_cache import (
     user_cache_path,
 )
 from dmuon.planning.device_key import NsOptions, device_key, options_of
-from dmuon.planning.profiler import MAX_BATCH, measure, settled, timing_bar, useful_batch_sizes
+from dmuon.planning.profiler import MAX_BATCH, build_kernels, measure, settled, timing_bar, useful_batch_sizes
 from dmuon.platform.files import save_png
 from dmuon.solver import Shape
 
 _DTYPES: Mapping[str, Storage] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "mixed": MIXED}
 _SAMPLE = 5  # entries that --check times again
-_TRIALS = 0.5  # of the budget, and beside it, what processes may take that try kernels which no GPU has run
 _TOLERANCE = 1.5  # clocks and neighbours on the machine stay below this; another device or kernel rarely does
 _RUN = ("dtype", "coefficients", "steps")
 # Which arguments each mode reads: any other is refused rather than ignored.
 _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "measure": ("model", "shapes", "device", *_RUN, "max_batch", "budget", "out"),
+    "measure": ("model", "shapes", "device", *_RUN, "max_batch", "budget", "quack", "out"),
     "merge": ("merge", "out"),
     "check": ("check", "device", *_RUN, "budget"),
     "show": ("show", "device", *_RUN, "png"),
@@ -64,8 +63,12 @@ def _parser() -> Parser:
     parser.add_argument(
         "--max-batch", type=count, help=f"largest number of matrices per batch (default and most: {MAX_BATCH})"
     )
+    parser.add_argument("--budget", type=positive, help="seconds to measure (default: 120, --check 20)")
     parser.add_argument(
-        "--budget", type=positive, help="seconds to measure, beside trials of new kernels (default: 120, --check 20)"
+        "--quack",
+        action="store_const",
+        const=True,
+        help="try quack's products too, where it is installed; unproven: they may hang or end this process",
     )
     parser.add_argument("--out", help="file to write or add to (default: the user's cache)")
     parser.add_argument(
@@ -122,10 +125,10 @@ def _measure(arguments: argparse.Namespace) -> int:
         shape: useful_batch_sizes(shape, min(limit, count), device)
         for shape, count in _counts(arguments.model, arguments.shapes or "", limit).items()
     }
+    quack = bool(arguments.quack)
+    build_kernels(work, device=device, options=options, quack=quack)
     with timing_bar(work, key.device) as progress:
-        entries = measure(
-            work, device=device, options=options, budget_s=budget_s, trial_s=_TRIALS * budget_s, progress=progress
-        )
+        entries = measure(work, device=device, options=options, budget_s=budget_s, quack=quack, progress=progress)
     if not entries:
         raise BadArgument(f"nothing fitted --budget {budget_s:g}; allow more seconds")
     CostCache(key, entries).save(path)
@@ -136,6 +139,9 @@ def _measure(arguments: argparse.Namespace) -> int:
     larger = sum(k not in entries[shape] for shape, sizes in work.items() if shape in entries for k in sizes)
     if larger:
         print(f"not timed within --budget {budget_s:g} or the device's memory: {larger} larger batches")
+    unfinished = sum(t.unfinished for timings in entries.values() for t in timings.values())
+    if unfinished:
+        print(f"{unfinished} timings may not be of the fastest form: --budget {budget_s:g} was too short to try all")
     unsettled = sum(not settled(t) for timings in entries.values() for t in timings.values())
     if unsettled:
         print(
@@ -191,17 +197,10 @@ def _check(arguments: argparse.Namespace) -> int:
     print(f"{path}: valid on {device}, {'exactly' if match == 'exact' else f'measured with other versions: {changes}'}")
     work = _sample(cache.entries)
     named = (cache.entries[shape][k].variant for shape, sizes in work.items() for k in sizes)
-    kinds = {kind for variant in named if variant for kind in Variant.parse(variant).unproven}
+    quack = any(Variant.parse(variant).backend == "quack" for variant in named if variant)
+    build_kernels(work, device=device, options=options, quack=quack)
     with timing_bar(work, key.device) as progress:
-        again = measure(
-            work,
-            device=device,
-            options=options,
-            budget_s=budget_s,
-            trial_s=_TRIALS * budget_s,
-            kinds=kinds,
-            progress=progress,
-        )
+        again = measure(work, device=device, options=options, budget_s=budget_s, quack=quack, progress=progress)
     if not again:
         raise BadArgument(f"nothing fitted --budget {budget_s:g}; allow more seconds")
     print(f"{'shape':>14} {'batch':>6} {'recorded ms':>12} {'now ms':>12} {'ratio':>7}")

@@ -76,7 +76,9 @@ class CacheKey:
 class Timing:
     """Distribution of the time of one batch over ``n`` samples, in whole nanoseconds.
 
-    ``variant`` is how Newton–Schulz ran, the fastest that was tried; empty where nothing else was tried than the rule.
+    Attributes:
+        variant: how Newton–Schulz ran, the fastest that was tried; empty where nothing else was tried than the rule.
+        unfinished: time was up before all was tried that might be faster; no part of files of earlier versions.
     """
 
     median_ns: int
@@ -84,6 +86,7 @@ class Timing:
     p90_ns: int
     n: int
     variant: str = ""
+    unfinished: bool = False
 
 
 Entries: TypeAlias = Mapping[Shape, Mapping[int, Timing]]  # shape → matrices per batch → timing
@@ -171,12 +174,12 @@ class CostCache:
     def entries_for(self, key: CacheKey) -> Entries:
         """The timings; with other compilers than ``key``'s, without naming kernels that were tried with these only.
 
-        The times stay, as near ones. ``Variant.unproven`` tells which kernels these are.
+        The times stay, as near ones. These are the kernels of quack, which changes fast.
         """
         if self.key.compilers == key.compilers:
             return self.entries
         return {
-            shape: {k: replace(t, variant="") if _unproven(t) else t for k, t in batches.items()}
+            shape: {k: replace(t, variant="") if " quack " in t.variant else t for k, t in batches.items()}
             for shape, batches in self.entries.items()
         }
 
@@ -205,10 +208,6 @@ def parse_shape(text: str) -> Shape:
     if match is None:
         raise ValueError(f"shape {text!r} is not like '1024x4096'")
     return int(match[1]), int(match[2])
-
-
-def _unproven(timing: Timing) -> bool:
-    return bool(timing.variant and Variant.parse(timing.variant).unproven)
 
 
 def merge_entries(base: Entries, over: Entries) -> dict[Shape, dict[int, Timing]]:
@@ -343,8 +342,11 @@ def _batch_size(shape: str, text: str) -> int:
 
 
 def _timing(name: str, value: object) -> Timing:
-    raw = _object(value, f"field {name!r}", tuple(f.name for f in fields(Timing)))
-    variant = raw.pop("variant")
+    given = {"unfinished": False, **value} if isinstance(value, dict) else value
+    raw = _object(given, f"field {name!r}", tuple(f.name for f in fields(Timing)))
+    variant, unfinished = raw.pop("variant"), raw.pop("unfinished")
+    if not isinstance(unfinished, bool):
+        raise ValueError(f"field '{name}.unfinished' is {unfinished!r}, not true or false")
     if not isinstance(variant, str):
         raise ValueError(f"field '{name}.variant' is {variant!r}, not a string")
     if variant:
@@ -354,7 +356,7 @@ def _timing(name: str, value: object) -> Timing:
             raise ValueError(f"field '{name}.variant': {error}") from None
     for field, number in raw.items():
         _integer(number, f"field '{name}.{field}'", 1, _MAX_SAMPLES if field == "n" else _MAX_NS)
-    timing = Timing(**raw, variant=variant)
+    timing = Timing(**raw, variant=variant, unfinished=unfinished)
     if not timing.p10_ns <= timing.median_ns <= timing.p90_ns:
         raise ValueError(
             f"field {name!r}: p10 {timing.p10_ns}, median {timing.median_ns}, p90 {timing.p90_ns} not in order"

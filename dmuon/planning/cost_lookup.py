@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +30,7 @@ from dmuon.planning.cost_cache import (
     user_cache_path,
 )
 from dmuon.planning.device_key import NsOptions, device_key
-from dmuon.planning.profiler import measure, timing_bar, useful_batch_sizes
+from dmuon.planning.profiler import build_kernels, measure, timing_bar, useful_batch_sizes
 from dmuon.platform.log import logger
 from dmuon.solver import CostTable, Shape
 
@@ -82,7 +82,8 @@ def find_costs(
     divided among the ranks, measured, and written to the user's cache by rank 0: batches of powers of two, as
     :func:`useful_batch_sizes` has them, up to the most matrices of a shape that one owner can get. Nothing is measured
     twice. What the budget does not reach is scaled from measured shapes by FLOPs, the table says so, and the next call
-    tries it again. Rank 0 shows progress on a terminal, else logs one line.
+    tries it again; and goes on where the search for the fastest form was cut short. Rank 0 shows progress on a
+    terminal, else logs one line.
 
     Args:
         counts: shape (small side, large side) to number of matrices.
@@ -117,7 +118,12 @@ def find_costs(
     entries, missing, source = found
     if missing:
         keys = [answer[0] for answer in answers]
-        measured = _measure_together(missing, keys, rank, device, options, budget_s, share)
+        unfinished = {(shape, k) for shape, sizes in missing.items() for k in sizes if k in entries.get(shape, {})}
+        measured = _measure_together(missing, unfinished, keys, rank, device, options, budget_s, share)
+        for shape, k in unfinished:
+            old, new = entries[shape][k], measured.get(shape, {}).get(k)
+            if new is not None and old.median_ns < new.median_ns:  # a search with less time may find less
+                measured[shape][k] = replace(old, unfinished=new.unfinished)
         entries = merge_entries(entries, measured)
         if measured:
             source = ", ".join(
@@ -202,7 +208,8 @@ def _known(
     missing = {}
     for shape, most in _most_per_owner(counts, world, options, device).items():
         sizes = [k for k in useful_batch_sizes(shape, most, device) if k < too_large.get(shape, math.inf)]
-        lacking = tuple(k for k in sizes if k not in entries.get(shape, {}))
+        known = entries.get(shape, {})
+        lacking = tuple(k for k in sizes if k not in known or known[k].unfinished)
         if lacking:
             missing[shape] = lacking
     wanted = {shape: entries[shape] for shape in counts if shape in entries}
@@ -254,6 +261,7 @@ def _warn_compatible(name: str, cached: CacheKey, key: CacheKey) -> None:
 
 def _measure_together(
     missing: Work,
+    unfinished: Collection[tuple[Shape, int]],
     keys: list[CacheKey],
     rank: int,
     device: torch.device,
@@ -277,6 +285,8 @@ def _measure_together(
     if rank == 0 and not sys.stderr.isatty():
         name = keys[0].device
         _log.info("timing %d batches of the Muon update on %s, %g s per rank at most", len(cost), name, budget_s)
+    # All together before anybody's clock runs: to compile takes the host's processors, on which launches wait.
+    share(lambda: build_kernels(work, device=device, options=options))
     fault: str | None = None
     entries: Entries = {}
     full: list[tuple[Shape, int]] = []
@@ -287,6 +297,7 @@ def _measure_together(
                 device=device,
                 options=options,
                 budget_s=budget_s,
+                unfinished=unfinished,
                 progress=progress,
                 too_large=lambda shape, k: full.append((shape, k)),
             )

@@ -6,8 +6,8 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,11 +26,10 @@ from dmuon.kernels import (
     muon_update_,
     orthogonalize,
     storage_dtype,
+    streams_of,
 )
 from dmuon.planning.cost_cache import Timing
 from dmuon.planning.device_key import NsOptions
-from dmuon.planning.quarantine import Rivals, proven_kinds
-from dmuon.planning.repetition import product_fault
 from dmuon.solver import Shape
 
 MAX_BATCH = 64  # an owner of more runs several batches: by then launches are long hidden
@@ -68,46 +67,48 @@ def measure(
     device: torch.device,
     options: NsOptions | None = None,
     budget_s: float = 10.0,
-    trial_s: float = 0.0,
-    kinds: Collection[str] | None = None,
+    unfinished: Collection[tuple[Shape, int]] = (),
+    quack: bool = False,
     progress: Callable[[Shape, int], None] | None = None,
     too_large: Callable[[Shape, int], None] | None = None,
 ) -> dict[Shape, dict[int, Timing]]:
     """Time momentum, Newton–Schulz and weight update together, for each shape and batch size in ``work``.
 
     Every shape's smallest batch is timed before any shape's next. What does not fit ``budget_s`` or the device's memory
-    is left out. Forms, back ends and tiles of Newton–Schulz are tried first, in half of a batch's share of the budget;
-    the fastest is timed, and named in the result. Medians do not fall with batch size. On the CPU one thread works;
-    the setting is restored.
+    is left out. Forms and back ends of Newton–Schulz are tried first, in half of a batch's share of the budget; the
+    fastest is timed, and named in the result. Medians do not fall with batch size. On the CPU one thread works; the
+    setting is restored. Call :func:`build_kernels` before: compiling counts like anything else.
 
     Args:
         work: shape (small side, large side) to batch sizes.
-        trial_s: beside the budget, what may be spent on processes that try kernels which no GPU has run, or a minute
-            for each kind of them if that is more; 0 starts none, and then these are no rivals.
-        kinds: which of them are tried; ``None``: all.
+        unfinished: shapes and batch sizes of ``work`` whose search was cut short before. They come last, and each gets
+            all that is left: so every measurement finishes one of them at least.
+        quack: its products are tried too, where it is installed.
         progress: called with shape and batch size after each is timed or left out.
         too_large: called with shape and batch size where the device's memory ran out; larger ones are not tried.
     """
     options = options or NsOptions()
     items = sorted(
         ((k, options.flops(shape, device), shape) for shape, sizes in work.items() for k in set(sizes)),
-        key=lambda item: (item[0], item[0] * item[1], item[2]),
+        key=lambda item: ((item[2], item[0]) in unfinished, item[0], item[0] * item[1], item[2]),
     )
     result: dict[Shape, dict[int, Timing]] = {}
     full: set[Shape] = set()
     if not items or budget_s <= 0:
         return result
-    proven = _proven(work, device, options, trial_s, kinds) if trial_s > 0 else frozenset()
-    deadline = time.perf_counter() + budget_s
     with _clock(device) as clock:
         calibration = (256, 256) if device.type == "cpu" else (2048, 2048)
         rate = _rate(calibration, device, options, clock)  # operations per ns
+        deadline = time.perf_counter() + budget_s
         for index, (k, flops, shape) in enumerate(items):
             remaining = (deadline - time.perf_counter()) * 1e9
             if shape not in full and remaining > 2 * k * flops / rate:
-                share = remaining / (len(items) - index)
-                timing = _time_best(shape, k, device, options, clock, share, k * flops / rate, proven)
+                again = (shape, k) in unfinished
+                share = remaining if again else remaining / (len(items) - index)
+                timing = _time_best(shape, k, device, options, clock, share, k * flops / rate, budget_s, quack)
                 if timing is not None:
+                    if again and index == 0:  # more time than now it never has
+                        timing = replace(timing, unfinished=False)
                     rate = max(rate, k * flops / timing.median_ns)
                     result.setdefault(shape, {})[k] = timing
                 else:
@@ -119,91 +120,34 @@ def measure(
     return {shape: _isotonic(timings) for shape, timings in sorted(result.items())}
 
 
-def _proven(
-    work: Mapping[Shape, Sequence[int]],
-    device: torch.device,
-    options: NsOptions,
-    seconds: float,
-    kinds: Collection[str] | None,
-) -> frozenset[tuple[Shape, str]]:
-    """The shapes that kernels which no GPU has run have updated rightly, in a process of their own."""
-    candidates: dict[str, list[tuple[Shape, Rivals]]] = {}
-    for shape, sizes in sorted(work.items()):
-        for kind, rivals in unproven_variants(shape, sizes, device, options).items():
-            if kinds is None or kind in kinds:
-                candidates.setdefault(kind, []).append((shape, rivals))
-    return proven_kinds(candidates, device, options, seconds) if candidates else frozenset()
+def build_kernels(
+    work: Mapping[Shape, Sequence[int]], *, device: torch.device, options: NsOptions | None = None, quack: bool = False
+) -> None:
+    """Run what :func:`measure` may try once, so that kernels are compiled before its budget counts. Not on the CPU.
 
-
-def unproven_variants(
-    shape: Shape, sizes: Sequence[int], device: torch.device, options: NsOptions
-) -> dict[str, dict[int, list[Variant]]]:
-    """For each kind of kernels that no GPU has run, and that could on ``device``, all variants with that kind alone.
-
-    Of one matrix and of the largest of the batch ``sizes``: there a multiprocessor computes several tiles in turn.
+    A product takes a second to compile, and is loaded in no time by other ranks of the host.
     """
+    if streams_of(device) is None:
+        return
+    options = options or NsOptions()
     sequence = coefficient_sequence(options.coefficients, options.steps)
     dtype = storage_dtype(torch.float32, device, options.dtype)
-    found: dict[str, dict[int, list[Variant]]] = {}
-    for k in sorted({1, max(sizes)}):
-        forms, tiles, _, replays = alternatives(shape, k, sequence, dtype, device)
-        for form in forms(choose_variant(shape, k, sequence, dtype, device)):
-            for tiled in (form, *tiles(form)):
-                for rival in (tiled, *replays(tiled)) if len(tiled.unproven) == 1 else ():
-                    (kind,) = rival.unproven
-                    found.setdefault(kind, {}).setdefault(k, []).append(rival)
-    return found
-
-
-def trial_fault(shape: Shape, device: torch.device, options: NsOptions, rivals: Rivals) -> str | None:
-    """What is wrong with updates of batches of ``shape``, upright and transposed, or ``None``; the host waits.
-
-    Of kernels that no GPU has run, also with products that are repeated. A batch that does not fit the device's memory
-    is halved.
-    """
-    for k, variants in sorted(rivals.items()):
-        for sides in dict.fromkeys((shape, shape[::-1])):
-            for variant in variants:
-                fault = _fault(sides, k, device, options, variant)
-                if fault is not None:
-                    return f"{fault} ({k} of {sides[0]}x{sides[1]} by {variant})"
-    return None
-
-
-def _fault(shape: Shape, k: int, device: torch.device, options: NsOptions, variant: Variant) -> str | None:
-    while True:
-        try:
-            batch = _Batch(shape, k, device)
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
+    run = partial(orthogonalize, coefficients=options.coefficients, steps=options.steps, dtype=options.dtype)
+    for shape, k in sorted((shape, k) for shape, sizes in work.items() for k in set(sizes)):
+        rule = choose_variant(shape, k, sequence, dtype, device)
+        forms = next(alternatives(shape, k, sequence, dtype, device, quack))
+        for variant in dict.fromkeys((rule, *forms(rule))):
+            with suppress(Exception):  # what fails here fails where it is tried, and is told there
+                batch = _Batch(shape, k, device)
                 batch.update(options, variant)()
-                agrees = _agrees(batch, options, variant)
-                repeated = _repeated_fault(batch, options, variant) if agrees and variant.unproven else None
-            break
-        except torch.OutOfMemoryError:
-            if k == 1:
-                raise
-        k //= 2
-    # A product that quack's own check refuses is left to another kernel, and so agrees.
-    refused = [str(w.message) for w in told if "not used" in str(w.message)]
-    return repeated if agrees and not refused else f"says: {'; '.join(refused) or 'differs'}"
-
-
-def _repeated_fault(batch: _Batch, options: NsOptions, variant: Variant) -> str | None:
-    dtype = storage_dtype(torch.float32, batch.device, options.dtype)
-    x = batch.momentum if batch.shape[0] <= batch.shape[1] else batch.momentum.mT
-    return product_fault(x, variant, dtype) if isinstance(dtype, torch.dtype) else None
-
-
-def touch(device: torch.device) -> None:
-    """Write and read a number on ``device``: raises where an error has taken it from this process."""
-    torch.ones((), device=device).item()
+                run(batch.momentum[:1], variant=variant)
+    streams_of(device).synchronize(device)
 
 
 def fastest_variant(shape: Shape, k: int, device: torch.device, options: NsOptions, *, seconds: float) -> Variant:
     """How ``k`` matrices of ``shape`` are updated fastest on ``device``, as far as ``seconds`` allow to try."""
     with _clock(device) as clock:
-        return _fastest(_Batch(shape, k, device), options, clock, seconds * 1e9, 0.0)[0]
+        return _fastest(_Batch(shape, k, device), options, clock, seconds * 1e9, 0.0).best
 
 
 def settled(timing: Timing) -> bool:
@@ -233,6 +177,15 @@ def _rate(shape: Shape, device: torch.device, options: NsOptions, clock: Clock) 
     return options.flops(shape, device) / min(clock(update) for _ in range(2))
 
 
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """What came of trying variants: the best, whether rivals were tried, and whether some were not for want of time."""
+
+    best: Variant
+    tried: bool
+    cut_short: bool
+
+
 def _time_best(
     shape: Shape,
     k: int,
@@ -241,16 +194,18 @@ def _time_best(
     clock: Clock,
     share_ns: float,
     expected_ns: float,
-    proven: frozenset[tuple[Shape, str]] = frozenset(),
+    budget_s: float = 0.0,
+    quack: bool = False,
 ) -> Timing | None:
     """The time of the fastest variant, or ``None`` where one batch does not fit the device's memory."""
     started = time.perf_counter()
     try:
         batch = _Batch(shape, k, device)
-        best, tried = _fastest(batch, options, clock, share_ns / 2, expected_ns, proven)
+        found = _fastest(batch, options, clock, share_ns / 2, expected_ns, budget_s * 5e8, quack)
         spent_ns = (time.perf_counter() - started) * 1e9
-        named = str(best) if tried else ""
-        return _time_batch(batch.update(options, best), clock, share_ns - spent_ns, named)
+        named = str(found.best) if found.tried else ""
+        timing = _time_batch(batch.update(options, found.best), clock, share_ns - spent_ns, named)
+        return replace(timing, unfinished=found.cut_short)
     except torch.OutOfMemoryError:
         return None
 
@@ -261,12 +216,13 @@ def _fastest(
     clock: Clock,
     limit_ns: float,
     expected_ns: float,
-    proven: frozenset[tuple[Shape, str]] = frozenset(),
-) -> tuple[Variant, bool]:
-    """What a tuner finds within ``limit_ns``, and whether it tried anything.
+    most_ns: float = 0.0,
+    quack: bool = False,
+) -> _Search:
+    """What a tuner finds within ``limit_ns``: the rule's variant, unless a rival is clearly faster and is right.
 
-    That is the rule's variant, unless a rival is clearly faster and computes the same. Kernels that no GPU has run are
-    rivals if they are ``proven`` on this shape.
+    Args:
+        most_ns: a rival that takes more to try is left out for good.
     """
     started = time.perf_counter()
     sequence = coefficient_sequence(options.coefficients, options.steps)
@@ -281,12 +237,15 @@ def _fastest(
         return min(clock(update) for _ in range(_TRIALS))
 
     best_ns: int | None = None
-    for rivals in alternatives(batch.shape, batch.k, sequence, dtype, batch.device):
+    cut_short = False
+    for rivals in alternatives(batch.shape, batch.k, sequence, dtype, batch.device, quack):
         for rival in rivals(best):
             spent_ns = (time.perf_counter() - started) * 1e9
-            if not all((batch.shape, kind) in proven for kind in rival.unproven):
+            cost_ns = runs * (best_ns or expected_ns)
+            if rival == best:
                 continue
-            if rival == best or spent_ns + runs * (best_ns or expected_ns) > limit_ns:
+            if spent_ns + cost_ns > limit_ns:
+                cut_short = cut_short or cost_ns <= most_ns
                 continue
             best_ns = quick(best) if best_ns is None else best_ns
             try:
@@ -297,7 +256,7 @@ def _fastest(
                         best, best_ns = rival, rival_ns
             except Exception as error:  # a kernel that does not build or fit here is no reason not to train
                 warnings.warn(f"Newton–Schulz variant {rival} failed ({type(error).__name__}: {error}); not used")
-    return best, best_ns is not None
+    return _Search(best, best_ns is not None, cut_short)
 
 
 def _agrees(batch: _Batch, options: NsOptions, variant: Variant) -> bool:

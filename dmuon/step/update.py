@@ -272,7 +272,7 @@ def _variant(
     """The planned variant, made safe for these coefficients. Without one that can run here, the rule's choice."""
     if planned:
         variant = Variant.parse(planned)
-        fault = variant_fault(variant, shape, device, storage)
+        fault = variant_fault(variant, device, storage)
         if fault is None:
             return adapted(variant, shape, coefficients, storage, device)
         warnings.warn(f"the plan runs {shape[0]}x{shape[1]} as {planned!r}, which this device cannot: {fault}")

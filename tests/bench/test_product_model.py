@@ -38,11 +38,11 @@ def test_the_rest_of_a_tile_is_hidden_behind_a_second_program(bench: Callable[[s
     """With 264 tiles two a multiprocessor: alone, two rests; together, the last one's."""
     model = bench("product_model")
     h200 = model.DEVICES[2]
-    alone, pair = (TileConfig(128, 64, 8, 3, descriptors=True, resident=r) for r in (1, 2))
+    config = TileConfig(128, 64, 8, 3, descriptors=True)
     work = model.Product(264, 128, 16384, 0)
     main = model.main_seconds(128, 128, work.p, h200)
-    rest = model.rest_seconds(alone, 0, 500, h200)
-    for config, blocks, rests in ((alone, 1, 2), (pair, 2, 1)):
+    rest = model.rest_seconds(config, 0, 500, h200)
+    for blocks, rests in ((1, 2), (2, 1)):
         seconds, even = model.predict(config, work, {"epilogue": 500, "blocks": blocks}, h200)
         assert seconds == pytest.approx(model.LAUNCH + 2 * main + rests * rest)
         assert even == pytest.approx(seconds), "no multiprocessor has less to do"
@@ -54,27 +54,12 @@ def test_the_rule_takes_what_the_model_finds_fast(bench: Callable[[str], ModuleT
     rows = list(model.predictions(json.loads((BENCH / "results" / "kernel-resources.json").read_text())["rows"]))
     best: dict[tuple[object, ...], float] = {}
     for row in rows:
-        if TileConfig.parse(row["config"]).divided:  # for the tuner alone
-            continue
         key = tuple(row[name] for name in ("device", "k", "m", "p", "addends"))
         best[key] = min(best.get(key, row["ms"]), row["ms"])
     chosen = {tuple(row[name] for name in ("device", "k", "m", "p", "addends")): row for row in rows if row["default"]}
     assert chosen.keys() == best.keys()
     for key, row in chosen.items():
         assert row["ms"] <= 1.1 * best[key], key
-
-
-def test_a_divided_last_round_pays_for_single_large_matrices(bench: Callable[[str], ModuleType]) -> None:
-    """Of 272 wide tiles on 132 multiprocessors, eight are left. Where none is left, nothing changes."""
-    model = bench("product_model")
-    rows = list(model.predictions(json.loads((BENCH / "results" / "kernel-resources.json").read_text())["rows"]))
-    for side, least, most in ((4096, 0.8, 0.95), (8192, 1.0, 1.0)):
-        of_side = [r for r in rows if r["device"] == "H200" and (r["k"], r["m"], r["addends"]) == (1, side, 0)]
-        for p in (side, 4 * side):
-            ms = {r["config"]: r["ms"] for r in of_side if r["p"] == p}
-            divided, loaded = ms.pop("128x64w8s4dhkg8"), ms.pop("128x64w8s4dhplg8")
-            assert least <= divided / min(ms.values()) <= most, (side, p)
-            assert 0.99 <= loaded / ms["128x64w8s4dhg8"] <= 1.0, "what a loader hides is the first load of each tile"
 
 
 def test_instructions_behind_the_product_are_counted(bench: Callable[[str], ModuleType]) -> None:

@@ -18,10 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from dmuon.kernels import symmetric_triton as triton_symmetric
-from dmuon.kernels.symmetric_gluon_kernel import loaded_product_kernel
 from dmuon.kernels.symmetric_tiles import TileConfig
 from dmuon.kernels.symmetric_triton import symmetric_product
-from dmuon.kernels.symmetric_triton_kernel import join_kernel, partial_product_kernel, symmetric_product_kernel
+from dmuon.kernels.symmetric_triton_kernel import symmetric_product_kernel
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _INSTRUCTIONS = ("tcgen05.mma", "wgmma", "mma.sync")
@@ -64,17 +63,12 @@ class Resources:
 class Recorder:
     """Stands for a kernel in the code that launches it: compiles for ``arch`` what would have been launched.
 
-    Types, constants and alignments are found by the JIT itself, from CPU tensors. ``rest`` stand for the kernels of a
-    divided last round, ``loaded`` for the one with a loader.
+    Types, constants and alignments are found by the JIT itself, from CPU tensors.
     """
 
-    def __init__(
-        self, fn: Any, arch: int, rest: tuple[Recorder, ...] = (), loaded: Recorder | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, fn: Any, arch: int) -> None:
         self.fn = fn
         self.driver = _Driver(arch)
-        self.rest = rest
-        self.loaded = loaded
         self.grids: list[tuple[int, ...]] = []
         self.kernels: list[Any] = []
 
@@ -151,15 +145,11 @@ def _cuobjdump(option: str, cubin: bytes) -> str:
 @contextmanager
 def recording(arch: int) -> Iterator[Recorder]:
     """Inside, ``symmetric_product`` of CPU tensors does what it would on a GPU of ``arch``, but launch."""
-    rest = tuple(Recorder(kernel, arch) for kernel in (partial_product_kernel, join_kernel))
-    loaded = Recorder(loaded_product_kernel, arch)
-    recorder = Recorder(symmetric_product_kernel, arch, rest, loaded)
+    recorder = Recorder(symmetric_product_kernel, arch)
     triton_symmetric._plan.cache_clear()
     with mock.patch.multiple(
         triton_symmetric,
         _kernel=lambda: recorder,
-        _rest_kernels=lambda: rest,
-        loaded_kernel=lambda: loaded,
         _capability=lambda device: divmod(arch, 10),
         _processors=lambda device: PROCESSORS,
         unsupported=lambda device, dtype: None,
@@ -180,7 +170,7 @@ def compile_product(
 ) -> Resources:
     """The kernel for ``(m, p)`` times ``(p, m)`` of ``sizes``, each contiguous ("n") or transposed ("t").
 
-    It adds so many matrices. Of a divided last round it is the kernel of the parts.
+    It adds so many matrices.
     """
     m, p = sizes
     a = torch.empty(m, p, dtype=dtype) if layouts[0] == "n" else torch.empty(p, m, dtype=dtype).mT
@@ -188,5 +178,4 @@ def compile_product(
     c = list(torch.empty(adds, m, m, dtype=dtype).unbind())
     with recording(arch) as recorder:
         symmetric_product(a, b, c, beta=(0.5,) * adds, identity=identity, config=config)
-    launched = (recorder, recorder.loaded, *recorder.rest)
-    return resources(next(each.kernels[0] for each in launched if each is not None and each.kernels))
+    return resources(recorder.kernels[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ from dmuon.kernels.arithmetic import TritonArithmetic
 from dmuon.kernels.iteration import iterate, make_iteration
 from dmuon.kernels.symmetric_tiles import TileConfig
 
-TILES = ("32x32w4s2g8", "32x32w4s2dg8")
+TILES = TileConfig(32, 32, 4, 2), TileConfig(32, 32, 4, 2, descriptors=True)
 HALF, SINGLE = (torch.float16, 2e-2), (torch.float32, 5e-5)
 TILES_AND_DTYPES = [
     (TILES[0], *SINGLE),
@@ -62,6 +64,17 @@ def launches(monkeypatch):
     return names
 
 
+@pytest.fixture
+def tiled(monkeypatch):
+    """Lets all symmetric products take one config."""
+
+    def take(tile):
+        taken = partial(products_module.symmetric_product, config=tile)
+        monkeypatch.setattr(products_module, "symmetric_product", taken)
+
+    return take
+
+
 def products(method: str, restarts: tuple[int, ...], dtype: torch.dtype) -> int:
     """Symmetric products of five steps: XXᵀ and R² a step, or per block as NUMERICS counts them."""
     if method == "standard":
@@ -82,13 +95,14 @@ def products(method: str, restarts: tuple[int, ...], dtype: torch.dtype) -> int:
 )
 @pytest.mark.parametrize(("tile", "dtype", "limit"), TILES_AND_DTYPES)
 def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product(
-    launches, shape, dtype, limit, method, restarts, tile
+    launches, tiled, shape, dtype, limit, method, restarts, tile
 ):
-    if "d" in tile and any(side * dtype.itemsize % 16 for side in shape[1:]):
+    tiled(tile)
+    if tile.descriptors and any(side * dtype.itemsize % 16 for side in shape[1:]):
         pytest.skip("descriptors need strides of 16 bytes")
     x = gaussian(*shape)
     kept = x.clone()
-    variant = Variant(method, restarts, "triton", 8, tile)
+    variant = Variant(method, restarts, "triton", 8)
     ours = orthogonalize(x, variant=variant, dtype=dtype)
     assert len(launches) == products(method, restarts, dtype)
     assert relative(ours, orthogonalize(x.double(), method="standard", backend="torch")) <= limit
@@ -98,24 +112,26 @@ def test_whole_runs_equal_fp64_and_launch_the_kernel_for_every_symmetric_product
 
 @pytest.mark.parametrize("shape", [(2, 24, 40), pytest.param((1, 40, 24), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(("tile", "dtype", "limit"), TILES_AND_DTYPES)
-def test_blocks_of_squares_equal_fp64_in_eleven_launches(launches, shape, dtype, limit, tile):
+def test_blocks_of_squares_equal_fp64_in_eleven_launches(launches, tiled, shape, dtype, limit, tile):
     """Nine squares, sums included, and two Gram matrices."""
+    tiled(tile)
     x = gaussian(*shape)
-    ours = orthogonalize(x, coefficients="squares", variant=Variant("gram", (1,), "triton", 8, tile), dtype=dtype)
+    ours = orthogonalize(x, coefficients="squares", variant=Variant("gram", (1,), "triton", 8), dtype=dtype)
     assert launches == ["symmetric"] * 11
     assert relative(ours, orthogonalize(x.double(), coefficients="squares", backend="torch")) <= limit
 
 
 @pytest.mark.pitfall("P61")
 @pytest.mark.parametrize("tile", [pytest.param(TILES[0], marks=pytest.mark.slow), TILES[1]])
-def test_in_fp16_singular_values_of_nearly_singular_matrices_stay_in_range(tile):
+def test_in_fp16_singular_values_of_nearly_singular_matrices_stay_in_range(tiled, tile):
     """Rounding keeps the factors of a product from commuting there, so it matters which of them is read transposed."""
+    tiled(tile)
     m, n = 96, 224
     spectra = (torch.tensor([1.0, low]).repeat_interleave(m // 2) for low in (0, 1e-3))
     x = torch.stack([zoo.with_spectrum(m, n, spectrum, 9) for spectrum in spectra])
     x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
     iteration = make_iteration(Variant("gram", (2,), "triton", 2), POLAR, torch.float16)
-    ours = iterate(x.half(), iteration, TritonArithmetic(torch.float16, torch.float16, TileConfig.parse(tile)))
+    ours = iterate(x.half(), iteration, TritonArithmetic(torch.float16, torch.float16))
     assert (torch.linalg.matrix_norm(ours.double(), 2) <= 1.1236 + 0.06).all()
 
 
@@ -161,7 +177,7 @@ def test_the_update_takes_three_fused_passes_and_keeps_nan_in_its_matrix(launche
     exact = orthogonalize(update, method="standard", backend="torch")
     wanted = [p.double() * (1 - 0.02 * 0.1) - 0.02 * 0.5 * o for p, o in zip(params, exact, strict=True)]
     options = {"lr": 0.02, "weight_decay": 0.1, "beta": 0.95, "nesterov": nesterov, "scale": 0.5, "dtype": dtype}
-    muon_update_(params, grads, momentum, **options, variant=Variant("gram", (2,), "triton", 8, TILES[0]))
+    muon_update_(params, grads, momentum, **options, variant=Variant("gram", (2,), "triton", 8))
     assert [name for name in launches if name != "symmetric"] == PASSES[:3]
     assert max(relative(params[i], wanted[i]) for i in (0, 2)) <= limit
     assert params[1].isnan().all()

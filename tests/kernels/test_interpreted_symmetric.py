@@ -24,9 +24,7 @@ from dmuon.kernels.symmetric_triton_kernel import lower_tile, triangular_root
 
 POINTERS = TileConfig(32, 16, 4, 2, group=2)
 DESCRIPTORS = TileConfig(32, 16, 4, 2, descriptors=True, group=2)
-WIDE = TileConfig(32, 16, 4, 2, descriptors=True, group=2, halves=2)
-PERSISTENT = TileConfig(32, 16, 4, 2, descriptors=True, group=2, persistent=True)
-DIVIDED = replace(WIDE, divided=True)
+HALVES = TileConfig(32, 16, 4, 2, descriptors=True, group=2, halves=2)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
 
 
@@ -68,8 +66,7 @@ pytestmark = [pytest.mark.pitfall("P43", "P44", "P45"), pytest.mark.skipif(bool(
     params=[
         pytest.param(POINTERS, id="pointers"),
         pytest.param(DESCRIPTORS, id="descriptors"),
-        pytest.param(WIDE, id="halves", marks=pytest.mark.slow),
-        pytest.param(PERSISTENT, id="persistent", marks=pytest.mark.slow),
+        pytest.param(HALVES, id="halves", marks=pytest.mark.slow),
     ]
 )
 def config(request):
@@ -171,10 +168,10 @@ def test_several_addends_and_the_identity(config, dtype, count):
         target.copy_(kept)
 
 
-@pytest.mark.parametrize("config", [WIDE, PERSISTENT], ids=["halves", "persistent"])
 @pytest.mark.parametrize("rows", [8, 72, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (64, 104, 200))])
-def test_wide_tiles_and_persistent_programs(config, rows):
-    """Even and odd numbers of tile rows, and ragged ones; more tiles than programs; with addends, in place."""
+def test_wide_tiles(rows):
+    """Even and odd numbers of tile rows, and ragged ones; with addends, in place."""
+    config = HALVES
     x = gaussian(2, rows, 40).half()
     check(x, x.mT, config=config)
     a, b = commuting(2, rows, rows, dtype=torch.float16)
@@ -185,36 +182,6 @@ def test_wide_tiles_and_persistent_programs(config, rows):
     found = symmetric_product(a.clone(), b.clone(), addends, **options)
     assert close(found, exact) and torch.equal(found, found.mT)
     assert torch.equal(symmetric_product(a.clone(), b.clone(), addends, **options, out=b), found)
-
-
-@pytest.mark.parametrize("halves", [1, 2])
-@pytest.mark.parametrize(
-    ("shape", "whole", "parts"),
-    [
-        ((1, 96, 200), {1: 4, 2: 4}, 2),  # two tiles are left, of six; parts of 112 and 88
-        ((1, 40, 264), {1: 3, 2: 0}, {1: 1, 2: 2}),  # ragged; none is left, or all are
-        pytest.param((3, 64, 192), {1: 8, 2: 4}, {1: 3, 2: 2}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_divided_last_round(shape, whole, parts, halves):
-    """Close to fp64 and symmetric, repeatable bitwise, with addends and in place, as other tiles are."""
-    config = replace(DIVIDED, halves=halves)
-    k, m, p = shape
-    expected = (whole[halves], parts if isinstance(parts, int) else parts[halves])
-    assert config.parts(k * config.tiles(m), 4, p) == expected, "on the interpreter's four multiprocessors"
-    x = gaussian(*shape).half()
-    plain = check(x, x.mT, config=config)
-    c, other = plain * 0.5, plain * -0.25
-    exact = 0.75 * x.double() @ x.double().mT + 1.5 * c.double() - 2.0 * other.double()
-    exact += 0.5 * torch.eye(m, dtype=torch.float64)
-    options = {"alpha": 0.75, "beta": (1.5, -2.0), "identity": 0.5, "config": config}
-    found = symmetric_product(x, x.mT, (c, other), **options)
-    assert close(found, exact) and torch.equal(found, found.mT)
-    assert torch.equal(symmetric_product(x, x.mT, (c, other), **options, out=c), found)
-    y = gaussian(*shape, seed=1).half()  # no symmetric product: exactly its lower triangle comes out
-    exact = (x.double() @ y.double().mT).tril()
-    assert close(symmetric_product(x, y.mT, config=config), exact + exact.tril(-1).mT)
 
 
 def test_an_addend_without_weight_is_not_read(config):

@@ -356,18 +356,18 @@ def test_matching(changes, expected):
     assert (user_cache_path(other) == user_cache_path(KEY)) == (expected == "exact")
 
 
-LOADED, TILED = "gram r2 triton 128x64w8s4dhplg8 by4", "gram r2 triton 128x64w8s4dhg8 by4"
+QUACK, TRITON = "gram r2 quack by4", "gram r2 triton by4"
 
 
-def test_kernels_that_no_gpu_has_run_are_not_named_where_another_compiler_makes_them():
-    """They were tried with the first one; the time stays, and so does what other compilers make as well."""
+def test_quack_is_not_named_where_another_one_is_installed():
+    """Its products were tried with the first one; the time stays, and so does what other compilers make as well."""
     key = replace(KEY, compilers="triton 3.6.0")
-    timings = {k: Timing(100 * k, 99, 900, 9, name) for k, name in enumerate((LOADED, "gram quack by4", TILED, ""), 1)}
+    timings = {k: Timing(100 * k, 99, 900, 9, name) for k, name in enumerate((QUACK, "gram quack by4", TRITON, ""), 1)}
     cache = CostCache(key, {(64, 256): timings})
     assert cache.entries_for(key) == cache.entries_for(replace(key, driver="560", torch="2.14")) == cache.entries
     for other in (KEY, replace(key, compilers="triton 3.6.0, quack-kernels 0.6.5")):
         found = cache.entries_for(other)[64, 256]
-        assert {k: t.variant for k, t in found.items()} == {1: "", 2: "", 3: TILED, 4: ""}
+        assert {k: t.variant for k, t in found.items()} == {1: "", 2: "", 3: TRITON, 4: ""}
         assert [replace(t, variant="") for t in found.values()] == [replace(t, variant="") for t in timings.values()]
 
 
@@ -378,6 +378,19 @@ def test_a_file_of_a_version_without_compilers_is_read_as_one_without_any():
     document["key"]["compilers"] = 3
     with pytest.raises(CostCacheError, match=r"x: field 'key\.compilers' is 3, not a string"):
         CostCache.parse(json.dumps(document).encode(), "x")
+
+
+@pytest.mark.pitfall("P93")
+def test_whether_a_search_was_cut_short_is_kept_and_was_not_said_by_earlier_versions():
+    cache = CostCache(KEY, {(64, 256): {1: Timing(100, 99, 103, 9, "gram r2 torch by4", unfinished=True)}})
+    document = json.loads(cache.to_json())
+    entry = document["entries"]["64x256"]["1"]
+    assert CostCache.parse(cache.to_json().encode(), "x") == cache
+    entry["unfinished"] = 1
+    with pytest.raises(CostCacheError, match=r"field 'entries\.64x256\.1\.unfinished' is 1, not true or false"):
+        CostCache.parse(json.dumps(document).encode(), "x")
+    del entry["unfinished"]
+    assert not CostCache.parse(json.dumps(document).encode(), "x").entries[64, 256][1].unfinished
 
 
 def test_the_users_files_of_a_key_are_those_of_other_versions_and_last_its_own(tmp_path, monkeypatch):
@@ -425,5 +438,12 @@ def test_the_file_is_plain_json_with_the_documented_fields(tmp_path):
     CACHE.save(tmp_path / "c.json")
     document = json.loads((tmp_path / "c.json").read_text())
     assert document["schema"] == 2 and document["key"] == asdict(KEY)
-    fields = {"median_ns": 100, "p10_ns": 99, "p90_ns": 103, "n": 9, "variant": "gram r2 torch by4"}
+    fields = {
+        "median_ns": 100,
+        "p10_ns": 99,
+        "p90_ns": 103,
+        "n": 9,
+        "variant": "gram r2 torch by4",
+        "unfinished": False,
+    }
     assert document["entries"]["64x256"]["1"] == fields

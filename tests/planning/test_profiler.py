@@ -14,7 +14,7 @@ from dmuon.kernels.arithmetic import SplitArithmetic
 from dmuon.planning import profiler
 from dmuon.planning.cost_cache import CostCacheError, Timing
 from dmuon.planning.device_key import NsOptions, device_key, options_of
-from dmuon.planning.profiler import measure, timing_bar, useful_batch_sizes
+from dmuon.planning.profiler import build_kernels, measure, timing_bar, useful_batch_sizes
 
 CPU = torch.device("cpu")
 
@@ -150,7 +150,7 @@ def rivals(monkeypatch, times, wrong=(), options=NsOptions()):  # noqa: B008
 
     monkeypatch.setattr(profiler._Batch, "update", update)
     monkeypatch.setattr(profiler, "orthogonalize", orthogonalize)
-    return lambda: profiler._fastest(profiler._Batch((24, 32), 2, CPU), options, clock, 1e12, 0.0)[0], clocked
+    return lambda: profiler._fastest(profiler._Batch((24, 32), 2, CPU), options, clock, 1e12, 0.0).best, clocked
 
 
 def test_the_fastest_variant_is_found_and_small_gains_are_noise(monkeypatch):
@@ -207,9 +207,65 @@ def test_a_rival_that_fails_is_left_out(monkeypatch, failure):
 def test_without_time_to_try_rivals_the_rule_counts():
     tried = []
     batch = profiler._Batch((24, 32), 2, CPU)
-    found, any_tried = profiler._fastest(batch, NsOptions(), lambda f: tried.append(f) or 1, 0.0, 1.0)
-    assert tried == [] and not any_tried and str(found) == "standard torch by85"
+    found = profiler._fastest(batch, NsOptions(), lambda f: tried.append(f) or 1, 0.0, 1.0)
+    assert tried == [] and not found.tried and str(found.best) == "standard torch by85"
     assert profiler._time_best((24, 32), 2, CPU, NsOptions(), lambda f: 7, 0.0, 1.0).variant == ""
+
+
+@pytest.mark.pitfall("P93")
+def test_a_search_is_cut_short_by_its_share_and_not_by_what_never_fits(monkeypatch):
+    batch = profiler._Batch((24, 32), 2, CPU)
+    for most_ns, cut_short in ((1e6, True), (1.0, False)):
+        found = profiler._fastest(batch, NsOptions(), lambda f: 1, 10.0, 1.0, most_ns)
+        assert found.cut_short == cut_short, "a rival takes some twenty runs of the batch"
+    assert not profiler._fastest(batch, NsOptions(), lambda f: 1, 1e12, 1.0, 1e6).cut_short
+
+
+@pytest.mark.pitfall("P93")
+def test_what_was_cut_short_comes_last_and_the_first_of_it_is_finished(monkeypatch):
+    """However little time there is: so as many starts finish all as there are such timings."""
+    seen = []
+
+    def time_best(shape, k, device, options, clock, share_ns, expected_ns, budget_s, quack):
+        seen.append((shape, k, share_ns))
+        return Timing(7, 7, 7, 9, unfinished=True)
+
+    monkeypatch.setattr(profiler, "_time_best", time_best)
+    monkeypatch.setattr(profiler, "_rate", lambda *_: 1e9)
+    unfinished = {((8, 8), 1), ((8, 8), 2)}
+    found = measure({(8, 8): (1, 2)}, device=CPU, budget_s=60.0, unfinished=unfinished)
+    assert [t.unfinished for t in found[8, 8].values()] == [False, True]
+    assert all(share > 50e9 for _, _, share in seen), "each has all that is left"
+    seen.clear()
+    found = measure({(8, 8): (1, 2), (8, 16): (1,)}, device=CPU, budget_s=60.0, unfinished=unfinished)
+    assert [item[:2] for item in seen] == [((8, 16), 1), ((8, 8), 1), ((8, 8), 2)]
+    assert all(t.unfinished for t in found[8, 8].values()), "neither came first"
+
+
+@pytest.mark.pitfall("P93")
+def test_whatever_may_be_tried_is_built_before_the_budget_counts(monkeypatch):
+    """On a device, where the first run of a kernel compiles it; here a CPU stands for one."""
+    run, waited = [], []
+    real = profiler.muon_update_
+
+    def update(*arguments, variant=None, **options):
+        run.append(str(variant))
+        if variant.method == "gram":
+            raise RuntimeError("does not build")
+        real(*arguments, variant=variant, **options)
+
+    class Device:
+        synchronize = staticmethod(waited.append)
+
+    monkeypatch.setattr(profiler, "muon_update_", update)
+    build_kernels({(24, 32): (2,)}, device=CPU)
+    assert run == []
+    monkeypatch.setattr(profiler, "streams_of", lambda device: Device)
+    build_kernels({(24, 32): (2,)}, device=CPU)
+    assert set(run) == {
+        f"{form} by85" for form in ("standard torch", "standard split", "gram r2 torch", "gram r2 split")
+    }
+    assert waited == [CPU]
 
 
 def test_the_timed_variant_is_named():

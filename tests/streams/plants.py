@@ -33,7 +33,6 @@ _WAITS = (
     "wait_stream",
 )
 _MOST_ARGUMENTS = {"join": 0, "record": 1}
-_WITHIN_A_KERNEL = "mbarrier"  # whose threads wait for each other, and no stream for another
 _KEEPS = re.compile(r"(self\.\w+).*#.*\[Note: who keeps a tensor alive\]")
 
 
@@ -88,8 +87,6 @@ def _places(function: ast.FunctionDef) -> list[ast.Attribute]:
     found = []
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Constant):
-            if ast.unparse(node.value) == _WITHIN_A_KERNEL:
-                continue
             call = calls.get(id(node))
             few = call is not None and len(call.args) <= _MOST_ARGUMENTS.get(node.attr, -1) and not call.keywords
             if node.attr in _WAITS or few:

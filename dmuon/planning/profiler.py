@@ -127,7 +127,8 @@ def build_kernels(
 
     A product takes a second to compile, and is loaded in no time by other ranks of the host.
     """
-    if streams_of(device) is None:
+    module = streams_of(device)
+    if module is None:
         return
     options = options or NsOptions()
     sequence = coefficient_sequence(options.coefficients, options.steps)
@@ -141,7 +142,7 @@ def build_kernels(
                 batch = _Batch(shape, k, device)
                 batch.update(options, variant)()
                 run(batch.momentum[:1], variant=variant)
-    streams_of(device).synchronize(device)
+    module.current_stream(device).synchronize()
 
 
 def fastest_variant(shape: Shape, k: int, device: torch.device, options: NsOptions, *, seconds: float) -> Variant:

@@ -255,7 +255,13 @@ def test_whatever_may_be_tried_is_built_before_the_budget_counts(monkeypatch):
         real(*arguments, variant=variant, **options)
 
     class Device:
-        synchronize = staticmethod(waited.append)
+        def __init__(self, device):
+            self.device = device
+
+        current_stream = classmethod(lambda kind, device: kind(device))
+
+        def synchronize(self):
+            waited.append(self.device)
 
     monkeypatch.setattr(profiler, "muon_update_", update)
     build_kernels({(24, 32): (2,)}, device=CPU)

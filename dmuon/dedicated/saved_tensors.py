@@ -70,19 +70,18 @@ class SavedTensors:
         any: whether the graph has saved something.
     """
 
-    __slots__ = ("_enter", "_outside", "_pair", "_storages", "any")
+    __slots__ = ("_enter", "_outside", "_storages", "any")
 
     def __init__(self, storages: Iterable[torch.UntypedStorage], enter: Callable[[], None]) -> None:
         self._storages = {storage_id(storage): storage for storage in storages}
         self._enter = enter
-        self._pair: SavedTensorHooks = (self._pack, self._unpack)
         self._outside: SavedTensorHooks | None = None
         self.any = False
 
     def begin(self) -> None:
         """Put the pair around what this thread computes next."""
         self._outside = saved_tensor_hooks()
-        push_saved_tensor_hooks(self._pair)
+        push_saved_tensor_hooks((self._pack, self._unpack))  # not kept: a cycle would outlive the model
 
     def end(self) -> None:
         """Take the pair off.
@@ -91,7 +90,7 @@ class SavedTensors:
         have taken off one pair each, the innermost: if the pair that was outside is left in their place, that goes.
         """
         top = saved_tensor_hooks()
-        if top is not None and top[0] in (self._pair[0], None if self._outside is None else self._outside[0]):
+        if top is not None and top[0] in (self._pack, None if self._outside is None else self._outside[0]):
             pop_saved_tensor_hooks()
 
     def _pack(self, tensor: Tensor) -> Any:

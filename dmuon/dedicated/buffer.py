@@ -11,6 +11,8 @@ hence all of them fill, or none.
 from __future__ import annotations
 
 import atexit
+import gc
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -147,6 +149,7 @@ class OwnedBuffer:
         self.storages = [tensor.untyped_storage() for tensor in (self._buffer, self._assembled)]
         self._holders: int | None = None  # of these, before anything was computed with them
         self._is_held = False
+        self.was_saved = False  # a graph may hold weights: a forward with gradients ran, and they were not freed since
         for storage in self.storages:
             storage.resize_(0)
         first, last = weights[0].block, weights[-1].block
@@ -307,19 +310,29 @@ class OwnedBuffer:
             self._settle()
         finally:  # what failed has ended, too
             self._origin.await_users()
-            if self._holders is None or self._count_holders() <= self._holders:
+            if not self._is_held_by_others():
+                self.was_saved = self._is_held = False
                 for storage in self.storages:
                     storage.resize_(0)
-            elif not self._is_held:
-                self._is_held = True
-                _log.warning(
-                    "block %r: something beside dmuon refers to its whole weights (hooks on saved tensors inside the "
-                    "block, or a weight or a view of one that was kept), so they stay in memory until it lets them go",
-                    self.name,
-                )
             self.state, self.generation = BufferState.FREED, -1
             if self.keep:
                 self.published = -1
+
+    def _is_held_by_others(self) -> bool:
+        """Whether a graph, or anybody else, refers to the weights; says so once."""
+        if not self.was_saved or self._count_holders() <= (self._holders or 0):
+            return False
+        if self._is_held or sys.exc_info()[1] is not None:  # an error refers to what it was raised among
+            return True
+        gc.collect()  # what is garbage would hold them for a while
+        self._is_held = self._count_holders() > (self._holders or 0)
+        if self._is_held:
+            _log.warning(
+                "block %r: something beside dmuon refers to its whole weights (hooks on saved tensors inside the "
+                "block, or a weight or a view of one that was kept), so they stay in memory until it lets them go",
+                self.name,
+            )
+        return self._is_held
 
     def _count_holders(self) -> int:
         return count_holders(self.storages, [matrix.full for matrix in self.matrices])

@@ -331,6 +331,7 @@ class Runtime:
                 one.awaits_backward = one.awaits_backward or (error is None and saved.any)
             if error is not None:
                 tell_of_hooks(error, block.name)
+        block.buffer.was_saved = block.buffer.was_saved or torch.is_grad_enabled()
         if block.phase is not Phase.FORWARD:
             return None
         if error is not None or not torch.is_grad_enabled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness.pool import RankPool
+
 from programs import random_programs
 from programs.random_programs import CHUNK, SECONDS, play_all
 

@@ -236,8 +236,10 @@ def _in_tuples(value: Any) -> Iterator[Tensor]:
 
 def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(value, tuple):
+        if next(_in_tuples(value), None) is None:
+            return value  # it may be a ``torch.Size``
         items = [_replaced(item, tensors) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return next(tensors) if isinstance(value, Tensor) and value.requires_grad else value
 
 

@@ -37,7 +37,7 @@ class _Bucket:
         self._origin = Origin(comm.device)
         with torch.no_grad():
             locals_ = [local_tensor(param) for param in params]
-            self._flat = flat = locals_[0].new_empty(sum(local.numel() for local in locals_))
+            flat = locals_[0].new_empty(sum(local.numel() for local in locals_))
             parts = flat.split([local.numel() for local in locals_])
             slots = [part.view(local.shape) for part, local in zip(parts, locals_, strict=True)]
             pairs = list(zip(params, slots, strict=True))
@@ -120,9 +120,9 @@ class GradAverager:
                     held[id(param)] = param
         if held.keys() == self._found.keys() and self.looked:
             return
-        self.looked = True
-        if not held.keys() <= self._found.keys():
+        if not self.looked or not held.keys() <= self._found.keys():
             self._leave_to_others(held.values(), covered, blocks)
+        self.looked = True
         for key in self._found.keys() - held.keys():
             self._found.pop(key)[1].remove()
         # A weak reference, since the collector cannot see through such hooks and would never free the model.

@@ -39,7 +39,6 @@ from dmuon.dedicated.saved_tensors import SavedTensors, tell_of_hooks
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.platform.log import logger
 from dmuon.platform.torch_private import (
     current_backward,
     may_push_saved_tensor_hooks,
@@ -47,8 +46,6 @@ from dmuon.platform.torch_private import (
     outside_compile,
 )
 from dmuon.step.residency import Residency
-
-_log = logger(__name__)
 
 
 class Runtime:
@@ -331,7 +328,7 @@ class Runtime:
                 one.awaits_backward = one.awaits_backward or (error is None and saved.any)
             if error is not None:
                 tell_of_hooks(error, block.name)
-        block.buffer.was_saved = block.buffer.was_saved or torch.is_grad_enabled()
+        block.buffer.was_read = True
         if block.phase is not Phase.FORWARD:
             return None
         if error is not None or not torch.is_grad_enabled():

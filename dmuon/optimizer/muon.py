@@ -404,12 +404,12 @@ class Muon(torch.optim.Optimizer):
             self._lay_out("the model was wrapped")
         if self._param_ids() != self._laid_out:
             self._names = names_in(self.param_groups, self._origin.names)
+            self._averagers.forget()
             for group in self.param_groups:
                 keep_state_of_route(group, self.state)
         self._averagers.check(self.param_groups, self._names, by_user=self._origin.config is not None)
         align_gradients((p for group in self.param_groups for p in group["params"]), self._names)
         self._checked = check_edited(self.param_groups, self._checked)
-        check_scales(self.param_groups, self._rounds)
         self._momentum.check(self.state)
         return [AdamWUpdate.of(g, self.state, self._names) for g in self.param_groups if not g["use_muon"]]
 
@@ -420,20 +420,30 @@ class Muon(torch.optim.Optimizer):
             Exception: ``fault``, of this rank, of which those hear that vote with it.
         """
         self._restore_specs()
-        changed = self._param_ids() != self._laid_out
-        present: list[set[int] | None] = []
+        changed, present = self._ask(self._param_ids() != self._laid_out, fault)
+        if changed:
+            self._lay_out("parameters were replaced, moved or laid out otherwise")
+            _, present = self._ask(False, None)
+        return present
+
+    def _ask(self, changed: bool, fault: Exception | None) -> tuple[bool, set[int]]:
+        """Whether something has changed since it was laid out, and ids of the matrices to update."""
+        present: set[int] = set()
+        try:
+            if not changed:  # rounds know groups by their numbers
+                check_scales(self.param_groups, self._rounds)
+        except Exception as error:
+            fault = fault or error
         for residency in self._residencies:  # those that vote on it come last
             try:
-                present.append(residency.before_step(changed, fault))
-                changed = changed or present[-1] is None
+                ids = residency.before_step(changed, fault)
+                changed = changed or ids is None
+                present |= ids or set()
             except Exception as error:
                 fault = fault or error
         if fault is not None:
             raise fault
-        if changed:
-            self._lay_out("parameters were replaced, moved or laid out otherwise")
-            present = [residency.before_step(False) for residency in self._residencies]
-        return set().union(*(ids for ids in present if ids is not None))
+        return changed, present
 
     def _update(self, present: set[int], of_adamw: Sequence[AdamWUpdate]) -> None:
         """Run all rounds. What a round completes is published at once."""

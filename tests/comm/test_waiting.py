@@ -99,7 +99,7 @@ def planned(rank: int, world: int, cbc: str, seconds: float) -> tuple[float, lis
             build(rank),
             init_device_mesh("cpu", (world,)),
             costs=UNEVEN,
-            solve=SolveOptions(method="milp", gap_target=0, backend="cbc", time_limit_s=seconds),
+            solve=SolveOptions(method="milp", gap_target=0, time_limit_s=seconds),
             comm=dmuon.CommOptions(timeout=timedelta(seconds=TIMEOUT)),
         )
     return time.monotonic() - begin, [str(w.message) for w in caught if "MILP" in str(w.message)], plan.digest

@@ -259,3 +259,24 @@ def test_sparse_state_on_one_rank_is_refused_on_all(rank: int, world: int, layou
         saved["state"] = {**saved["state"], key: {**saved["state"][key], name: value}}
     with pytest.raises(ValueError, match=rf"{'momentum' if group == 0 else name}.* is torch.sparse_coo, not a dense"):
         optimizer.load_state_dict(saved)
+
+
+# -- groups that come and go ---------------------------------------------------------------------------------------
+
+
+def test_a_group_may_leave_and_groups_may_change_places() -> None:
+    torch.manual_seed(0)
+    matrices = [nn.Parameter(torch.randn(4, 6)) for _ in range(2)]
+    vector = nn.Parameter(torch.randn(4))
+    groups = [{"params": [matrix], "use_muon": True} for matrix in matrices]
+    optimizer = dmuon.Muon(
+        [*groups, {"params": [vector], "use_muon": False}], adjust_lr_fn=lambda shape: 1.0, **OPTIONS
+    )
+    for change in (lambda: None, optimizer.param_groups.reverse, optimizer.param_groups.pop):
+        change()
+        before = [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
+        for param in (*matrices, vector):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        after = [param for group in optimizer.param_groups for param in group["params"]]
+        assert len(after) == len(before) and not any(map(torch.equal, before, after))

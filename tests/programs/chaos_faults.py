@@ -177,7 +177,7 @@ class Injector:
         """Options of planning."""
         match self._fault["name"]:
             case "solver":
-                options = SolveOptions(method="milp", gap_target=0.0, backend="cbc", time_limit_s=TIME_LIMIT)
+                options = SolveOptions(method="milp", gap_target=0.0, time_limit_s=TIME_LIMIT)
                 return {"solve": options, "costs": HARD}
             case "bad plan":
                 return {"plan": self._fault["path"], "costs": None}

@@ -149,7 +149,7 @@ class OwnedBuffer:
         self.storages = [tensor.untyped_storage() for tensor in (self._buffer, self._assembled)]
         self._holders: int | None = None  # of these, before anything was computed with them
         self._is_held = False
-        self.was_read = False  # somebody may hold weights: a forward ran, and they were not freed since
+        self.was_read = False  # a graph may hold weights: a forward with gradients ran, and they were not freed since
         for storage in self.storages:
             storage.resize_(0)
         first, last = weights[0].block, weights[-1].block
@@ -320,8 +320,8 @@ class OwnedBuffer:
 
     def _is_held_by_others(self) -> bool:
         """Whether a graph, or anybody else, refers to the weights; says so once."""
-        if not self.was_read or self._count_holders() <= (self._holders or 0):
-            return False
+        if self.keep or not self.was_read or self._count_holders() <= (self._holders or 0):
+            return False  # weights that are kept go only where graphs are void
         if self._is_held or sys.exc_info()[1] is not None:  # an error refers to what it was raised among
             return True
         gc.collect()  # what is garbage would hold them for a while

@@ -139,7 +139,8 @@ def assert_waits(program: Program, findings: Sequence[Findings]) -> None:
         training = [(action, waits) for action, waits in found.waits if action in TRAINING]
         first = next((i for i, (action, _) in enumerate(training) if action == "backward"), None)
         for i, (action, waits) in enumerate(training):
-            more = AGREES if program.dedicated and i == first else Counter()
+            agrees = Counter({site: count * program.optimizers for site, count in AGREES.items()})
+            more = agrees if program.dedicated and i == first else Counter()
             assert waits <= table.get(action, Counter()) + more, f"{action}: the host waits {waits}"
         for action, waits in dict(training).items():
             assert waits == table.get(action, Counter()), f"{action}: the host waits {waits}, less than the table"

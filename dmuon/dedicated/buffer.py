@@ -149,7 +149,7 @@ class OwnedBuffer:
         self.storages = [tensor.untyped_storage() for tensor in (self._buffer, self._assembled)]
         self._holders: int | None = None  # of these, before anything was computed with them
         self._is_held = False
-        self.was_read = False  # a graph may hold weights: a forward with gradients ran, and they were not freed since
+        self.was_read = False  # somebody may hold weights: a forward ran, and they were not freed since
         for storage in self.storages:
             storage.resize_(0)
         first, last = weights[0].block, weights[-1].block

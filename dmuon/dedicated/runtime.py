@@ -328,7 +328,8 @@ class Runtime:
                 one.awaits_backward = one.awaits_backward or (error is None and saved.any)
             if error is not None:
                 tell_of_hooks(error, block.name)
-        block.buffer.was_read = block.buffer.was_read or torch.is_grad_enabled()  # what saves nothing keeps nothing
+        # Without gradients somebody may keep a view; but operations on DTensors leave garbage that refers to weights.
+        block.buffer.was_read = block.buffer.was_read or torch.is_grad_enabled() or self.comm.tensor is None
         if block.phase is not Phase.FORWARD:
             return None
         if error is not None or not torch.is_grad_enabled():

@@ -92,11 +92,13 @@ class SavedTensors:
         top = saved_tensor_hooks()
         if top is not None and top[0] in (self._pack, None if self._outside is None else self._outside[0]):
             pop_saved_tensor_hooks()
+        else:  # below others for good: from now on it only passes on
+            self._storages, self._enter = {}, _nothing
 
     def _pack(self, tensor: Tensor) -> Any:
         self.any = True
         local = local_tensor(tensor)
-        if local.layout is torch.strided:
+        if local.layout is torch.strided and not (local.is_conj() or local.is_neg()):  # a place does not say that
             storage = self._storages.get(storage_id(local.untyped_storage()))
             if storage is not None:
                 offset, size, stride = int(local.storage_offset()), local.size(), local.stride()
@@ -123,6 +125,10 @@ class SavedTensors:
                 f"{tensor._version}, and was saved at version {version}; change a copy of it in forward"
             )
         return tensor
+
+
+def _nothing() -> None:
+    pass
 
 
 def tell_of_hooks(error: BaseException, block: str) -> None:

@@ -118,7 +118,8 @@ class CopiesVote:
         samples = [_sample(param, grad) for param, grad in grads]
         if not samples:
             return torch.ones(1, device=local_tensor(self._params[number][0]).device)
-        norms = torch.stack(torch._foreach_norm(samples, 2, dtype=torch.float32))
+        widest = torch.float64 if any(sample.dtype is torch.float64 for sample in samples) else torch.float32
+        norms = torch.stack(torch._foreach_norm(samples, 2, dtype=widest)).float()
         norms = norms.nan_to_num(nan=_NOT_FINITE, posinf=_NOT_FINITE).clamp(1 / _NOT_FINITE, _NOT_FINITE)
         return torch.maximum(norms, norms.max() * _FLOOR)
 

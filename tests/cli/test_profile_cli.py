@@ -137,7 +137,7 @@ def test_what_the_budget_leaves_out_is_said(run):
         (["--check", "bad.json"], "bad.json: corrupt or truncated JSON"),
         (["--check", "empty.json"], "empty.json: holds no timings to check"),
         (["--check", "unknown.json"], "unknown.json: field 'key.dtype' is 'float99', no dtype of torch"),
-        (["--check", "good.json", "--budget", "0"], "--budget: '0' is no positive number"),
+        (["--check", "good.json", "--budget", "0"], "--budget: '0' is no number of seconds above 0"),
         (["--check", "good.json", "--budget", "1e-9"], "nothing fitted --budget 1e-09"),
         (["--check", "good.json", "--steps", "5"], "--steps: good.json says so itself"),
         (["--check", "--out", "new.json"], "--out does not go with --check"),

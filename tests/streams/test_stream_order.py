@@ -349,7 +349,7 @@ HARMLESS = {
     "self._origins[id(matrix)].join in Gradients.join": ENGINE,
     "self._origin.await_users in GradReduction._wait_for_all": ENGINE,
     "self._origin.await_users in GradReduction.finish": ENGINE,
-    "self._exchange.alone in Muon._find_residencies": "no stream: parameters that this rank has alone",
+    "exchange.alone in Muon._find_residencies": "no stream: parameters that this rank has alone",
     "end.synchronize in PhaseTimer.seconds": TIMES,
 }
 

@@ -83,6 +83,17 @@ def _live_storage() -> int:
     return sum(storages.values())
 
 
+def _live_storage_down_to(limit: float) -> int:
+    """What is live once it is at most ``limit``, or after 5 s.
+
+    Gloo's thread lets go of the last collective's tensors when it comes to run.
+    """
+    deadline = time.monotonic() + 5
+    while (live := _live_storage()) > limit and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return live
+
+
 def _local_bytes(tensor: Tensor) -> int:
     local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
     return local.numel() * local.element_size()
@@ -107,13 +118,12 @@ def measure_memory(_rank: int, _world: int, name: str, keep: bool, half: bool) -
         optimizer.zero_grad()
     memory = expected_memory(dedications(laid.model)[0].runtime)
     rest = sum(_local_bytes(p) for p in laid.model.parameters() if not hasattr(p, "owner"))
-    live = _live_storage() - before
+    expected = memory.at_rest + 3 * rest
+    live = _live_storage_down_to(before + 1.05 * expected) - before
     freed = original() is None
     del laid, optimizer, model
-    deadline = time.monotonic() + 5
-    while (left := _live_storage() - before) > 0.02 * whole and time.monotonic() < deadline:
-        time.sleep(0.1)  # gloo's thread lets go of the last collective's tensors when it comes to run
-    return live, memory.at_rest + 3 * rest, whole, left, freed
+    left = _live_storage_down_to(before + 0.02 * whole) - before
+    return live, expected, whole, left, freed
 
 
 @pytest.mark.pitfall("P59")

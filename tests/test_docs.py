@@ -87,7 +87,7 @@ def faults(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[di
     """By rank, what came of each fragment."""
     folder = str(tmp_path_factory.mktemp("fragments"))
     runnable = {block.name: block.text for block in FRAGMENTS if missing(block) is None}
-    return ranks(2, run_fragments, PROGRAMS[0].text, runnable, folder)
+    return ranks(2, run_fragments, PROGRAMS[0].text, runnable, folder, timeout=300)
 
 
 def missing(block: Block) -> str | None:

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,13 +32,6 @@ def _sum_of_ranks(rank: int, world: int, scale: float) -> Tensor:
     x = torch.full((3,), scale * (rank + 1))
     dist.all_reduce(x)
     return x
-
-
-def _subgroup_sum(rank: int, world: int) -> float:
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    x = torch.tensor(float(rank))
-    dist.all_reduce(x, group=rows[rank // 2])
-    return x.item()
 
 
 def _raise_on(rank: int, world: int, failing: int) -> None:
@@ -111,18 +103,6 @@ def test_a_call_finds_groups_and_meshes_of_the_last_one_and_nothing_else(fresh: 
         assert len({total for *_, total in of_rank}) == 1, "what DTensor kept reduces over the right group"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_all_reduce_reaches_every_rank(ranks: RankPool, world: int) -> None:
-    results = ranks(world, _sum_of_ranks, 2.0)
-    assert len(results) == world
-    for result in results:
-        assert torch.equal(result, torch.full((3,), 2.0 * sum(range(1, world + 1))))
-
-
-def test_subgroups_work(ranks: RankPool) -> None:
-    assert ranks(4, _subgroup_sum) == [1.0, 1.0, 5.0, 5.0]
-
-
 def test_workers_are_reused_seeded_alike_and_keep_no_environment(ranks: RankPool) -> None:
     first = ranks(2, _pid_and_noise)
     assert ranks(2, _probe) == [None, None]
@@ -141,13 +121,6 @@ def test_error_names_the_rank_and_ends_those_that_wait_for_it(fresh: RankPool) -
     assert "ValueError: bad rank 1" in message and "in _raise_on" in message
     assert "output of rank 1" in message and "barrier" in message
     assert torch.equal(fresh(2, _sum_of_ranks, 1.0)[0], torch.full((3,), 3.0))
-
-
-def test_expected_error_on_every_rank_keeps_the_workers(ranks: RankPool) -> None:
-    pids = [pid for pid, _ in ranks(2, _pid_and_noise)]
-    outcomes = ranks(2, _raise_everywhere, expect=LookupError, match="named error")
-    assert [o.message for o in outcomes] == ["named error on rank 0", "named error on rank 1"]
-    assert [pid for pid, _ in ranks(2, _pid_and_noise)] == pids
 
 
 def test_expect_fails_where_a_rank_raises_something_else_or_nothing(ranks: RankPool) -> None:
@@ -174,22 +147,8 @@ def test_death_is_reported_and_the_pool_recovers(fresh: RankPool, how: str, code
     assert torch.equal(fresh(2, _sum_of_ranks, 1.0)[1], torch.full((3,), 3.0))
 
 
-@pytest.mark.slow
-def test_worker_killed_between_calls_is_replaced(fresh: RankPool) -> None:
-    fresh(1, _sum_of_ranks, 1.0)
-    pid = fresh.pids()[0]
-    os.kill(pid, signal.SIGKILL)
-    while Path(f"/proc/{pid}").exists():  # until the process that forked it has seen its end
-        time.sleep(0.01)
-    assert fresh(1, _sum_of_ranks, 1.0)[0][0] == 1.0
-
-
 def test_result_that_cannot_be_pickled_is_an_error_of_its_rank(ranks: RankPool) -> None:
     outcomes = ranks.outcomes(1, _unpicklable)
     assert outcomes[0].error is not None and "pickle" in outcomes[0].message.lower()
     with pytest.raises(ValueError, match="1 to 4 ranks"):
         ranks(5, _sum_of_ranks, 1.0)
-
-
-def test_cache_folder_is_private_to_the_session() -> None:
-    assert Path(os.environ["XDG_CACHE_HOME"]).name.startswith("dmuon-test-cache-")

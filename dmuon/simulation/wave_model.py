@@ -41,8 +41,8 @@ from dmuon.solver import CostTable, Shape
 _TILE = 128  # judgement: a usual tile of cuBLAS; small matrices get smaller ones, but there launches dominate
 _ELEMENT = 2  # bytes of fp16 and bf16
 
-# Of cuBLAS's rate, that of the Triton kernel's tiles: python bench/product_model.py has 0.65 to 0.87 for the tiles that
-# the rule takes on H100 and H200, and is 20 % uncertain itself.
+# Of cuBLAS's rate, that of the Triton kernel's tiles: a model of their machine code had 0.65 to 0.87 for the tiles that
+# the rule takes on H100 and H200, and was 20 % uncertain itself.
 _HALVES_RATE = 0.75
 
 

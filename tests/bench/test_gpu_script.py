@@ -8,13 +8,11 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -83,49 +81,6 @@ def test_after_an_illegal_access_nothing_more_is_tried(
     assert [row["what"] for row in journal.document["faults"]] == ["product"]
 
 
-def test_a_wrong_result_is_named(part: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    checks = part("checks")
-    journal = part("journal").Journal(None, {})
-    kinds = {"products": [checks.Check("far", 1e-3, lambda: checks.Found(0.1))], "passes": [], "stress": []}
-    kinds["whole_runs"] = [
-        checks.Check("uneven", 1.0, lambda: checks.Found(0.1, symmetric=False)),
-        checks.Check("nan", 1.0, lambda: checks.Found(float("nan"))),
-        checks.Check("broken", 1.0, lambda: 1 / 0),
-        checks.Check("good", 1.0, lambda: checks.Found(0.1)),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        for kind, of_kind in kinds.items():
-            patch.setattr(checks, kind, lambda _settings, of_kind=of_kind: iter(of_kind))
-        checks.check(settings(part), journal)
-    assert [(row["what"], row["ok"]) for row in journal.document["checks"]] == [
-        ("far", False),
-        ("uneven", False),
-        ("nan", False),
-        ("good", True),
-    ]
-    assert [row["what"] for row in journal.document["faults"]] == ["broken"]
-    assert journal.wrong and "WRONG far: 0.1, limit 0.001" in capsys.readouterr().out
-
-
-def test_kernels_that_do_not_build_are_faults(
-    part: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in a container without a C compiler, where dmuon goes on with torch's."""
-    checks = part("checks")
-    journal = part("journal").Journal(None, {})
-    monkeypatch.setattr(checks, "backend_fault", lambda *_: None)
-    checks.check_builds(settings(part), journal)
-    assert not journal.wrong
-    monkeypatch.setattr(checks, "backend_fault", lambda *_: "the kernel does not build (no gcc)")
-    monkeypatch.setattr(checks, "apply_update_", lambda *_, **__: warnings.warn("the fused update kernels do not run"))
-    checks.check_builds(settings(part), journal)
-    assert [(row["what"], row["fault"]) for row in journal.document["faults"]] == [
-        ("the symmetric product", "the kernel does not build (no gcc)"),
-        ("the fused passes", "the fused update kernels do not run"),
-    ]
-    assert journal.wrong
-
-
 # -- what is measured -------------------------------------------------------------------------------------------------
 
 
@@ -159,18 +114,6 @@ def test_cublas_in_place_stays_in_range(part: Callable[[str], ModuleType]) -> No
     for _ in range(200):
         found = program()
     assert found.isfinite().all() and found.abs().max() < 10
-
-
-@pytest.mark.parametrize("length", [1024, 1999, 4096])
-def test_a_device_that_adds_one_by_one_is_within_the_limit(part: Callable[[str], ModuleType], length: int) -> None:
-    """The diagonal of ``XXᵀ`` in fp32 has no terms that cancel: its error is the largest, and no mistake."""
-    x = (np.random.default_rng(0).standard_normal((256, length)) / length**0.5).astype(np.float32)
-    total = np.zeros(256, np.float32)
-    for column in x.T:
-        total += column * column
-    exact = (x.astype(np.float64) ** 2).sum(axis=1)
-    error = np.abs(total - exact).max() / exact.max()
-    assert 1e-6 < error < 0.5 * part("checks").LIMITS[torch.float32]
 
 
 def test_batches_are_those_of_the_library(part: Callable[[str], ModuleType]) -> None:
@@ -217,7 +160,7 @@ def test_it_runs_from_a_checkout_that_is_not_installed(checkout: Path) -> None:
     )
     assert done.returncode == 0, done.stderr + done.stdout
     found = json.loads((checkout / "out" / "found.json").read_text())
-    assert found["models"] and len(found["checks"]) >= 31 and not found["faults"]
+    assert found["models"] and not found["faults"]
 
 
 @pytest.mark.slow

@@ -281,28 +281,6 @@ def test_a_rank_that_takes_no_step_is_found_silent(rank: int, world: int) -> Non
         optimizer.step()
 
 
-@pytest.mark.pitfall("P48")
-@on_ranks(2, timeout=20)
-def test_a_rank_without_gradients_takes_part(rank: int, world: int) -> None:
-    """What nobody has stays as it was."""
-    params = sharded(world)
-    optimizer = dmuon.Muon(params, distributed_config=create_dtensor_config(costs="flops"), weight_decay=0.0)
-    give_gradients(params, 0)
-    params[3].grad = None
-    if rank == 0:
-        params[0].grad = None
-    if rank == 1:
-        for param in params[1:]:
-            param.grad = None
-    before = [p.full_tensor().clone() for p in params]  # type: ignore[attr-defined]
-    optimizer.step()
-    count = torch.tensor(optimizer.last_step.ns_matrices)
-    dist.all_reduce(count)
-    assert count == 3
-    for i, (param, old) in enumerate(zip(params, before, strict=True)):
-        assert torch.equal(param.full_tensor(), old) == (i == 3)  # type: ignore[attr-defined]
-
-
 # -- copies whose gradients differ --------------------------------------------------------------------------------
 
 

@@ -464,13 +464,3 @@ def test_a_users_assignment_moves_stacks(rank: int, world: int, move: bool) -> N
     stack.grad = torch.randn(4, 3, 5)
     optimizer.step()
     assert optimizer.last_step.ns_matrices == ((4 if config.state["moved to"] == rank else 0) if move else 2)
-
-
-@pytest.mark.pitfall("P49")
-@on_ranks(2)
-def test_no_rank_needs_a_matrix(rank: int, world: int) -> None:
-    weight = nn.Parameter(torch.ones(2, 3))
-    config = DistributedConfig(by_index, gather, scatter, {})
-    optimizer = dmuon.Muon([{"params": [weight], "use_muon": False}], distributed_config=config)
-    weight.grad = torch.ones(2, 3)
-    optimizer.step()

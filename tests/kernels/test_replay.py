@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmuon.check import kernels
 from dmuon.kernels import Variant, drop_graphs, orthogonalize
 
 newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
@@ -185,26 +184,6 @@ def test_recording_waits_for_nothing_on_the_device(cuda: Cuda) -> None:
     assert cuda.named(*DEVICE_WIDE) == []
 
 
-def test_what_cannot_be_captured_happens_before_and_on_another_stream(cuda: Cuda) -> None:
-    """Kernels are compiled and loaded; and the workspace of the stream that captures belongs to the graphs."""
-    orthogonalize(matrices(), variant=REPLAYED)
-    orthogonalize(matrices(1), variant=REPLAYED)
-    orthogonalize(matrices(k=3), variant=REPLAYED)
-    first = [
-        ("run", "main"),
-        ("Stream", "main"),
-        ("graph_pool_handle", "main"),
-        ("wait for main", "beside"),
-        ("capture_begin", "beside"),
-        ("run", "beside"),
-        ("capture_end", "beside"),
-        ("wait for beside", "main"),
-        ("replay", "main"),
-    ]
-    third = [call for call in first if call[0] not in ("Stream", "graph_pool_handle")]
-    assert cuda.calls == [*first, ("replay", "main"), *third], "one stream captures all graphs of a device"
-
-
 def test_replay_captures_once_and_returns_what_the_kernels_compute(cuda: Cuda) -> None:
     for seed in (0, 1, 2):
         x = matrices(seed)
@@ -284,21 +263,6 @@ def test_a_capture_that_failed_leaves_no_pool_behind(cuda: Cuda) -> None:
     cuda.fails = ""
     orthogonalize(matrices(k=3), variant=REPLAYED)
     assert len(cuda.named("replay")) == 1
-
-
-def test_the_first_run_tries_a_replay(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a hook of backward, after the last graph was dropped; where nothing replays it fails."""
-    readings = kernels.replays(torch.device("cpu"), 16, 48)
-    assert all(reading.value <= reading.limit for reading in readings)
-    assert len(cuda.named("replay")) == 4
-    cuda.fails = "run"
-    drop_graphs()
-    with pytest.raises(UserWarning, match="no CUDA graph"):
-        kernels.replays(torch.device("cpu"), 16, 48)
-    cuda.fails = ""
-    drop_graphs()
-    monkeypatch.setattr(Graph, "replay", lambda self: None)
-    assert any(not reading.value <= reading.limit for reading in kernels.replays(torch.device("cpu"), 16, 48))
 
 
 def test_an_update_in_a_graph_of_the_user_keeps_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,26 +383,3 @@ def test_what_has_no_place_is_refused_by_name(
     expected = message.replace("{even}", str(rank % 2)).replace("{odd}", str(rank % 2 + 2))
     with pytest.raises(ValueError, match=expected):
         place([param], ["w"], grid or FSDP[rank], rank, dims, no_share)
-
-
-@pytest.mark.parametrize(
-    ("grid", "told", "message"),
-    [
-        (  # of experts that differ between ranks, also on those whose own are right
-            RankGrid(("ep", "fsdp"), (2, 2), (0, 2, 1, 3)),
-            {rank: ("w", (2, 2 + (rank == 3))) for rank in range(4)},
-            r"over ranks \[1, 3\]: .* \(2, 2\) at position 0 and \(2, 3\)",
-        ),
-        (
-            TP_FSDP,
-            {rank: (f"w{rank // 2}", (2, 2)) for rank in range(4)},
-            r"rank 2 has sharded parameters \['w1'\] and rank 0 has \['w0'\]",
-        ),
-    ],
-)
-def test_what_ranks_tell_each_other_is_refused_on_all(grid: RankGrid, told: dict[int, Any], message: str) -> None:
-    shares: list[object] = [[told[rank]] for rank in grid.ranks]
-    dims = {"fsdp": 0} if "ep" in grid.roles else {"fsdp": 0, "tp": 1}
-    for rank in grid.ranks:
-        with pytest.raises(ValueError, match=message):
-            place([torch.ones(2, 2)], [told[rank][0]], grid, rank, dims, lambda _: shares)

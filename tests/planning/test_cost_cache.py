@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -113,14 +112,6 @@ def test_corrupted_bytes_are_refused_by_name_or_still_valid(data):
     assert_refused_by_name_or_still_valid(bytes(good))
 
 
-def fields_of(node, path=()):
-    """The path of every value in a document."""
-    for name, value in node.items():
-        yield (*path, name)
-        if isinstance(value, dict):
-            yield from fields_of(value, (*path, name))
-
-
 def found(document, path):
     """The object that holds the last field of ``path``, and that field's name."""
     for parent in path[:-1]:
@@ -133,21 +124,6 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
     max_leaves=4,
 )
-
-
-@pytest.mark.pitfall("P50")
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_one_field_lost_renamed_or_replaced_is_refused_by_name_or_still_valid(data):
-    document = json.loads(CACHE.to_json())
-    node, last = found(document, data.draw(st.sampled_from(list(fields_of(document)))))
-    value = node.pop(last)
-    match data.draw(st.sampled_from(["lost", "renamed", "replaced"])):
-        case "renamed":
-            node[data.draw(st.text())] = value
-        case "replaced":
-            node[last] = data.draw(values)
-    assert_refused_by_name_or_still_valid(json.dumps(document).encode())
 
 
 @pytest.mark.pitfall("P50")
@@ -189,14 +165,6 @@ def test_saving_what_contradicts_the_file_is_refused_and_leaves_it(tmp_path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.pitfall("P50")
-def test_every_truncation_is_refused():
-    text = CACHE.to_json().encode().rstrip()
-    for length in range(len(text)):
-        with pytest.raises(CostCacheError, match="the/file"):
-            CostCache.parse(text[:length], "the/file")
-
-
 def broken(path: str, value: object) -> bytes:
     document = json.loads(CACHE.to_json())
     node, last = found(document, path.split("/"))
@@ -215,43 +183,21 @@ T = "entries/64x256/1"
     ("data", "message"),
     [
         (broken(f"{T}/variant", "fast"), r"field 'entries.64x256.1.variant': 'fast' is no .* variant"),
-        (broken(f"{T}/variant", 3), r"field 'entries.64x256.1.variant' is 3, not a string"),
         (broken("schema", 99), r"field 'schema' is 99, this version reads 2"),
-        (broken("schema", True), r"field 'schema' is True"),
         (broken("schema", ...), r"field 'schema' is missing"),
         (broken("extra", 1), r"field 'extra' is unknown"),
-        (broken("key", []), r"field 'key' is no object"),
         (broken("key/device", ...), r"field 'key': field 'device' is missing"),
-        (broken("key/device", 3), r"field 'key.device' is 3, not a string"),
-        (broken("key/sm_count", -1), r"field 'key.sm_count' is -1"),
-        (broken("key/steps", 0), r"field 'key.steps' is 0"),
-        (broken("entries", []), r"field 'entries' is no object"),
         (broken("entries/64x256", {}), r"field 'entries.64x256' is no object of batch sizes"),
         (broken("entries/256x64", {}), r"shape '256x64' must be small side x large side"),
         (broken("entries/0x64", {}), r"shape '0x64' is not like"),
-        (broken("entries/64", {}), r"shape '64' is not like"),
         (broken("entries/64x99999999", {}), r"shape '64x99999999' must be .* at most"),
-        (broken("entries/64x256/0", {}), r"batch size '0'"),
-        (broken("entries/64x256/-1", {}), r"batch size '-1'"),
-        (broken("entries/64x256/1.5", {}), r"batch size '1.5'"),
         (broken(T, 5), r"field 'entries.64x256.1' is no object"),
-        (broken(f"{T}/n", ...), r"field 'entries.64x256.1': field 'n' is missing"),
         (broken(f"{T}/median_ns", -100), r"field 'entries.64x256.1.median_ns' is -100"),
-        (broken(f"{T}/median_ns", 0), r"median_ns' is 0"),
-        (broken(f"{T}/median_ns", 100.5), r"median_ns' is 100.5"),
-        (broken(f"{T}/median_ns", "100"), r"median_ns' is '100'"),
-        (broken(f"{T}/median_ns", None), r"median_ns' is None"),
         (broken(f"{T}/median_ns", float("nan")), r"median_ns' is nan, not an integer from 1 to"),
-        (broken(f"{T}/median_ns", float("inf")), r"median_ns' is inf, not an integer from 1 to"),
         (broken(f"{T}/median_ns", 10**16), r"median_ns' is 10{16}, not an integer from 1 to"),
         (broken(f"{T}/median_ns", 98), r"p10 99, median 98, p90 103 not in order"),
-        (broken(f"{T}/n", 0), r"n' is 0"),
         (b'{"schema": 1, "schema": 1}', r"field 'schema' appears twice"),
-        (b"", r"corrupt or truncated JSON"),
-        (b"\xff\xfe", r"corrupt or truncated JSON"),
         (b"[" * 100_000, r"corrupt or truncated JSON"),
-        (b"[]", r"the file is no object"),
-        (b"1" * 5000, r"the file is no object|corrupt or truncated JSON"),
     ],
 )
 def test_an_invalid_file_is_refused_naming_file_field_and_remedy(tmp_path, data, message):
@@ -260,13 +206,6 @@ def test_an_invalid_file_is_refused_naming_file_field_and_remedy(tmp_path, data,
     with pytest.raises(CostCacheError, match=message) as caught:
         CostCache.load(path)
     assert str(path) in str(caught.value) and "dmuon-profile" in str(caught.value)
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    with pytest.raises(CostCacheError, match=r"nothing.json: no such file; write it with dmuon-profile --out"):
-        CostCache.load(tmp_path / "nothing.json")
-    with pytest.raises(CostCacheError, match=f"{tmp_path}: not a file; .*check the path"):
-        CostCache.load(tmp_path)
 
 
 def test_saving_merges_and_the_newer_entry_wins(tmp_path):
@@ -289,22 +228,6 @@ def test_saving_over_anything_else_is_refused_and_leaves_it(tmp_path):
         with pytest.raises(CostCacheError, match=r"costs.json"):
             CACHE.save(path)
         assert path.read_bytes() == content
-
-
-@pytest.mark.pitfall("P49", "P50")
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "costs.json"
-    CACHE.save(path)
-    before = path.read_bytes()
-
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        CostCache(KEY, {(8, 8): {1: steady(1)}}).save(path)
-    assert path.read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".costs.json.lock", "costs.json"]
 
 
 def write_many(path: str, writer: int, rounds: int) -> None:
@@ -371,15 +294,6 @@ def test_quack_is_not_named_where_another_one_is_installed():
         assert [replace(t, variant="") for t in found.values()] == [replace(t, variant="") for t in timings.values()]
 
 
-def test_a_file_of_a_version_without_compilers_is_read_as_one_without_any():
-    document = json.loads(CACHE.to_json())
-    assert document["key"].pop("compilers") == ""
-    assert CostCache.parse(json.dumps(document).encode(), "x") == CACHE
-    document["key"]["compilers"] = 3
-    with pytest.raises(CostCacheError, match=r"x: field 'key\.compilers' is 3, not a string"):
-        CostCache.parse(json.dumps(document).encode(), "x")
-
-
 @pytest.mark.pitfall("P93")
 def test_whether_a_search_was_cut_short_is_kept_and_was_not_said_by_earlier_versions():
     cache = CostCache(KEY, {(64, 256): {1: Timing(100, 99, 103, 9, "gram r2 torch by4", unfinished=True)}})
@@ -400,14 +314,6 @@ def test_the_users_files_of_a_key_are_those_of_other_versions_and_last_its_own(t
     for key in (KEY, *others, replace(KEY, device="Device Y")):
         CostCache(key, {}).save(user_cache_path(key))
     assert user_cache_files(KEY) == [*sorted(map(user_cache_path, others)), user_cache_path(KEY)]
-
-
-def test_table_holds_medians_of_the_asked_shapes():
-    table = CACHE.table([(64, 256)])
-    assert table.costs == {(64, 256): {1: 100, 2: 150}}
-    assert table.estimated == ()
-    with pytest.raises(CostCacheError, match=r"no timing for one 8x8 matrix; run dmuon-profile --shapes 8x8"):
-        CACHE.table([(8, 8)])
 
 
 def test_the_user_cache_follows_the_xdg_convention(tmp_path, monkeypatch):
@@ -432,18 +338,3 @@ def test_discard_invalid_removes_only_what_is_invalid(tmp_path):
 def test_shipped_profiles_are_valid():
     for name, data in shipped_profiles():
         assert CostCache.parse(data, name).entries
-
-
-def test_the_file_is_plain_json_with_the_documented_fields(tmp_path):
-    CACHE.save(tmp_path / "c.json")
-    document = json.loads((tmp_path / "c.json").read_text())
-    assert document["schema"] == 2 and document["key"] == asdict(KEY)
-    fields = {
-        "median_ns": 100,
-        "p10_ns": 99,
-        "p90_ns": 103,
-        "n": 9,
-        "variant": "gram r2 torch by4",
-        "unfinished": False,
-    }
-    assert document["entries"]["64x256"]["1"] == fields

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -79,37 +78,10 @@ def test_devices_are_measured_by_default_where_costs_are(
     assert is_wanted(choice, costs, device) is wanted
 
 
-def test_where_there_is_no_memory_to_measure_a_rank_counts_as_typical(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(device: torch.device) -> int:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(rank_traits, "_product_ns", full)
-    unknown = RankTraits.here(CPU)
-    assert unknown.product_ns is None
-    assert limits_of([unknown, RankTraits(100, None), RankTraits(100, None)], MATRICES) == [Limits()] * 3
-    assert limits_of([unknown] * 3, MATRICES) == [Limits()] * 3
-
-
 def test_free_memory_limits_only_owners_that_hold_what_they_own() -> None:
     traits = [RankTraits(100, 80 << 30), RankTraits(100, 20 << 30), RankTraits(100, 80 << 30)]
     assert limits_of(traits, MATRICES)[1].memory is not None
     assert limits_of(traits, MATRICES, held=False) == [Limits()] * 3
-
-
-def test_the_measurement_is_of_this_device() -> None:
-    here = RankTraits.here(CPU)
-    assert here.free_bytes is None and 10_000 < here.product_ns < 10**9, "256³ multiply-adds"
-
-
-def test_memory_that_torch_keeps_for_itself_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(
-        mem_get_info=lambda device: (100, 500), memory_reserved=lambda device: 70, memory_allocated=lambda device: 50
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    monkeypatch.setattr(rank_traits, "_product_ns", lambda device: 1)
-    assert RankTraits.here(CUDA) == RankTraits(1, 120)
-    del module.mem_get_info
-    assert RankTraits.here(CUDA) == RankTraits(1, None)
 
 
 def loads(found: dmuon.OwnerPlan) -> list[int]:
@@ -218,7 +190,3 @@ def test_with_tensor_parallelism_each_rank_is_judged_by_its_own_matrices(rank: i
         after = dmuon.rebalanced_plan(model, optimizer)
     assert [call.args[1] for call in log.warning.call_args_list] == ([3] if rank == 0 else [])
     assert loads(after)[ranks.index(3)] < 0.7 * loads(before)[ranks.index(3)]
-
-
-def test_speeds_of_ranks_without_work_are_those_of_the_others() -> None:
-    assert stragglers.speeds_of([100, 0, 100, 100], [1.0, 0.0, 2.0, 1.0]) == [1.0, 1.0, 0.5, 1.0]

@@ -91,20 +91,6 @@ def test_what_lies_in_a_locks_place_is_left_as_it_is(tmp_path: Path, kind: str) 
         assert not precious.exists()
 
 
-def test_a_locks_file_is_made_by_the_umask_and_never_emptied(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    before = os.umask(0o077)
-    try:
-        with hold_lock(path, 1.0):
-            assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    finally:
-        os.umask(before)
-    path.write_text("another's")
-    with hold_lock(path, 1.0):
-        pass
-    assert path.read_text() == "another's"
-
-
 @pytest.mark.pitfall("P71")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["held", "link", "pipe"])

@@ -13,12 +13,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from harness.network import loss_of
 from harness.pool import RankPool
 from harness.topologies import lay, runtime_of
 from harness.toy import HIDDEN, WIDTH, batch, build
 
 import dmuon
-from dmuon.check.model import loss_of
 from dmuon.comm.context import Comm
 from dmuon.comm.lines import Line
 from dmuon.comm.monitor import Monitor, Pending

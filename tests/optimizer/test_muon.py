@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import Network, full_state, is_matrix, loss_of
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference, fp32_newton_schulz, reference_weights
 from harness.topologies import lay
@@ -21,8 +22,6 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 import dmuon
-from dmuon.check.model import Network, is_matrix, loss_of
-from dmuon.check.topologies import full_state
 from dmuon.optimizer import refusals
 
 CLASSIC = (3.4445, -4.7750, 2.0315)

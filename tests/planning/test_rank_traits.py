@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights, assert_same_tensors, raised_by
+from harness.network import full_state, tensor_parallel
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS, build, train
 from hypothesis import given
@@ -20,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.check.topologies import full_state, tensor_parallel
 from dmuon.dedicated.dedication import dedications
 from dmuon.planning import rank_traits
 from dmuon.planning.rank_traits import Limits, RankTraits, is_wanted, limits_of

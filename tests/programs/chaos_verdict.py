@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 from harness.assertions import relative_errors
+from harness.network import loss_of, shard
 from harness.oracle import Reference
 from harness.toy import batch, build
 from torch import Tensor
 
-from dmuon.check.model import loss_of, shard
 from programs.chaos_jobs import LIMIT, Ended, RankEnd
 from programs.chaos_rounds import EVALUATED_AFTER, STEPS, Round, part_of
 from programs.chaos_worker import EVALUATION, MAX_NORM

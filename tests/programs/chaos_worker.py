@@ -29,12 +29,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness.network import Network, Size, full_state
 from harness.topologies import LAYOUTS, lay
 from harness.toy import HIDDEN, OPTIONS, SIZE, batch
 
 import dmuon
-from dmuon.check.model import Network, Size
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 from programs.chaos_faults import Injector
 from programs.chaos_forks import serve
@@ -214,10 +213,7 @@ def tell_the_end(
     sys.__excepthook__(kind, error, trace)
     files = [Path(frame.filename) for frame in traceback.extract_tb(trace)]
     parts = [ROOT / part for part in ("dmuon", "solver", "kernels")]
-    ours = [
-        any(file.is_relative_to(part) for part in parts) and not file.is_relative_to(ROOT / "dmuon" / "check")
-        for file in files
-    ]  # the toy itself lies in dmuon.check
+    ours = [any(file.is_relative_to(part) for part in parts) for file in files]
     end = {
         "kind": kind.__name__,
         "message": str(error)[:4000],

@@ -12,12 +12,12 @@ from functools import cache
 from typing import Any
 
 import pytest
+from harness.network import loss_of
 from harness.pool import RankPool
 from harness.topologies import lay
 from harness.toy import HIDDEN, WIDTH, batch, build
 
 import dmuon
-from dmuon.check.model import loss_of
 from dmuon.comm.monitor import Monitor, Pending
 
 LAYERS = 5

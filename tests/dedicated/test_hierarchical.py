@@ -15,17 +15,16 @@ import torch.distributed as dist
 from harness.assertions import about, assert_equal_weights, assert_same_bits, assert_same_tensors
 from harness.dedicated_toy import dedicate, refused
 from harness.hosts import on_hosts
+from harness.network import full_state, loss_of
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import Laid, lay, runtime_of
 from harness.toy import OPTIONS, batch, build
+from harness.traffic import Amount, Traffic
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.check.accounting import Amount, Traffic
-from dmuon.check.model import loss_of
-from dmuon.check.topologies import full_state
 from dmuon.comm import lines
 from dmuon.comm.lines import Line, gather, line_in_levels, reduce, scratch
 from dmuon.comm.monitor import Monitor

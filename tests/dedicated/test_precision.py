@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights, relative_errors
+from harness.network import full_state, is_matrix, loss_of, shard
 from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
 from harness.toy import OPTIONS, batch, build
@@ -18,8 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon.check.model import is_matrix, loss_of, shard
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.owned_tensor import OwnedTensor
 
 BF16 = torch.bfloat16

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import Raised, raised_by
 from harness.dedicated_toy import dedicate, dedicated, default_mesh, refused
+from harness.network import Network
 from harness.pool import RankPool
 from harness.toy import batch, build
 from harness.trees import node, stack
@@ -24,7 +25,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import dmuon
-from dmuon.check.model import Network
 
 
 def pairs(*names: str) -> DeviceMesh:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import full_state, loss_of, shard
 from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay, runtime_of
@@ -16,8 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.check.model import loss_of, shard
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import assert_equal_weights, assert_same_bits
+from harness.network import Block, Network, full_state, is_matrix
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import Laid
@@ -19,8 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import dmuon
-from dmuon.check.model import Block, Network, is_matrix
-from dmuon.check.topologies import full_state
 
 
 def train(laid: Laid, optimizer: dmuon.Muon, steps: int = 3) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.assertions import about, assert_equal_weights, assert_same_bits
+from harness.network import full_state, loss_of
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay, runtime_of
@@ -19,8 +20,6 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
-from dmuon.check.model import loss_of
-from dmuon.check.topologies import full_state
 
 Options = dict[str, Any]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.assertions import about, assert_equal_weights, assert_same_bits
+from harness.network import Block, Size, full_state, loss_of
 from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, Laid, lay, runtime_of
@@ -16,8 +17,6 @@ from programs.unusual import PROGRAMS, Optional, Program, accumulate
 from torch import Tensor
 
 import dmuon
-from dmuon.check.model import Block, Size, loss_of
-from dmuon.check.topologies import full_state
 
 MERGED = 10**6  # bytes: all blocks of a toy model together
 

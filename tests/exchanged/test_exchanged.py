@@ -14,11 +14,13 @@ import torch.nn as nn
 from harness.assertions import assert_close, assert_equal_weights
 from harness.dtensors import give, no_whole_tensors, noise, parameter, placements_of, whole
 from harness.hand_laid import Weights
+from harness.network import Block, Network, Size, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference, Twin, reference_weights
 from harness.pool import RankPool
 from harness.topologies import EXCHANGED, LAYOUTS, Laid, lay, orthogonalized
 from harness.toy import OPTIONS, batch, build
+from harness.traffic import Amount, Traffic
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -26,9 +28,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import dmuon
 from dmuon import create_dtensor_config
-from dmuon.check.accounting import Amount, Traffic
-from dmuon.check.model import Block, Network, Size, is_matrix, loss_of, shard
-from dmuon.check.topologies import full_state
 from dmuon.kernels.newton_schulz import _spans
 from dmuon.layout.parcels import travels
 from dmuon.report.accounting import expected_exchange

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.hand_laid import Cut, Weights
+from harness.network import full_state, loss_of
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
 from harness.topologies import LAYOUTS, lay, orthogonalized
@@ -30,8 +31,6 @@ from dmuon import (
     create_dtensor_config,
     create_processgroup_config,
 )
-from dmuon.check.model import loss_of
-from dmuon.check.topologies import full_state
 from dmuon.platform.torch_private import default_store, group_names
 
 # As the documents call Muon; "classic" coefficients are those of torch.optim.Muon.

@@ -15,6 +15,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import functions_of_whole_tensors
 from harness.hand_laid import Cut, Weights
+from harness.network import full_state
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
@@ -26,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_config
-from dmuon.check.topologies import full_state
 from dmuon.step.rounds import ExchangedRound
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]

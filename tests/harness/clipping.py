@@ -16,8 +16,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
-from dmuon.check.model import Network, loss_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from harness.network import Network, loss_of
 from harness.topologies import Laid, lay
 from harness.toy import batch, build
 

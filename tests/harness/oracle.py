@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dmuon.check.model import is_matrix, loss_of
+from harness.network import is_matrix, loss_of
 from harness.toy import DECAY, LR, batch, build
 
 

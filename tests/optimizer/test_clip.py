@@ -28,6 +28,7 @@ from harness.clipping import (
     whole,
     with_gradient,
 )
+from harness.network import is_matrix
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS as TOPOLOGIES
 from hypothesis import HealthCheck, given, settings
@@ -41,7 +42,6 @@ from torch.nn.utils import clip_grad_value_ as torch_clip_value
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import dmuon
-from dmuon.check.model import is_matrix
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
 from dmuon.layout.topology import Position
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
+from harness.network import full_state, loss_of, shard
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference, reference_weights
 from harness.topologies import lay
@@ -24,8 +25,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import dmuon
-from dmuon.check.model import loss_of, shard
-from dmuon.check.topologies import full_state
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

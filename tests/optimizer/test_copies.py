@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import full_state, loss_of
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay
@@ -22,8 +23,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.check.model import loss_of
-from dmuon.check.topologies import full_state
 
 
 def saved_and_loaded(thing: Any) -> Any:

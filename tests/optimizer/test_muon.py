@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import full_state, is_matrix, loss_of
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference, fp32_newton_schulz, reference_weights
 from harness.topologies import lay
@@ -20,8 +21,6 @@ from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
 
 import dmuon
-from dmuon.check.model import is_matrix, loss_of
-from dmuon.check.topologies import full_state
 from dmuon.optimizer import refusals
 
 CLASSIC = (3.4445, -4.7750, 2.0315)

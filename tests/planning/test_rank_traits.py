@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch.nn as nn
 from harness.assertions import assert_equal_weights, assert_same_tensors, raised_by
+from harness.network import full_state, tensor_parallel
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS, build, train
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -15,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.check.topologies import full_state, tensor_parallel
 from dmuon.dedicated.dedication import dedications
 from dmuon.report import stragglers
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.network import Block, Network, Size
 from harness.topologies import LAYOUTS, Laid, lay
 from harness.toy import SIZE, build
 from streams.plants import Plant
@@ -16,7 +17,6 @@ from streams.plants import planted as planted_bug
 from torch import Tensor
 
 import dmuon
-from dmuon.check.model import Block, Network, Size
 from dmuon.platform import streams
 from pretend.listener import listening
 from pretend.timekeeper import Timekeeper

@@ -46,6 +46,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import relative_errors
 from harness.forks import CONTEXT
+from harness.network import Network, Size, full_state, loss_of, shard
 from harness.oracle import Reference
 from harness.topologies import LAYOUTS, lay
 from harness.toy import HIDDEN, OPTIONS, SIZE, batch
@@ -53,8 +54,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dmuon
-from dmuon.check.model import Network, Size, loss_of, shard
-from dmuon.check.topologies import full_state
 
 STEPS, SAVED_AFTER, EVALUATED_AFTER = 4, (2, 4), 3  # steps; the first checkpoint is loaded again at once
 EVALUATION = 50  # the batch

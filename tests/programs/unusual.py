@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness.network import Block, Network, loss_of
 from harness.oracle import Reference
 from harness.toy import SIZE, VOCAB, WIDTH, batch, build
 from torch import Tensor
@@ -18,7 +19,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from dmuon.check.model import Block, Network, loss_of
 from dmuon.dedicated.dedication import dedications
 
 # -- models ---------------------------------------------------------------------------------------------------------

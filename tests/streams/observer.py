@@ -32,7 +32,6 @@ from streams.clock import Block, Clock, Knowledge, Memory, Site
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("dmuon", "kernels")  # folders
-TOYS = "dmuon/check"  # what is trained counts as the program's
 # What these do is named by who called them.
 PLUMBING = ("dmuon/comm/monitor.py", "dmuon/comm/context.py", "dmuon/comm/lines.py", "dmuon/platform/torch_private.py")
 PROGRAM, BACKWARD = "the program", "the backward of the program"
@@ -290,7 +289,7 @@ def _function(code: CodeType) -> str:
     if not path.is_relative_to(ROOT):
         return ""
     relative = path.relative_to(ROOT)
-    if relative.parts[0] not in PRODUCT or relative.is_relative_to(TOYS) or str(relative) in PLUMBING:
+    if relative.parts[0] not in PRODUCT or str(relative) in PLUMBING:
         return ""
     inside = [(node, name) for node, name in functions_of(relative) if node.lineno <= code.co_firstlineno <= _end(node)]
     decorated = [(n, name) for n, name in functions_of(relative) if code.co_firstlineno in map(_line, n.decorator_list)]

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.hosts import on_hosts
+from harness.network import Network, Size, full_state, loss_of
 from harness.topologies import LAYOUTS, Laid, lay
 from harness.toy import SIZE, VOCAB, batch, build
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
-from dmuon.check.model import Network, Size, loss_of
-from dmuon.check.topologies import full_state
 from dmuon.dedicated import replicated
 from streams.clock import Race, Site
 from streams.collectives import Collectives, Launched

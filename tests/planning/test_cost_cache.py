@@ -101,7 +101,7 @@ def assert_refused_by_name_or_still_valid(data):
 
 
 @pytest.mark.pitfall("P50")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_corrupted_bytes_are_refused_by_name_or_still_valid(data):
     good = bytearray(CACHE.to_json().encode())

@@ -24,7 +24,7 @@ def check(result: Plan, ranks: list[Rank]) -> None:
 
 
 @given(limited_problems())
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=30)
 def test_limits_hold_and_bound_and_makespan_enclose_the_optimum(case: LimitedCase) -> None:
     optimum = exact_makespan(*case)
     try:

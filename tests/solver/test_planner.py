@@ -29,7 +29,7 @@ GREEDY = SolveOptions(method="greedy")
 
 
 @given(problems())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 def test_bound_is_below_and_makespan_above_the_optimum_and_no_heuristic_is_better(case: Case) -> None:
     result, optimum = plan(*case, SolveOptions(byte_slack=0.0)), exact_makespan(*case)
     assert optimum is not None
@@ -39,7 +39,7 @@ def test_bound_is_below_and_makespan_above_the_optimum_and_no_heuristic_is_bette
 
 
 @given(problems())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 def test_every_matrix_has_one_owner_and_the_loads_are_those_of_the_owners(case: Case) -> None:
     matrices, ranks, costs = case
     result = plan(matrices, ranks, costs, GREEDY)
@@ -51,7 +51,7 @@ def test_every_matrix_has_one_owner_and_the_loads_are_those_of_the_owners(case: 
 
 
 @given(problems())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_slack_gives_up_no_more_than_allowed_and_never_the_proof(case: Case) -> None:
     strict, even = (plan(*case, SolveOptions(byte_slack=slack, gap_target=0.1)) for slack in (0.0, 0.05))
     assert even.makespan_ns <= 1.05 * strict.makespan_ns
@@ -61,7 +61,7 @@ def test_slack_gives_up_no_more_than_allowed_and_never_the_proof(case: Case) -> 
 
 @pytest.mark.pitfall("P21")
 @given(problems())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_permuted_input_gives_the_same_digest(case: Case) -> None:
     matrices, ranks, costs = case
     shuffled = random.Random(0).sample(matrices, len(matrices))
@@ -69,7 +69,7 @@ def test_permuted_input_gives_the_same_digest(case: Case) -> None:
 
 
 @given(problems())
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 def test_milp_without_a_gap_reaches_the_optimum(case: Case) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a solver that fails here must not hide behind the fallback
@@ -78,7 +78,7 @@ def test_milp_without_a_gap_reaches_the_optimum(case: Case) -> None:
 
 
 @given(problems())
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=5)
 def test_scaled_costs_scale_the_optimum(case: Case) -> None:
     matrices, ranks, costs = case
     single = [entries[1] for entries in costs.costs.values()]

@@ -51,7 +51,7 @@ def tasks(draw: st.DrawFn) -> Task:
 
 
 @given(tasks(), st.one_of(st.none(), st.integers(1, 200_000)))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 def test_every_rank_owns_exactly_its_quota_of_each_class(task: Task, cap: int | None) -> None:
     matrices, drawn, ranks = task
     quota = quota_of(matrices, drawn, ranks)
@@ -62,7 +62,7 @@ def test_every_rank_owns_exactly_its_quota_of_each_class(task: Task, cap: int | 
 
 
 @given(tasks(), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 def test_the_order_of_the_matrices_does_not_reach_the_owners(task: Task, random: Random) -> None:
     matrices, drawn, ranks = task
     quota = quota_of(matrices, drawn, ranks)
@@ -71,7 +71,7 @@ def test_the_order_of_the_matrices_does_not_reach_the_owners(task: Task, random:
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4).filter(any), min_size=1, max_size=8))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_caps_of_one_matrix_hold_where_one_class_allows_them(table: list[list[bool]]) -> None:
     placed = [(b, r) for b, row in enumerate(table) for r, owned in enumerate(row) if owned]
     matrices = [Matrix(f"{b}.{r}", 8, 8, block=f"{b}") for b, r in placed]

@@ -139,26 +139,26 @@ class Users:
         self.step = 0
         self._world = world
         self._where = where if rank == victim else ""
-        self._act = act
+        self.act = act
 
     def gather(self, update: Tensor, dst_rank: int, state: dict[str, Any]) -> Any:
         whole = torch.empty(update.shape[0] * self._world, update.shape[1])
-        if self._fails("gather"):
-            ACTS[self._act]()
+        if self.fails("gather"):
+            ACTS[self.act]()
         parts = list(whole.chunk(self._world)) if state["rank"] == dst_rank else None
         work = dist.gather(update, parts, dst=dst_rank, async_op=True)
-        if self._fails("shape") and state["rank"] == dst_rank:
+        if self.fails("shape") and state["rank"] == dst_rank:
             whole = whole[:-1, :-1]
         return (whole if parts is not None else None), work
 
     def redistribute(self, update: Tensor | None, src_rank: int, state: dict[str, Any]) -> Any:
-        if self._fails("redistribute"):
-            ACTS[self._act]()
+        if self.fails("redistribute"):
+            ACTS[self.act]()
         part = torch.empty(state["parts"][state["current_param_idx"]])
         parts = None if update is None else list(update.chunk(self._world))
         return part, dist.scatter(part, parts, src=src_rank, async_op=True)
 
-    def _fails(self, where: str) -> bool:
+    def fails(self, where: str) -> bool:
         return self.step == FAULT_STEP and where == self._where
 
 

@@ -62,11 +62,11 @@ class Joined:
     """What a collective brings, once it has been waited for."""
 
     def __init__(self, value: Tensor | None, work: Any) -> None:
-        self._value, self._work = value, work
+        self.value, self._work = value, work
 
     def wait(self) -> Tensor | None:
         self._work.wait()
-        return self._value
+        return self.value
 
 
 def gather_to_join(update: Tensor, *, dst_rank: int, state: State) -> Joined:
@@ -137,16 +137,16 @@ class Recorded:
 
     def __init__(self, functions: Functions) -> None:
         self.calls: list[tuple[str, int, int]] = []
-        self._functions = functions
+        self.functions = functions
 
     def gather_fn(self, update: Tensor, dst_rank: int, state: State) -> Any:
         self.calls.append(("gather", state["current_param_idx"], dst_rank))
-        return self._functions[0](update, dst_rank=dst_rank, state=state)
+        return self.functions[0](update, dst_rank=dst_rank, state=state)
 
     def redistribute_fn(self, update: Tensor | None, src_rank: int, state: State) -> Any:
         self.calls.append(("redistribute", state["current_param_idx"], src_rank))
         assert (update is not None) == (state["rank"] == src_rank)
-        return self._functions[1](update, src_rank=src_rank, state=state)
+        return self.functions[1](update, src_rank=src_rank, state=state)
 
 
 def stepped(

@@ -33,7 +33,7 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._amounts: dict[tuple[str, str], Amount] = {}  # by name of the group and operator
+        self.amounts: dict[tuple[str, str], Amount] = {}  # by name of the group and operator
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -41,13 +41,13 @@ class Traffic(TorchDispatchMode):
         if func.namespace == "c10d":
             operator = func.overloadpacket.__name__
             key = next((name for name in map(_group_name, args) if name), ""), operator
-            self._amounts[key] = self._amounts.get(key, Amount()) + Amount(1, _region_nbytes(operator, args))
+            self.amounts[key] = self.amounts.get(key, Amount()) + Amount(1, _region_nbytes(operator, args))
         return func(*args, **(kwargs or {}))
 
     def over(self, *groups: dist.ProcessGroup, votes: bool = True) -> Amount:
         """What went over some groups, all-reduces (``votes``) included or not."""
         names = {group.group_name for group in groups}
-        counted = {key: a for key, a in self._amounts.items() if votes or not key[1].startswith("allreduce")}
+        counted = {key: a for key, a in self.amounts.items() if votes or not key[1].startswith("allreduce")}
         return sum((amount for (name, _), amount in counted.items() if name in names), Amount())
 
     def operations(self) -> dict[str, int]:
@@ -57,7 +57,7 @@ class Traffic(TorchDispatchMode):
     def by_operator(self) -> dict[str, Amount]:
         """What went over any group, by operator of ``torch.ops.c10d``, such as ``broadcast_``."""
         found: dict[str, Amount] = {}
-        for (_, operator), amount in sorted(self._amounts.items(), key=lambda item: item[0][1]):
+        for (_, operator), amount in sorted(self.amounts.items(), key=lambda item: item[0][1]):
             found[operator] = found.get(operator, Amount()) + amount
         return found
 

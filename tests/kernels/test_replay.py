@@ -43,7 +43,7 @@ class Cuda:
         self.capturing: Graph | None = None
         self.fails = ""
         self.uses = {0: 0}
-        self._handles = itertools.count(1)
+        self.handles = itertools.count(1)
 
     def note(self, name: str) -> None:
         self.calls.append((name, self.stream_name))
@@ -72,7 +72,7 @@ class Cuda:
 
     def graph_pool_handle(self) -> int:
         self.note("graph_pool_handle")
-        return next(self._handles)
+        return next(self.handles)
 
     def synchronize(self, _device: Any = None) -> None:
         self.note("synchronize")
@@ -99,7 +99,7 @@ class Stream:
 class Graph:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
-        self._pool, self._ended = 0, False
+        self.pool, self._ended = 0, False
         self.programs: list[Callable[[], object]] = []
 
     def capture_begin(self, pool: int, capture_error_mode: str = "global", **_: object) -> None:
@@ -109,7 +109,7 @@ class Graph:
         in_use = {handle for handle, count in uses.items() if count}
         assert in_use <= {pool}, "graphs share a workspace, and so the memory in which it lies"
         uses[pool] = uses.get(pool, 0) + 1
-        self._pool = pool
+        self.pool = pool
         assert capture_error_mode == "thread_local", "other threads ask for events meanwhile"
         self._cuda.note("capture_begin")
         self._cuda.graphs.append(weakref.ref(self))
@@ -124,7 +124,7 @@ class Graph:
         self._ended = True
 
     def __del__(self) -> None:
-        self._cuda.uses[self._pool] -= self._ended
+        self._cuda.uses[self.pool] -= self._ended
 
     def replay(self) -> None:
         self._cuda.note("replay")

@@ -73,13 +73,13 @@ same_key = st.builds(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.builds(CostCache, keys, plausible_entries()))
 def test_what_is_written_is_read(cache):
     assert CostCache.parse(cache.to_json().encode(), "x") == cache
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(same_key, same_key, same_key)
 def test_merging_is_associative_and_idempotent_and_the_later_wins(a, b, c):
     assert a.merge(b).merge(c) == a.merge(b.merge(c))

@@ -65,7 +65,7 @@ def rotated(plan: OwnerPlan) -> OwnerPlan:
 # -- files --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     counts=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=5),
     world=st.integers(1, 6),
@@ -183,7 +183,7 @@ def test_what_is_no_plan_is_refused_by_file(tmp_path: Path, content: Any, says: 
 
 
 @pytest.mark.pitfall("P50")
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_means_the_same(tmp_path: Path, data: st.DataObject) -> None:
     """One byte replaced, or the end missing: only what JSON does not see may pass."""

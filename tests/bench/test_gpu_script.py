@@ -34,16 +34,6 @@ def settings(part: Callable[[str], ModuleType], models: Path = Path(), scale: in
 # -- what fails -------------------------------------------------------------------------------------------------------
 
 
-def test_each_row_is_on_disk_before_the_next(part: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    path = tmp_path / "new" / "found.json"
-    journal = part("journal").Journal(path, {"device": "none"})
-    for count in (1, 2):
-        journal.add("products", {"m": count}, f"row {count}")
-        found = json.loads(path.read_text())
-        assert found["device"] == "none" and [row["m"] for row in found["products"]] == [*range(1, count + 1)]
-    assert [file.name for file in path.parent.iterdir()] == ["found.json"]
-
-
 def test_what_fails_is_a_row_and_the_rest_goes_on(
     part: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,46 +69,6 @@ def test_after_an_illegal_access_nothing_more_is_tried(
     with pytest.raises(module.DeviceLost, match="product: an illegal memory access"), journal.guarded("product"):
         raise ValueError
     assert [row["what"] for row in journal.document["faults"]] == ["product"]
-
-
-# -- what is measured -------------------------------------------------------------------------------------------------
-
-
-def test_what_carries_the_targets_comes_first_and_the_faster_cublas_is_the_baseline(
-    part: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    products, kinds = part("products"), part("settings").Settings
-    monkeypatch.setattr(kinds, "tiles", True)
-    seen: list[str] = []
-
-    def medians(_settings: Any, programs: dict[str, Any], _journal: Any, what: str, others: Any) -> dict[str, float]:
-        seen.append(what)
-        for name in others:
-            programs.get(name, bool)()
-        return {name: {"cuBLAS": 3.0, "cuBLAS in place": 2.0}.get(name, 1.0) for name in programs}
-
-    monkeypatch.setattr(kinds, "medians", medians)
-    journal = part("journal").Journal(None, {})
-    products.time_products(settings(part), journal, float("inf"))
-    assert seen[:4] == ["product 4x32x32", "product 4x32x128", "product 2x64x64", "product 2x64x256"]
-    assert seen[20] == "square and 4 addends 4x32" and len(seen) == 25
-    assert not journal.document["faults"]
-    assert [row["speedup"] for row in journal.document["products"][:2]] == [2.0, 3.0]
-    row, line = products._row(2, 64, 64, {"cuBLAS": 1.0})
-    assert "speedup" not in row and "nothing to compare" in line, "every config of ours failed"
-
-
-def test_cublas_in_place_stays_in_range(part: Callable[[str], ModuleType]) -> None:
-    """It is replayed dozens of times on its own result."""
-    program = part("products")._programs(settings(part), 2, 32, 1)["cuBLAS in place"]
-    for _ in range(200):
-        found = program()
-    assert found.isfinite().all() and found.abs().max() < 10
-
-
-def test_batches_are_those_of_the_library(part: Callable[[str], ModuleType]) -> None:
-    """One matrix at a time leaves a device waiting: 3584 x 18944 runs by 11 in training."""
-    assert part("models").batch_size((3584, 18944), 56, torch.device("cuda")) == 11
 
 
 # -- how it starts ----------------------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial
 
 from harness.pool import RankFailure, RankPool
 
@@ -59,58 +57,6 @@ def _die_on(rank: int, world: int, dying: int, how: str) -> None:
     dist.barrier()
 
 
-def _pid_and_noise(rank: int, world: int) -> tuple[int, Tensor]:
-    os.environ["DMUON_POOL_PROBE"] = "1"
-    return os.getpid(), torch.randn(4)
-
-
-def _probe(rank: int, world: int) -> str | None:
-    return os.environ.get("DMUON_POOL_PROBE")
-
-
-def _unpicklable(rank: int, world: int) -> object:
-    return lambda: None
-
-
-def _groups(rank: int, world: int) -> tuple[bool, bool, int, list[str], int]:
-    """Whether default group and mesh are the last call's; keys of that call that the store shows; groups; a sum."""
-    kept = globals().setdefault("_kept", [])
-    store = dist.distributed_c10d._get_default_store()
-    seen = store.check([f"note of {rank}"])
-    store.set(f"note of {rank}", "of this call")
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("a", "b"))
-    names = sorted(dist.distributed_c10d._world.pg_names.values())
-    dist.new_group([0, 1])
-    part = DTensor.from_local(torch.tensor([float(rank + 1)]), mesh["b"], [Partial()], run_check=False)
-    total = int(part.full_tensor().item())
-    kept.append((dist.group.WORLD, mesh))
-    same = [kept[-1][i] is kept[-2][i] for i in range(2)] if len(kept) > 1 else [False, False]
-    return same[0], same[1], seen, names, total
-
-
-def test_a_call_finds_groups_and_meshes_of_the_last_one_and_nothing_else(fresh: RankPool) -> None:
-    first = fresh(4, _groups)
-    fresh(2, _sum_of_ranks, 1.0)  # another world in between
-    second = fresh(4, _groups)
-    with pytest.raises(RankFailure, match="did not raise KeyError"):
-        fresh(4, _raise_everywhere, expect=KeyError)
-    third, fourth = fresh(4, _groups), fresh(4, _groups, fresh=True)
-    for of_rank in zip(first, second, third, fourth, strict=True):
-        assert [kept for kept, *_ in of_rank] == [False, True, False, False], "renewed after an error and on demand"
-        assert [kept for _, kept, *_ in of_rank] == [False, True, False, False]
-        assert not any(seen for _, _, seen, *_ in of_rank), "keys in the store are a call's own"
-        assert of_rank[0][3] == of_rank[1][3], "the same groups, and none of those that the call made"
-        assert len({total for *_, total in of_rank}) == 1, "what DTensor kept reduces over the right group"
-
-
-def test_workers_are_reused_seeded_alike_and_keep_no_environment(ranks: RankPool) -> None:
-    first = ranks(2, _pid_and_noise)
-    assert ranks(2, _probe) == [None, None]
-    second = ranks(2, _pid_and_noise)
-    assert [pid for pid, _ in first] == [pid for pid, _ in second] == ranks.pids()[:2]
-    assert torch.equal(first[0][1], second[0][1]) and torch.equal(first[0][1], first[1][1])
-
-
 def test_error_names_the_rank_and_ends_those_that_wait_for_it(fresh: RankPool) -> None:
     start = time.monotonic()
     fresh(2, _sum_of_ranks, 1.0)
@@ -145,10 +91,3 @@ def test_death_is_reported_and_the_pool_recovers(fresh: RankPool, how: str, code
     assert outcomes[0].error == "WorkerDied" and f"exit code {code}" in outcomes[0].message
     assert not outcomes[1].ok
     assert torch.equal(fresh(2, _sum_of_ranks, 1.0)[1], torch.full((3,), 3.0))
-
-
-def test_result_that_cannot_be_pickled_is_an_error_of_its_rank(ranks: RankPool) -> None:
-    outcomes = ranks.outcomes(1, _unpicklable)
-    assert outcomes[0].error is not None and "pickle" in outcomes[0].message.lower()
-    with pytest.raises(ValueError, match="1 to 4 ranks"):
-        ranks(5, _sum_of_ranks, 1.0)

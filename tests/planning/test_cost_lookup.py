@@ -239,15 +239,6 @@ def test_rank_0_says_that_it_measures_and_nobody_else(monkeypatch, caplog, capsy
     assert capsys.readouterr().err == "" and caplog.records == []
 
 
-def test_measurements_that_contradict_the_users_cache_are_used_and_not_kept(measurements, keep):
-    path = keep({(512, 512): {1: 10**12}})
-    before = path.read_bytes()
-    with pytest.warns(UserWarning, match=r"cannot be written \(.*is absurd.*measure anew with dmuon-profile"):
-        table, _ = alone({(2048, 2048): 1})
-    assert table.costs[2048, 2048][1] == 2_048_000
-    assert path.read_bytes() == before
-
-
 @pytest.mark.pitfall("P50")
 @pytest.mark.parametrize("content", ["", "{", '{"schema": 9}', "NaN"])
 def test_a_corrupt_user_cache_is_named_and_measured_anew(measurements, key, content):

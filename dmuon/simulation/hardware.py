@@ -75,29 +75,25 @@ def hardware(name: str, /, **overrides: float) -> Hardware:
     if name not in HARDWARE:
         raise ValueError(f"hardware {name!r} is unknown; use one of {', '.join(HARDWARE)}")
     found = HARDWARE[name]
+    parts = {"device": Device, "intra": Link, "inter": Link}
+    known = [f"{part}_{field.name}" for part, kind in parts.items() for field in fields(kind) if field.name != "name"]
     for flat, value in overrides.items():
-        _check(flat, value)
-        part, _, field = flat.partition("_")
-        if flat in ("device_sms", "device_memory"):
+        if flat not in (*known, "gpus_per_node"):
+            raise ValueError(f"{flat} is no figure of the hardware; use one of {', '.join((*known, 'gpus_per_node'))}")
+        if not is_number(value) or not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{flat}={value!r} must be finite and positive; give it in bytes, FLOP and seconds")
+        if flat.endswith("efficiency") and value > 1:
+            raise ValueError(f"{flat}={value!r} must be at most 1; give the part of the peak that is reached")
+        if flat in ("device_sms", "device_memory", "gpus_per_node"):
+            if not float(value).is_integer():
+                raise ValueError(f"{flat}={value!r} must be a positive whole number; give one")
             value = int(value)
+        part, _, field = flat.partition("_")
         if flat == "gpus_per_node":
             found = replace(found, gpus_per_node=int(value))
         else:
             found = replace(found, **{part: replace(getattr(found, part), **{field: value})})
     return found
-
-
-def _check(flat: str, value: object) -> None:
-    parts = {"device": Device, "intra": Link, "inter": Link}
-    known = [f"{part}_{field.name}" for part, kind in parts.items() for field in fields(kind) if field.name != "name"]
-    if flat not in (*known, "gpus_per_node"):
-        raise ValueError(f"{flat} is no figure of the hardware; use one of {', '.join((*known, 'gpus_per_node'))}")
-    if not is_number(value) or not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{flat}={value!r} must be finite and positive; give it in bytes, FLOP and seconds")
-    if flat in ("device_sms", "device_memory", "gpus_per_node") and not float(value).is_integer():
-        raise ValueError(f"{flat}={value!r} must be a positive whole number; give one")
-    if flat.endswith("efficiency") and value > 1:
-        raise ValueError(f"{flat}={value!r} must be at most 1; give the part of the peak that is reached")
 
 
 # Latencies are those by which NCCL itself chooses algorithms (src/graph/tuning.cc, hwLat, protocol Simple): 3.4 us per

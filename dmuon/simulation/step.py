@@ -322,20 +322,15 @@ def _exchange(scenario: Scenario, rank: _Rank, elements: NDArray[np.float64]) ->
     rank.copy(parts * _FOLD_BYTES)
     if machine.ns_bytes < MASTER_BYTES:
         rank.wait(rank.send("norms", None, rank.now))
-    packed = parts * part * (_READ_BYTES + 2 * machine.ns_bytes)
-    rank.copy(packed)
-    gathered = rank.send("parts", None, rank.now, part)
-    arrived: deque[float] = deque()
-    for turn in range(rounds):
-        rank.wait(gathered)
-        if turn + 1 < rounds:
-            rank.copy(packed)
-            gathered = rank.send("parts", None, rank.now, part)
-        rank.compute(seconds)
-        scattered = rank.send("updates", None, rank.now, part)
-        arrived.append(rank.send("copies", None, scattered, part))
-        if len(arrived) > 1:
-            rank.wait(arrived.popleft())
-            rank.copy(parts * part * (machine.ns_bytes + 2 * MASTER_BYTES))
-    rank.wait(arrived.popleft())
+    # One round, and for each further one as long as its longest part takes, behind which the others are hidden.
+    start = rank.now
+    rank.copy(parts * part * (_READ_BYTES + 2 * machine.ns_bytes))
+    rank.wait(rank.send("parts", None, rank.now, part))
+    gathered = rank.now
+    rank.compute(seconds)
+    computed = rank.now
+    scattered = rank.send("updates", None, rank.now, part)
+    rank.wait(rank.send("copies", None, scattered, part))
     rank.copy(parts * part * (machine.ns_bytes + 2 * MASTER_BYTES))
+    parts_of_round = (gathered - start, computed - gathered, rank.now - computed)
+    rank.now += (rounds - 1) * (sum if machine.communication_computes else max)(parts_of_round)

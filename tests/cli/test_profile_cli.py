@@ -108,7 +108,6 @@ def test_what_the_budget_leaves_out_is_said(run):
             ["--merge", "good.json", "alien.json", "--out", "new.json"],
             "alien.json: key field 'sm_count' is 7, but 0 in go",
         ),
-        (["--merge", "good.json", "absurd.json", "--out", "new.json"], "'entries.8x8.1.median_ns' is absurd"),
         (["--merge", "good.json", "--out", "alien.json"], "alien.json: key field 'sm_count' is 7, not 0"),
         (["--merge", "good.json", "--out", "new.json", "--budget", "3"], "--budget does not go with --merge; leave it"),
         (["--check", "bad.json"], "bad.json: corrupt or truncated JSON"),
@@ -127,7 +126,6 @@ def test_bad_input_is_named_and_nothing_is_written(status, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text("{")
     cache(KEY, {(64, 64): {1: 300_000}}, "good.json")
-    cache(KEY, {(8, 8): {1: 3 * 10**12}}, "absurd.json")
     cache(KEY, {}, "empty.json")
     cache(replace(KEY, sm_count=7), {(8, 8): {1: 1000}}, "alien.json")
     cache(replace(KEY, dtype="float99"), {(8, 8): {1: 1000}}, "unknown.json")
@@ -219,7 +217,7 @@ def test_show_prints_rates_and_draws(status, tmp_path):
     pytest.importorskip("matplotlib")
     assert status("--show", path, "--png", png).status == 0
     assert png.read_bytes().startswith(b"\x89PNG\r\n")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".costs.json.lock", "costs.json", "plot.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["costs.json", "plot.png"]
 
 
 def test_without_matplotlib_drawing_says_what_to_install(status, tmp_path, monkeypatch):

@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_equal_weights, assert_same_bits
 from harness.configs import SMALL_LLAMA, written
-from harness.network import full_state, is_matrix
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
@@ -32,6 +31,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
 from dmuon import OwnerPlan
+from dmuon.check.model import is_matrix
+from dmuon.check.topologies import full_state
 from dmuon.cli.plan import main as plan_command
 from dmuon.dedicated.dedication import dedications
 from dmuon.planning import agreed_plan
@@ -138,6 +139,7 @@ def set_chunk(document: dict[str, Any]) -> None:
         (set_field("chunks", {"13x13": 1}), "field 'chunks': shape 13x29 is missing"),
         (set_field("chunks", {"13x13": 1, "13x29": 1, "2x2": 1}), "field 'chunks': shape 2x2 has no matrices"),
         (set_field("chunks", {"13x13": 0, "13x29": 1}), "field 'chunks.13x13' is 0, not an integer of at least 1"),
+        (set_field("chunks", {"13 x 13": 1}), "field 'chunks': '13 x 13' is not like '1024x4096'"),
         (set_field("variants", {"13x13": {"1": "fast"}}), r"field 'variants\.13x13\.1': 'fast' is no Newton–Schulz v"),
         (
             set_field("variants", {"13x13": {"1": "gram r3,2 torch by1"}}),
@@ -145,6 +147,7 @@ def set_chunk(document: dict[str, Any]) -> None:
         ),
         (set_field("variants", {"2x2": {"1": "standard torch by1"}}), r"field 'variants\.2x2': the plan has no matric"),
         (set_field("variants", {"13x13": {"1": "gram r2 torch by3"}}), "the content was changed"),
+        (set_field("solution", None), "field 'solution' is no object"),
         (set_field("solution", {}), "field 'solution': "),
         (set_field("more", 1), "field 'more' is unknown"),
         *(

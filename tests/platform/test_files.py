@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import signal
 import stat
 import subprocess
 import time
@@ -31,7 +30,7 @@ def mode_of(path: Path) -> int:
 
 
 @pytest.mark.pitfall("P72")
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664), (0o000, 0o666)])
 def test_a_new_file_has_what_the_umask_leaves_and_an_old_one_keeps_its_mode(
     tmp_path: Path, umask: int, mode: int
 ) -> None:
@@ -154,25 +153,15 @@ def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(tmp_path: 
             subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-@pytest.mark.pitfall("P49")
-def test_what_a_killed_writer_left_is_removed_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "plan.json"
-    write_bytes(path, b"old")
-    child = os.fork()
-    if not child:
-        monkeypatch.setattr(os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        write_bytes(path, b"new")
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    [left] = set(os.listdir(tmp_path)) - {"plan.json"}
-    assert path.read_bytes() == b"old"
-    write_bytes(path, b"second")
-    assert left in os.listdir(tmp_path), "it may be of a writer that still writes"
-    os.utime(tmp_path / left, (time.time() - 7200,) * 2)
-    write_bytes(tmp_path / "other.json", b"")
-    assert left in os.listdir(tmp_path), "it is of another file"
-    write_bytes(path, b"third")
-    assert sorted(os.listdir(tmp_path)) == ["other.json", "plan.json"]
+def test_a_name_of_any_length_and_a_path_without_a_folder_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("é" * 127, "x" * 255, "plan.json"):
+        write_text(Path(name), "new")
+        assert Path(name).read_text() == "new"
+    with pytest.raises(FileNotFoundError, match=r"no/plan\.json"):
+        write_text(Path("no/plan.json"), "new")
 
 
 # -- what is read --------------------------------------------------------------------------------------------------

@@ -12,13 +12,10 @@ import pytest
 from harness.configs import LLAMA_8B, written
 
 from dmuon.model.config import read_model
-from dmuon.simulation import recommendation
-from dmuon.simulation.hardware import HARDWARE
-from dmuon.simulation.network import Topology
-from dmuon.simulation.prediction import ERROR
-from dmuon.simulation.recommendation import Recommendation, recommend
-from dmuon.simulation.scenario import Machine, Scenario
-from dmuon.simulation.workload import Workload
+from dmuon.simulation import prediction
+from dmuon.simulation.hardware import HARDWARE, Topology
+from dmuon.simulation.prediction import ERROR, Recommendation, recommend
+from dmuon.simulation.scenario import Machine, Scenario, Workload
 from dmuon.solver import CostTable, Matrix, SolveOptions, plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +64,7 @@ def test_blocks_are_merged_for_more_than_a_tenth_of_the_error(
                 return 9.0
             return merging if len(one.workload.blocks) == 2 else 1.0
 
-        monkeypatch.setattr(recommendation, "step_s", step)
+        monkeypatch.setattr(prediction, "step_s", step)
         return recommend(scenario, DEVICE.device.memory)
 
     assert taken(1 - 0.05 * ERROR).taken.merge_bytes == 0

@@ -11,13 +11,10 @@ import pytest
 from harness.configs import LLAMA_8B, written
 
 from dmuon.model.config import read_model
-from dmuon.simulation.hardware import HARDWARE, Link
-from dmuon.simulation.messages import Message, Program, messages
-from dmuon.simulation.network import Collective, Network, Ring, Topology, Travel
+from dmuon.simulation.hardware import HARDWARE, Collective, Link, Network, Ring, Topology, Travel
 from dmuon.simulation.prediction import report
-from dmuon.simulation.scenario import Machine, Scenario, plan_owners
-from dmuon.simulation.step import newton_schulz_s, step_s
-from dmuon.simulation.workload import Block, Workload
+from dmuon.simulation.scenario import Block, Machine, Scenario, Workload, plan_owners
+from dmuon.simulation.step import Message, Program, messages, newton_schulz_s, step_s
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
 
 PROGRAMS: tuple[Program, ...] = get_args(Program)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness.configs import LLAMA_8B, QWEN_MOE, SMALL_LLAMA, written
 
-from dmuon.simulation.workload import Workload
+from dmuon.simulation.scenario import Workload
 
 MOE = QWEN_MOE | {
     "hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 4, "num_hidden_layers": 1,
@@ -56,10 +56,7 @@ def test_a_token_meets_its_share_of_the_experts(tmp_path: Path) -> None:
         (SMALL_LLAMA | {"vocab_size": 0}, {}, "field 'vocab_size' is .*set it to"),
         (SMALL_LLAMA | {"vocab_size": "many"}, {}, "field 'vocab_size' is .*set it to"),
         (SMALL_LLAMA | {"tie_word_embeddings": 1}, {}, "field 'tie_word_embeddings' is .*set it to"),
-        *(
-            (MOE | {"num_experts_per_tok": chosen}, {}, "field 'num_experts_per_tok' is .* an integer from 1 to 8")
-            for chosen in (None, 0, 9, True)
-        ),
+        *((MOE | {"num_experts_per_tok": chosen}, {}, "field 'num_experts_per_tok'") for chosen in (None, 0, 9, True)),
         (SMALL_LLAMA, {"tokens": 0}, "tokens=0 must be a whole number"),
         (SMALL_LLAMA, {"sequence": True}, "sequence=True must be a whole number"),
         (SMALL_LLAMA, {"tokens": 7}, "tokens=7 must be a multiple of sequence=3"),

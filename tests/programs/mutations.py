@@ -132,7 +132,7 @@ FAULTS = {
         "costs_of_another_device_fit": 'return replace(self, driver="", torch="", cuda=""«→, device=""», compilers="")',
     },
     "tests/planning/test_owner_plan.py": {
-        "checksum_of_a_plan_is_not_checked": "if «checksum !=→not» document[_CHECKSUM]:",
+        "checksum_of_a_plan_is_not_checked": "if «checksum !=→not» read.sha256:",
         "digest_without_batches": "[self.solution.digest, «_named(self.chunks), →»self._named_variants()])",
     },
     "tests/optimizer/test_record.py -k copies": {

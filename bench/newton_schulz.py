@@ -10,8 +10,8 @@ Compared for each shape (m, n), m <= n, all from the same input, normalization i
 All but torch's take Polar Express coefficients, 5 steps. A batch of k is a loop for all but ours. Printed are medians
 of CPU time over rounds in which the programs take turns, each on cold caches, and the relative Frobenius error from
 the standard form in fp64 with the same coefficients. Targets are checked in a summary; `--check` makes them the exit
-code. `--products` instead measures symmetric products by halves (`dmuon.kernels.symmetric_cpu`) against full ones, and
-`--squares` the preset of two blocks of squares against the Gram form and what the rule takes with Polar Express.
+code. `--squares` instead measures the preset of two blocks of squares against the Gram form and what the rule takes
+with Polar Express.
 `--small` measures single matrices from 16 x 16 on against plain loops, on warm caches, which is where calls count; and
 `--halves` bf16 and mixed precision against the routines of torch.optim.Muon and, where it is installed, of
 gram-newton-schulz, the error of each from the standard form in fp64 with its own coefficients beside its time.
@@ -47,7 +47,6 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from dmuon.kernels import choose_variant, coefficient_sequence, orthogonalize
 from dmuon.kernels.storage import cpu_multiplies_bf16
-from dmuon.kernels.symmetric_cpu import split_product, worth_splitting
 
 STEPS = 5
 RESTART = 2
@@ -64,7 +63,6 @@ SMALL = ((16, 16), (16, 64), (16, 256), (32, 32), (32, 128), (64, 64), (64, 256)
 SQUARES = (512, 1024)  # rows, of one to five times as many columns
 HALVES = ((128, 128), (256, 256), (256, 1024), (512, 512), (512, 1792), (1024, 1024), (1024, 4096))
 
-PRODUCT_ROWS = (256, 384, 448, 512, 640, 768, 896, 1024, 1536, 2048)
 
 Coefficients = Sequence[tuple[float, float, float]]
 
@@ -198,28 +196,6 @@ def line(row: Row) -> str:
 
 def describe(about: dict[str, str]) -> str:
     return f"{about['cpu']} ({about['features']}), one thread, torch {about['torch']}, {about['date']}"
-
-
-def products(rounds: int, seconds: float) -> None:
-    """Split over full time of the products of Newton-Schulz, cold caches, results in given memory."""
-    print(f"{describe(origin())}\n\nsplit/full of cpu_symmetric.split_product; * where worth_splitting says so\n")
-    print("| m | dtype | full RR GFLOP/s | RR | ZV + aV | XX', n = m | XX', n = 4m |\n|--:|---|--:|--:|--:|--:|--:|")
-    for m, dtype in itertools.product(PRODUCT_ROWS, (torch.float32, torch.float64)):
-        r, out = torch.randn(m, m, dtype=dtype) / m**0.5, torch.empty(m, m, dtype=dtype)
-        c = r + r.mT
-        wide = torch.randn(m, 4 * m, dtype=dtype)
-        square, deep = wide[:, :m].contiguous(), wide
-        cells: list[str] = []
-        for a, b, addend in ((r, r, None), (r, r, c), (square, square.mT, None), (deep, deep.mT, None)):
-            full = partial(torch.mm, a, b, out=out)
-            if addend is not None:
-                full = partial(torch.addmm, addend, a, b, beta=2.0, out=out)
-            split = partial(split_product, a, b, addend, beta=2.0, out=out)
-            ms, _ = cold_medians({"full": full, "split": split}, rounds, seconds / 4)
-            if not cells:
-                cells.append(f"{2e-6 * m**3 / ms['full']:.0f}")
-            cells.append(f"{ms['split'] / ms['full']:.2f}{'*' if worth_splitting(m, a.shape[1]) else ''}")
-        print(f"| {m} | {str(dtype).removeprefix('torch.')} | {' | '.join(cells)} |", flush=True)
 
 
 def squares(rounds: int, seconds: float) -> None:
@@ -363,7 +339,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-large", action="store_true", help="without the shapes of 1024 and 1536 rows")
     parser.add_argument("--rounds", type=int, default=15, help="at most so many samples (default: 15)")
     parser.add_argument("--seconds", type=float, default=3.0, help="stop a shape after this, and 3 rounds (default: 3)")
-    parser.add_argument("--products", action="store_true", help="measure symmetric products only")
     parser.add_argument("--squares", action="store_true", help="measure blocks of squares only")
     parser.add_argument("--small", action="store_true", help="measure single small matrices only")
     parser.add_argument("--halves", action="store_true", help="measure bf16 and mixed precision only")
@@ -375,9 +350,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.rounds < 1 or arguments.scale < 1:
         parser.error("--rounds and --scale must be at least 1")
     torch.set_num_threads(1)
-    if arguments.products:
-        products(arguments.rounds, arguments.seconds)
-        return 0
     if arguments.modes:
         modes()
         return 0

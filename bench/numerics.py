@@ -16,12 +16,11 @@ Writes OUT.json and OUT.md.
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,41 +48,7 @@ from dmuon.kernels.iteration import Iteration, iterate
 from dmuon.kernels.squares import SQUARES
 from dmuon.kernels.variant import Backend, relative_cost, squares_cost
 
-# Of each step, the coefficients of s, s³, s⁵, …; or, of degree 17 in s, ``THREE_SQUARES`` numbers p s1 s2 s0 a2 a1 a0
-# c4 c2 c1 c0: with P = R² + pR, S = s1 P + s2 R + s0 I, A = S² + a2 P + a1 R + a0 I the step multiplies with
-# A² + c4 A + c2 P + c1 R + c0 I. All three products are squares of symmetric matrices, exactly symmetric.
-Steps = tuple[tuple[float, ...], ...]
-THREE_SQUARES = 11
-
-# Steps of higher degree, found by minimax over s in [1e-3, 1] with a penalty on rounding noise (Adam on the parameters
-# of the three squares, many starts); each step after the first divides its input by 1.05, as the presets do.
-_FIRST = (
-    *(-0.8284383101, 13.56160109, -3.26128254, 2.183726707, 3.748939574, -0.2198950914, -0.9951421835),
-    *(-0.003118364456, 0.09759892542, -0.05196583007, 0.0601164597),
-)
-DEGREES_17_5_5_5: Steps = (
-    _FIRST,
-    (4.005537822, -10.55039606, 7.057680524),
-    (3.857253579, -9.481889052, 6.210506998),
-    (3.727707502, -6.97287197, 4.138176239),
-)
-_LAST = (
-    *(-0.9133532507, 7.8694793, -2.219762321, 1.732982114, 1.305485131, -0.4694681759, 0.2037977591),
-    *(-0.7051489816, 1.903196678, -2.203810385, 3.010551263),
-)
-DEGREES_17_9_17: Steps = (
-    _FIRST,
-    (7.081568914, -60.74985911, 181.4774319, -210.5252525, 82.83468216),
-    _LAST,
-)
-DEGREES_9_17_17: Steps = (
-    (7.595260002, -74.59820765, 248.4619835, -319.501839, 139.0428032),
-    (
-        *(-1.026832015, 10.78403592, -1.641426027, 2.244073950, 0.2182824831, 0.5117811153, -1.467662999),
-        *(0.05865265176, 0.2668666436, -0.2699934713, 0.3742080752),
-    ),
-    _LAST,
-)
+Steps = tuple[tuple[float, ...], ...]  # of each step, the coefficients of s, s³, s⁵
 
 
 def polynomial(sigma: Tensor, steps: Steps | Squares) -> Tensor:
@@ -108,12 +73,6 @@ def of_squares(sigma: Tensor, squares: Squares) -> Tensor:
 
 def _factor(r: Tensor, step: tuple[float, ...]) -> Tensor:
     """``q(r)``, where the step maps ``s`` to ``s q(s²)``."""
-    if len(step) == THREE_SQUARES:
-        p, s1, s2, s0, a2, a1, a0, c4, c2, c1, c0 = step
-        square = r * r + p * r
-        a = (s1 * square + s2 * r + s0) ** 2 + a2 * square + a1 * r + a0
-        value: Tensor = a * a + c4 * a + c2 * square + c1 * r + c0
-        return value
     q = torch.zeros_like(r)
     for coefficient in reversed(step):
         q = q * r + coefficient
@@ -160,8 +119,6 @@ class Form:
         x = arithmetic.round_(x)
         if isinstance(steps, Squares):
             return iterate(x, Iteration(steps, "gram", self.restarts or (), self.dtype), arithmetic)
-        if any(len(step) != 3 for step in steps):
-            return higher_degrees(x, steps, self, arithmetic)
         quintics = tuple((a, b, c) for a, b, c in steps)
         method: Literal["standard", "gram"] = "standard" if self.restarts is None else "gram"
         return iterate(x, Iteration(quintics, method, self.restarts or (), self.dtype, self.whole_v), arithmetic)
@@ -227,76 +184,6 @@ def squares_forms() -> Iterator[Form]:
         yield Form(name, dtype, safe_restarts(SQUARES, dtype), (wide - square, 2 * square - wide), halves)
 
 
-# -- schemes that the library does not have ------------------------------------------------------------------
-
-
-def higher_degree_forms() -> Iterator[tuple[Form, Steps]]:
-    """Fewer steps of higher degree; a slash is a restart."""
-    fp16 = torch.float16
-    yield Form("17 / 5,5,5, V whole", fp16, (1,), (6, 13), whole_v=True), DEGREES_17_5_5_5
-    yield Form("17 / 5,5,5", fp16, (1,), (6, 12)), DEGREES_17_5_5_5
-    yield Form("17 / 5,5 / 5", fp16, (1, 3), (9, 9)), DEGREES_17_5_5_5
-    yield Form("17 / 9,17, V whole", fp16, (1,), (6, 12), whole_v=True), DEGREES_17_9_17
-    yield Form("17 / 9,17", fp16, (1,), (6, 11)), DEGREES_17_9_17
-    yield Form("17 / 9 / 17", fp16, (1, 2), (9, 8)), DEGREES_17_9_17
-    yield Form("9,17 / 17, V whole", fp16, (2,), (6, 12), whole_v=True), DEGREES_9_17_17
-    yield Form("9 / 17 / 17", fp16, (1, 2), (9, 8)), DEGREES_9_17_17
-
-
-def higher_degrees(x: Tensor, steps: Steps, form: Form, arithmetic: Arithmetic) -> Tensor:
-    """The Gram form with steps of any degree."""
-    for start, stop in itertools.pairwise((0, *(form.restarts or ()), len(steps))):
-        r = arithmetic.gram(x)
-        q: Tensor | None = None
-        for index, step in enumerate(steps[start:stop], start):
-            a = _factor(torch.zeros((), dtype=torch.float64), step).item()
-            z = _without_identity(r, step, arithmetic)
-            if stop - start == 1:
-                x = arithmetic.product(z, x, x, beta=a)
-                break
-            if index + 1 < stop:
-                whole = form.whole_v and index == start
-                v = (arithmetic.product if whole else arithmetic.symmetric)(r, z, r, beta=a)
-                r = arithmetic.symmetric(z, v, v, beta=a, b_symmetric=not whole)
-            if q is None:
-                z.diagonal(dim1=-2, dim2=-1).add_(a)
-                q = arithmetic.round_(z)
-            else:
-                q = arithmetic.symmetric(q, z, q, beta=a)
-        else:
-            assert q is not None
-            x = arithmetic.product(q, x)
-    return x
-
-
-def _without_identity(r: Tensor, step: tuple[float, ...], arithmetic: Arithmetic) -> Tensor:
-    """The step's polynomial in ``R``, less its constant."""
-
-    def square(s: Tensor, c: Tensor, identity: float, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-        """``alpha S² + beta C + identity I``, rounded once."""
-        exact = replace(arithmetic, storage=arithmetic.carrier)
-        result = exact.symmetric(s, s, c, alpha=alpha, beta=beta)
-        result.diagonal(dim1=-2, dim2=-1).add_(identity)
-        return arithmetic.round_(result)
-
-    if len(step) == 3:
-        _, b, c = step
-        return arithmetic.symmetric(r, r, r, alpha=c, beta=b)
-    if len(step) == 5:  # (αR² + βR + γI)² + δR + εI
-        _, b, c, d, e = step
-        alpha = math.sqrt(e)
-        beta = d / (2 * alpha)
-        gamma = (c - beta * beta) / (2 * alpha)
-        return square(square(r, r, gamma, alpha, beta), r, -gamma * gamma, beta=b - 2 * beta * gamma)
-    p, s1, s2, s0, a2, a1, a0, c4, c2, c1, _ = step
-    p2 = arithmetic.symmetric(r, r, r, beta=p)
-    s = s1 * p2 + s2 * r
-    s.diagonal(dim1=-2, dim2=-1).add_(s0)
-    a4 = square(arithmetic.round_(s), arithmetic.round_(a2 * p2 + a1 * r), a0)
-    constant = (s0 * s0 + a0) ** 2 + c4 * (s0 * s0 + a0)
-    return square(a4, arithmetic.round_(c4 * a4 + c2 * p2 + c1 * r), -constant)
-
-
 # -- measurement ---------------------------------------------------------------------------------------------
 
 
@@ -344,7 +231,6 @@ def measure(batches: Sequence[Batch], form: Form, preset: str, steps: Steps | Sq
 
 # -- report --------------------------------------------------------------------------------------------------
 
-HIGHER = "higher degrees"
 ALPHAS = (1.0, 1.25, 1.5, 2.0, 2.67, 4.0, 5.4)
 
 
@@ -385,8 +271,7 @@ def report(results: Sequence[Quality], ideals: dict[str, float], count: int, mac
             cells.append(f"{q.variant}: {q.cost[0] * alpha + q.cost[1]:.1f}")
         lines.append(f"| {preset} | {' | '.join(cells)} |")
     for preset, ideal in ideals.items():
-        heading = "Fewer products: steps of higher degree" if preset == HIGHER else preset
-        lines += ["", f"## {heading}: exact σmax {ideal:.4f}, limit {ideal + MARGIN:.4f}", ""]
+        lines += ["", f"## {preset}: exact σmax {ideal:.4f}, limit {ideal + MARGIN:.4f}", ""]
         lines += [
             "| variant | cost | σmax | σmin | NaN | worst error | median error | safe | worst matrix |",
             "|---|--:|--:|--:|--:|--:|--:|---|---|",
@@ -395,14 +280,6 @@ def report(results: Sequence[Quality], ideals: dict[str, float], count: int, mac
             lines[-2:-2] = [
                 "Two restart blocks of squares, degrees 33 and 65. Full: whole products, and each addend of a sum is",
                 "rounded. Half: lower halves, mirrored, and each sum is rounded once, as in the GPU's kernel.",
-                "",
-            ]
-        if preset == HIGHER:
-            lines[-2:-2] = [
-                "Not in the library. Names give the degrees of the steps; a slash is a restart. A step of degree 17",
-                "takes three squares of symmetric matrices (and three sums), one of degree 9 two, a quintic",
-                "one. All are scaled to Polar Express's exact σmax; exact σmin on [1e-3, 1] is 0.712 with quintics and",
-                "0.854 without.",
                 "",
             ]
         for q in results:
@@ -417,7 +294,7 @@ def report(results: Sequence[Quality], ideals: dict[str, float], count: int, mac
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small stress set")
-    parser.add_argument("--preset", choices=(*PRESETS, HIGHER), help="this one only (default: all)")
+    parser.add_argument("--preset", choices=PRESETS, help="this one only (default: all)")
     parser.add_argument("--out", type=Path, help="without suffix")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -430,7 +307,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for form in (*library_forms(), *cpu_forms())
     ]
     cases += [(SQUARES.name, form, SQUARES) for form in squares_forms()]
-    cases += [(HIGHER, form, steps) for form, steps in higher_degree_forms()]
     for preset, form, steps in cases:
         if arguments.preset not in (None, preset):
             continue

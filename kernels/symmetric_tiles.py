@@ -140,8 +140,7 @@ def pointer_config(
 def _relative_time(config: TileConfig, work: Work, area: float) -> float:
     """Until the multiprocessor with the most tiles is done. 1: it loads the operands of a square of 128, one deep.
 
-    The same terms as bench/product_model.py, which knows the devices: a tile's product, and the rest of it, which is
-    hidden behind the products of programs beside it.
+    A tile's product, and the rest of it, which is hidden behind the products of programs beside it.
     """
     side = config.block / 128
     product = work.p * max(area * side * side * config.halves, side * (1 + config.halves) / 2)

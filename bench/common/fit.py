@@ -17,11 +17,10 @@ from common.published import CASES, Case
 from common.validation import PROGRAMS as MEASURED
 from common.validation import MeasuredNetwork, alpha_beta, predicted_s, workload
 from dmuon.model.config import read_model
-from dmuon.simulation.network import Collective, Topology
-from dmuon.simulation.scenario import Machine, Scenario, plan_owners
+from dmuon.simulation.hardware import Collective, Topology
+from dmuon.simulation.scenario import Machine, Scenario, Workload, plan_owners
 from dmuon.simulation.step import step_s
 from dmuon.simulation.wave_model import wave_costs
-from dmuon.simulation.workload import Workload
 from dmuon.solver import CostTable, Matrix, Rank, SolveOptions, plan
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dmuon.simulation.hardware import Hardware, hardware
-from dmuon.simulation.messages import Program
+from dmuon.simulation.step import Program
 
 _X_SQUARE = (
     "github.com/X-Square-Robot/dmuon, README.md at commit 001f5826527b: medians on 128 A800, sequences of 4096 tokens; "

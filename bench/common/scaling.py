@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dmuon.model.config import read_model
-from dmuon.simulation.hardware import HARDWARE, Hardware
-from dmuon.simulation.network import Topology
-from dmuon.simulation.prediction import ERROR, verdict
-from dmuon.simulation.recommendation import recommend
-from dmuon.simulation.scenario import Machine, Scenario, plan_owners
+from dmuon.simulation.hardware import HARDWARE, Hardware, Topology
+from dmuon.simulation.prediction import ERROR, recommend, verdict
+from dmuon.simulation.scenario import Machine, Scenario, Workload, is_expert, plan_owners
 from dmuon.simulation.wave_model import wave_costs
-from dmuon.simulation.workload import Workload, is_expert
 from dmuon.solver import Matrix, Rank, SolveOptions
 
 _MANY_EXPERT_ELEMENTS = 10**11  # beyond these a node does not hold all experts

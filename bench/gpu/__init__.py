@@ -1,1 +1,1 @@
-"""What ``bench/gpu_kernels.py`` checks and times."""
+"""What ``bench/gpu_kernels.py`` times."""

@@ -29,14 +29,11 @@ from dmuon.planning.cost_cache import CostCache
 from dmuon.planning.cost_lookup import FoundCosts, fastest_variants
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.files import save_png
-from dmuon.simulation.hardware import HARDWARE, Hardware, hardware
-from dmuon.simulation.network import Topology
-from dmuon.simulation.prediction import report
-from dmuon.simulation.recommendation import recommend
-from dmuon.simulation.scenario import Machine, Scenario, plan_owners
+from dmuon.simulation.hardware import HARDWARE, Hardware, Topology, hardware
+from dmuon.simulation.prediction import recommend, report
+from dmuon.simulation.scenario import Machine, Scenario, Workload, is_expert, plan_owners
 from dmuon.simulation.step import step_s
 from dmuon.simulation.wave_model import describe, wave_costs
-from dmuon.simulation.workload import Workload, is_expert
 from dmuon.solver import (
     BASELINES,
     CostTable,

@@ -50,11 +50,8 @@ class CommOptions:
             ``broadcast``; elsewhere ``broadcast``.
         prefetch: blocks whose weights are on their way while another one computes, and that ``step()`` fills.
         outstanding_reductions: blocks whose gradients travel at once.
-        merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights. ``"auto"``
-            measures a message and its bytes at init, along rows and along the columns of replicas, and merges blocks,
-            at most 8, until the time that any message takes adds at most a tenth to that of their bytes, or is hidden
-            while the bytes pass the other lines. ``dmuon-plan --recommend`` also knows how long blocks compute. 0
-            merges nothing.
+        merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights. 0 merges
+            nothing. ``dmuon-plan --recommend`` predicts what is worth merging.
         hierarchical: rows over several nodes communicate in two levels: among the ranks that have the same place in
             their nodes, and within the node. A message then passes nodes − 1 links between nodes and one node's, one
             after the other; as many bytes pass between nodes. It needs as many ranks of a row on each of its hosts.
@@ -73,7 +70,7 @@ class CommOptions:
     transport: Transport = "auto"
     prefetch: int = 1
     outstanding_reductions: int = 2
-    merge_bytes: int | Literal["auto"] = 0
+    merge_bytes: int = 0
     hierarchical: bool = False
     max_ctas: int | None = None
     asynchronous: bool = True
@@ -83,8 +80,12 @@ class CommOptions:
         check_choice("comm.transport", self.transport, get_args(Transport))
         check_integer("comm.prefetch", self.prefetch, 0)
         check_integer("comm.outstanding_reductions", self.outstanding_reductions, 1)
-        if self.merge_bytes != "auto":
-            check_integer("comm.merge_bytes", self.merge_bytes, 0)
+        merge_bytes: object = self.merge_bytes
+        if merge_bytes == "auto":
+            raise TypeError(
+                "comm.merge_bytes='auto' is no number; write the bytes that dmuon-plan --recommend prints, or 0"
+            )
+        check_integer("comm.merge_bytes", self.merge_bytes, 0)
         if self.max_ctas is not None:
             check_integer("comm.max_ctas", self.max_ctas, 1)
         check_flag("comm.hierarchical", self.hierarchical)

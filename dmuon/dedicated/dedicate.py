@@ -53,10 +53,8 @@ from dmuon.model.blocks import BlockPredicate, canonical_fqn
 from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import remember_spec
 from dmuon.model.routing import Route, Select, notice, route_to_blocks
-from dmuon.planning.agreed_plan import Costs, check_options, describe_source, make_plan
-from dmuon.planning.merging import measured_merge_bytes
+from dmuon.planning.agreed_plan import Costs, Speeds, check_options, describe_source, make_plan
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
-from dmuon.planning.rank_traits import RankChoice
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.platform.log import logger
 from dmuon.platform.options import check_flag
@@ -79,7 +77,7 @@ def dedicate_params(
     costs: Costs = None,
     solve: SolveOptions | None = None,
     plan: PlanSource = None,
-    ranks: RankChoice = None,
+    ranks: Speeds = None,
     comm: CommOptions | None = None,
     initialize: Initialize | None = None,
 ) -> OwnerPlan:
@@ -125,8 +123,8 @@ def dedicate_params(
             (rank 0 reads it), instead of measuring and solving. It must hold this model's names, shapes and blocks for
             this number of ranks, and excludes ``costs`` and ``solve``. A resumed run that reuses its plan computes the
             same batches, and so the same bits.
-        ranks: ``"measured"`` times a product on every rank, and looks what memory is free, so that a slower or fuller
-            rank owns less; ``"alike"`` does not; None does it on devices, unless ``costs`` or ``plan`` is given.
+        ranks: how fast each rank of the job computes, relative to the others, such as ``[1.0, 1.0, 0.5]``, so that a
+            slower one owns less; None: all alike.
         comm: transport, prefetching, merging of small blocks, timeout; changes no result, but for the rounding of
             ``hierarchical``.
         initialize: ``initialize(module)`` gives values to the tensors that a module itself holds, for a model on the
@@ -424,15 +422,11 @@ def _pack(inspected: Inspected, plan: OwnerPlan, comm: Comm) -> list[tuple[torch
         if route.block is not None:
             of_block = by_block.setdefault(route.block, {})
             of_block.setdefault(inspected.dtype_of(route), []).append(_weight(route, plan, comm))
-    most = comm.options.merge_bytes
-    if most == "auto":
-        sizes = [_nbytes(weights, dtype) for of_block in by_block.values() for dtype, weights in of_block.items()]
-        most = measured_merge_bytes(comm, max(sizes, default=0))
     for of_block in by_block.values():
         for dtype in sorted(growing.keys() - of_block.keys(), key=str):
             packed.append((dtype, growing.pop(dtype)))
         for dtype, weights in of_block.items():
-            if dtype in growing and _nbytes(growing[dtype] + weights, dtype) > most:
+            if dtype in growing and _nbytes(growing[dtype] + weights, dtype) > comm.options.merge_bytes:
                 packed.append((dtype, growing.pop(dtype)))
             growing.setdefault(dtype, []).extend(weights)
     return packed + list(growing.items())

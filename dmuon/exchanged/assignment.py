@@ -18,10 +18,9 @@ from dmuon.layout.parameters import ParameterLayout
 from dmuon.layout.parcels import Parcel, spread_over_all
 from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
-from dmuon.planning.agreed_plan import make_plan
+from dmuon.planning.agreed_plan import Speeds, make_plan
 from dmuon.planning.cost_lookup import link_ns_per_byte
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.planning.rank_traits import RankChoice
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import local_tensor
@@ -104,7 +103,7 @@ def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[
 def _planned(
     domain: Domain, matrices: list[Matrix], pools: list[frozenset[str]] | None, options: LayoutOptions
 ) -> OwnerPlan:
-    said: list[tuple[HostShare, RankChoice]] = agree(domain.group, None, (HostShare.here(), options.ranks))
+    said: list[tuple[HostShare, Speeds]] = agree(domain.group, None, (HostShare.here(), options.ranks))
     shares = [share for share, _ in said]
     other = next((rank for rank, (_, ranks) in zip(domain.ranks, said, strict=True) if ranks != said[0][1]), None)
     if other is not None:
@@ -125,7 +124,6 @@ def _planned(
         pools=pools,
         ns_per_byte=per_byte,
         ranks=options.ranks,
-        held=False,
     )
 
 

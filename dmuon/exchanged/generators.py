@@ -24,8 +24,7 @@ from dmuon.exchanged.assignment import plan, planned_owners, whole_parcel
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig
 from dmuon.exchanged.layouts import CHUNK_BYTES, SMALL_PARAM_NUMEL, LayoutOptions, LayoutRecipe, Layouts, lay_out
 from dmuon.layout.topology import GlobalRank, ShardDims, grid_of_mesh
-from dmuon.planning.agreed_plan import Costs
-from dmuon.planning.rank_traits import RankChoice
+from dmuon.planning.agreed_plan import Costs, Speeds
 from dmuon.platform.options import check_integer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.solver import SolveOptions
@@ -41,7 +40,7 @@ def create_dtensor_config(
     solve: SolveOptions | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     small_param_numel_threshold: int = SMALL_PARAM_NUMEL,
-    ranks: RankChoice = None,
+    ranks: Speeds = None,
 ) -> DistributedConfig:
     """For DTensor parameters on any mesh: their placements say which pieces lie where. Plain tensors stay local.
 
@@ -59,8 +58,8 @@ def create_dtensor_config(
         chunk_bytes: most bytes of whole matrices, in the dtype of momentum, that an owner gets at once; more than one
             matrix is never taken beyond it.
         small_param_numel_threshold: matrices of at most so many elements share rounds up to ``chunk_bytes``.
-        ranks: ``"measured"`` times a product on every rank, and looks what memory is free, so that a slower or fuller
-            rank owns less; ``"alike"`` does not; None does it on devices, unless ``costs`` is given.
+        ranks: how fast each rank of the job computes, relative to the others, so that a slower one owns less; None:
+            all alike.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of its range.
@@ -84,7 +83,7 @@ def create_processgroup_config(
     solve: SolveOptions | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     small_param_numel_threshold: int = SMALL_PARAM_NUMEL,
-    ranks: RankChoice = None,
+    ranks: Speeds = None,
 ) -> DistributedConfig:
     """For process groups of the user's own, each of which holds this rank. Collective over them.
 
@@ -122,7 +121,7 @@ def create_devicemesh_config(
     solve: SolveOptions | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     small_param_numel_threshold: int = SMALL_PARAM_NUMEL,
-    ranks: RankChoice = None,
+    ranks: Speeds = None,
 ) -> DistributedConfig:
     """For a device mesh: one name per dimension says what it is for.
 
@@ -163,7 +162,7 @@ def create_auto_config(
     solve: SolveOptions | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     small_param_numel_threshold: int = SMALL_PARAM_NUMEL,
-    ranks: RankChoice = None,
+    ranks: Speeds = None,
 ) -> DistributedConfig:
     """For process groups, with one dimension for all plain parameters that a group cuts. Collective over the groups.
 

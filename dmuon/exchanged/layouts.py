@@ -25,9 +25,8 @@ from dmuon.layout.parameters import (
 from dmuon.layout.shards import ShardLayout
 from dmuon.layout.topology import GlobalRank, RankGrid, Ranks, ShardDims, listed
 from dmuon.model.matrix_spec import spec_of
-from dmuon.planning.agreed_plan import Costs, check_options
+from dmuon.planning.agreed_plan import Costs, Speeds, check_options
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.planning.rank_traits import RankChoice
 from dmuon.platform.options import check_integer
 from dmuon.platform.torch_private import default_group_is_bound, local_tensor
 from dmuon.solver import SolveOptions
@@ -49,7 +48,7 @@ class LayoutOptions:
     solve: SolveOptions | None = None
     chunk_bytes: int = CHUNK_BYTES
     small_param_numel_threshold: int = SMALL_PARAM_NUMEL
-    ranks: RankChoice = None
+    ranks: Speeds = None
 
     def __post_init__(self) -> None:
         check_options(self.costs, self.solve, None, self.ranks)

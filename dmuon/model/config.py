@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import importlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn as nn
 
 from dmuon.model.blocks import MatrixShape
-from dmuon.model.matrix_spec import MatrixSpec
-from dmuon.model.transformers_config import read_with_transformers, transformers_or_none
+from dmuon.model.routing import route_to_blocks
 from dmuon.platform.files import UnreadableFile, read_json
 from dmuon.platform.options import is_integer
 
@@ -17,12 +22,10 @@ from dmuon.platform.options import is_integer
 def read_model(path: str | Path) -> list[MatrixShape]:
     """List every matrix inside the blocks of a model: what Muon owns by default, so no embeddings and no output head.
 
-    Reads Hugging Face ``config.json`` files of the model types llama, mistral, qwen2, qwen3, qwen3_moe, gpt2 and
-    deepseek_v3, and ``towers`` (a list of transformer stacks under ``"towers"``), with the names and parts that
-    dedication gives to the matrices of these models as ``transformers`` 5 builds them. Experts are one matrix per
-    expert and projection, fused tensors are listed part by part, and routers (``mlp.gate``, experts × hidden)
-    are matrices of their block like any other.
-    Other model types are built by ``transformers`` on the meta device, where it is installed.
+    Reads Hugging Face ``config.json`` files of the model types llama, mistral, qwen2, qwen3 and gpt2, and ``towers`` (a
+    list of transformer stacks under ``"towers"``), with the names and parts that dedication gives to the matrices of
+    these models as ``transformers`` 5 builds them. Other model types are built by ``transformers`` on the meta device,
+    where it is installed. Experts are one matrix per expert and projection, and fused tensors are listed part by part.
 
     Args:
         path: the file, or a folder that holds it as ``config.json``.
@@ -37,11 +40,18 @@ def read_model(path: str | Path) -> list[MatrixShape]:
 def matrices_of(config: ModelConfig) -> list[MatrixShape]:
     """The matrices of :func:`read_model`, of a file that is read already."""
     kind = config.data.get("model_type")
-    names = ", ".join(sorted(_READERS))
+    names = ", ".join(sorted((*_DECODERS, "gpt2", "towers")))
     if not isinstance(kind, str):
         raise ValueError(f"{config.path}: field 'model_type' is {kind!r}; use one of {names}")
-    if kind in _READERS:
-        return list(_READERS[kind](config))
+    if kind == "towers":
+        return list(_towers(config))
+    if kind == "gpt2":
+        hidden = config.integer("n_embd")
+        sizes = {"hidden": hidden, "inner": config.integer("n_inner", 4 * hidden)}
+        return list(_stack("transformer.h", config.integer("n_layer"), sizes, _GPT2))
+    if kind in _DECODERS:
+        sizes = _sizes(config)
+        return list(_stack("model.layers", config.integer("num_hidden_layers"), sizes, _ATTENTION + _GATED))
     transformers = transformers_or_none()
     if transformers is None:
         raise ValueError(
@@ -106,19 +116,6 @@ class ModelConfig:
         self.check(name, isinstance(value, str) and value != "", "a non-empty string", value)
         return str(value)
 
-    def integers(self, name: str) -> list[int]:
-        """A list of whole numbers; empty if the field is missing or null."""
-        value = self.data.get(name)
-        if value is None:
-            return []
-        self.check(
-            name,
-            isinstance(value, list) and all(type(item) is int for item in value),
-            "a list of integers",
-            value,
-        )
-        return list(value)
-
     def objects(self, name: str) -> list[ModelConfig]:
         """A list of objects that is not empty."""
         value = self.data.get(name)
@@ -145,58 +142,47 @@ def expert_count(config: ModelConfig) -> int:
     return config.integer(next((name for name in _EXPERT_COUNTS if config.data.get(name) is not None), "num_experts"))
 
 
-def _decoder(config: ModelConfig) -> Iterator[MatrixShape]:
-    """Llama, Mistral, Qwen2 and Qwen3: attention and a gated MLP."""
-    hidden, inner = config.integer("hidden_size"), config.integer("intermediate_size")
-    for layer in range(config.integer("num_hidden_layers")):
-        block = f"model.layers.{layer}"
-        yield from _attention(config, block)
-        yield from _gated_mlp(block, "mlp", hidden, inner)
+# -- model types that are read without transformers ----------------------------------------------------------------
+
+_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+
+# The matrices of one block: name, rows and columns, by the names of ``_sizes``.
+_Table: TypeAlias = tuple[tuple[str, str, str], ...]
+_ATTENTION: _Table = (
+    ("self_attn.q_proj.weight", "queries", "hidden"),
+    ("self_attn.k_proj.weight", "keys", "hidden"),
+    ("self_attn.v_proj.weight", "keys", "hidden"),
+    ("self_attn.o_proj.weight", "hidden", "queries"),
+)
+_GATED: _Table = (
+    ("mlp.gate_proj.weight", "inner", "hidden"),
+    ("mlp.up_proj.weight", "inner", "hidden"),
+    ("mlp.down_proj.weight", "hidden", "inner"),
+)
+_PLAIN: _Table = (("mlp.fc1.weight", "inner", "hidden"), ("mlp.fc2.weight", "hidden", "inner"))
+_GPT2: _Table = (  # as Conv1D stores them: (in, out)
+    *((f"attn.c_attn.weight[{part}]", "hidden", "hidden") for part in range(3)),
+    ("attn.c_proj.weight", "hidden", "hidden"),
+    ("mlp.c_fc.weight", "hidden", "inner"),
+    ("mlp.c_proj.weight", "inner", "hidden"),
+)
 
 
-def _qwen3_moe(config: ModelConfig) -> Iterator[MatrixShape]:
-    hidden = config.integer("hidden_size")
-    experts = expert_count(config)
-    step, dense = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
-    for layer in range(config.integer("num_hidden_layers")):
-        block = f"model.layers.{layer}"
-        yield from _attention(config, block)
-        if layer in dense or (layer + 1) % step:
-            yield from _gated_mlp(block, "mlp", hidden, config.integer("intermediate_size"))
-        else:
-            yield from _experts(block, hidden, experts, config.integer("moe_intermediate_size"))
+def _stack(name: str, layers: int, sizes: Mapping[str, int], table: _Table) -> Iterator[MatrixShape]:
+    """The matrices of ``layers`` alike blocks."""
+    for layer in range(layers):
+        for matrix, rows, cols in table:
+            yield MatrixShape(f"{name}.{layer}.{matrix}", sizes[rows], sizes[cols], f"{name}.{layer}")
 
 
-def _deepseek_v3(config: ModelConfig) -> Iterator[MatrixShape]:
+def _sizes(config: ModelConfig) -> dict[str, int]:
+    """Sides of the matrices of a block of attention and an MLP."""
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    experts, inner = expert_count(config), config.integer("moe_intermediate_size")
-    if config.integer("moe_layer_freq", 1) != 1:
-        raise ValueError(f"{config.path}: field 'moe_layer_freq' must be 1: other spacings are not supported")
-    dense = config.integer("first_k_dense_replace", least=0)
-    shared = config.integer("n_shared_experts", 0, least=0)
-    for layer in range(config.integer("num_hidden_layers")):
-        block = f"model.layers.{layer}"
-        yield from _latent_attention(config, block, hidden, heads)
-        if layer < dense:
-            yield from _gated_mlp(block, "mlp", hidden, config.integer("intermediate_size"))
-            continue
-        yield from _experts(block, hidden, experts, inner)
-        if shared:
-            yield from _gated_mlp(block, "mlp.shared_experts", hidden, inner * shared)
-
-
-def _gpt2(config: ModelConfig) -> Iterator[MatrixShape]:
-    hidden = config.integer("n_embd")
-    inner = config.integer("n_inner", 4 * hidden)
-    for layer in range(config.integer("n_layer")):
-        block = f"transformer.h.{layer}"
-        # As Conv1D stores them: (in, out).
-        yield from _several(
-            block, "attn.c_attn.weight", (hidden, 3 * hidden), MatrixSpec((hidden,) * 3, transposed=True)
-        )
-        yield _matrix(block, "attn.c_proj", hidden, hidden)
-        yield _matrix(block, "mlp.c_fc", hidden, inner)
-        yield _matrix(block, "mlp.c_proj", inner, hidden)
+    if config.data.get("head_dim") is None:
+        config.check("num_attention_heads", hidden % heads == 0, f"a divisor of {hidden}, or add head_dim", heads)
+    width = config.integer("head_dim", hidden // heads)
+    keys = config.integer("num_key_value_heads", heads) * width
+    return {"hidden": hidden, "inner": config.integer("intermediate_size"), "queries": heads * width, "keys": keys}
 
 
 def _towers(config: ModelConfig) -> Iterator[MatrixShape]:
@@ -206,81 +192,89 @@ def _towers(config: ModelConfig) -> Iterator[MatrixShape]:
         if name in names:
             raise ValueError(f"{config.path}: field '{tower.prefix}name' repeats {name!r}; name each tower once")
         names.add(name)
-        hidden, inner = tower.integer("hidden_size"), tower.integer("intermediate_size")
-        gated = tower.flag("gated_mlp")
-        for layer in range(tower.integer("num_hidden_layers")):
-            block = f"{name}.layers.{layer}"
-            yield from _attention(tower, block)
-            if gated:
-                yield from _gated_mlp(block, "mlp", hidden, inner)
-            else:
-                yield _matrix(block, "mlp.fc1", inner, hidden)
-                yield _matrix(block, "mlp.fc2", hidden, inner)
+        table = _ATTENTION + (_GATED if tower.flag("gated_mlp") else _PLAIN)
+        yield from _stack(f"{name}.layers", tower.integer("num_hidden_layers"), _sizes(tower), table)
 
 
-def _attention(config: ModelConfig, block: str) -> Iterator[MatrixShape]:
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    shared = config.integer("num_key_value_heads", heads)
-    width = config.integer("head_dim", _even_share(config, hidden, heads))
-    yield _matrix(block, "self_attn.q_proj", heads * width, hidden)
-    yield _matrix(block, "self_attn.k_proj", shared * width, hidden)
-    yield _matrix(block, "self_attn.v_proj", shared * width, hidden)
-    yield _matrix(block, "self_attn.o_proj", hidden, heads * width)
+# -- all others, by transformers -----------------------------------------------------------------------------------
+
+# What would fetch code or weights, or ask for packages and dtypes that shapes do not depend on.
+_LEFT_OUT = frozenset({
+    "model_type", "auto_map", "_name_or_path", "quantization_config", "torch_dtype", "dtype", "transformers_version",
+    "attn_implementation", "_attn_implementation", "use_pretrained_backbone",
+})  # fmt: skip
+_MAX_MESSAGE = 300  # transformers answers an unknown name with all that it knows
 
 
-def _even_share(config: ModelConfig, hidden: int, heads: int) -> int | None:
-    """The head width that a config without ``head_dim`` implies."""
-    if config.data.get("head_dim") is not None:
+def transformers_or_none() -> ModuleType | None:
+    """The ``transformers`` package, or ``None`` where it is not installed."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
         return None
-    config.check("num_attention_heads", hidden % heads == 0, f"a divisor of {hidden}, or add head_dim", heads)
-    return hidden // heads
 
 
-def _latent_attention(config: ModelConfig, block: str, hidden: int, heads: int) -> Iterator[MatrixShape]:
-    rope, plain = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
-    value, latent = config.integer("v_head_dim"), config.integer("kv_lora_rank")
-    # A null rank is how a config says that the query projection is not factored.
-    if config.data.get("q_lora_rank", 0) is None:
-        yield _matrix(block, "self_attn.q_proj", heads * (plain + rope), hidden)
-    else:
-        rank = config.integer("q_lora_rank")
-        yield _matrix(block, "self_attn.q_a_proj", rank, hidden)
-        yield _matrix(block, "self_attn.q_b_proj", heads * (plain + rope), rank)
-    compressed, expanded = MatrixSpec((latent, rope)), MatrixSpec((plain, value), repeats=heads)
-    yield from _several(block, "self_attn.kv_a_proj_with_mqa.weight", (latent + rope, hidden), compressed)
-    yield from _several(block, "self_attn.kv_b_proj.weight", (heads * (plain + value), latent), expanded)
-    yield _matrix(block, "self_attn.o_proj", hidden, heads * value)
+def read_with_transformers(transformers: ModuleType, path: Path, config: Mapping[str, Any]) -> list[MatrixShape]:
+    """List what :func:`dmuon.model.routing.route_to_blocks` gives to Muon in the model that ``config`` describes.
+
+    The model is built on the meta device.
+
+    Args:
+        path: the file that ``config`` is from, for messages.
+        config: a Hugging Face configuration with a ``model_type``.
+
+    Raises:
+        ValueError: ``transformers`` does not know or cannot build the model, or Muon would take none of its
+            parameters or refuse one; names file and remedy.
+    """
+    kind = config["model_type"]
+    try:
+        with _offline(), torch.device("meta"):
+            model = _build(transformers, kind, {k: v for k, v in config.items() if k not in _LEFT_OUT})
+    except Exception as error:  # whatever a third party's model raises, the file is what the user can change
+        version = getattr(transformers, "__version__", "of unknown version")
+        raise ValueError(
+            f"{path}: transformers {version} cannot build model_type {kind!r} from these fields ({_brief(error)}); "
+            "correct them, install a transformers that can, or time its shapes with dmuon-profile --shapes"
+        ) from error
+    try:
+        routes = route_to_blocks(model)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; or time the shapes themselves with dmuon-profile --shapes") from error
+    return [
+        MatrixShape(name, rows, cols, route.block)
+        for route in routes
+        if route.block is not None
+        for name, rows, cols in route.spec.named(route.fqn, route.param.shape)
+    ]
 
 
-def _gated_mlp(block: str, name: str, hidden: int, inner: int) -> Iterator[MatrixShape]:
-    yield _matrix(block, f"{name}.gate_proj", inner, hidden)
-    yield _matrix(block, f"{name}.up_proj", inner, hidden)
-    yield _matrix(block, f"{name}.down_proj", hidden, inner)
+def _build(transformers: ModuleType, kind: str, fields: dict[str, Any]) -> nn.Module:
+    config = transformers.AutoConfig.for_model(kind, **fields)
+    try:  # a language model first, since only it declares its output head
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except ValueError:
+        model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    assert isinstance(model, nn.Module)
+    return model
 
 
-def _experts(block: str, hidden: int, experts: int, inner: int) -> Iterator[MatrixShape]:
-    yield _matrix(block, "mlp.gate", experts, hidden)
-    yield from _several(block, "mlp.experts.gate_up_proj", (experts, 2 * inner, hidden), MatrixSpec((inner, inner)))
-    yield from _several(block, "mlp.experts.down_proj", (experts, hidden, inner), MatrixSpec())
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Forbid Hugging Face downloads for a while: some models fetch a pretrained part when they are built."""
+    try:
+        constants: Any = importlib.import_module("huggingface_hub.constants")
+    except ImportError:
+        yield
+        return
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
-def _several(block: str, name: str, shape: tuple[int, ...], spec: MatrixSpec) -> Iterator[MatrixShape]:
-    """The matrices of a tensor that is made of several."""
-    for matrix, rows, cols in spec.named(f"{block}.{name}", shape):
-        yield MatrixShape(matrix, rows, cols, block)
-
-
-def _matrix(block: str, name: str, rows: int, cols: int) -> MatrixShape:
-    return MatrixShape(f"{block}.{name}.weight", rows, cols, block)
-
-
-_READERS: Mapping[str, Callable[[ModelConfig], Iterator[MatrixShape]]] = {
-    "llama": _decoder,
-    "mistral": _decoder,
-    "qwen2": _decoder,
-    "qwen3": _decoder,
-    "qwen3_moe": _qwen3_moe,
-    "gpt2": _gpt2,
-    "deepseek_v3": _deepseek_v3,
-    "towers": _towers,
-}
+def _brief(error: Exception) -> str:
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"

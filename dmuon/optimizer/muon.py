@@ -23,7 +23,7 @@ from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import MatrixSpec, fault_of, is_remembered, remember_spec, spec_of
 from dmuon.model.routing import Select
 from dmuon.optimizer.averagers import Averagers
-from dmuon.optimizer.copies import Origin, copied_gradients, copyable_origin, copyable_state, origin_of_copy
+from dmuon.optimizer.copies import Origin, copyable_origin, copyable_state, origin_of_copy
 from dmuon.optimizer.groups import (
     as_group,
     check_group,
@@ -194,13 +194,12 @@ class Muon(torch.optim.Optimizer):
         """For ``copy`` and ``pickle``. As in torch, hooks stay behind.
 
         Raises:
-            RuntimeError: dmuon owns some of the parameters.
+            RuntimeError: ranks share some of the parameters.
         """
         origin = copyable_origin(self._origin, self.param_groups)
         return {**super().__getstate__(), "state": copyable_state(self.state), "origin": origin}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        memo.update(copied_gradients(self.param_groups, memo))
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(deepcopy(self.__getstate__(), memo))
         return twin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -17,13 +18,14 @@ from dmuon.comm.process_groups import broadcast_object, gather_objects, ranks_of
 from dmuon.comm.waiting import run_awaited
 from dmuon.planning.cost_lookup import FoundCosts, find_costs
 from dmuon.planning.owner_plan import AGAIN, SOLVED, OwnerPlan, PlanSource, reason_of
-from dmuon.planning.rank_traits import Limits, RankChoice, RankTraits, check_choice, is_wanted, limits_of, tell
 from dmuon.platform.log import logger
+from dmuon.platform.options import is_number
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions
 from dmuon.solver import plan as solve_plan
 
 _log = logger(__name__)
 
+Speeds = Sequence[float] | None
 Costs = Literal["flops"] | str | os.PathLike[str] | CostTable | None
 
 
@@ -37,10 +39,27 @@ def check_options(costs: object, solve: object, plan: object, ranks: object = No
         raise TypeError(f"solve must be a dmuon.solver.SolveOptions, got {type(solve).__name__}")
     if not (plan is None or isinstance(plan, (str, os.PathLike, OwnerPlan))):
         raise TypeError(f"plan must be None, a dmuon.OwnerPlan or the path of one, got {type(plan).__name__}")
-    check_choice(ranks)
+    check_speeds(ranks)
     for name, value in (("costs", costs), ("solve", solve), ("ranks", ranks)):
         if plan is not None and value is not None:
             raise ValueError(f"{name}= says how to plan, and plan= is a plan already; leave one of them out")
+
+
+def check_speeds(ranks: object) -> None:
+    """Refuse what ``ranks=`` cannot be: anything but positive numbers, one for each rank there is.
+
+    Raises:
+        TypeError, ValueError: says what to write.
+    """
+    remedy = "give a list of speeds, one for each rank of the job, such as [1.0, 0.5], or leave it out"
+    if ranks is None:
+        return
+    if isinstance(ranks, str) or not isinstance(ranks, Sequence) or not all(map(is_number, ranks)):
+        raise TypeError(f"ranks={ranks!r} is no list of numbers; {remedy}; dmuon.rebalanced_plan measures a step")
+    if not all(0 < speed < math.inf for speed in ranks):
+        raise ValueError(f"ranks={ranks!r} holds what is no positive number; {remedy}")
+    if dist.is_initialized() and len(ranks) != dist.get_world_size():
+        raise ValueError(f"ranks= has {len(ranks)} speeds, and the job {dist.get_world_size()} ranks; {remedy}")
 
 
 def describe_source(plan: PlanSource) -> str:
@@ -61,8 +80,7 @@ def make_plan(
     hosts: Sequence[str],
     pools: Sequence[frozenset[str]] | None = None,
     ns_per_byte: float = 0.0,
-    ranks: RankChoice = None,
-    held: bool = True,
+    ranks: Speeds = None,
 ) -> OwnerPlan:
     """Find costs and solve, or take ``plan``, on rank 0; broadcast, and verify. Collective over ``group``.
 
@@ -70,8 +88,7 @@ def make_plan(
         hosts: the host name of every rank; equal names are one node.
         pools: of every rank, the pools whose matrices it may own; None: all of them.
         ns_per_byte: what a byte of a matrix costs its owner, beside Newton–Schulz.
-        ranks: whether they are taken as alike, or measured.
-        held: owners hold what they own, so that free memory limits it.
+        ranks: how fast each rank of the job computes; None: all alike.
 
     Raises:
         ValueError: on every rank, when the costs are unusable, the solver failed, or the plan does not fit
@@ -81,19 +98,16 @@ def make_plan(
     matrices = tuple(matrices)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     measured = None if plan is not None or not matrices else _find_costs(matrices, group, device, costs)
-    limits = [Limits()] * world
-    if measured is not None and world > 1 and is_wanted(ranks, costs, device):
-        limits = limits_of(_measured_ranks(group, device), matrices, held=held)
-        if rank == 0:
-            tell(ranks_of(group), limits)
 
     def choose() -> list[Any]:
         """Error, document and origin, on rank 0."""
         if rank != 0:
             return [None, None, None]
         try:
+            check_speeds(ranks)  # the job may have begun after a configuration was made
+            speeds = [1.0 if ranks is None else float(ranks[member]) for member in ranks_of(group)]
             chosen = _choose(
-                matrices, measured, solve or SolveOptions(), plan, _ranks(hosts, pools, limits), ns_per_byte
+                matrices, measured, solve or SolveOptions(), plan, planned_ranks(hosts, pools, speeds), ns_per_byte
             )
             return [None, chosen.to_json(), chosen.origin]
         except Exception as fault:  # every rank must hear of it, whatever it is
@@ -169,25 +183,12 @@ def _find_costs(matrices: Sequence[Matrix], group: dist.ProcessGroup, device: to
     )
 
 
-def _measured_ranks(group: dist.ProcessGroup, device: torch.device) -> list[RankTraits]:
-    """Of every rank, in their order. All measure at the same time, as all compute in a step."""
-
-    def measure() -> RankTraits | Exception:
-        try:
-            return RankTraits.here(device)
-        except Exception as fault:  # of the device: the other ranks must not wait
-            return fault
-
-    found = run_awaited(group, device, "measuring ranks", measure)
-    return agree(group, found, None) if isinstance(found, Exception) else agree(group, None, found)
-
-
-def _ranks(hosts: Sequence[str], pools: Sequence[frozenset[str]] | None, limits: Sequence[Limits]) -> list[Rank]:
-    """Nodes are numbered in the order of their first rank."""
+def planned_ranks(hosts: Sequence[str], pools: Sequence[frozenset[str]] | None, speeds: Sequence[float]) -> list[Rank]:
+    """The ranks as the solver takes them; nodes are numbered in the order of their first rank."""
     nodes = {host: node for node, host in enumerate(dict.fromkeys(hosts))}
     return [
-        Rank(index, nodes[host], limit.speed, limit.memory, None if pools is None else pools[index])
-        for index, (host, limit) in enumerate(zip(hosts, limits, strict=True))
+        Rank(index, nodes[host], speed, pools=None if pools is None else pools[index])
+        for index, (host, speed) in enumerate(zip(hosts, speeds, strict=True))
     ]
 
 

@@ -1,35 +1,24 @@
-"""Measured costs of the Muon update on one device, in a JSON file that concurrent writers share safely."""
+"""Measured costs of the Muon update on one device, in a JSON file that readers and writers always find whole."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from dmuon.kernels import Variant
-from dmuon.platform.files import UnreadableFile, check_target, parse_json, read_json, write_bytes
-from dmuon.platform.locks import hold_lock
-from dmuon.platform.options import is_integer
+from dmuon.platform.files import UnreadableFile, check_target, from_json, parse_json, read_json, write_text
 from dmuon.solver import CostTable, Shape
 
 SCHEMA = 2
 
 _REMEDY = "delete the file or measure anew with dmuon-profile"
-_LOCK_SECONDS = 10.0  # a writer takes milliseconds
-_MAX_SIDE = 1 << 24
-_MAX_BATCH = 1 << 20
-_MAX_NS = 3600 * 10**9  # an hour for one batch is no measurement
-_MAX_SAMPLES = 10**9
-_MAX_OPS_PER_NS = 10**9  # no device does an exaFLOP in a second
-_PASSES = 100  # multiply-adds per element that reading and writing it a dozen times is worth
-_MAX_CONTRADICTION = 1000  # launch times, caches and odd sizes stay below; milliseconds for nanoseconds do not
 
 
 class CostCacheError(ValueError):
@@ -61,6 +50,11 @@ class CacheKey:
     steps: int
     compilers: str = ""
 
+    def __post_init__(self) -> None:
+        for name, value, least in (("sm_count", self.sm_count, 0), ("steps", self.steps, 1)):
+            if value < least:
+                raise ValueError(f"{name} is {value}, less than {least}")
+
     @property
     def strict(self) -> CacheKey:
         """The key without the versions that costs carry over between."""
@@ -88,6 +82,15 @@ class Timing:
     variant: str = ""
     unfinished: bool = False
 
+    def __post_init__(self) -> None:
+        low, middle, high = self.p10_ns, self.median_ns, self.p90_ns
+        if min(low, middle, high, self.n) < 1:
+            raise ValueError(f"median_ns {middle}, p10_ns {low}, p90_ns {high} and n {self.n} must be at least 1")
+        if not low <= middle <= high:
+            raise ValueError(f"p10 {low}, median {middle}, p90 {high} not in order")
+        if self.variant:
+            Variant.parse(self.variant)
+
 
 Entries: TypeAlias = Mapping[Shape, Mapping[int, Timing]]  # shape → matrices per batch → timing
 
@@ -98,6 +101,11 @@ class CostCache:
 
     key: CacheKey
     entries: Entries
+
+    def __post_init__(self) -> None:
+        for small, large in self.entries:
+            if small > large:
+                raise ValueError(f"entries: shape '{small}x{large}' must be small side x large side")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostCache:
@@ -127,17 +135,16 @@ class CostCache:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Merge into the file at ``path``, atomically; entries here win over those in the file.
 
+        Of two processes that save at the same time, one may lose what it measured, which is measured again then.
+
         Raises:
-            CostCacheError: the file there is invalid, holds another key or contradicts these entries; it is left as
-                it is.
-            OSError: the folder cannot be written, or another process holds the lock beside the file.
+            CostCacheError: the file there is invalid, or holds another key; it is left as it is.
+            OSError: the folder cannot be written.
         """
         path = Path(path)
-        with _locked(path):
-            merged = CostCache.load(path).merge(self, f"cost cache {path}") if path.exists() else self
-            data = merged.to_json().encode()
-            CostCache.parse(data, str(path))  # what could not be read must not be written
-            write_bytes(path, data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        merged = CostCache.load(path).merge(self, f"cost cache {path}") if path.exists() else self
+        write_text(path, merged.to_json())
 
     def to_json(self) -> str:
         """The document, as :meth:`load` reads it."""
@@ -251,131 +258,21 @@ def discard_invalid(path: Path) -> None:
     Raises:
         OSError: it is no file, or cannot be removed.
     """
-    with _locked(path):
-        try:
-            CostCache.load(path)
-        except CostCacheError:
-            check_target(path).unlink(missing_ok=True)
+    try:
+        CostCache.load(path)
+    except CostCacheError:
+        check_target(path).unlink(missing_ok=True)
 
 
 def _digest(key: CacheKey) -> str:
     return hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:12]
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock beside the file that ``path`` leads to."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    target = check_target(path)
-    with hold_lock(target.with_name(f".{target.name}.lock"), _LOCK_SECONDS):
-        yield
-
-
 def _document(document: object) -> CostCache:
     """The cache that ``document`` holds; ValueError names the field that is wrong."""
-    top = _object(document, "the file", ("schema", "key", "entries"))
-    if top["schema"] != SCHEMA or isinstance(top["schema"], bool):
-        raise ValueError(f"field 'schema' is {top['schema']!r}, this version reads {SCHEMA}")
-    raw = {"compilers": "", **top["key"]} if isinstance(top["key"], dict) else top["key"]
-    key = _object(raw, "field 'key'", tuple(f.name for f in fields(CacheKey)))
-    for name, value in key.items():
-        if name in ("sm_count", "steps"):
-            _integer(value, f"field 'key.{name}'", 0 if name == "sm_count" else 1, 10**6)
-        elif not isinstance(value, str):
-            raise ValueError(f"field 'key.{name}' is {value!r}, not a string")
-    if not isinstance(top["entries"], dict):
-        raise ValueError("field 'entries' is no object")
-    entries = {_shape(name): _batches(name, value) for name, value in top["entries"].items()}
-    _refuse_absurd(entries)
-    return CostCache(CacheKey(**key), entries)
-
-
-def _refuse_absurd(entries: Entries) -> None:
-    """Refuse times that no device could have, most likely for a mistaken unit.
-
-    Time grows with work, and no faster than work: a batch that takes far less time than a smaller one, or far more
-    per operation, contradicts it.
-    """
-    times = sorted(
-        (k * m * n * (m + _PASSES), t.median_ns, f"entries.{m}x{n}.{k}.median_ns", k * m * m * n)
-        for (m, n), batches in entries.items()
-        for k, t in batches.items()
-    )
-    if not times:
-        return
-    longest = densest = times[0]  # so far: of most time, of least time per work
-    for item in times:
-        work, ns, name, operations = item
-        if operations > _MAX_OPS_PER_NS * ns:
-            raise ValueError(f"field {name!r} is absurd: {ns} ns for {operations} multiply-adds and more")
-        for other in (longest, densest):
-            faster = ns * _MAX_CONTRADICTION < other[1]
-            if faster or ns * other[0] > _MAX_CONTRADICTION * other[1] * work:
-                raise ValueError(
-                    f"field {name!r} or {other[2]!r} is absurd: {ns} ns and {other[1]} ns, for {work / other[0]:.3g} "
-                    "times the work; times are in nanoseconds"
-                )
-        longest = max(longest, item, key=lambda other: other[1])
-        densest = min(densest, item, key=lambda other: other[1] / other[0])
-
-
-def _shape(text: str) -> Shape:
-    try:
-        small, large = parse_shape(text)
-    except ValueError as error:
-        raise ValueError(f"field 'entries': {error}") from None
-    if not small <= large <= _MAX_SIDE:
-        raise ValueError(f"field 'entries': shape {text!r} must be small side x large side, at most {_MAX_SIDE}")
-    return small, large
-
-
-def _batches(shape: str, value: object) -> dict[int, Timing]:
-    if not isinstance(value, dict) or not value:
-        raise ValueError(f"field 'entries.{shape}' is no object of batch sizes")
-    return {_batch_size(shape, text): _timing(f"entries.{shape}.{text}", timing) for text, timing in value.items()}
-
-
-def _batch_size(shape: str, text: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]{0,6}", text) or int(text) > _MAX_BATCH:
-        raise ValueError(f"field 'entries.{shape}': batch size {text!r} is no integer from 1 to {_MAX_BATCH}")
-    return int(text)
-
-
-def _timing(name: str, value: object) -> Timing:
-    given = {"unfinished": False, **value} if isinstance(value, dict) else value
-    raw = _object(given, f"field {name!r}", tuple(f.name for f in fields(Timing)))
-    variant, unfinished = raw.pop("variant"), raw.pop("unfinished")
-    if not isinstance(unfinished, bool):
-        raise ValueError(f"field '{name}.unfinished' is {unfinished!r}, not true or false")
-    if not isinstance(variant, str):
-        raise ValueError(f"field '{name}.variant' is {variant!r}, not a string")
-    if variant:
-        try:
-            Variant.parse(variant)
-        except ValueError as error:
-            raise ValueError(f"field '{name}.variant': {error}") from None
-    for field, number in raw.items():
-        _integer(number, f"field '{name}.{field}'", 1, _MAX_SAMPLES if field == "n" else _MAX_NS)
-    timing = Timing(**raw, variant=variant, unfinished=unfinished)
-    if not timing.p10_ns <= timing.median_ns <= timing.p90_ns:
-        raise ValueError(
-            f"field {name!r}: p10 {timing.p10_ns}, median {timing.median_ns}, p90 {timing.p90_ns} not in order"
-        )
-    return timing
-
-
-def _object(value: object, name: str, names: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is no object")
-    for field in names:
-        if field not in value:
-            raise ValueError(f"{name}: field {field!r} is missing")
-    for field in value:
-        if field not in names:
-            raise ValueError(f"{name}: field {field!r} is unknown")
-    return value
-
-
-def _integer(value: object, name: str, least: int, most: int) -> None:
-    if not is_integer(value, least, most):
-        raise ValueError(f"{name} is {value!r}, not an integer from {least} to {most}")
+    if not isinstance(document, dict):
+        raise ValueError("the file is no object")
+    schema = document.pop("schema", None)
+    if schema != SCHEMA:
+        raise ValueError(f"field 'schema' is {schema!r}, this version reads {SCHEMA}")
+    return from_json(CostCache, document)

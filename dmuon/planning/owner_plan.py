@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,16 +13,13 @@ from typing import Any
 
 from dmuon.kernels import Variant
 from dmuon.layout.topology import Position
-from dmuon.planning.cost_cache import parse_shape
 from dmuon.planning.cost_lookup import FoundCosts
-from dmuon.platform.files import read_json, write_text
+from dmuon.platform.files import from_json, read_json, write_text
 from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable, Matrix, Plan, Shape
 
 _SCHEMA = 2
-_FIELDS = ("schema", "solution", "chunks", "variants", "cost_source")
-_COSTS = "costs"  # a field that files of earlier versions lack
-_CHECKSUM = "sha256"  # of these fields
+_CHECKSUM = "sha256"  # of all other fields
 SOLVED = "solved now"
 AGAIN = "plan again: leave plan= out, save the new plan"
 
@@ -74,7 +70,7 @@ class OwnerPlan:
                     raise ValueError(f"field 'variants.{small}x{large}.{size}': {error}; {AGAIN}") from None
         if self.costs is not None and self.costs.costs.keys() != shapes:
             small, large = min(self.costs.costs.keys() ^ shapes)
-            raise ValueError(f"field '{_COSTS}': shape {small}x{large} is missing, or has no matrices; {AGAIN}")
+            raise ValueError(f"field 'costs': shape {small}x{large} is missing, or has no matrices; {AGAIN}")
 
     @classmethod
     def from_solution(cls, solution: Plan, costs: FoundCosts, counted: CostTable | None = None) -> OwnerPlan:
@@ -178,7 +174,7 @@ class OwnerPlan:
         }
         if self.costs is not None:
             costs = self.costs.costs.items()
-            fields[_COSTS] = _named({shape: {str(k): ns for k, ns in entries.items()} for shape, entries in costs})
+            fields["costs"] = _named({shape: {str(k): ns for k, ns in entries.items()} for shape, entries in costs})
         return {**fields, _CHECKSUM: _sha256(fields)}
 
     def _named_variants(self) -> dict[str, dict[str, str]]:
@@ -196,59 +192,40 @@ class OwnerPlan:
         schema = document.get("schema")
         if not is_integer(schema, _SCHEMA, _SCHEMA):
             raise ValueError(f"field 'schema' is {schema!r}, this version of dmuon reads {_SCHEMA}; {AGAIN}")
-        odd = sorted((document.keys() ^ {*_FIELDS, _CHECKSUM}) - {_COSTS})
-        if odd:
-            raise ValueError(f"field {odd[0]!r} is {'unknown' if odd[0] in document else 'missing'}; {AGAIN}")
-        if not isinstance(document["cost_source"], str):
-            raise ValueError(f"field 'cost_source' is {document['cost_source']!r}, not a string; {AGAIN}")
-        chunks, variants = (_by_shape(name, document[name]) for name in ("chunks", "variants"))
-        variants = {shape: _by_size("variants", shape, sizes) for shape, sizes in variants.items()}
         try:
-            solution = Plan.from_json(document["solution"])
+            read = from_json(_Document, document)
+        except ValueError as error:
+            raise ValueError(f"{error}; {AGAIN}") from None
+        try:
+            solution = Plan.from_json(read.solution)
         except Exception as error:  # whatever reading nonsense raises, it is the file's fault
             reason = reason_of(error).removesuffix("; plan again")
             raise ValueError(f"field 'solution': {reason}; {AGAIN}") from error
-        costs = _cost_table(document[_COSTS]) if _COSTS in document else None
-        plan = cls(solution.matrices, solution, chunks, document["cost_source"], variants, origin, costs)
+        try:
+            costs = CostTable(read.costs) if read.costs else None
+        except ValueError as error:
+            raise ValueError(f"field 'costs': {error}; {AGAIN}") from None
+        plan = cls(solution.matrices, solution, read.chunks, read.cost_source, read.variants, origin, costs)
         checksum = _sha256({name: value for name, value in document.items() if name != _CHECKSUM})
-        if checksum != document[_CHECKSUM]:
-            raise ValueError(
-                f"the content was changed: its SHA-256 is {checksum}, not {document[_CHECKSUM]!r}; {AGAIN}"
-            )
+        if checksum != read.sha256:
+            raise ValueError(f"the content was changed: its SHA-256 is {checksum}, not {read.sha256!r}; {AGAIN}")
         return plan
 
 
+@dataclass(frozen=True)
+class _Document:
+    """The fields of a plan file."""
+
+    schema: int
+    solution: dict[str, Any]
+    chunks: dict[Shape, int]
+    variants: dict[Shape, dict[int, str]]
+    cost_source: str
+    sha256: str
+    costs: dict[Shape, dict[int, int]] = field(default_factory=dict)  # files of earlier versions lack them
+
+
 PlanSource = OwnerPlan | str | os.PathLike[str] | None
-
-
-def _by_shape(field: str, value: object) -> dict[Shape, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"field {field!r} is no object; {AGAIN}")
-    result = {}
-    for text, item in value.items():
-        try:
-            result[parse_shape(text)] = item
-        except ValueError as error:
-            raise ValueError(f"field {field!r}: {error}; {AGAIN}") from None
-    return result
-
-
-def _by_size(field: str, shape: Shape, value: object) -> dict[int, Any]:
-    name = f"field '{field}.{shape[0]}x{shape[1]}'"
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is no object of batch sizes; {AGAIN}")
-    for text in value:
-        if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
-            raise ValueError(f"{name}: batch size {text!r} is no positive integer; {AGAIN}")
-    return {int(text): item for text, item in value.items()}
-
-
-def _cost_table(value: object) -> CostTable:
-    sizes = {shape: _by_size(_COSTS, shape, item) for shape, item in _by_shape(_COSTS, value).items()}
-    try:
-        return CostTable(sizes)
-    except ValueError as error:
-        raise ValueError(f"field '{_COSTS}': {error}; {AGAIN}") from None
 
 
 def _named(values: Mapping[Shape, Any]) -> dict[str, Any]:

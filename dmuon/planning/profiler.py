@@ -363,20 +363,6 @@ class _Batch:
         )
 
 
-def time_product(device: torch.device) -> int:
-    """Median ns of a product of two matrices on ``device``: in fp16, as Newton–Schulz runs; in fp32 on a CPU."""
-    side, dtype = (256, torch.float32) if device.type == "cpu" else (4096, torch.float16)
-    a = torch.ones((side, side), dtype=dtype, device=device).div_(side)
-    out = torch.empty_like(a)
-
-    def product() -> None:
-        torch.mm(a, a, out=out)
-
-    with _clock(device) as clock:
-        samples = [clock(product) for _ in range(3 + 2 * _ROUND)]
-    return _summary(samples[3:], "").median_ns
-
-
 def _summary(samples: Sequence[int], variant: str) -> Timing:
     ordered = sorted(samples)
     last = len(ordered) - 1

@@ -6,19 +6,18 @@ import errno
 import io
 import json
 import os
+import re
 import secrets
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 _MAX_BYTES = 1 << 26
 _MAX_LINKS = 40  # as Linux allows on one path
 _NAME = 40  # characters of a file's name in that of its temporary one; a name may have 255 bytes
-_SUFFIX = ".dmuon-tmp"
-_STALE_SECONDS = 3600.0  # after which no writer still writes
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -39,14 +38,22 @@ def write_bytes(path: Path, data: bytes) -> None:
     """
     target = check_target(path)
     with _about(path):
-        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        temporary = target.with_name(f".{target.name[:_NAME]}.{secrets.token_hex(8)}.dmuon-tmp")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            _remove_stale(folder, target.name)
-            _replace(folder, target, data)
-            with suppress(OSError):  # not every file system can, and the file is there
-                os.fsync(folder)  # the rename itself survives a crash only if the folder is synced
-        finally:
-            os.close(folder)
+            with os.fdopen(descriptor, "wb") as file:
+                with suppress(FileNotFoundError):
+                    old = os.lstat(target)
+                    with suppress(OSError):  # another's file becomes this user's, unless root writes it
+                        os.fchown(descriptor, old.st_uid, old.st_gid)
+                    os.fchmod(descriptor, old.st_mode & 0o777)
+                file.write(data)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def check_target(path: Path) -> Path:
@@ -107,39 +114,6 @@ def _about(path: Path) -> Iterator[None]:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _replace(folder: int, target: Path, data: bytes) -> None:
-    """Write beside ``target``, in ``folder``, and rename."""
-    temporary = f".{target.name[:_NAME]}.{secrets.token_hex(8)}{_SUFFIX}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(temporary, flags, 0o666, dir_fd=folder)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            with suppress(FileNotFoundError):
-                old = os.lstat(target)
-                with suppress(OSError):  # another's file becomes this user's, unless root writes it
-                    os.fchown(descriptor, old.st_uid, old.st_gid)
-                os.fchmod(descriptor, old.st_mode & 0o777)
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(target.parent / temporary, target)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=folder)
-        raise
-
-
-def _remove_stale(folder: int, name: str) -> None:
-    """Remove what writers of ``name`` have left that were killed."""
-    prefix, latest = f".{name[:_NAME]}.", time.time() - _STALE_SECONDS
-    for other in os.listdir(folder):
-        if other.startswith(prefix) and other.endswith(_SUFFIX):
-            with suppress(OSError):  # another writer was faster, or it is not ours
-                about = os.stat(other, dir_fd=folder, follow_symlinks=False)
-                if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and about.st_mtime < latest:
-                    os.unlink(other, dir_fd=folder)
 
 
 class UnreadableFile(ValueError):
@@ -213,6 +187,70 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise _RepeatedField(f"field {next(n for n in names if names.count(n) > 1)!r} appears twice")
     return result
+
+
+_Read = TypeVar("_Read")
+
+
+def from_json(kind: type[_Read], data: object, name: str = "") -> _Read:
+    """``data``, as JSON has it, as the dataclass ``kind``: its fields and no others; what has a default may be missing.
+
+    Fields may be strings, numbers, mappings, and dataclasses again. Keys of mappings may be strings, positive integers,
+    or several of these, which are written as in ``"1024x4096"``.
+
+    Args:
+        name: of the field that ``data`` is, for messages.
+
+    Raises:
+        ValueError: names the field that is missing, unknown, ill-typed, or refused by its dataclass.
+    """
+    about = f"field {name!r}: " if name else ""
+    if not isinstance(data, dict):
+        raise ValueError(f"{f'field {name!r}' if name else 'the file'} is no object")
+    hints, values = get_type_hints(kind), {}
+    known: tuple[Field[Any], ...] = fields(cast(Any, kind))
+    for field in known:
+        if field.name in data:
+            values[field.name] = _typed(hints[field.name], data[field.name], f"{name}.{field.name}".lstrip("."))
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{about}field {field.name!r} is missing")
+    unknown = [field for field in data if field not in values]
+    if unknown:
+        raise ValueError(f"{about}field {unknown[0]!r} is unknown")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{about}{error}") from None
+
+
+_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+
+
+def _typed(hint: Any, data: object, name: str) -> Any:
+    """``data`` as a field of the type ``hint`` holds it."""
+    if hint is Any:
+        return data
+    if is_dataclass(hint):
+        return from_json(cast(type[Any], hint), data, name)
+    if hint in _NAMES:
+        if type(data) is not hint and not (hint is float and type(data) is int):
+            raise ValueError(f"field {name!r} is {data!r}, not {_NAMES[hint]}")
+        return data
+    of_keys, of_values = get_args(hint)
+    if not isinstance(data, dict):
+        raise ValueError(f"field {name!r} is no object")
+    return {_key(of_keys, key, name): _typed(of_values, value, f"{name}.{key}") for key, value in data.items()}
+
+
+def _key(hint: Any, text: str, name: str) -> Any:
+    if hint is str:
+        return text
+    count = len(get_args(hint)) or 1
+    if not re.fullmatch("x".join(["[1-9][0-9]{0,8}"] * count), text):
+        like = "'1024x4096'" if count > 1 else "a positive integer"
+        raise ValueError(f"field {name!r}: {text!r} is not like {like}")
+    numbers = tuple(map(int, text.split("x")))
+    return numbers if count > 1 else numbers[0]
 
 
 def new_figure(width: float, height: float, *, layout: Literal["constrained", "tight"] = "constrained") -> Any:

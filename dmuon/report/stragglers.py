@@ -16,15 +16,18 @@ from dmuon.comm.process_groups import broadcast_object, this_rank
 from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.dedication import require_dedicated
 from dmuon.optimizer.muon import Muon
+from dmuon.planning.agreed_plan import planned_ranks
 from dmuon.planning.owner_plan import OwnerPlan, reason_of
-from dmuon.planning.rank_traits import Limits, rounded
 from dmuon.platform.host import HostShare
 from dmuon.platform.log import logger
-from dmuon.solver import Rank, SolveOptions
+from dmuon.solver import SolveOptions
 from dmuon.solver import plan as solve_plan
 
 _log = logger(__name__)
 _PHASES = ("ns", "ns in backward")
+_ALIKE = 0.1  # ranks that differ by less count as alike: plans must not follow noise
+_STEPS = 20  # to a speed of 1: speeds in between are rounded, so that many ranks are of few kinds
+_MOST = 100.0  # speed
 
 
 def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | None = None) -> OwnerPlan:
@@ -62,25 +65,21 @@ def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | Non
     said = agree(comm.control, fault, (position, seconds, HostShare.here().host))
     assert works is not None
     took, hosts = [0.0] * plan.world, [""] * plan.world
-    for at, of_rank, host in said:
-        took[at], hosts[at] = of_rank, host
-    limits = [Limits(speed) for speed in speeds_of(works, took)]
-    if all(limit == Limits() for limit in limits) and list(plan.solution.loads_ns) == works:
+    for at, seconds_there, host in said:
+        took[at], hosts[at] = seconds_there, host
+    speeds = speeds_of(works, took)
+    if all(speed == 1 for speed in speeds) and list(plan.solution.loads_ns) == works:
         return plan  # which takes all ranks as alike, too
 
     def find() -> list[Any]:
         """Error and document, on the first rank."""
         if dist.get_rank(comm.control) != 0:
             return [None, None]
-        nodes = {host: node for node, host in enumerate(dict.fromkeys(hosts))}
-        own = [
-            Rank(i, nodes[host], limit.speed, pools=None if pools is None else pools[i])
-            for i, (host, limit) in enumerate(zip(hosts, limits, strict=True))
-        ]
         try:
             assert plan.costs is not None
+            own = planned_ranks(hosts, pools, speeds)
             found = replace(plan, solution=solve_plan(plan.matrices, own, plan.costs, solve or SolveOptions()))
-            _tell(ranks, works, took, limits, found)
+            _tell(ranks, works, took, speeds, found)
             return [None, found.to_json()]
         except Exception as error:  # every rank must hear of it, whatever it is
             return [reason_of(error), None]
@@ -99,7 +98,12 @@ def speeds_of(works: Sequence[float], took: Sequence[float]) -> list[float]:
     rates = [work / seconds if work and seconds else None for work, seconds in zip(works, took, strict=True)]
     known = [rate for rate in rates if rate is not None]
     typical = statistics.median(known) if known else 1.0
-    return [1.0 if rate is None else rounded(rate / typical) for rate in rates]
+    return [1.0 if rate is None else _rounded(rate / typical) for rate in rates]
+
+
+def _rounded(speed: float) -> float:
+    """A relative speed without its noise."""
+    return 1.0 if abs(speed - 1.0) <= _ALIKE else min(max(1, round(speed * _STEPS)) / _STEPS, _MOST)
 
 
 def _work_of(plan: OwnerPlan) -> list[int] | None:
@@ -113,17 +117,17 @@ def _work_of(plan: OwnerPlan) -> list[int] | None:
 
 
 def _tell(
-    ranks: Sequence[int], works: Sequence[int], took: Sequence[float], limits: Sequence[Limits], found: OwnerPlan
+    ranks: Sequence[int], works: Sequence[int], took: Sequence[float], speeds: Sequence[float], found: OwnerPlan
 ) -> None:
     """What a straggler takes, and the slowest rank would by the plan that was found."""
     rate = statistics.median(seconds / work for work, seconds in zip(works, took, strict=True) if work and seconds)
-    for rank, limit, seconds in zip(ranks, limits, took, strict=True):
-        if limit != Limits():
+    for rank, speed, seconds in zip(ranks, speeds, took, strict=True):
+        if speed != 1:
             _log.warning(
                 "rank %d computes at %.2f of the median speed: Newton-Schulz took %.2f ms there, and %.2f ms on the "
                 "slowest rank; by the plan that was found it would take %.2f ms on the slowest",
                 rank,
-                limit.speed,
+                speed,
                 1e3 * seconds,
                 1e3 * max(took),
                 1e3 * rate * found.solution.makespan_ns,

@@ -1,12 +1,16 @@
-"""Figures of the GPUs and links that estimates are made for; a comment beside each says where it is from."""
+"""GPUs and links that estimates are made for, grids of ranks over them, and how long a collective takes there."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Literal, NamedTuple
 
-from dmuon.platform.options import is_number
+import numpy as np
+from numpy.typing import NDArray
+
+from dmuon.platform.options import is_integer, is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +75,25 @@ def hardware(name: str, /, **overrides: float) -> Hardware:
     if name not in HARDWARE:
         raise ValueError(f"hardware {name!r} is unknown; use one of {', '.join(HARDWARE)}")
     found = HARDWARE[name]
+    parts = {"device": Device, "intra": Link, "inter": Link}
+    known = [f"{part}_{field.name}" for part, kind in parts.items() for field in fields(kind) if field.name != "name"]
     for flat, value in overrides.items():
-        _check(flat, value)
-        part, _, field = flat.partition("_")
-        if flat in ("device_sms", "device_memory"):
+        if flat not in (*known, "gpus_per_node"):
+            raise ValueError(f"{flat} is no figure of the hardware; use one of {', '.join((*known, 'gpus_per_node'))}")
+        if not is_number(value) or not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{flat}={value!r} must be finite and positive; give it in bytes, FLOP and seconds")
+        if flat.endswith("efficiency") and value > 1:
+            raise ValueError(f"{flat}={value!r} must be at most 1; give the part of the peak that is reached")
+        if flat in ("device_sms", "device_memory", "gpus_per_node"):
+            if not float(value).is_integer():
+                raise ValueError(f"{flat}={value!r} must be a positive whole number; give one")
             value = int(value)
+        part, _, field = flat.partition("_")
         if flat == "gpus_per_node":
             found = replace(found, gpus_per_node=int(value))
         else:
             found = replace(found, **{part: replace(getattr(found, part), **{field: value})})
     return found
-
-
-def _check(flat: str, value: object) -> None:
-    parts = {"device": Device, "intra": Link, "inter": Link}
-    known = [f"{part}_{field.name}" for part, kind in parts.items() for field in fields(kind) if field.name != "name"]
-    if flat not in (*known, "gpus_per_node"):
-        raise ValueError(f"{flat} is no figure of the hardware; use one of {', '.join((*known, 'gpus_per_node'))}")
-    if not is_number(value) or not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{flat}={value!r} must be finite and positive; give it in bytes, FLOP and seconds")
-    if flat in ("device_sms", "device_memory", "gpus_per_node") and not float(value).is_integer():
-        raise ValueError(f"{flat}={value!r} must be a positive whole number; give one")
-    if flat.endswith("efficiency") and value > 1:
-        raise ValueError(f"{flat}={value!r} must be at most 1; give the part of the peak that is reached")
 
 
 # Latencies are those by which NCCL itself chooses algorithms (src/graph/tuning.cc, hwLat, protocol Simple): 3.4 us per
@@ -120,3 +120,160 @@ HARDWARE: Mapping[str, Hardware] = {
         Device("A800", 108, 312e12, 0.87, 1.8e12, 80 * 10**9), Link(_NVLINK_S, 160e9), Link(_NETWORK_S, 24e9)
     ),
 }
+
+
+# -- grids of ranks and their collectives ----------------------------------------------------------------------------
+
+Collective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Group = Literal["shard", "replicate", "replica", "expert shard", "experts"]
+
+_MESSAGE_S = 1.25e-6  # of one peer in an all-to-all: NCCL-tests issue 78 has 0.32 ms for the smallest over 256 ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The members of one process group: how many, and over how many nodes."""
+
+    size: int
+    nodes: int
+
+    @property
+    def link(self) -> Literal["intra", "inter"]:
+        """The class of link that bounds it."""
+        return "intra" if self.nodes == 1 else "inter"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A grid of ranks, ``replicate × shard × tp``; tensor parallelism lies innermost.
+
+    Attributes:
+        world: number of ranks.
+        gpus_per_node: ranks of one node.
+        replicate: HSDP replicas; ``replicate = world / tp`` is DDP.
+        tp: tensor-parallel ranks.
+        ep: neighbours among the shards of one replica that hold other experts each; what holds the same ones shards
+            these.
+
+    Raises:
+        ValueError: a count below 1, or one that does not divide what it must.
+    """
+
+    world: int
+    gpus_per_node: int = 8
+    replicate: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("world", "gpus_per_node", "replicate", "tp", "ep"):
+            value = getattr(self, name)
+            if not is_integer(value, 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.world % (self.replicate * self.tp):
+            raise ValueError(
+                f"replicate={self.replicate} × tp={self.tp} does not divide world={self.world}; change one of the three"
+            )
+        if self.world > self.gpus_per_node and self.world % self.gpus_per_node:
+            raise ValueError(f"gpus_per_node={self.gpus_per_node} does not divide world={self.world}; give whole nodes")
+        if self.gpus_per_node % self.tp and self.tp % self.gpus_per_node:
+            raise ValueError(
+                f"tp={self.tp} and gpus_per_node={self.gpus_per_node}: one must divide the other; change tp"
+            )
+        if self.shard % self.ep:
+            raise ValueError(
+                f"ep={self.ep} does not divide the {self.shard} shards of a replica; change ep or replicate"
+            )
+
+    @property
+    def shard(self) -> int:
+        """Ranks over which FSDP2 shards, and over which owners broadcast."""
+        return self.world // (self.replicate * self.tp)
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.world // self.gpus_per_node)
+
+    def coordinate(self, rank: int) -> tuple[int, int]:
+        """Replica and shard of a rank."""
+        return divmod(rank // self.tp, self.shard)
+
+    def rings(self) -> dict[Group, Ring]:
+        """The groups of each kind, by the one over most nodes.
+
+        ``"shard"``: ranks that share a replica and a tensor-parallel index; ``"replicate"``: those that hold the same
+        shard; ``"replica"``: those of one replica; ``"expert shard"``: those of ``"shard"`` that shard the same
+        experts; ``"experts"``: those of it that hold all experts together, and send each other tokens.
+        """
+        ranks = np.arange(self.world)
+        replica, shard, tp = ranks // self.tp // self.shard, ranks // self.tp % self.shard, ranks % self.tp
+        row = replica * self.tp + tp
+        ids: dict[Group, NDArray[np.int64]] = {
+            "shard": row,
+            "replicate": shard * self.tp + tp,
+            "replica": replica,
+            "expert shard": row * self.ep + shard % self.ep,
+            "experts": row * (self.shard // self.ep) + shard // self.ep,
+        }
+        node = ranks // self.gpus_per_node
+        nodes = {name: np.bincount(np.unique(np.stack((of, node)), axis=1)[0]).max() for name, of in ids.items()}
+        return {name: Ring(int(np.bincount(of).max()), int(nodes[name])) for name, of in ids.items()}
+
+
+class Travel(NamedTuple):
+    """How long something is on its way, in seconds.
+
+    Attributes:
+        latency: while it passes, links carry what others send.
+        busy: for which a link carries the bytes.
+    """
+
+    latency: float
+    busy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """``α · hops + bytes / bandwidth`` per link class, collectives as pipelined rings.
+
+    A ring visits each node once: ``nodes - 1`` hops are between nodes, the others inside. It leaves a node over as many
+    network adapters as it has members there. Broadcast and reduce move every byte over each link once, all-gather and
+    reduce-scatter ``(n - 1) / n`` of them, all-reduce twice that. The hops of an all-reduce are those of a ring or of a
+    tree (a chain inside each node, a binary tree over nodes), whichever is shorter.
+
+    Broadcasts from several owners leave in one launch, and go around at the same time: one lap, and a hop more for the
+    start of each further one. Reductions do the same. All-gathers that are called one after the other each go around.
+    A rank of an all-to-all starts one message after the other, ``_MESSAGE_S`` each.
+    """
+
+    intra: Link
+    inter: Link
+
+    def travel(self, kind: Collective, ring: Ring, nbytes: float, calls: int = 1) -> Travel:
+        """``calls`` collectives of one kind in one launch, over ``nbytes`` together.
+
+        ``nbytes`` counts whole tensors: what every rank holds after an all-gather or before a reduce-scatter. Of an
+        all-to-all it is the most that a rank has for all members of the group.
+        """
+        if ring.size == 1 or calls == 0 or nbytes == 0:
+            return Travel(0.0, 0.0)
+        around = (ring.nodes - 1) * self.inter.latency_s + (ring.size - ring.nodes) * self.intra.latency_s
+        bandwidth = self.intra.bandwidth
+        if ring.nodes > 1:
+            bandwidth = min(bandwidth, ring.size / ring.nodes * self.inter.bandwidth)
+        busy, part = nbytes / bandwidth, (ring.size - 1) / ring.size
+        match kind:
+            case "broadcast" | "reduce":
+                return Travel(around + (calls - 1) * self.intra.latency_s, busy)
+            case "all_gather" | "reduce_scatter":
+                return Travel(calls * around, part * busy)
+            case "all_reduce":
+                levels = math.ceil(math.log2(ring.nodes))
+                chain = -(-ring.size // ring.nodes) - 1
+                tree = levels * self.inter.latency_s + chain * self.intra.latency_s
+                return Travel(2 * calls * min(around, tree), 2 * part * busy)
+            case "all_to_all":
+                link = self.intra if ring.nodes == 1 else self.inter
+                near = ring.size // ring.nodes if ring.nodes > 1 else 1  # members that this link does not lead to
+                away = nbytes * (ring.size - near) / ring.size
+                return Travel(link.latency_s + (ring.size - 1) * calls * _MESSAGE_S, away / link.bandwidth)

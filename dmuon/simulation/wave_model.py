@@ -41,32 +41,21 @@ from dmuon.solver import CostTable, Shape
 _TILE = 128  # judgement: a usual tile of cuBLAS; small matrices get smaller ones, but there launches dominate
 _ELEMENT = 2  # bytes of fp16 and bf16
 
-# Of cuBLAS's rate, that of the Triton kernel's tiles: python bench/product_model.py has 0.65 to 0.87 for the tiles that
-# the rule takes on H100 and H200, and is 20 % uncertain itself.
+# Of cuBLAS's rate, that of the Triton kernel's tiles: a model of their machine code had 0.65 to 0.87 for the tiles that
+# the rule takes on H100 and H200, and was 20 % uncertain itself.
 _HALVES_RATE = 0.75
 
 
-@dataclass(frozen=True, slots=True)
-class _Passes:
-    """What an update does beside products, with fp32 gradients as the profiler has.
-
-    Attributes:
-        nbytes: per element, of each pass.
-        norm_launches: on one number per matrix.
-    """
-
-    nbytes: tuple[int, ...]
-    norm_launches: int
-
-
+# What an update does beside products, with fp32 gradients as the profiler has: bytes per element of each pass, and
+# launches on one number per matrix.
 _PASSES = {
     # Momentum and norms; what Newton–Schulz takes; the weight. Sums of the norms' parts, and their root.
-    "triton": _Passes((12, 10, 10), 2),
+    "triton": ((12, 10, 10), 2),
     # Gradients to a batch, momentum, Nesterov, cast to fp64, norm, scaling to half, cast to fp32, weight decay, weight.
     # Stack, norm, two clamps, reciprocal, comparison, choice, cast.
-    "torch": _Passes((8, 12, 12, 12, 8, 6, 6, 8, 12), 8),
+    "torch": ((8, 12, 12, 12, 8, 6, 6, 8, 12), 8),
 }
-UPDATE_BYTES = sum(_PASSES["triton"].nbytes)  # of an element, that pass through memory beside products
+UPDATE_BYTES = sum(_PASSES["triton"][0])  # of an element, that pass through memory beside products
 
 # Sides of the matrix that the products are noted on; each stands for a side of the matrix that is priced.
 _SMALL, _LARGE = 2, 3
@@ -215,11 +204,11 @@ def _update_ns(
 ) -> int:
     """Whole nanoseconds of one update of ``k`` matrices. Rounded up, which keeps sums above the whole."""
     products, others = _kernels(shape, _variant(device, shape, k, sequence, dtype, backend), sequence, dtype)
-    update = _PASSES[backend]
+    nbytes, norm_launches = _PASSES[backend]
     elements = k * shape[0] * shape[1]
-    passes = [count * elements / device.memory_bandwidth for count in update.nbytes]
+    passes = [count * elements / device.memory_bandwidth for count in nbytes]
     passes += [k * p.copied_bytes / device.memory_bandwidth for p in products if p.copied_bytes]
-    launches = len(products) + len(passes) + update.norm_launches + others
+    launches = len(products) + len(passes) + norm_launches + others
     work = sum(_product_s(device, product, k) for product in products)
     return max(1, math.ceil((work + sum(passes) + launches * device.launch_s) * 1e9))
 

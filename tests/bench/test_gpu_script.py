@@ -8,13 +8,11 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -34,16 +32,6 @@ def settings(part: Callable[[str], ModuleType], models: Path = Path(), scale: in
 
 
 # -- what fails -------------------------------------------------------------------------------------------------------
-
-
-def test_each_row_is_on_disk_before_the_next(part: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    path = tmp_path / "new" / "found.json"
-    journal = part("journal").Journal(path, {"device": "none"})
-    for count in (1, 2):
-        journal.add("products", {"m": count}, f"row {count}")
-        found = json.loads(path.read_text())
-        assert found["device"] == "none" and [row["m"] for row in found["products"]] == [*range(1, count + 1)]
-    assert [file.name for file in path.parent.iterdir()] == ["found.json"]
 
 
 def test_what_fails_is_a_row_and_the_rest_goes_on(
@@ -81,101 +69,6 @@ def test_after_an_illegal_access_nothing_more_is_tried(
     with pytest.raises(module.DeviceLost, match="product: an illegal memory access"), journal.guarded("product"):
         raise ValueError
     assert [row["what"] for row in journal.document["faults"]] == ["product"]
-
-
-def test_a_wrong_result_is_named(part: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    checks = part("checks")
-    journal = part("journal").Journal(None, {})
-    kinds = {"products": [checks.Check("far", 1e-3, lambda: checks.Found(0.1))], "passes": [], "stress": []}
-    kinds["whole_runs"] = [
-        checks.Check("uneven", 1.0, lambda: checks.Found(0.1, symmetric=False)),
-        checks.Check("nan", 1.0, lambda: checks.Found(float("nan"))),
-        checks.Check("broken", 1.0, lambda: 1 / 0),
-        checks.Check("good", 1.0, lambda: checks.Found(0.1)),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        for kind, of_kind in kinds.items():
-            patch.setattr(checks, kind, lambda _settings, of_kind=of_kind: iter(of_kind))
-        checks.check(settings(part), journal)
-    assert [(row["what"], row["ok"]) for row in journal.document["checks"]] == [
-        ("far", False),
-        ("uneven", False),
-        ("nan", False),
-        ("good", True),
-    ]
-    assert [row["what"] for row in journal.document["faults"]] == ["broken"]
-    assert journal.wrong and "WRONG far: 0.1, limit 0.001" in capsys.readouterr().out
-
-
-def test_kernels_that_do_not_build_are_faults(
-    part: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in a container without a C compiler, where dmuon goes on with torch's."""
-    checks = part("checks")
-    journal = part("journal").Journal(None, {})
-    monkeypatch.setattr(checks, "backend_fault", lambda *_: None)
-    checks.check_builds(settings(part), journal)
-    assert not journal.wrong
-    monkeypatch.setattr(checks, "backend_fault", lambda *_: "the kernel does not build (no gcc)")
-    monkeypatch.setattr(checks, "apply_update_", lambda *_, **__: warnings.warn("the fused update kernels do not run"))
-    checks.check_builds(settings(part), journal)
-    assert [(row["what"], row["fault"]) for row in journal.document["faults"]] == [
-        ("the symmetric product", "the kernel does not build (no gcc)"),
-        ("the fused passes", "the fused update kernels do not run"),
-    ]
-    assert journal.wrong
-
-
-# -- what is measured -------------------------------------------------------------------------------------------------
-
-
-def test_what_carries_the_targets_comes_first_and_the_faster_cublas_is_the_baseline(
-    part: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    products, kinds = part("products"), part("settings").Settings
-    monkeypatch.setattr(kinds, "tiles", True)
-    seen: list[str] = []
-
-    def medians(_settings: Any, programs: dict[str, Any], _journal: Any, what: str, others: Any) -> dict[str, float]:
-        seen.append(what)
-        for name in others:
-            programs.get(name, bool)()
-        return {name: {"cuBLAS": 3.0, "cuBLAS in place": 2.0}.get(name, 1.0) for name in programs}
-
-    monkeypatch.setattr(kinds, "medians", medians)
-    journal = part("journal").Journal(None, {})
-    products.time_products(settings(part), journal, float("inf"))
-    assert seen[:4] == ["product 4x32x32", "product 4x32x128", "product 2x64x64", "product 2x64x256"]
-    assert seen[20] == "square and 4 addends 4x32" and len(seen) == 25
-    assert not journal.document["faults"]
-    assert [row["speedup"] for row in journal.document["products"][:2]] == [2.0, 3.0]
-    row, line = products._row(2, 64, 64, {"cuBLAS": 1.0})
-    assert "speedup" not in row and "nothing to compare" in line, "every config of ours failed"
-
-
-def test_cublas_in_place_stays_in_range(part: Callable[[str], ModuleType]) -> None:
-    """It is replayed dozens of times on its own result."""
-    program = part("products")._programs(settings(part), 2, 32, 1)["cuBLAS in place"]
-    for _ in range(200):
-        found = program()
-    assert found.isfinite().all() and found.abs().max() < 10
-
-
-@pytest.mark.parametrize("length", [1024, 1999, 4096])
-def test_a_device_that_adds_one_by_one_is_within_the_limit(part: Callable[[str], ModuleType], length: int) -> None:
-    """The diagonal of ``XXᵀ`` in fp32 has no terms that cancel: its error is the largest, and no mistake."""
-    x = (np.random.default_rng(0).standard_normal((256, length)) / length**0.5).astype(np.float32)
-    total = np.zeros(256, np.float32)
-    for column in x.T:
-        total += column * column
-    exact = (x.astype(np.float64) ** 2).sum(axis=1)
-    error = np.abs(total - exact).max() / exact.max()
-    assert 1e-6 < error < 0.5 * part("checks").LIMITS[torch.float32]
-
-
-def test_batches_are_those_of_the_library(part: Callable[[str], ModuleType]) -> None:
-    """One matrix at a time leaves a device waiting: 3584 x 18944 runs by 11 in training."""
-    assert part("models").batch_size((3584, 18944), 56, torch.device("cuda")) == 11
 
 
 # -- how it starts ----------------------------------------------------------------------------------------------------
@@ -217,7 +110,7 @@ def test_it_runs_from_a_checkout_that_is_not_installed(checkout: Path) -> None:
     )
     assert done.returncode == 0, done.stderr + done.stdout
     found = json.loads((checkout / "out" / "found.json").read_text())
-    assert found["models"] and len(found["checks"]) >= 31 and not found["faults"]
+    assert found["models"] and not found["faults"]
 
 
 @pytest.mark.slow

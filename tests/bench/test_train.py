@@ -146,15 +146,6 @@ def test_run_ends_with_table_metrics_and_plot(uninterrupted: Path) -> None:
     assert 1.0 <= balance < 2.0 and f"{balance:.3f}" in table
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "dmuon"])
-def test_only_the_last_complete_checkpoint_is_kept(uninterrupted: Path, optimizer: str) -> None:
-    folder = uninterrupted / "checkpoints" / f"{optimizer}-seed0"
-    assert [path.name for path in folder.iterdir()] == ["step-0000012"]
-    assert (folder / "step-0000012" / ".metadata").exists()
-    assert (folder / "step-0000012" / "plan.json").exists() == (optimizer == "dmuon")
-
-
 @pytest.mark.parametrize(
     ("options", "option"),
     [
@@ -256,61 +247,3 @@ def test_termination_leaves_no_processes(text: Path, tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert "interrupted" in stderr and "Traceback" not in stderr
     _wait_until(lambda: not any(map(_alive, children)), "children end", ENDING_SECONDS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["starting", "training"])
-def test_an_interrupt_of_all_processes_ends_them_without_their_innards(text: Path, tmp_path: Path, when: str) -> None:
-    """As Ctrl-C does it. One that reaches a rank alone is for the parent to say, and changes nothing."""
-    out = tmp_path / "run"
-    process = _start(text, out, "--steps", "100000", "--optimizers", "dmuon", "--checkpoint-every", "1", alone=True)
-    if when == "starting":  # ranks are importing
-        _wait_until(lambda: len(_children(process.pid)) >= 2, "ranks", process=process)
-        time.sleep(1.0)
-    else:
-        _wait_until(lambda: any(out.glob("checkpoints/*/step-*")), "a first checkpoint", process=process)
-        before = len(_records(out, "step", "dmuon"))
-        os.kill(max(_children(process.pid)), signal.SIGINT)
-        _wait_until(lambda: len(_records(out, "step", "dmuon")) > before + 10, "more steps", process=process)
-    children = _children(process.pid)
-    os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=ENDING_SECONDS)
-    assert process.returncode == 128 + signal.SIGINT, stderr
-    assert "interrupted; --resume" in stderr and "Traceback" not in stderr, stderr
-    _wait_until(lambda: not any(map(_alive, children)), "children end", ENDING_SECONDS)
-    for folder in out.glob("checkpoints/*/step-*"):
-        assert (folder / ".metadata").exists() and OwnerPlan.load(folder / "plan.json").world == 2
-
-
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_run(text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    process = _start(text, out, "--steps", "100000", "--optimizers", "adamw")
-    _wait_until(lambda: _steps_recorded(out) > 0, "a first step", process=process)
-    children = _children(process.pid)
-    os.kill(max(children), signal.SIGKILL)
-    _, stderr = process.communicate(timeout=ENDING_SECONDS)
-    assert process.returncode == 1
-    assert "exit code" in stderr
-    _wait_until(lambda: not any(map(_alive, children)), "children end", ENDING_SECONDS)
-
-
-@pytest.mark.slow
-def test_a_diverging_run_fails_with_its_step_and_what_to_do(text: Path, tmp_path: Path) -> None:
-    done = _run(text, tmp_path / "run", "--steps", "20", "--optimizers", "adamw", "--lr-adamw", "1e30")
-    assert done.returncode == 1
-    assert "at step" in done.stderr and "lower the lr" in done.stderr and "Traceback" in done.stderr
-
-
-def test_several_seeds_give_means_and_differences(train: ModuleType) -> None:
-    report = train.report
-    step = {"step_ms": 100.0, "optimizer_ms": 5.0}
-    runs = [
-        report.Run("adamw", 0, [step], [{"val_loss": 2.0}], {"balance": None}),
-        report.Run("dmuon", 0, [{**step, "step_ms": 110.0}], [{"val_loss": 1.9}], {"balance": 1.25}),
-        report.Run("adamw", 1, [step], [{"val_loss": 2.2}], {"balance": None}),
-        report.Run("dmuon", 1, [{**step, "step_ms": 110.0}], [{"val_loss": 2.0}], {"balance": 1.25}),
-    ]
-    table = report.format_table(runs)
-    assert "+10.0%" in table and "1.250" in table
-    assert "dmuon - adamw by seed: 0: -0.1000, 1: -0.2000; mean -0.1500" in table

@@ -67,19 +67,6 @@ def test_a_model_goes_to_a_file_which_later_runs_add_to(run, tmp_path):
     assert batches(out) == {(8, 8): (1,), (16, 16): (1,), (16, 64): (1,)}
 
 
-def test_a_models_batches_are_no_larger_than_it_has_matrices(run, tmp_path):
-    written(tmp_path, TINY)
-    assert run(tmp_path, "--out", tmp_path / "out.json", "--budget", "10").status == 0
-    assert batches(tmp_path / "out.json") == {(16, 16): (1, 2, 4, 8), (16, 64): (1, 2, 4)}
-
-
-def test_mixed_steps_are_timed_and_checked(run, tmp_path):
-    out = tmp_path / "out.json"
-    assert run("--shapes", "32x64", "--max-batch", "1", "--out", out, "--budget", "5", "--dtype", "mixed").status == 0
-    assert CostCache.load(out).key == device_key(CPU, NsOptions(dtype="mixed"))
-    assert "valid on cpu, exactly" in run("--check", out).out
-
-
 @pytest.mark.pitfall("P10")
 def test_options_reach_the_key_and_a_check_reads_them_there(run, tmp_path):
     out, options = tmp_path / "out.json", ("--dtype", "fp16", "--coefficients", "you", "--steps", "4")
@@ -102,14 +89,10 @@ def test_what_the_budget_leaves_out_is_said(run):
     [
         ([], "no matrices to time; pass a MODEL.json or --shapes"),
         (["--shapes", "64"], "--shapes: shape '64' is not like '1024x4096'"),
-        (["--shapes", "0x4"], "--shapes: shape '0x4'"),
         (["--shapes", "8x8", "--max-batch", "0"], "--max-batch: '0' is no positive integer"),
         (["--shapes", "8x8", "--max-batch", "65"], "--max-batch: 65 is more than 64"),
-        (["--shapes", "8x8", "--steps", "x"], "--steps: 'x'"),
         (["--shapes", "8x8", "--steps", "9", "--coefficients", "you"], "steps=9"),
         (["--shapes", "8x8", "--budget", "nan"], "--budget: 'nan'"),
-        (["--shapes", "8x8", "--budget", "-1"], "--budget: '-1'"),
-        (["--shapes", "8x8", "--budget", "soon"], "--budget: 'soon'"),
         (["--shapes", "8x8", "--device", "toaster"], "--device: 'toaster' is no device"),
         (["--shapes", "8x8", "--device", "meta"], "--device: 'meta' is not supported"),
         (["none.json"], "none.json: no such file; pass a model's config.json"),
@@ -117,36 +100,25 @@ def test_what_the_budget_leaves_out_is_said(run):
         (["--shapes", "8x8", "--out", "."], "--out .: is a folder"),
         (["--shapes", "8x8", "--png", "x.png"], "--png goes with --show only; leave it out"),
         (["--show", "--check"], "--check and --show exclude each other"),
-        (["--merge", "a.json", "--show"], "--merge and --show exclude each other"),
         (["bad.json"], "bad.json"),
         (["--shapes", "8x8", "--out", "nowhere/out.json"], "no such folder nowhere"),
-        (["--shapes", "8x8", "--out", "bad.json"], "bad.json"),
         (["--merge", "good.json"], "--merge needs --out FILE"),
-        (["--merge", "good.json", "none.json", "--out", "new.json"], "none.json: no such file"),
         (["--merge", "good.json", "bad.json", "--out", "new.json"], "bad.json: corrupt or truncated JSON"),
         (
             ["--merge", "good.json", "alien.json", "--out", "new.json"],
             "alien.json: key field 'sm_count' is 7, but 0 in go",
         ),
-        (["--merge", "good.json", "absurd.json", "--out", "new.json"], "'entries.8x8.1.median_ns' is absurd"),
         (["--merge", "good.json", "--out", "alien.json"], "alien.json: key field 'sm_count' is 7, not 0"),
-        (["--merge", "good.json", "--out", "bad.json"], "bad.json: corrupt"),
-        (["--merge", "good.json", "--out", "no/new.json"], "--out no/new.json: no such folder no"),
         (["--merge", "good.json", "--out", "new.json", "--budget", "3"], "--budget does not go with --merge; leave it"),
-        (["--check", "none.json"], "none.json: no such file"),
         (["--check", "bad.json"], "bad.json: corrupt or truncated JSON"),
         (["--check", "empty.json"], "empty.json: holds no timings to check"),
         (["--check", "unknown.json"], "unknown.json: field 'key.dtype' is 'float99', no dtype of torch"),
         (["--check", "good.json", "--budget", "0"], "--budget: '0' is no number of seconds above 0"),
-        (["--check", "good.json", "--budget", "1e-9"], "nothing fitted --budget 1e-09"),
         (["--check", "good.json", "--steps", "5"], "--steps: good.json says so itself"),
-        (["--check", "--out", "new.json"], "--out does not go with --check"),
         (["--check", "--device", "cpu"], "no cache for "),
-        (["--show", "--device", "cpu", "--steps", "3"], " 3 steps in "),
         (["--show", "good.json", "--device", "cpu"], "--device: good.json says so itself"),
         (["--show", "good.json", "model.json"], "MODEL does not go with --show"),
         (["--show", "good.json", "--png", "plot.pdf"], "--png plot.pdf: what is written is a PNG"),
-        (["--show", "good.json", "--png", "no/plot.png"], "no such folder no"),
         (["--show", "empty.json", "--png", "plot.png"], "holds no timings to draw"),
     ],
 )
@@ -154,7 +126,6 @@ def test_bad_input_is_named_and_nothing_is_written(status, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text("{")
     cache(KEY, {(64, 64): {1: 300_000}}, "good.json")
-    cache(KEY, {(8, 8): {1: 3 * 10**12}}, "absurd.json")
     cache(KEY, {}, "empty.json")
     cache(replace(KEY, sm_count=7), {(8, 8): {1: 1000}}, "alien.json")
     cache(replace(KEY, dtype="float99"), {(8, 8): {1: 1000}}, "unknown.json")
@@ -246,7 +217,7 @@ def test_show_prints_rates_and_draws(status, tmp_path):
     pytest.importorskip("matplotlib")
     assert status("--show", path, "--png", png).status == 0
     assert png.read_bytes().startswith(b"\x89PNG\r\n")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".costs.json.lock", "costs.json", "plot.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["costs.json", "plot.png"]
 
 
 def test_without_matplotlib_drawing_says_what_to_install(status, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dedicated_toy import dedicate, dedicated, default_mesh
+from harness.network import Network, full_state, loss_of, shard
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.toy import OPTIONS, WIDTH, batch, build
@@ -23,8 +24,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate
 
 import dmuon
-from dmuon.check.model import Network, loss_of, shard
-from dmuon.check.topologies import full_state
 
 
 def data_parallel_afterwards(rank: int, world: int) -> None:

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import Raised, assert_equal_weights, assert_same_bits, assert_same_tensors, raised_by
 from harness.checkpoints import SAVED, TOTAL, Run, load, save, start
+from harness.network import Block, Network, Size, full_state, is_matrix, loss_of, shard
 from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
 from harness.topologies import lay
@@ -32,8 +33,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon.check.model import Block, Network, Size, is_matrix, loss_of, shard
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.platform.torch_private import local_tensor
 

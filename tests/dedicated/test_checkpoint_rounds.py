@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from harness.assertions import assert_same_tensors
 from harness.checkpoints import start
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 
 import dmuon
-from dmuon.check.topologies import full_state
 from dmuon.dedicated import even_dtensor, state_dict
 from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import local_tensor

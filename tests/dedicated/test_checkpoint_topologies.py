@@ -28,6 +28,7 @@ from harness.checkpoints import (
     tensors_of,
     world_of,
 )
+from harness.network import full_state, is_matrix, loss_of
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS
@@ -46,8 +47,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
-from dmuon.check.model import is_matrix, loss_of
-from dmuon.check.topologies import full_state
 from dmuon.dedicated import state_dict
 from dmuon.dedicated.owned_tensor import OwnedTensor
 

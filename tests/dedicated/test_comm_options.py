@@ -10,20 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import pytest
+from harness.network import loss_of
 from harness.pool import RankPool
-from harness.topologies import lay, runtime_of
+from harness.topologies import lay
 from harness.toy import HIDDEN, WIDTH, batch, build
 
 import dmuon
-from dmuon.check.model import loss_of
-from dmuon.comm.context import Comm
-from dmuon.comm.lines import Line
 from dmuon.comm.monitor import Monitor, Pending
-from dmuon.planning import merging
-from dmuon.planning.merging import measured_merge_bytes
 
 LAYERS = 5
 BLOCK_BYTES = 4 * (WIDTH * WIDTH + 2 * WIDTH * HIDDEN)  # the three matrices of a block of the toy model, in fp32
@@ -153,57 +148,3 @@ def test_neighbours_travel_together_until_they_hold_so_many_bytes(seen: Any, nby
     for rank in seen(merge_bytes=nbytes):
         assert rank.reduced == names[::-1]
         assert rank.filled[: len(names)] == names
-
-
-def auto_step(rank: int, world: int, lap_s: float) -> Seen:
-    """Pretends that a message takes ``lap_s``, and another time on this rank, and a block of weights a second."""
-    byte_s = 1 / BLOCK_BYTES
-
-    def measured(_comm: Any, _line: Any, nbytes: int) -> float:
-        return (lap_s if rank else lap_s / 4) + (nbytes > 1) * nbytes * byte_s
-
-    with patch.object(merging, "_fastest", measured):
-        return second_step(rank, world, dmuon.CommOptions(merge_bytes="auto"))
-
-
-@pytest.mark.parametrize(("lap_s", "together"), [(1 / 16, 1), (0.25, 3), pytest.param(8.0, 5, marks=pytest.mark.slow)])
-def test_blocks_merge_until_a_message_takes_a_tenth_of_its_bytes(ranks: RankPool, lap_s: float, together: int) -> None:
-    """By the slowest rank's measurements; a byte's time is rounded to a power of two."""
-    for rank in ranks(2, auto_step, lap_s):
-        assert len(rank.reduced) == -(-LAYERS // together), rank.reduced
-
-
-def timed(_rank: int, _world: int) -> tuple[int, list[str]]:
-    model = lay("1d-two-lines", build(layers=LAYERS), comm=dmuon.CommOptions(merge_bytes="auto")).model
-    runtime = runtime_of(model)
-    return measured_merge_bytes(runtime.comm, BLOCK_BYTES), [buffer.name for buffer in runtime.buffers]
-
-
-def merged_over(rank: int, _world: int, slow: str) -> tuple[list[str], int]:
-    """Which lines are measured, and how many blocks merge where ``slow`` has the latency."""
-    measured: list[str] = []
-
-    def fastest(comm: Comm, line: Line, nbytes: int) -> float:
-        assert comm.row is not None and comm.column is not None
-        name = {id(comm.row.weights): "row", id(comm.column.weights): "column"}[id(line)]
-        measured.append(name)
-        lap = 2.0**-10 if name == slow else 0.0
-        return lap + 2.0**-20 * nbytes * (1 + rank / 16)  # a microsecond a byte
-
-    runtime = runtime_of(lay("hsdp", build(layers=LAYERS)).model)
-    with patch.object(merging, "_fastest", fastest):
-        return measured, measured_merge_bytes(runtime.comm, 200)
-
-
-@pytest.mark.parametrize(("slow", "blocks"), [("row", 11), ("column", 6), ("none", 1)])
-def test_columns_of_replicas_are_measured_too(ranks: RankPool, slow: str, blocks: int) -> None:
-    """A lap of 0.98 ms; 0.19 ms of bytes along the row, and half of that along each column."""
-    for measured, found in ranks(4, merged_over, slow):
-        assert measured == ["row", "row", "column", "column"]
-        assert found == (200 * min(blocks, 8) if blocks > 1 else 0)
-
-
-def test_what_is_measured_is_the_same_on_all_ranks(ranks: RankPool) -> None:
-    """Tiny blocks merge: a message takes longer than their bytes."""
-    (most, names), (other, of_other) = ranks(2, timed)
-    assert most == other and most % BLOCK_BYTES == 0 and names == of_other and len(names) < LAYERS

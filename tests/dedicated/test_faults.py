@@ -22,6 +22,7 @@ import torch.nn as nn
 from harness import gang
 from harness.assertions import assert_equal_weights
 from harness.limits import PROGRAM_SECONDS
+from harness.network import Network, full_state, loss_of
 from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, Laid, lay
@@ -29,8 +30,6 @@ from harness.toy import LR, SIZE, batch, build
 
 import dmuon
 import dmuon.comm.monitor
-from dmuon.check.model import Network, loss_of
-from dmuon.check.topologies import full_state
 from dmuon.comm.lifetime import Groups
 from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.replicated import GradAverager

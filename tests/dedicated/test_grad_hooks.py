@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import about, assert_equal_weights
+from harness.network import full_state, loss_of
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
 from harness.topologies import lay
@@ -16,8 +17,6 @@ from harness.toy import batch, build
 from torch import Tensor
 
 import dmuon
-from dmuon.check.model import loss_of
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import local_tensor
 

@@ -199,9 +199,6 @@ def check(
             )
 
 
-LAYOUTS = {"alone": 2, "sharded": 2, "hsdp": 4}
-
-
 @on_ranks(2)
 def test_keys_in_a_cache_give_the_gradients_of_one_process(rank: int, world: int) -> None:
     for seed, (how, inside, around, outside) in enumerate(
@@ -215,22 +212,6 @@ def test_keys_in_a_cache_give_the_gradients_of_one_process(rank: int, world: int
     ):
         for layout in ("alone", "sharded"):
             check(rank, world, layout, outside, seed, how=how, inside=inside, around=around)
-
-
-@pytest.mark.slow
-@on_ranks(None)
-@pytest.mark.parametrize(("layout", "world"), LAYOUTS.items())
-@pytest.mark.parametrize("how", ["view", "parameter", "product", "stash"])
-def test_no_hooks_and_no_checkpointing_change_that(rank: int, world: int, layout: str, how: str) -> None:
-    for inside, around, outside in product(INSIDE, AROUND, ("nothing",) if layout == "hsdp" else INSIDE):
-        check(rank, world, layout, outside, 0, how=how, inside=inside, around=around)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_fills_may_come_as_late_as_they_like(rank: int, world: int) -> None:
-    for seed in range(50):
-        check(rank, world, "alone", seed=seed, inside=("nothing", "pass through")[seed % 2])
 
 
 class Toy(nn.Module):

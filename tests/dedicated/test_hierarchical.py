@@ -15,24 +15,21 @@ import torch.distributed as dist
 from harness.assertions import about, assert_equal_weights, assert_same_bits, assert_same_tensors
 from harness.dedicated_toy import dedicate, refused
 from harness.hosts import on_hosts
-from harness.on_ranks import on_ranks
+from harness.network import full_state, loss_of
 from harness.oracle import reference_weights
 from harness.pool import RankPool
 from harness.topologies import Laid, lay, runtime_of
 from harness.toy import OPTIONS, batch, build
+from harness.traffic import Amount, Traffic
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.check.accounting import Amount, Traffic
-from dmuon.check.model import loss_of
-from dmuon.check.topologies import full_state
 from dmuon.comm import lines
 from dmuon.comm.lines import Line, gather, line_in_levels, reduce, scratch
 from dmuon.comm.monitor import Monitor
 from dmuon.layout.buffer import Transport, lay_spans
 from dmuon.layout.topology import GlobalRank, Position, node_grid
-from dmuon.planning import merging
 from dmuon.report.accounting import expected_traffic
 
 TWO_BY_TWO = "aabb"  # the host of each rank
@@ -322,29 +319,6 @@ def test_each_replica_has_a_row_of_two_levels() -> None:
         pool.close()
     assert_same_bits(found)
     assert_equal_weights(found[0], reference_weights(3))
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_blocks_merge_by_what_passes_all_rails(rank: int, world: int) -> None:
-    """What the probe sends, and that training goes on in two levels."""
-    sent: list[tuple[int, ...]] = []
-
-    def seen(transport: Transport, region: Tensor, parts: Any, line: Line) -> Any:
-        sent.append(tuple(parts))
-        return gather(transport, region, parts, line)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merging, "gather", seen)
-        comm = dmuon.CommOptions(hierarchical=True, merge_bytes="auto")
-        laid = laid_on(rank, "1d-4-two-lines", TWO_BY_TWO, comm=comm)
-    assert set(sent) == {(0, 1)}, "one position on each of two rails"
-    optimizer = laid.optimizer()
-    for step in range(3):
-        optimizer.zero_grad()
-        laid.backward(step)
-        optimizer.step()
-    assert_equal_weights(full_state(laid.model), reference_weights(3))
 
 
 def refuse(rank: int, _world: int, hosts: str) -> None:

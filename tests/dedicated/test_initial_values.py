@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_same_tensors
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.toy import build
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.check.topologies import full_state
 from dmuon.dedicated import initial_values
 
 

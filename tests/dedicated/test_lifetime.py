@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.limits import PROGRAM_SECONDS
+from harness.network import loss_of, shard
 from harness.on_ranks import on_ranks
 from harness.toy import LR, batch, build, train
 from torch import Tensor
@@ -26,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon
 import dmuon.dedicated.dedicate
-from dmuon.check.model import loss_of, shard
 from dmuon.comm import agreement, lifetime
 from dmuon.platform.torch_private import group_names
 

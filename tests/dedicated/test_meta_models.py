@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_same_tensors, raised_by
+from harness.network import full_state, tensor_parallel
 from harness.on_ranks import on_ranks
 from harness.topologies import LAYOUTS, lay
 from harness.toy import OPTIONS, build
@@ -25,7 +26,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
-from dmuon.check.topologies import full_state, tensor_parallel
 from dmuon.comm.monitor import CollectiveError
 from dmuon.dedicated import initial_values
 from dmuon.platform.torch_private import local_tensor

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 from harness.assertions import assert_equal_weights
+from harness.network import loss_of
 from harness.oracle import reference_weights
 from harness.toy import OPTIONS, batch, build
 
 import dmuon
-from dmuon.check.model import loss_of
 
 
 @pytest.mark.pitfall("P56")

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from harness.assertions import Raised, raised_by
 from harness.dedicated_toy import dedicate, default_mesh, refused
+from harness.network import Block, Network, tensor_parallel
 from harness.pool import RankPool
 from harness.toy import SIZE, WIDTH, build
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,8 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import dmuon
-from dmuon.check.model import Block, Network
-from dmuon.check.topologies import tensor_parallel
 
 
 class Fault(LookupError):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.assertions import assert_close
+from harness.network import Network, full_state, is_matrix, loss_of
 from harness.on_ranks import on_ranks
 from harness.topologies import Laid, lay
 from harness.toy import batch, build
@@ -22,8 +23,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Replicate
 
-from dmuon.check.model import Network, is_matrix, loss_of
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.owned_tensor import OwnedTensor
 
 TOLERANCE = 2e-6

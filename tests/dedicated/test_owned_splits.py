@@ -10,6 +10,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.fused import FusedModel, by_spec, fused_loss, fused_reference
 from harness.hand_laid import SPLITS
+from harness.network import full_state
 from harness.on_ranks import on_ranks, over_ranks
 from harness.toy import OPTIONS
 from torch.distributed.checkpoint.state_dict import (
@@ -21,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dmuon
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 
 STEPS = 3

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
+from harness.network import full_state, loss_of, shard
 from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.toy import OPTIONS, batch, build
@@ -17,8 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import dmuon
-from dmuon.check.model import loss_of, shard
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 
 STAGES, LAYERS, MICRO, STEPS, MAX_NORM = 2, 4, 4, 3, 0.5

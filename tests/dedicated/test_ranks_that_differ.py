@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_close
+from harness.network import Size
 from harness.on_ranks import on_ranks
 from harness.topologies import Laid, lay
 from harness.toy import OPTIONS, batch, build
+from harness.traffic import Traffic
 from torch import Tensor
 
 import dmuon
-from dmuon.check.accounting import Traffic
-from dmuon.check.model import Size
 from dmuon.comm.monitor import CollectiveError
 from dmuon.dedicated.dedication import dedications
 

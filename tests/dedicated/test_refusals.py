@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import Raised, raised_by
 from harness.dedicated_toy import dedicate, dedicated, default_mesh, refused
+from harness.network import Network
 from harness.pool import RankPool
 from harness.toy import batch, build
 from harness.trees import node, stack
@@ -24,7 +25,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import dmuon
-from dmuon.check.model import Network
 
 
 def pairs(*names: str) -> DeviceMesh:
@@ -308,7 +308,8 @@ BAD_COMM: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"outstanding_reductions": 0}, ValueError, "comm.outstanding_reductions must be at least 1, got 0"),
     ({"outstanding_reductions": True}, TypeError, "comm.outstanding_reductions must be an integer, got True"),
     ({"merge_bytes": -5}, ValueError, "comm.merge_bytes must be at least 0, got -5"),
-    ({"merge_bytes": "1M"}, TypeError, "comm.merge_bytes must be an integer, got '1M'"),
+    ({"merge_bytes": 1.5}, TypeError, "comm.merge_bytes must be an integer, got 1.5"),
+    ({"merge_bytes": "auto"}, TypeError, "comm.merge_bytes='auto' is no number; write the bytes that dmuon-plan"),
     ({"max_ctas": 0}, ValueError, "comm.max_ctas must be at least 1, got 0"),
     ({"asynchronous": 0}, TypeError, "comm.asynchronous must be True or False, got 0"),
     ({"timeout": 30}, TypeError, "comm.timeout must be a datetime.timedelta or None, got 30"),

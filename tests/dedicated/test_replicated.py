@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import Network, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.oracle import Reference
 from harness.toy import OPTIONS, SIZE, batch, build
@@ -20,8 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from dmuon.check.model import Network, is_matrix, loss_of, shard
-from dmuon.check.topologies import full_state
 from dmuon.dedicated import replicated
 
 STEPS = 5

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import full_state, loss_of, shard
 from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay, runtime_of
@@ -17,9 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.check.accounting import Traffic
-from dmuon.check.model import loss_of, shard
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 
 
@@ -34,49 +31,6 @@ def dedicate(model: nn.Module, world: int, fsdp: bool = True, keep: bool = False
 
 
 # -- freshness ----------------------------------------------------------------------------------------------------
-
-
-def run_fresh_weights(rank: int, world: int) -> None:
-    tokens, targets = batch(0)
-    for keep in (False, True):
-        model = build()
-        optimizer = dedicate(model, world, keep=keep)
-        twin = build()
-        loss_of(model, tokens, targets).backward()
-        optimizer.step()  # publishes: buffers are being filled with the new weights now
-        target = {n: torch.randn_like(p) for n, p in twin.state_dict().items()}
-        twin.load_state_dict(target)
-        model.load_state_dict({n: _as(model.state_dict()[n], t) for n, t in target.items()})
-        with torch.no_grad():
-            assert torch.allclose(model(tokens), twin(tokens), atol=1e-6), (
-                "forward after a load uses the loaded weights"
-            )
-            for p, q in zip(model.blocks[0].parameters(), twin.blocks[0].parameters(), strict=True):
-                p.mul_(0.5)
-                q.mul_(0.5)
-            assert torch.allclose(model(tokens), twin(tokens), atol=1e-6), "… and after an edit the edited ones"
-            for p, q in zip(model.blocks[1].parameters(), twin.blocks[1].parameters(), strict=True):
-                p.data.mul_(0.5)
-                q.data.mul_(0.5)
-            assert torch.allclose(model(tokens), twin(tokens), atol=1e-6), "… also through .data"
-        out = loss_of(model, tokens, targets)
-        with torch.no_grad():
-            for p in dmuon.owned_parameters(model):
-                p.mul_(0.5)
-        with pytest.raises(RuntimeError, match=r"block 'blocks\.2' changed between its forward and its backward"):
-            out.backward()
-        dist.barrier()
-
-
-def _as(like: Tensor, value: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
-
-
-@pytest.mark.pitfall("P17", "P28")
-def test_forward_never_uses_weights_of_an_older_generation(ranks: RankPool) -> None:
-    ranks(2, run_fresh_weights)
 
 
 def run_foreign_optimizer(rank: int, world: int) -> None:
@@ -191,39 +145,6 @@ def test_ranks_that_own_nothing(ranks: RankPool) -> None:
         optimizer.step()
     for weights, _ in results:
         assert_equal_weights(weights, {n: p.detach() for n, p in model.state_dict().items()})
-
-
-# -- collectives --------------------------------------------------------------------------------------------------
-
-
-def run_counts(rank: int, world: int, keep: bool, micro: int) -> dict[str, int]:
-    model = build()
-    optimizer = dedicate(model, world, fsdp=False, keep=keep)
-    tokens, targets = shard(batch(0), rank, world)
-    for _ in range(2):
-        with Traffic() as traffic:
-            for i in range(micro):
-                dmuon.set_requires_gradient_sync(model, i == micro - 1)
-                loss_of(model, tokens, targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return traffic.operations()
-
-
-@pytest.mark.pitfall("P12", "P26")
-@pytest.mark.parametrize(("keep", "micro"), [(False, 1), (True, 1), (False, 3), (True, 3)])
-def test_collective_counts(ranks: RankPool, keep: bool, micro: int) -> None:
-    """Per block and owner: broadcasts once per pass over resharded weights or once per step when kept, one reduce."""
-    owners_per_block = 2
-    blocks = 3
-    results = ranks(2, run_counts, keep, micro)
-    fills = blocks if keep else 2 * micro * blocks
-    for counts in results:
-        assert counts == {
-            "broadcast_": fills * owners_per_block,
-            "reduce_": blocks * owners_per_block,
-            "allreduce_": 2,  # one bucket of replicated gradients, one exchange of what was used
-        }
 
 
 # -- misuse -------------------------------------------------------------------------------------------------------

@@ -13,13 +13,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.assertions import assert_same_tensors
 from harness.checkpoints import FULL_ON_RANK_0, start
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.toy import build
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate
-
-from dmuon.check.topologies import full_state
 
 REFUSED = r"in a state dict of a dedicated model cannot be written to one file as it is, since each rank has "
 

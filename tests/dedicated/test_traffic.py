@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from harness.network import loss_of
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
 from harness.toy import batch, build
+from harness.traffic import Amount, Traffic
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
-from dmuon.check.accounting import Amount, Traffic
-from dmuon.check.model import loss_of
 from dmuon.dedicated.dedication import dedications
 from dmuon.report.accounting import expected_memory, expected_traffic
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import about, assert_equal_weights
+from harness.network import Block, Network, Size, full_state
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
 from harness.topologies import lay
@@ -21,8 +22,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.check.model import Block, Network, Size
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 
 pytestmark = pytest.mark.pitfall("P66")

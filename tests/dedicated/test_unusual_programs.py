@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from harness.assertions import about, assert_equal_weights, assert_same_bits
+from harness.network import Block, Size, full_state, loss_of
 from harness.oracle import Reference, reference_weights
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, Laid, lay, runtime_of
@@ -17,8 +17,6 @@ from programs.unusual import PROGRAMS, Optional, Program, accumulate
 from torch import Tensor
 
 import dmuon
-from dmuon.check.model import Block, Size, loss_of
-from dmuon.check.topologies import full_state
 
 MERGED = 10**6  # bytes: all blocks of a toy model together
 
@@ -158,42 +156,6 @@ def test_parameters_that_only_some_ranks_use(
     for weights, names in results:
         assert names == expected
         assert_equal_weights(weights, {n: p.detach() for n, p in model.state_dict().items()})
-
-
-# -- a user's own collectives -------------------------------------------------------------------------------------
-
-
-def run_user_collectives(rank: int, world: int, name: str) -> dict[str, Tensor]:
-    """All-reduces of the user between and within forward and backward, some still under way."""
-    laid, optimizer = laid_out(name, build(), {})
-    works: list[tuple[Any, Tensor]] = []
-
-    def communicate(*_: Any) -> None:
-        value = torch.full((1000,), float(rank))
-        works.append((dist.all_reduce(value, async_op=True), value))
-
-    for block in laid.model.blocks:
-        block.register_forward_hook(communicate)
-        block.up.register_full_backward_hook(communicate)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = laid.loss(step)
-        communicate()
-        dist.barrier()
-        loss.backward()
-        communicate()
-        optimizer.step()
-    for work, value in works:
-        work.wait()
-        assert torch.equal(value, torch.full((1000,), float(sum(range(world)))))
-    return full_state(laid.model)
-
-
-@pytest.mark.pitfall("P25")
-@pytest.mark.parametrize("name", ["hsdp", "ddp-2"])
-def test_collectives_of_the_user_do_not_interleave(ranks: RankPool, name: str) -> None:
-    for weights in ranks(LAYOUTS[name].world, run_user_collectives, name):
-        assert_equal_weights(weights, reference_weights(3))
 
 
 # -- compile ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from harness.assertions import assert_equal_weights
 from harness.checkpoints import SINGLE, TOTAL, Run
 from harness.checkpoints import start as start_checkpointed
 from harness.exchanged_runs import MOMENTUM, by_dtensors, expected_weights, inner, momenta, start
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dmuon
-from dmuon.check.topologies import full_state
 from dmuon.platform.torch_private import local_tensor
 
 

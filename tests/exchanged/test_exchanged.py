@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,23 +14,20 @@ import torch.nn as nn
 from harness.assertions import assert_close, assert_equal_weights
 from harness.dtensors import give, no_whole_tensors, noise, parameter, placements_of, whole
 from harness.hand_laid import Weights
+from harness.network import Block, Network, Size, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference, Twin, reference_weights
 from harness.pool import RankPool
 from harness.topologies import EXCHANGED, LAYOUTS, Laid, lay, orthogonalized
-from harness.toy import LR, OPTIONS, batch, build
+from harness.toy import OPTIONS, batch, build
+from harness.traffic import Amount, Traffic
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.utils import clip_grad_norm_ as torch_clip
-from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
-from dmuon import create_dtensor_config, create_processgroup_config
-from dmuon.check.accounting import Amount, Traffic
-from dmuon.check.model import Block, Network, Size, is_matrix, loss_of, shard
-from dmuon.check.topologies import full_state
+from dmuon import create_dtensor_config
 from dmuon.kernels.newton_schulz import _spans
 from dmuon.layout.parcels import travels
 from dmuon.report.accounting import expected_exchange
@@ -39,7 +35,6 @@ from dmuon.report.accounting import expected_exchange
 storage = importlib.import_module("dmuon.kernels.storage")
 
 LENGTHS = pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
-MAX_NORM = 0.5  # below the norm of every step
 
 
 class ThinBlock(Block):
@@ -97,12 +92,12 @@ QUICK = ("fsdp2-2", "fsdp2-tp", "tp-alone", "replicate-fsdp")
     ("name", "steps"),
     [
         *((name, 5) for name in QUICK),
-        *(pytest.param(name, 20, marks=pytest.mark.slow) for name in SMALL if name != "fsdp2-2"),
-        pytest.param("fsdp2-2", 100, marks=pytest.mark.slow),
+        *(pytest.param(name, 10, marks=pytest.mark.slow) for name in SMALL if name != "fsdp2-2"),
+        pytest.param("fsdp2-2", 50, marks=pytest.mark.slow),
     ],
 )
 def test_steps_equal_single_process(ranks: RankPool, name: str, steps: int) -> None:
-    ranks(LAYOUTS[name].world, trajectory, name, steps, timeout=200 if steps == 100 else 60)
+    ranks(LAYOUTS[name].world, trajectory, name, steps, timeout=200 if steps == 50 else 60)
 
 
 def bf16_on_unlike_cpus(rank: int, _world: int, name: str, dtype: Any) -> None:
@@ -136,7 +131,7 @@ def test_ranks_of_which_one_multiplies_bf16_exchange_it(ranks: RankPool, name: s
 def test_eight_ranks_of_hsdp_and_tensor_parallelism() -> None:
     pool = RankPool(most=8)
     try:
-        pool(8, trajectory, "fsdp2-hsdp-tp", 20, timeout=300)
+        pool(8, trajectory, "fsdp2-hsdp-tp", 5, timeout=300)
     finally:
         pool.close()
 
@@ -176,78 +171,6 @@ def test_half_precision_equals_a_single_process_that_rounds_as_well(rank: int, w
     for names, tolerance in ((single.keys() - vectors, 3e-4), (vectors, 1e-2)):
         assert_equal_weights({n: weights[n] for n in names}, {n: single[n] for n in names}, tolerance)
     assert_same_over_ranks(weights)
-
-
-# -- pipeline stages ------------------------------------------------------------------------------------------------
-
-
-class Stage(nn.Module):
-    """Some of a toy's modules, under the toy's names."""
-
-    def __init__(self, model: Network, first: bool) -> None:
-        super().__init__()
-        self.first = first
-        self.blocks = nn.ModuleDict({str(i): b for i, b in enumerate(model.blocks) if (i == 0) == first})
-        if first:
-            self.embed = model.embed
-        else:
-            self.norm, self.head = model.norm, model.head
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x) if self.first else x
-        for block in self.blocks.values():
-            x = block(x)
-        return x if self.first else self.head(self.norm(x))
-
-
-@pytest.mark.parametrize("given", [True, False], ids=["groups", "dtensors"])
-@LENGTHS
-@on_ranks(4)
-def test_pipeline_stages_do_not_meet(rank: int, world: int, given: bool, steps: int) -> None:
-    """Ranks 0 and 1 shard the first block, ranks 2 and 3 the others; activations and their gradients travel."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
-    first, peer = rank < 2, (rank + 2) % 4
-    stage = Stage(toy("pp"), first)
-    for module in (*stage.blocks.values(), stage):
-        fully_shard(module, mesh=mesh["fsdp"])
-    if given:
-        config = create_processgroup_config(
-            fsdp_pg=mesh.get_group("fsdp"), pp_pg=mesh.get_group("pp"), costs="flops", prefetch_count=2
-        )
-    else:
-        config = create_dtensor_config(costs="flops")
-    block_of = {id(p): name for name, p in stage.named_parameters() if is_matrix(name)}
-    groups = [
-        {"params": [p for p in stage.parameters() if id(p) in block_of], "use_muon": True},
-        {"params": [p for p in stage.parameters() if id(p) not in block_of and p.ndim > 1], "use_muon": False},
-        {"params": [p for p in stage.parameters() if p.ndim < 2], "use_muon": False, "weight_decay": 0.0},
-    ]
-    optimizer = dmuon.Muon(groups, distributed_config=config, **OPTIONS)
-    calls = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        tokens, targets = (part.chunk(2)[rank % 2] for part in batch(step))
-        if first:
-            hidden = stage(tokens)
-            dist.send(hidden.detach(), peer)
-            grad = torch.empty_like(hidden)
-            dist.recv(grad, peer)
-            hidden.backward(grad)
-        else:
-            hidden = torch.empty(*tokens.shape, 13)
-            dist.recv(hidden, peer)
-            hidden.requires_grad_()
-            torch.nn.functional.cross_entropy(stage(hidden).flatten(0, 1), targets.flatten()).backward()
-            assert hidden.grad is not None
-            dist.send(hidden.grad, peer)
-        optimizer.step()
-        calls.append(optimizer.last_step.ns_matrices)
-    weights = {name: whole(p) for name, p in stage.named_parameters()}
-    single = expected(True, steps)
-    assert_equal_weights(weights, {name: single[name] for name in weights})
-    assert over_ranks(len(weights)) == 2 * len(single)
-    assert_same_over_ranks(weights, mesh.get_group("fsdp"))
-    assert [over_ranks(of_step, mesh.get_group("fsdp")) for of_step in calls] == [5 if first else 10] * steps
 
 
 # -- traffic --------------------------------------------------------------------------------------------------------
@@ -325,8 +248,8 @@ SCHEDULES: list[dict[str, Any]] = [
     [
         (2, "fsdp2-2", range(0, 12, 3)),
         *(
-            pytest.param(world, name, range(len(SCHEDULES)), marks=pytest.mark.slow)
-            for world, name in ((2, "fsdp2-2"), (4, "fsdp2-tp"), (4, "fsdp2-hsdp"))
+            pytest.param(world, name, range(start, len(SCHEDULES), step), marks=pytest.mark.slow)
+            for world, name, start, step in ((2, "fsdp2-2", 0, 1), (4, "fsdp2-tp", 0, 5), (4, "fsdp2-hsdp", 1, 5))
         ),
     ],
 )
@@ -417,43 +340,6 @@ def test_momentum_is_fp32_or_wider_whatever_the_parameter_is(rank: int, world: i
 # -- gradients ------------------------------------------------------------------------------------------------------
 
 
-def clipped(
-    network: Network, optimizer: Any, backward: Callable[[int], None], clip: Callable[..., Tensor]
-) -> tuple[dict[str, Tensor], list[float]]:
-    norms = []
-    for step in range(4):
-        optimizer.zero_grad()
-        backward(step)
-        norm = clip(network.parameters(), MAX_NORM)
-        norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
-        optimizer.step()
-    return full_state(network), norms
-
-
-@pytest.mark.pitfall("P34", "P36", "P37")
-@pytest.mark.parametrize(
-    ("world", "names", "clip"),
-    [
-        (2, ["fsdp2-2", "ddp", "tp-alone"], dmuon.clip_grad_norm_),  # tp mixes DTensors with plain tensors
-        pytest.param(4, ["fsdp2-hsdp"], torch_clip, marks=pytest.mark.slow),
-        pytest.param(2, ["fsdp2-2", "ddp"], torch_clip, marks=pytest.mark.slow),
-        pytest.param(4, ["fsdp2-hsdp", "fsdp2-tp"], dmuon.clip_grad_norm_, marks=pytest.mark.slow),
-    ],
-)
-@on_ranks()
-def test_clipping_before_the_step_equals_single_process(rank: int, world: int, names: list[str], clip: Any) -> None:
-    for name in names:
-        model, laid = toy(name), lay(name, toy(name))
-        weights, norms = clipped(laid.network, laid.optimizer(), laid.backward, clip)
-        reference = Reference(model, matrix=is_matrix)
-        single, of_single = clipped(model, reference, lambda s, m=model: loss_of(m, *batch(s)).backward(), torch_clip)
-        assert min(of_single) > MAX_NORM
-        assert norms == pytest.approx(of_single, rel=1e-5), name
-        assert_equal_weights(weights, single)
-        with pytest.raises(AssertionError, match="relative error"):
-            assert_equal_weights(weights, expected("tp" not in name, 4))
-
-
 UNUSED = [((12, 8), Shard(0)), ((12, 8), Shard(0)), ((12, 8), Shard(0)), ((5, 5), Shard(1)), ((4, 6), Replicate())]
 
 
@@ -503,30 +389,6 @@ def test_a_nan_stays_in_its_matrix_and_a_zero_gradient_is_zero(rank: int, world:
 
 
 # -- process groups -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("P24", "P25")
-@on_ranks(2, fresh=True)
-def test_a_new_process_group_and_a_users_own_collectives(rank: int, world: int) -> None:
-    """One configuration for two optimizers, with the process group of the first one destroyed in between."""
-    config = create_dtensor_config(costs="flops")
-    store = dist.distributed_c10d._get_default_store()
-    for attempt in range(2):
-        mesh = init_device_mesh("cpu", (world,))
-        weights = Weights()
-        for i in range(3):
-            weights.shard(i, (6 + i, 4), mesh, [Shard(0)])
-        flying = torch.ones(1000)
-        optimizer = weights.optimizer(config)
-        work = dist.all_reduce(flying, async_op=True)
-        weights.train(optimizer, 1)
-        work.wait()
-        assert flying.eq(world).all()
-        weights.check(optimizer)
-        if attempt == 0:
-            dist.destroy_process_group()
-            torch.distributed.tensor.debug._clear_sharding_prop_cache()
-            dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
 
 
 @pytest.mark.pitfall("P37")
@@ -618,30 +480,6 @@ def test_another_placement_is_planned_anew_and_momentum_follows(rank: int, world
 
 
 # -- training loops -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.pitfall("P09", "P55")
-@on_ranks(2)
-def test_schedulers_reach_both_routes_and_closures_work(rank: int, world: int) -> None:
-    """With a scheduler, and with a closure instead of a loop body."""
-    model, laid = toy("fsdp2-2"), lay("fsdp2-2", toy("fsdp2-2"))
-    optimizer, reference = laid.optimizer(adamw_lr=2 * LR), Reference(model, matrix=is_matrix, adamw_lr=2 * LR)
-    schedulers = [LambdaLR(one, lambda step: 0.5**step) for one in (optimizer, reference.muon, reference.adamw)]
-    for step in range(4):
-
-        def closure(step: int = step) -> float:
-            optimizer.zero_grad()
-            laid.backward(step)
-            return float(step)
-
-        assert optimizer.step(closure) == step
-        reference.zero_grad()
-        loss_of(model, *batch(step)).backward()
-        reference.step()
-        for scheduler in schedulers:
-            scheduler.step()
-    assert_equal_weights(full_state(laid.network), dict(model.state_dict()))
-    assert [group["lr"] for group in optimizer.param_groups] == [LR / 16, LR / 8, LR / 8]
 
 
 @on_ranks(2)

@@ -25,6 +25,7 @@ from harness.exchanged_runs import (
     start,
     world_of,
 )
+from harness.network import full_state, is_matrix
 from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
@@ -41,8 +42,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon.check.model import is_matrix
-from dmuon.check.topologies import full_state
 from dmuon.platform.torch_private import local_tensor
 
 # -- between topologies and residencies ----------------------------------------------------------------------------

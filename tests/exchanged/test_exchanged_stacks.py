@@ -12,10 +12,12 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights, raised_by
 from harness.dtensors import no_whole_tensors, noise, parameter, placements_of
 from harness.hand_laid import Weights
+from harness.network import full_state
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.toy import DECAY, OPTIONS, VOCAB, WIDTH, train
+from harness.traffic import Traffic
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,8 +26,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import dmuon
 from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_config
-from dmuon.check.accounting import Traffic
-from dmuon.check.topologies import full_state
 from dmuon.exchanged import assignment
 
 SHAPES = [(5, 6, 4), (3, 4, 9), (1, 7, 7), (4, 1, 8)]

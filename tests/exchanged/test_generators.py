@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.hand_laid import Cut, Weights
+from harness.network import full_state, loss_of
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
 from harness.topologies import LAYOUTS, lay, orthogonalized
@@ -31,9 +31,6 @@ from dmuon import (
     create_dtensor_config,
     create_processgroup_config,
 )
-from dmuon.check.model import loss_of
-from dmuon.check.topologies import full_state
-from dmuon.exchanged import generators, layouts
 from dmuon.platform.torch_private import default_store, group_names
 
 # As the documents call Muon; "classic" coefficients are those of torch.optim.Muon.
@@ -118,34 +115,6 @@ def test_one_process_needs_no_torch_distributed(make: Callable[..., DistributedC
     weights, count = trained(build(), make and make(costs="flops"))
     assert count == STEPS * MATRICES
     assert_equal_weights(weights, expected_weights())
-
-
-@on_ranks(2)
-def test_the_documents_validation_program_passes(rank: int, world: int) -> None:
-    """The document's "Correctness validation", with fully_shard for FSDP."""
-    model_ref = build()
-    optimizer_ref = dmuon.Muon(model_ref.parameters(), lr=0.02)
-    train(model_ref, optimizer_ref, range(STEPS))
-
-    model_dist = lay("fsdp2-2", build()).model
-    optimizer_dist = dmuon.Muon(
-        model_dist.parameters(),
-        lr=0.02,
-        distributed_config=create_processgroup_config(fsdp_pg=dist.group.WORLD, costs="flops"),
-    )
-    train(model_dist, optimizer_dist, range(STEPS), rank, world)
-
-    found, expected = full_state(model_dist), model_ref.state_dict()
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-5)
-
-
-def test_vectors_in_a_group_for_muon_are_refused_and_bare_ones_go_to_adamw() -> None:
-    model = build(layers=1)
-    with pytest.raises(ValueError, match=r"has 1 dimensions; Muon takes matrices.*use_muon=False"):
-        dmuon.Muon([{"params": list(model.parameters()), "use_muon": True}])
-    groups = dmuon.Muon(model.parameters()).param_groups
-    assert [(g["use_muon"], {p.ndim for p in g["params"]}) for g in groups] == [(True, {2}), (False, {1})]
 
 
 # -- plain shards ---------------------------------------------------------------------------------------------------
@@ -340,21 +309,6 @@ def test_collectives_of_the_user_do_not_meet_those_of_a_step(rank: int, world: i
 # -- ranks of a grid ------------------------------------------------------------------------------------------------
 
 
-@on_ranks(4)
-def test_the_ranks_of_a_grid_are_connected_once(rank: int, world: int) -> None:
-    """They take no part in steps in which they share nothing."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
-    groups: dict[str, Any] = {"ep_pg": mesh.get_group("ep"), "fsdp_pg": mesh.get_group("fsdp")}
-    config = create_processgroup_config(**groups, shard_dims={"fsdp": 0}, costs="flops")
-    with mock.patch.object(layouts, "make_domain", wraps=layouts.make_domain) as made:
-        optimizer = dmuon.Muon([nn.Parameter(torch.ones(2, 4))], distributed_config=config)
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 4))], "use_muon": True})
-    first = 2 * (rank // 2)
-    assert [tuple(sorted(call.args[0])) for call in made.call_args_list] == [(0, 1, 2, 3), (first, first + 1)]
-    assert optimizer._exchange is not None
-    assert [domain.ranks for domain, _ in optimizer._exchange.domains] == [(first, first + 1)]
-
-
 @on_ranks(2)
 def test_wrapped_functions_use_their_process_groups_again(rank: int, world: int) -> None:
     """Functions of the user's around generated ones: another parameter opens no further process groups."""
@@ -473,27 +427,3 @@ def test_a_configuration_serves_several_optimizers_of_one_process(make: Callable
         weights = Weights().cut([Cut((3, 4))])
         weights.train(weights.optimizer(of_optimizer), 1)
         weights.check()
-
-
-@on_ranks(2)
-def test_default_layouts_keep_process_groups_and_plans(rank: int, world: int) -> None:
-    """A new group keeps the process groups, and a plan that says who owns the very same matrices."""
-    with mock.patch.object(generators, "LayoutOptions", partial(generators.LayoutOptions, costs="flops")):
-        mesh = init_device_mesh("cpu", (world,))
-        params = [nn.Parameter(distribute_tensor(torch.ones(4, 3 + i), mesh, [Shard(0)])) for i in range(3)]
-        optimizer = dmuon.Muon(params[:1])
-        exchanges = [optimizer._exchange]
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "use_muon": False})
-        exchanges.append(optimizer._exchange)
-        optimizer.add_param_group({"params": params[1:2], "use_muon": True})
-        exchanges.append(optimizer._exchange)
-        optimizer.param_groups[0]["params"].append(params[2])
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        exchanges.append(optimizer._exchange)
-    found = [one.layouts for one in exchanges if one is not None and one.layouts is not None]
-    plans = [one.plans[tuple(range(world))] for one in found]  # type: ignore[index]
-    assert plans[0] is plans[1] and len({*map(id, plans)}) == 3
-    assert len({id(domain) for one in exchanges if one is not None for domain, _ in one.domains}) == 1
-    assert len(optimizer.exchanged()) == 3

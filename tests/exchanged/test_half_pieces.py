@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from harness.assertions import assert_close
 from harness.dtensors import give, noise, parameter, whole
+from harness.network import full_state
 from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS, lay
@@ -19,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import dmuon
-from dmuon.check.topologies import full_state
 from dmuon.step import rounds
 
 STEPS = 3

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import Network, full_state, is_matrix
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.toy import OPTIONS, build, train
@@ -19,8 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.check.model import Network, is_matrix
-from dmuon.check.topologies import full_state
 
 STEPS = 3
 Built = tuple[nn.Module, dmuon.Muon]

@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.assertions import about, assert_equal_weights, assert_same_tensors
 from harness.checkpoints import FROM_RANK_0, FULL, SINGLE, Run, load, start
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict
 
-from dmuon.check.topologies import full_state
 from dmuon.platform.torch_private import local_tensor
 
 SAVED, TOTAL = 2, 4

@@ -15,6 +15,7 @@ import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.dtensors import functions_of_whole_tensors
 from harness.hand_laid import Cut, Weights
+from harness.network import full_state
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
@@ -26,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_config
-from dmuon.check.topologies import full_state
 from dmuon.step.rounds import ExchangedRound
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
@@ -62,11 +62,11 @@ class Joined:
     """What a collective brings, once it has been waited for."""
 
     def __init__(self, value: Tensor | None, work: Any) -> None:
-        self._value, self._work = value, work
+        self.value, self._work = value, work
 
     def wait(self) -> Tensor | None:
         self._work.wait()
-        return self._value
+        return self.value
 
 
 def gather_to_join(update: Tensor, *, dst_rank: int, state: State) -> Joined:
@@ -137,16 +137,16 @@ class Recorded:
 
     def __init__(self, functions: Functions) -> None:
         self.calls: list[tuple[str, int, int]] = []
-        self._functions = functions
+        self.functions = functions
 
     def gather_fn(self, update: Tensor, dst_rank: int, state: State) -> Any:
         self.calls.append(("gather", state["current_param_idx"], dst_rank))
-        return self._functions[0](update, dst_rank=dst_rank, state=state)
+        return self.functions[0](update, dst_rank=dst_rank, state=state)
 
     def redistribute_fn(self, update: Tensor | None, src_rank: int, state: State) -> Any:
         self.calls.append(("redistribute", state["current_param_idx"], src_rank))
         assert (update is not None) == (state["rank"] == src_rank)
-        return self._functions[1](update, src_rank=src_rank, state=state)
+        return self.functions[1](update, src_rank=src_rank, state=state)
 
 
 def stepped(
@@ -464,13 +464,3 @@ def test_a_users_assignment_moves_stacks(rank: int, world: int, move: bool) -> N
     stack.grad = torch.randn(4, 3, 5)
     optimizer.step()
     assert optimizer.last_step.ns_matrices == ((4 if config.state["moved to"] == rank else 0) if move else 2)
-
-
-@pytest.mark.pitfall("P49")
-@on_ranks(2)
-def test_no_rank_needs_a_matrix(rank: int, world: int) -> None:
-    weight = nn.Parameter(torch.ones(2, 3))
-    config = DistributedConfig(by_index, gather, scatter, {})
-    optimizer = dmuon.Muon([{"params": [weight], "use_muon": False}], distributed_config=config)
-    weight.grad = torch.ones(2, 3)
-    optimizer.step()

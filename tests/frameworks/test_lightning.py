@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.assertions import assert_equal_weights, assert_same_tensors
+from harness.network import is_matrix, loss_of
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.oracle import Reference
 from harness.toy import OPTIONS, batch, build
@@ -22,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.check.model import is_matrix, loss_of
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed (the extra 'frameworks')")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

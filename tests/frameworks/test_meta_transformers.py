@@ -14,13 +14,13 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import transformers
 from harness.assertions import assert_same_tensors
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.check.topologies import full_state
 
 
 def on_meta() -> transformers.PreTrainedModel:

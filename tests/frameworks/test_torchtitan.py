@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.assertions import assert_equal_weights, assert_same_tensors
+from harness.network import Network, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import Reference
 from harness.toy import OPTIONS, SIZE, batch, build
@@ -22,8 +23,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon.check.model import Network, is_matrix, loss_of, shard
-from dmuon.check.topologies import full_state
 from dmuon.model.routing import route_parameters
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed (the extra 'frameworks')")

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import dmuon
-from dmuon.check.model import loss_of
 from dmuon.platform.torch_private import local_tensor
+from harness.network import loss_of
 from harness.oracle import Reference
 from harness.topologies import LAYOUTS, lay
 from harness.toy import OPTIONS, batch, build

@@ -16,8 +16,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
-from dmuon.check.model import Network, loss_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from harness.network import Network, loss_of
 from harness.topologies import Laid, lay
 from harness.toy import batch, build
 
@@ -106,12 +106,12 @@ class Snapshot:
     def assert_clipped(self, max_norm: float, norm: float, case: str) -> None:
         expected = [with_gradient(copy.double()) for copy in self.copies]
         clip_grads_with_norm_(expected, max_norm, torch.tensor(norm, dtype=torch.float64))
-        self._assert_equal([p.grad for p in expected], case)  # type: ignore[misc]
+        self.assert_equal([p.grad for p in expected], case)  # type: ignore[misc]
 
     def assert_clamped(self, limit: float, case: str) -> None:
-        self._assert_equal([copy.double().clamp(-limit, limit) for copy in self.copies], case)
+        self.assert_equal([copy.double().clamp(-limit, limit) for copy in self.copies], case)
 
-    def _assert_equal(self, expected: list[Tensor], case: str) -> None:
+    def assert_equal(self, expected: list[Tensor], case: str) -> None:
         for found, wanted in zip(self.held, expected, strict=True):
             assert torch.allclose(found.double(), wanted, rtol=2e-6, atol=1e-30, equal_nan=True), case
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon
-from dmuon.check.model import Network
+from harness.network import Network
 from harness.toy import build
 
 

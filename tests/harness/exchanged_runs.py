@@ -13,9 +13,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 import dmuon
-from dmuon.check.model import is_matrix
 from harness.checkpoints import SINGLE, TOTAL, Run
 from harness.dtensors import functions_of_whole_tensors
+from harness.network import is_matrix
 from harness.oracle import Twin, reference_weights
 from harness.topologies import LAYOUTS, lay
 from harness.toy import OPTIONS, build

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon.check.model import shard
 from harness.dtensors import noise
 from harness.hand_laid import SPLITS, Split
+from harness.network import shard
 from harness.oracle import Twin
 from harness.toy import DECAY, LR
 

@@ -114,9 +114,9 @@ class Weights:
     def __init__(self, lr: float = 0.02, decay: float = DECAY) -> None:
         self.params: list[nn.Parameter] = []
         self.twin = Twin([], lr, decay)
-        self._options = {"lr": lr, "weight_decay": decay, "ns_coefficients": "classic"}
-        self._laid: list[tuple[int, tuple[int, ...], Callable[[Tensor], Tensor]]] = []
-        self._steps = 0
+        self.options = {"lr": lr, "weight_decay": decay, "ns_coefficients": "classic"}
+        self.laid: list[tuple[int, tuple[int, ...], Callable[[Tensor], Tensor]]] = []
+        self.steps = 0
 
     def add(
         self,
@@ -129,7 +129,7 @@ class Weights:
         """One more, which begins as ``scale`` times noise; ``part`` gives what this rank has of the whole."""
         whole_value = scale * noise(seed, *shape)
         self.twin.add(whole_value, None if split is None else split.cut)
-        self._laid.append((seed, tuple(shape), part))
+        self.laid.append((seed, tuple(shape), part))
         self.params.append(nn.Parameter(part(whole_value)))
         if split is not None:
             remember_spec(self.params[-1], split.spec)
@@ -154,13 +154,13 @@ class Weights:
 
     def optimizer(self, config: dmuon.DistributedConfig | None, groups: Any = None, **options: Any) -> dmuon.Muon:
         groups = groups or [{"params": list(self.params), "use_muon": True}]
-        return dmuon.Muon(groups, distributed_config=config, **self._options, **options)
+        return dmuon.Muon(groups, distributed_config=config, **self.options, **options)
 
     def give(self, scale: float = 1.0) -> list[Tensor | None]:
         """Let every parameter have the next gradient, times ``scale``; the whole gradients."""
         grads: list[Tensor | None] = []
-        for param, (seed, shape, part) in zip(self.params, self._laid, strict=True):
-            grad = noise(1000 * (self._steps + 1) + seed, *shape)
+        for param, (seed, shape, part) in zip(self.params, self.laid, strict=True):
+            grad = noise(1000 * (self.steps + 1) + seed, *shape)
             grads.append(grad)
             if isinstance(param, DTensor):
                 give(param, scale * grad)  # it may lie otherwise by now
@@ -172,7 +172,7 @@ class Weights:
         """Of both, the twin's with ``grads``; how many matrices this rank orthogonalized."""
         optimizer.step()
         self.twin.step(grads)
-        self._steps += 1
+        self.steps += 1
         return optimizer.last_step.ns_matrices
 
     def train(self, optimizer: dmuon.Muon, steps: int) -> int:
@@ -190,7 +190,7 @@ class Weights:
                 self._check(momentum, i, self.twin.momentum(i), "momentum", 1e-6)
 
     def _check(self, found: Tensor, index: int, expected: Tensor, what: str, tolerance: float) -> None:
-        _, shape, part = self._laid[index]
+        _, shape, part = self.laid[index]
         expected = expected.reshape(shape)
         about = f"{what} {index} of shape {shape} as {getattr(found, 'placements', part)}"
         assert_close(whole(found), expected if isinstance(found, DTensor) else part(expected), about, tolerance)

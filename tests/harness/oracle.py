@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dmuon.check.model import is_matrix, loss_of
+from harness.network import is_matrix, loss_of
 from harness.toy import DECAY, LR, batch, build
 
 
@@ -125,9 +125,9 @@ class Twin:
             "lr": lr, "weight_decay": decay, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw", "eps": 1e-30,
         }  # fmt: skip
         self.params: list[list[nn.Parameter]] = []
-        self._cuts: list[Callable[[Tensor], list[Tensor]]] = []
-        self._shapes: list[torch.Size] = []
-        self._optimizers: list[torch.optim.Muon] = []
+        self.cuts: list[Callable[[Tensor], list[Tensor]]] = []
+        self.shapes: list[torch.Size] = []
+        self.optimizers: list[torch.optim.Muon] = []
         for value in values:
             self.add(value)
 
@@ -136,14 +136,14 @@ class Twin:
         cut = cut or _of_stack
         params = [nn.Parameter(matrix.clone().contiguous()) for matrix in cut(value)]
         self.params.append(params)
-        self._cuts.append(cut)
-        self._shapes.append(value.shape)
-        self._optimizers.append(torch.optim.Muon(params, **self.options))
+        self.cuts.append(cut)
+        self.shapes.append(value.shape)
+        self.optimizers.append(torch.optim.Muon(params, **self.options))
 
     def step(self, grads: Sequence[Tensor | None]) -> int:
         """One gradient for each value, in order; None leaves it as it is. How many matrices were orthogonalized."""
         count = 0
-        for params, cut, optimizer, grad in zip(self.params, self._cuts, self._optimizers, grads, strict=True):
+        for params, cut, optimizer, grad in zip(self.params, self.cuts, self.optimizers, grads, strict=True):
             if grad is None:
                 continue
             for param, of_matrix in zip(params, cut(grad), strict=True):
@@ -154,16 +154,16 @@ class Twin:
         return count
 
     def weights(self) -> list[Tensor]:
-        return [self._joined(i, [p.detach() for p in params]) for i, params in enumerate(self.params)]
+        return [self.joined(i, [p.detach() for p in params]) for i, params in enumerate(self.params)]
 
     def momentum(self, index: int) -> Tensor:
-        state = self._optimizers[index].state
-        return self._joined(index, [state[p]["momentum_buffer"] for p in self.params[index]])
+        state = self.optimizers[index].state
+        return self.joined(index, [state[p]["momentum_buffer"] for p in self.params[index]])
 
-    def _joined(self, index: int, matrices: Sequence[Tensor]) -> Tensor:
+    def joined(self, index: int, matrices: Sequence[Tensor]) -> Tensor:
         """The matrices where they were before they were cut."""
-        shape = self._shapes[index]
-        places = self._cuts[index](torch.arange(shape.numel()).view(shape))
+        shape = self.shapes[index]
+        places = self.cuts[index](torch.arange(shape.numel()).view(shape))
         whole = matrices[0].new_full((shape.numel(),), float("nan"))
         for place, matrix in zip(places, matrices, strict=True):
             whole[place.flatten()] = matrix.flatten()

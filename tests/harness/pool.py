@@ -80,14 +80,14 @@ class RankPool:
     """
 
     def __init__(self, most: int = MAX_WORLD, renew: bool = False) -> None:
-        self._most = most
-        self._renew = renew
-        self._generations: Counter[int] = Counter()
-        self._directory = tempfile.TemporaryDirectory(prefix="dmuon-ranks-")
-        self._workers: list[_Worker] = []
-        self._store: dist.TCPStore | None = None  # type: ignore[name-defined]
-        self._calls = itertools.count()
-        self._logs = itertools.count()
+        self.most = most
+        self.renew = renew
+        self.generations: Counter[int] = Counter()
+        self.directory = tempfile.TemporaryDirectory(prefix="dmuon-ranks-")
+        self.workers: list[_Worker] = []
+        self.store: dist.TCPStore | None = None  # type: ignore[name-defined]
+        self.calls = itertools.count()
+        self.logs = itertools.count()
 
     def __call__(
         self,
@@ -120,7 +120,7 @@ class RankPool:
                 title = f"ranks {[o.rank for o in wrong]} did not raise {expect.__name__}{pattern}"
                 raise RankFailure(_describe(title, outcomes))
             return list(outcomes)
-        outcomes, first = self._run(world, fn, args, timeout, pg_timeout, fresh, grace=FAILURE_GRACE_SECONDS)
+        outcomes, first = self.run(world, fn, args, timeout, pg_timeout, fresh, grace=FAILURE_GRACE_SECONDS)
         if first is not None:
             self.close()
             verb = {HANG: f"hung for {timeout:g} s", DEATH: "died"}.get(first.error or "", "raised")
@@ -143,24 +143,24 @@ class RankPool:
         Every rank is given all of `timeout` seconds; one that is still running then is ended and gets the
         error `WorkerHung`, one whose process ended gets `WorkerDied`.
         """
-        return self._run(world, fn, args, timeout, pg_timeout, fresh, grace=None)[0]
+        return self.run(world, fn, args, timeout, pg_timeout, fresh, grace=None)[0]
 
     def close(self) -> None:
         """Kills all workers; the next call starts new ones."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.process.kill()
-        for worker in self._workers:
+        for worker in self.workers:
             worker.process.join()
             worker.process.close()
             worker.connection.close()
             worker.log.unlink(missing_ok=True)
-        self._workers.clear()
+        self.workers.clear()
 
     def pids(self) -> list[int]:
         """The process ids of the live workers, by rank."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.process.pid for worker in self.workers]
 
-    def _run(
+    def run(
         self,
         world: int,
         fn: Callable[..., Any],
@@ -170,48 +170,48 @@ class RankPool:
         fresh: bool,
         grace: float | None,
     ) -> tuple[list[Outcome], Outcome | None]:
-        if not 1 <= world <= self._most:
-            raise ValueError(f"world is {world}, this pool has 1 to {self._most} ranks")
+        if not 1 <= world <= self.most:
+            raise ValueError(f"world is {world}, this pool has 1 to {self.most} ranks")
         program = dump((fn, args))  # a function that cannot be pickled fails here, in the caller
         try:
-            self._grow(world)
-            assert self._store is not None
-            alone = fresh or self._renew or pg_timeout != COLLECTIVE_SECONDS
-            number, generation = next(self._calls), self._generations[world]
-            header = Call(sys.path, world, number, generation, alone, self._store.port, pg_timeout)
-            for worker in self._workers[:world]:
+            self.grow(world)
+            assert self.store is not None
+            alone = fresh or self.renew or pg_timeout != COLLECTIVE_SECONDS
+            number, generation = next(self.calls), self.generations[world]
+            header = Call(sys.path, world, number, generation, alone, self.store.port, pg_timeout)
+            for worker in self.workers[:world]:
                 os.truncate(worker.log, 0)
                 worker.connection.send_bytes(pickle.dumps(header))
                 worker.connection.send_bytes(program)
-            outcomes, first = self._collect(world, timeout, grace)
+            outcomes, first = self.collect(world, timeout, grace)
             if any(outcome.error in (HANG, DEATH) for outcome in outcomes):
                 self.close()
             else:
-                intact = self._release(world, fn)
+                intact = self.release(world, fn)
                 if alone or not intact:
-                    self._generations.update(range(1, self._most + 1))
+                    self.generations.update(range(1, self.most + 1))
                 elif not all(outcome.ok for outcome in outcomes):
-                    self._generations[world] += 1
+                    self.generations[world] += 1
         except BaseException:  # also the test's own time limit or Ctrl-C: workers are in an unknown state
             self.close()
             raise
         return outcomes, first
 
-    def _grow(self, world: int) -> None:
-        if any(not worker.process.is_alive() for worker in self._workers):
+    def grow(self, world: int) -> None:
+        if any(not worker.process.is_alive() for worker in self.workers):
             self.close()
-        if self._store is None:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        if self.store is None:
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         started = []
-        for rank in range(len(self._workers), world):
+        for rank in range(len(self.workers), world):
             ours, theirs = CONTEXT.Pipe()
-            log = Path(self._directory.name) / f"worker{next(self._logs)}.log"
+            log = Path(self.directory.name) / f"worker{next(self.logs)}.log"
             log.touch()
             process = CONTEXT.Process(target=work, args=(rank, theirs, str(log)), name=f"rank{rank}", daemon=True)
             process.start()
             theirs.close()
             started.append(_Worker(process, ours, log))
-            self._workers.append(started[-1])
+            self.workers.append(started[-1])
         deadline = time.monotonic() + BOOT_SECONDS * max(1, len(started) / MAX_WORLD)
         for worker in started:
             if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
@@ -221,12 +221,12 @@ class RankPool:
             except EOFError:
                 raise RankFailure(f"{worker.process.name} died at start:\n{_tail(worker.log)}") from None
 
-    def _collect(self, world: int, timeout: float, grace: float | None) -> tuple[list[Outcome], Outcome | None]:
+    def collect(self, world: int, timeout: float, grace: float | None) -> tuple[list[Outcome], Outcome | None]:
         """Waits for every rank's reply; returns the outcomes and the first failure."""
         outcomes: dict[int, Outcome] = {}
         first: Outcome | None = None
         deadline = time.monotonic() + timeout
-        pending = {worker.connection: rank for rank, worker in enumerate(self._workers[:world])}
+        pending = {worker.connection: rank for rank, worker in enumerate(self.workers[:world])}
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -235,21 +235,21 @@ class RankPool:
                 if connection not in ready:
                     continue
                 del pending[connection]
-                outcomes[rank] = outcome = self._receive(rank)
+                outcomes[rank] = outcome = self.receive(rank)
                 if first is None and not outcome.ok:
                     first = outcome
                     if grace is not None:
                         deadline = min(deadline, time.monotonic() + grace)
         hung = sorted(pending.values())
-        stacks = self._dump_stacks(hung)
+        stacks = self.dump_stacks(hung)
         for rank in hung:
             message = "still running when the other ranks had failed" if first else "still running"
             outcomes[rank] = Outcome(rank, error=HANG, message=message, output=stacks[rank])
         ordered = [outcomes[rank] for rank in range(world)]
         return ordered, first or next((o for o in ordered if not o.ok), None)
 
-    def _receive(self, rank: int) -> Outcome:
-        worker = self._workers[rank]
+    def receive(self, rank: int) -> Outcome:
+        worker = self.workers[rank]
         try:
             reply = load(worker.connection.recv_bytes())
         except (EOFError, OSError):  # the pipe closes when the process ends
@@ -260,33 +260,33 @@ class RankPool:
             reply["output"] = _tail(worker.log)
         return Outcome(rank, **reply)
 
-    def _release(self, world: int, fn: Callable[..., Any]) -> bool:
+    def release(self, world: int, fn: Callable[..., Any]) -> bool:
         """Lets the workers destroy the call's groups, now that no rank needs them; whether they kept their default."""
-        for worker in self._workers[:world]:
+        for worker in self.workers[:world]:
             worker.connection.send_bytes(b"release")
         deadline = time.monotonic() + CLEANUP_SECONDS
         all_intact = True
-        for rank, worker in enumerate(self._workers[:world]):
+        for rank, worker in enumerate(self.workers[:world]):
             problem: str | None
             try:
                 if worker.connection.poll(max(0.0, deadline - time.monotonic())):
                     problem, intact = pickle.loads(worker.connection.recv_bytes())
                     all_intact = all_intact and intact
                 else:
-                    problem = "hung:\n" + self._dump_stacks([rank])[rank]
+                    problem = "hung:\n" + self.dump_stacks([rank])[rank]
             except EOFError:
                 problem = f"process died\n{_tail(worker.log)}"
             if problem is not None:
                 raise RankFailure(f"{fn.__qualname__}: rank {rank} failed to destroy its process groups: {problem}")
         return all_intact
 
-    def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
+    def dump_stacks(self, ranks: list[int]) -> dict[int, str]:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
+                os.kill(self.workers[rank].process.pid, signal.SIGUSR1)
         if ranks:
             time.sleep(0.5)  # the handler writes without a reply
-        return {rank: _tail(self._workers[rank].log) for rank in ranks}
+        return {rank: _tail(self.workers[rank].log) for rank in ranks}
 
 
 def _describe(title: str, outcomes: list[Outcome]) -> str:

@@ -73,79 +73,79 @@ class _Reader:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._names: dict[str, Output] = {}
+        self.names: dict[str, Output] = {}
         self.outputs: list[Output] = []
 
     def read(self, function: ast.FunctionDef) -> None:
-        self._names = {}
-        self._read_all(function.body)
+        self.names = {}
+        self.read_all(function.body)
 
-    def _read_all(self, body: list[ast.stmt]) -> None:
+    def read_all(self, body: list[ast.stmt]) -> None:
         for statement in body:
             match statement:
                 case ast.If(test=test, body=then, orelse=otherwise):
-                    known = self._evaluate(test)
+                    known = self.evaluate(test)
                     if known is not False:
-                        self._read_all(then)
+                        self.read_all(then)
                     if known is not True:
-                        self._read_all(otherwise)
+                        self.read_all(otherwise)
                 case ast.For(body=inner) | ast.With(body=inner) | ast.While(body=inner):
-                    self._read_all(inner)
+                    self.read_all(inner)
                 case ast.Assign(targets=[target], value=value):
-                    self._assign(target, value)
+                    self.assign(target, value)
 
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        output = self._output(value)
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
+        output = self.output(value)
         if isinstance(target, ast.Name):
-            self._names.pop(target.id, None)
+            self.names.pop(target.id, None)
             if output is not None:
-                self._names[target.id] = output
-        elif isinstance(target, ast.Tuple) and output is not None and self._is_split(value):
+                self.names[target.id] = output
+        elif isinstance(target, ast.Tuple) and output is not None and self.is_split(value):
             output.parts = [Output(None) for _ in target.elts]
             for element, part in zip(target.elts, output.parts, strict=True):
                 if isinstance(element, ast.Name):
-                    self._names[element.id] = part
+                    self.names[element.id] = part
         elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
             for element, item in zip(target.elts, value.elts, strict=False):
-                self._assign(element, item)
+                self.assign(element, item)
 
-    def _output(self, value: ast.expr) -> Output | None:
+    def output(self, value: ast.expr) -> Output | None:
         """The output of a layer that an expression passes on, whatever its shape."""
         match value:
             case ast.Name(id=name):
-                return self._names.get(name)
+                return self.names.get(name)
             case ast.Subscript(value=inner):
-                return None if isinstance(value.slice, ast.Constant) else self._output(inner)
+                return None if isinstance(value.slice, ast.Constant) else self.output(inner)
             case ast.BinOp(left=left, right=right, op=ast.Add()):
-                return self._output(left) or self._output(right)
+                return self.output(left) or self.output(right)
             case ast.ListComp(generators=[generator]) | ast.GeneratorExp(generators=[generator]):
-                return self._output(generator.iter)
+                return self.output(generator.iter)
             case ast.Call(func=function, args=arguments):
-                layer = self._evaluate(function)
+                layer = self.evaluate(function)
                 if isinstance(layer, nn.Module):
                     weighted = _weighted(layer)
                     if len(weighted) == 1:
                         self.outputs.append(Output(weighted[0]))
                         return self.outputs[-1]
-                    return self._output(arguments[0]) if arguments and not weighted else None
+                    return self.output(arguments[0]) if arguments and not weighted else None
                 if isinstance(function, ast.Attribute):  # a method of a tensor, or a function of torch
-                    found = self._output(function.value)
+                    found = self.output(function.value)
                     if found is not None:
                         return found
-                return self._output(arguments[0]) if arguments else None
+                return self.output(arguments[0]) if arguments else None
         return None
 
-    def _is_split(self, value: ast.expr) -> bool:
+    def is_split(self, value: ast.expr) -> bool:
         """Whether the last thing that happens to a tensor is that it is taken apart, by sizes that its module knows."""
         match value:
             case ast.ListComp() | ast.GeneratorExp():
                 return True
             case ast.Call(func=ast.Attribute(attr=name), args=arguments):
                 lists = [a for a in arguments if isinstance(a, (ast.List, ast.Tuple))]
-                return name in _SPLITS and all(self._evaluate(sizes) is not None for sizes in lists)
+                return name in _SPLITS and all(self.evaluate(sizes) is not None for sizes in lists)
         return False
 
-    def _evaluate(self, expression: ast.expr) -> Any:
+    def evaluate(self, expression: ast.expr) -> Any:
         """What the module itself says; None if that is not all there is to it."""
         scope = {"self": self._module, "attn": self._module, "hasattr": hasattr, "getattr": getattr}
         try:

@@ -6,14 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial
 
 from harness.pool import RankFailure, RankPool
 
@@ -33,13 +30,6 @@ def _sum_of_ranks(rank: int, world: int, scale: float) -> Tensor:
     x = torch.full((3,), scale * (rank + 1))
     dist.all_reduce(x)
     return x
-
-
-def _subgroup_sum(rank: int, world: int) -> float:
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    x = torch.tensor(float(rank))
-    dist.all_reduce(x, group=rows[rank // 2])
-    return x.item()
 
 
 def _raise_on(rank: int, world: int, failing: int) -> None:
@@ -67,70 +57,6 @@ def _die_on(rank: int, world: int, dying: int, how: str) -> None:
     dist.barrier()
 
 
-def _pid_and_noise(rank: int, world: int) -> tuple[int, Tensor]:
-    os.environ["DMUON_POOL_PROBE"] = "1"
-    return os.getpid(), torch.randn(4)
-
-
-def _probe(rank: int, world: int) -> str | None:
-    return os.environ.get("DMUON_POOL_PROBE")
-
-
-def _unpicklable(rank: int, world: int) -> object:
-    return lambda: None
-
-
-def _groups(rank: int, world: int) -> tuple[bool, bool, int, list[str], int]:
-    """Whether default group and mesh are the last call's; keys of that call that the store shows; groups; a sum."""
-    kept = globals().setdefault("_kept", [])
-    store = dist.distributed_c10d._get_default_store()
-    seen = store.check([f"note of {rank}"])
-    store.set(f"note of {rank}", "of this call")
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("a", "b"))
-    names = sorted(dist.distributed_c10d._world.pg_names.values())
-    dist.new_group([0, 1])
-    part = DTensor.from_local(torch.tensor([float(rank + 1)]), mesh["b"], [Partial()], run_check=False)
-    total = int(part.full_tensor().item())
-    kept.append((dist.group.WORLD, mesh))
-    same = [kept[-1][i] is kept[-2][i] for i in range(2)] if len(kept) > 1 else [False, False]
-    return same[0], same[1], seen, names, total
-
-
-def test_a_call_finds_groups_and_meshes_of_the_last_one_and_nothing_else(fresh: RankPool) -> None:
-    first = fresh(4, _groups)
-    fresh(2, _sum_of_ranks, 1.0)  # another world in between
-    second = fresh(4, _groups)
-    with pytest.raises(RankFailure, match="did not raise KeyError"):
-        fresh(4, _raise_everywhere, expect=KeyError)
-    third, fourth = fresh(4, _groups), fresh(4, _groups, fresh=True)
-    for of_rank in zip(first, second, third, fourth, strict=True):
-        assert [kept for kept, *_ in of_rank] == [False, True, False, False], "renewed after an error and on demand"
-        assert [kept for _, kept, *_ in of_rank] == [False, True, False, False]
-        assert not any(seen for _, _, seen, *_ in of_rank), "keys in the store are a call's own"
-        assert of_rank[0][3] == of_rank[1][3], "the same groups, and none of those that the call made"
-        assert len({total for *_, total in of_rank}) == 1, "what DTensor kept reduces over the right group"
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_all_reduce_reaches_every_rank(ranks: RankPool, world: int) -> None:
-    results = ranks(world, _sum_of_ranks, 2.0)
-    assert len(results) == world
-    for result in results:
-        assert torch.equal(result, torch.full((3,), 2.0 * sum(range(1, world + 1))))
-
-
-def test_subgroups_work(ranks: RankPool) -> None:
-    assert ranks(4, _subgroup_sum) == [1.0, 1.0, 5.0, 5.0]
-
-
-def test_workers_are_reused_seeded_alike_and_keep_no_environment(ranks: RankPool) -> None:
-    first = ranks(2, _pid_and_noise)
-    assert ranks(2, _probe) == [None, None]
-    second = ranks(2, _pid_and_noise)
-    assert [pid for pid, _ in first] == [pid for pid, _ in second] == ranks.pids()[:2]
-    assert torch.equal(first[0][1], second[0][1]) and torch.equal(first[0][1], first[1][1])
-
-
 def test_error_names_the_rank_and_ends_those_that_wait_for_it(fresh: RankPool) -> None:
     start = time.monotonic()
     fresh(2, _sum_of_ranks, 1.0)
@@ -141,13 +67,6 @@ def test_error_names_the_rank_and_ends_those_that_wait_for_it(fresh: RankPool) -
     assert "ValueError: bad rank 1" in message and "in _raise_on" in message
     assert "output of rank 1" in message and "barrier" in message
     assert torch.equal(fresh(2, _sum_of_ranks, 1.0)[0], torch.full((3,), 3.0))
-
-
-def test_expected_error_on_every_rank_keeps_the_workers(ranks: RankPool) -> None:
-    pids = [pid for pid, _ in ranks(2, _pid_and_noise)]
-    outcomes = ranks(2, _raise_everywhere, expect=LookupError, match="named error")
-    assert [o.message for o in outcomes] == ["named error on rank 0", "named error on rank 1"]
-    assert [pid for pid, _ in ranks(2, _pid_and_noise)] == pids
 
 
 def test_expect_fails_where_a_rank_raises_something_else_or_nothing(ranks: RankPool) -> None:
@@ -172,24 +91,3 @@ def test_death_is_reported_and_the_pool_recovers(fresh: RankPool, how: str, code
     assert outcomes[0].error == "WorkerDied" and f"exit code {code}" in outcomes[0].message
     assert not outcomes[1].ok
     assert torch.equal(fresh(2, _sum_of_ranks, 1.0)[1], torch.full((3,), 3.0))
-
-
-@pytest.mark.slow
-def test_worker_killed_between_calls_is_replaced(fresh: RankPool) -> None:
-    fresh(1, _sum_of_ranks, 1.0)
-    pid = fresh.pids()[0]
-    os.kill(pid, signal.SIGKILL)
-    while Path(f"/proc/{pid}").exists():  # until the process that forked it has seen its end
-        time.sleep(0.01)
-    assert fresh(1, _sum_of_ranks, 1.0)[0][0] == 1.0
-
-
-def test_result_that_cannot_be_pickled_is_an_error_of_its_rank(ranks: RankPool) -> None:
-    outcomes = ranks.outcomes(1, _unpicklable)
-    assert outcomes[0].error is not None and "pickle" in outcomes[0].message.lower()
-    with pytest.raises(ValueError, match="1 to 4 ranks"):
-        ranks(5, _sum_of_ranks, 1.0)
-
-
-def test_cache_folder_is_private_to_the_session() -> None:
-    assert Path(os.environ["XDG_CACHE_HOME"]).name.startswith("dmuon-test-cache-")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -13,16 +14,42 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon import DistributedConfig, create_devicemesh_config, create_dtensor_config, create_processgroup_config
-from dmuon.check import topologies as check
-from dmuon.check.model import Network, loss_of
-from dmuon.check.topologies import Grid
 from dmuon.dedicated.dedication import dedications
+from harness.network import Network, loss_of, shard, tensor_parallel
 from harness.toy import CPU, OPTIONS, batch
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Names and extents of mesh dimensions; ``tp`` is tensor parallel, the others are data parallel.
+
+    Attributes:
+        dedicated: dmuon owns the matrices; otherwise FSDP2 shards them, and the optimizer exchanges them.
+    """
+
+    name: str
+    dims: tuple[tuple[str, int], ...]
+    fsdp: bool = True
+    dedicated: bool = True
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        return tuple(extent for _, extent in self.dims)
+
+    @property
+    def world(self) -> int:
+        return prod(self.extents)
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """A new one. Collective over all ranks."""
+        return init_device_mesh(device.type, self.extents, mesh_dim_names=tuple(name for name, _ in self.dims))
+
 
 _EXCHANGED: dict[str, Any] = {"dedicated": False}
 _ALONE: dict[str, Any] = {"fsdp": False}  # no FSDP2: dmuon replicates what it does not own
@@ -70,18 +97,26 @@ EXCHANGED = [name for name, grid in LAYOUTS.items() if not grid.dedicated]
 
 
 @dataclass(slots=True)
-class Laid(check.Laid):
+class Laid:
     """A model as a user would pass it to ``dmuon.Muon``.
 
     Attributes:
+        part, parts: which of a global batch this rank gets.
         network: the same parameters under the names of the toy.
         config: for the optimizer.
         reduce: what the user's program does to gradients after backward.
     """
 
+    model: nn.Module
+    mesh: DeviceMesh
+    part: int
+    parts: int
     network: Network
     config: DistributedConfig | None = None
     reduce: Callable[[], None] = field(default=lambda: None)
+
+    def mine(self, tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return shard(tensors, self.part, self.parts)
 
     def loss(self, step: int) -> Tensor:
         """Of this rank's part of a global batch."""
@@ -127,13 +162,36 @@ def lay(
     sharding = {} if mp_policy is None else {"mp_policy": mp_policy}
     mesh = grid.mesh(device)
     if grid.dedicated:
-        laid = check.lay(grid, model, mesh, keep=keep, sharding=sharding, **sharding, **options)
-    else:
-        laid = check.lay(grid, model, mesh, keep=keep, sharding=sharding)
-    found = Laid(model, laid.mesh, laid.part, laid.parts, model)
-    if not grid.dedicated:
-        WRAPPERS.get(name, _by_dtensors)(found, options)
-    return found
+        return _lay(grid, model, mesh, keep, sharding, **sharding, **options)
+    laid = _lay(grid, model, mesh, keep, sharding)
+    WRAPPERS.get(name, _by_dtensors)(laid, options)
+    return laid
+
+
+def _lay(
+    grid: Grid,
+    model: Network,
+    mesh: DeviceMesh,
+    keep: bool,
+    sharding: Mapping[str, Any],
+    **dedication: Any,
+) -> Laid:
+    """Split, dedicate (if the grid says so) and shard ``model``; ``sharding`` is for ``fully_shard``. Collective."""
+    data = tuple(name for name, _ in grid.dims if name != "tp")
+    along = mesh[data] if 0 < len(data) < len(grid.dims) else mesh
+    if len(data) < len(grid.dims):
+        tensor_parallel(model, mesh["tp"])
+    if grid.dedicated:
+        dmuon.dedicate_params(model, along, reshard_after_forward=not keep, **dedication)
+    if grid.fsdp:
+        for block in model.blocks:
+            dmuon.fully_shard(block, mesh=along, reshard_after_forward=not keep, **sharding)
+        dmuon.fully_shard(model, mesh=along, **sharding)
+    part, parts = 0, 1
+    for name, extent in grid.dims:
+        if name != "tp":
+            part, parts = part * extent + mesh.get_local_rank(name), parts * extent
+    return Laid(model, along, part, parts, model)
 
 
 class Wrapped(nn.Module):

@@ -1,4 +1,4 @@
-"""The network of ``dmuon.check`` with odd sizes, its data, and the options with which tests train it."""
+"""The network with odd sizes, its data, and the options with which tests train it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dmuon.check import model as check
-from dmuon.check.model import Block, Network, Size, loss_of, shard
+from harness import network
+from harness.network import Block, Network, Size, loss_of, shard
 
 VOCAB, WIDTH, HIDDEN = 17, 13, 29
 SIZE = Size(WIDTH, HIDDEN, layers=3, vocabulary=VOCAB)
@@ -26,7 +26,7 @@ def build(
     tied: bool = False,
     block: Callable[[Size], nn.Module] = Block,
 ) -> Network:
-    model = check.build(Size(WIDTH, hidden, layers, VOCAB), CPU, seed, block)
+    model = network.build(Size(WIDTH, hidden, layers, VOCAB), CPU, seed, block)
     if tied:
         model.head.weight = model.embed.weight
     return model
@@ -34,7 +34,7 @@ def build(
 
 def batch(step: int, rows: int = 12) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one global step, the same in every process."""
-    return check.batch(SIZE, rows, 5, step, CPU)
+    return network.batch(SIZE, rows, 5, step, CPU)
 
 
 def train(model: nn.Module, optimizer: Any, steps: Iterable[int], rank: int = 0, world: int = 1) -> None:

@@ -146,12 +146,12 @@ class _Groups:
     """
 
     def __init__(self) -> None:
-        self._environments: dict[int, _Environment] = {}
-        self._current: _Environment | None = None
+        self.environments: dict[int, _Environment] = {}
+        self.current: _Environment | None = None
         self._number = 0
         self._init_device_mesh = device_mesh.init_device_mesh
         self._init = DeviceMesh.__init__
-        device_mesh.init_device_mesh = dist.init_device_mesh = self._kept_mesh  # type: ignore[assignment, attr-defined]
+        device_mesh.init_device_mesh = dist.init_device_mesh = self.kept_mesh  # type: ignore[assignment, attr-defined]
         groups = self
 
         def init(mesh: DeviceMesh, *args: Any, _root_mesh: DeviceMesh | None = None, **kwargs: Any) -> None:
@@ -162,27 +162,27 @@ class _Groups:
 
     def enter(self, rank: int, call: Call) -> None:
         self._number = call.number
-        for world, environment in list(self._environments.items()):
+        for world, environment in list(self.environments.items()):
             if call.alone or (world == call.world and environment.generation != call.generation):
                 environment.end()
-                del self._environments[world]
+                del self.environments[world]
                 # DTensor would keep the groups of meshes that nobody can use any more.
                 torch.distributed.tensor.debug._clear_sharding_prop_cache()
         c10d._world.group_count = 0 if call.alone else call.number * _NAMES_PER_CALL
-        self._current = self._environments.get(call.world)
-        if self._current is None:
+        self.current = self.environments.get(call.world)
+        if self.current is None:
             limit = timedelta(seconds=call.timeout)
             client = dist.TCPStore("127.0.0.1", call.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
             store = dist.PrefixStore(f"call{call.number}", client)  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=rank, world_size=call.world, timeout=limit)
-            self._current = _Environment(call.generation, c10d._get_default_group(), client)
-            self._environments[call.world] = self._current
+            self.current = _Environment(call.generation, c10d._get_default_group(), client)
+            self.environments[call.world] = self.current
         else:
-            self._current.enter(call.number)
+            self.current.enter(call.number)
 
     def leave(self) -> bool:
         """Whether the groups of all worlds live on."""
-        environment, self._current = self._current, None
+        environment, self.current = self.current, None
         if environment is None:  # the group was not even made
             return False
         if dist.is_initialized() and c10d._get_default_group() is environment.default:
@@ -190,21 +190,21 @@ class _Groups:
             return True
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._environments.clear()  # with its default group torch forgot all others
+        self.environments.clear()  # with its default group torch forgot all others
         return False
 
-    def _kept_mesh(
+    def kept_mesh(
         self, device_type: str, mesh_shape: tuple[int, ...], *, mesh_dim_names: Any = None, **options: Any
     ) -> DeviceMesh:
         def make() -> DeviceMesh:
             return self._init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, **options)
 
-        if self._current is None or options or c10d._world.default_pg is not self._current.default:
+        if self.current is None or options or c10d._world.default_pg is not self.current.default:
             return make()
         key = device_type, tuple(mesh_shape), None if mesh_dim_names is None else tuple(mesh_dim_names)
-        mesh = self._current.meshes.get(key)
+        mesh = self.current.meshes.get(key)
         if mesh is None:
-            mesh = self._current.meshes[key] = make()
+            mesh = self.current.meshes[key] = make()
         return mesh
 
 

@@ -33,9 +33,9 @@ class Interpreter:
     """A process that runs tests in the interpreter."""
 
     def __init__(self, items: list[pytest.Item], folder: Path) -> None:
-        self._report, self._log = folder / "report.xml", folder / "log"
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={self._report}"]
-        with self._log.open("wb") as log:
+        self.report, self.log = folder / "report.xml", folder / "log"
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={self.report}"]
+        with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *(item.nodeid for item in items)],
                 cwd=items[0].config.rootpath,
@@ -48,9 +48,9 @@ class Interpreter:
     def outcomes(self) -> dict[tuple[str, str], tuple[str, str]]:
         """By file and test, "failure", "error" or "skipped" with what was said, or "passed"."""
         status = self.process.wait(LIMIT_SECONDS)
-        assert self._report.exists(), f"exit status {status}: {self._log.read_text()[-2000:]}"
+        assert self.report.exists(), f"exit status {status}: {self.log.read_text()[-2000:]}"
         found = {}
-        for case in ElementTree.parse(self._report).iter("testcase"):
+        for case in ElementTree.parse(self.report).iter("testcase"):
             told = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
             file = case.get("classname", "").rpartition(".")[2]
             found[file, case.get("name", "")] = (
@@ -61,7 +61,7 @@ class Interpreter:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
-        shutil.rmtree(self._report.parent, ignore_errors=True)
+        shutil.rmtree(self.report.parent, ignore_errors=True)
 
 
 INTERPRETER = pytest.StashKey[Interpreter]()

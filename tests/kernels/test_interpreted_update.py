@@ -131,17 +131,17 @@ class Buffers:
 
     def __init__(self, offset: int) -> None:
         self._offset = offset
-        self._margins: list[Tensor] = []
+        self.margins: list[Tensor] = []
 
     def place(self, values: Tensor) -> Tensor:
         """``values`` in a buffer of their own."""
         stop = self._offset + values.numel()
         buffer = torch.full((stop + 48,), _MARGIN, dtype=values.dtype)
-        self._margins += [buffer[: self._offset], buffer[stop:]]
+        self.margins += [buffer[: self._offset], buffer[stop:]]
         return buffer[self._offset : stop].view(values.shape).copy_(values)
 
     def margins_intact(self) -> bool:
-        return all(bool((margin == _MARGIN).all()) for margin in self._margins)
+        return all(bool((margin == _MARGIN).all()) for margin in self.margins)
 
 
 def inputs(case: MomentumCase) -> tuple[list[Tensor], Tensor]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 
-import numpy as np
 import pytest
 import torch
 import zoo
 from zoo import gaussian, relative, torch_newton_schulz
 
-from dmuon.kernels import PRESETS, QUINTICS, coefficient_sequence, iteration_flops, orthogonalize
+from dmuon.kernels import QUINTICS, coefficient_sequence, orthogonalize
 from dmuon.kernels.arithmetic import Arithmetic
 from dmuon.kernels.iteration import Iteration, iterate
 from dmuon.kernels.normalization import normalize
@@ -48,26 +47,6 @@ def test_gram_form_equals_standard_form_in_fp64(preset, restarts):
         assert relative(gram, exact(x, preset)) <= 1e-9, name
 
 
-def test_the_overview_program_holds_for_ours():
-    """Classic coefficients, a 6 × 8 Gaussian: singular values within 0.35 of one, Gram equal to standard."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    matrix = np.random.default_rng(0).standard_normal((6, 8))
-    x = matrix / np.linalg.norm(matrix)
-    for _ in range(5):
-        g = x @ x.T
-        x = a * x + b * (g @ x) + c * (g @ g @ x)
-
-    def spread(y) -> float:
-        return float(np.abs(np.linalg.svd(y, compute_uv=False) - 1).max())
-
-    assert spread(matrix / np.linalg.norm(matrix)) > 0.9
-    for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-5)):
-        for method in ("standard", "gram"):
-            ours = orthogonalize(torch.tensor(matrix, dtype=dtype), coefficients="classic", method=method).numpy()
-            assert spread(ours) < 0.35
-            assert np.allclose(ours, x, atol=tolerance)
-
-
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_parity_with_torch_muon_in_fp32(method):
     for name, x in ZOO.items():
@@ -76,13 +55,6 @@ def test_parity_with_torch_muon_in_fp32(method):
 
 
 # -- accuracy ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_fp32_gram_form_is_close_to_exact(preset):
-    for name, x in ZOO.items():
-        limit = 2e-3 if name in ("ones", "spike") else 5e-4
-        assert relative(orthogonalize(x, coefficients=preset, method="gram"), exact(x, preset)) <= limit, name
 
 
 @pytest.mark.parametrize("preset", QUINTICS)
@@ -94,15 +66,14 @@ def test_fp16_gram_form_is_close_to_exact(preset):
 
 
 @pytest.mark.parametrize("preset", QUINTICS)
-@pytest.mark.parametrize("shape", [(16, 16), (32, 40), (64, 128), (64, 256), (160, 512)])
+@pytest.mark.parametrize("shape", [(16, 16), (32, 40), (64, 128), (64, 256)])
 @pytest.mark.parametrize("dtype", HALF)
 def test_default_half_precision_path_keeps_singular_values_in_range(preset, shape, dtype):
     limit = ideal_maximum(preset) + 0.06
-    for seed in (0, 1):
-        for name, x in zoo.matrices(*shape, seed).items():
-            ours = orthogonalize(x, coefficients=preset, dtype=dtype)
-            assert ours.isfinite().all(), name
-            assert torch.linalg.matrix_norm(ours, 2).item() <= limit, name
+    for name, x in zoo.matrices(*shape, 0).items():
+        ours = orthogonalize(x, coefficients=preset, dtype=dtype)
+        assert ours.isfinite().all(), name
+        assert torch.linalg.matrix_norm(ours, 2).item() <= limit, name
 
 
 @pytest.mark.pitfall("P41")
@@ -278,11 +249,6 @@ def test_empty_input_gives_an_empty_result(shape):
     assert orthogonalize(torch.empty(shape)).shape == shape
 
 
-def test_the_first_call_equals_the_second():
-    x = torch.randn(3, 24, 80)
-    assert torch.equal(orthogonalize(x), orthogonalize(x))
-
-
 # -- calls of small matrices, which take as long as their products -------------------------------------------
 
 
@@ -351,36 +317,6 @@ def test_each_option_changes_what_it_names(monkeypatch):
     assert iteration_of(monkeypatch, wide.double()).dtype == torch.float64
 
 
-@pytest.mark.pitfall("P10")
-def test_results_differ_where_options_differ():
-    x = torch.randn(64, 256)
-    results = [
-        orthogonalize(x, **options)
-        for options in (
-            {},
-            {"steps": 4},
-            {"coefficients": "classic"},
-            {"method": "standard"},
-            {"restarts": (1,)},
-            {"dtype": torch.float16},
-            {"dtype": torch.bfloat16},
-        )
-    ]
-    for i, one in enumerate(results):
-        assert all(not torch.equal(one, other) for other in results[:i])
-
-
-@pytest.mark.parametrize("alpha", [1.0, 1.25, 1.5, 1.75, 4.0])
-def test_operation_counts_follow_the_table(alpha):
-    """In units of m³ multiply-adds twice: standard 20α+10, Gram r2 8α+28, r2,4 12α+22, none 4α+34."""
-    shape = (64, int(64 * alpha))
-    unit = 64**3
-    assert iteration_flops(shape, 5, None) == (20 * alpha + 10) * unit
-    assert iteration_flops(shape[::-1], 5, (2,)) == (8 * alpha + 28) * unit
-    assert iteration_flops(shape, 5, (2, 4)) == (12 * alpha + 22) * unit
-    assert iteration_flops(shape, 5, ()) == (4 * alpha + 34) * unit
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -407,21 +343,3 @@ def test_operation_counts_follow_the_table(alpha):
 def test_bad_input_is_refused_by_name(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-@pytest.mark.parametrize("shape", [(128, 128), (3, 64, 64), (3, 256, 256)])
-@pytest.mark.parametrize("cut", [False, True])
-def test_norms_of_equal_entries_are_exact(shape: tuple[int, ...], cut: bool) -> None:
-    """Adding one number again and again in fp32 would round the same way each time."""
-    x = torch.full((*shape[:-1], shape[-1] + 16 * cut), 1.0003)[..., : shape[-1]]
-    stack = x if x.ndim == 3 else x[None]
-    exact = torch.linalg.matrix_norm(stack.double())
-    torch.testing.assert_close(normalize(stack, torch.float32, 0.0)[1], exact, rtol=1e-6, atol=0.0)
-    one = orthogonalize(x)
-    assert torch.equal(one, orthogonalize(stack)[0] if x.ndim == 2 else one)
-
-
-def test_zero_stays_zero_whatever_eps_is() -> None:
-    for eps in (0.0, 1e-50, 1e-8):
-        assert not orthogonalize(torch.zeros(4, 8), eps=eps).any()
-        assert not normalize(torch.zeros(2, 4, 8), torch.float32, eps)[0].any()

@@ -81,7 +81,6 @@ def test_wide_tiles_build_without_spills(arch):
     ],
 )
 def test_every_candidate_builds_without_spills(arch, dtype):
-    """Further architectures, types and layouts are in ``bench/kernel_resources.py``, which takes minutes."""
     for config in candidates(2048, 2048, dtype, divmod(arch, 10)):
         _check_resources(config, dtype, arch)
         if dtype == torch.float16:

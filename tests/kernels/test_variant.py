@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from dmuon.kernels import (
     Variant,
     adapted,
-    alternatives,
     backend_fault,
     choose_variant,
     coefficient_sequence,
@@ -20,9 +19,7 @@ from dmuon.kernels import (
     safe_restarts,
     variant_fault,
 )
-from dmuon.kernels.variant import relative_cost
 
-newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
 variant_module = importlib.import_module("dmuon.kernels.variant")
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -205,39 +202,3 @@ def test_a_measured_variant_keeps_what_is_safe_with_other_coefficients():
     )
     short = coefficient_sequence("polar_express", 2)
     assert max(adapted(measured, (64, 256), short, torch.float32, CPU).restarts, default=0) < 2
-
-
-def test_a_tuner_tries_every_form_and_back_end_and_piece():
-    best = rule((64, 256), 8)
-    forms, pieces, replays = (rivals(best) for rivals in alternatives((64, 256), 8, POLAR, torch.float32, CPU))
-    assert {(v.method, v.backend) for v in forms} == {(m, b) for m in ("standard", "gram") for b in ("torch", "split")}
-    assert {v.piece for v in pieces} == {1, 2, 8} and best.piece == 4
-    assert replays == ()
-    half = next(iter(alternatives((64, 256), 8, POLAR, torch.bfloat16, CPU)))(best)
-    assert {v.method for v in half} == {"standard"}, "the Gram form is not safe in bf16"
-
-
-def test_costs_follow_the_table_of_half_products():
-    """In m³: standard 20α+10 whole, 15α+5 in halves; Gram r2 8α+28 and 6α+14, one more with a V whole."""
-    for alpha in (1.0, 2.5, 4.0):
-        shape, unit = (64, int(64 * alpha)), 64**3 / 2
-        cost = {
-            (restarts, backend, dtype): relative_cost(shape, 5, restarts, backend, dtype) / unit
-            for restarts in (None, (2,), (2, 4))
-            for backend in ("torch", "triton")
-            for dtype in (torch.float16, torch.float32)
-        }
-        assert cost[None, "torch", torch.float32] == 20 * alpha + 10
-        assert cost[None, "triton", torch.float16] == 15 * alpha + 5
-        assert cost[(2,), "torch", torch.float16] == 8 * alpha + 28
-        assert cost[(2,), "triton", torch.float32] == 6 * alpha + 14
-        assert cost[(2, 4), "triton", torch.float32] == 9 * alpha + 11
-        assert cost[(2,), "triton", torch.float16] == 6 * alpha + 15
-
-
-def test_what_cannot_run_here_says_why():
-    assert backend_fault("torch", CPU, torch.float64) is None
-    assert backend_fault("split", CPU, torch.float32) is None
-    assert "CPU" in (backend_fault("split", CUDA, torch.float32) or "")
-    assert "interpreter" in (backend_fault("triton", CPU, torch.float16) or "")
-    assert "float64" in (backend_fault("triton", CUDA, torch.float64) or "")

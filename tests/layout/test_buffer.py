@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise, product
-from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness.on_ranks import on_ranks
-from harness.pieces import mesh_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Shard
 
 from dmuon.comm.lines import Line, gather, reduce, scratch
-from dmuon.layout.buffer import BufferLayout, Transport, choose_transport, lay_spans, make_layout
-from dmuon.layout.shards import layout_of
-from dmuon.layout.topology import Coordinate, Topology, topology_of
+from dmuon.layout.buffer import BufferLayout, Transport, choose_transport, make_layout
 
 TRANSPORTS: list[Transport] = ["auto", "broadcast", "single"]
-EXAMPLES = settings(deadline=None, max_examples=150)
+EXAMPLES = settings(deadline=None, max_examples=50)
 
 
 # -- layouts ------------------------------------------------------------------------------------------------------
@@ -109,106 +104,6 @@ def test_the_rule_takes_one_collective_where_padding_is_small(sizes: list[int], 
     chosen = choose_transport("auto", dict(enumerate(sizes)), len(sizes), backend)
     small = sum(sizes) > 0 and max(sizes) * len(sizes) <= 1.15 * sum(sizes)
     assert chosen == ("single" if backend == "nccl" and small else "broadcast")
-
-
-@given(st.sampled_from(["broadcast", "single"]), st.lists(st.integers(0, 99), min_size=1, max_size=9))
-def test_spans_hold_every_part(transport: Transport, sizes: list[int]) -> None:
-    """Also if nothing is said of the empty ones."""
-    spans = lay_spans(transport, {i: size for i, size in enumerate(sizes) if size}, len(sizes), start=3)
-    assert len(spans) == len(sizes) and spans[0][0] == 3 and spans[-1][1] == spans.end
-    assert all(end == start for (_, end), (start, _) in pairwise(spans))
-    assert all(b - a >= size for (a, b), size in zip(spans, sizes, strict=True))
-    if transport == "single":
-        assert len({b - a for a, b in spans}) == 1
-    else:
-        assert spans.size == sum(sizes)
-        assert sorted(spans.filled) == [i for i, size in enumerate(sizes) if size]
-
-
-# -- topologies ---------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def meshes(draw: st.DrawFn) -> tuple[list[int], list[str] | None, int]:
-    names = draw(st.permutations(["dp_replicate", "dp_shard", "cp", "fsdp"]))
-    ndim = draw(st.integers(1, 4))
-    extents = [draw(st.integers(1, 3)) for _ in range(ndim)]
-    if ndim <= 2 and draw(st.booleans()):
-        return extents, None, draw(st.integers(0, 3))
-    return extents, list(names[:ndim]), draw(st.integers(0, 3))
-
-
-def assert_partitions(topology: Topology) -> None:
-    assert list(topology.ranks) == sorted(topology.ranks)
-    for rank, at in zip(topology.ranks, topology.coordinates, strict=True):
-        assert topology.of(rank) == at
-        assert topology.rank_at(at.r, at.s, at.t) == rank
-    extents = {"r": topology.replicas, "s": topology.shards, "t": topology.tensor}
-    every: list[Literal["r", "s", "t", "rs"]] = ["r", "s", "t", "rs"]
-    for along in every:
-        groups = topology.partition(along)
-        size = prod(extents[name] for name in along)
-        assert sorted(rank for group in groups for rank in group) == list(topology.ranks), "each rank once"
-        for group in groups:
-            assert len(group) == size
-            coordinates = [topology.of(rank) for rank in group]
-            assert coordinates == sorted(coordinates), "a position on a lane is a coordinate"
-            for name in {"r", "s", "t"} - set(along):
-                assert len({getattr(at, name) for at in coordinates}) == 1
-    for t in range(topology.tensor):
-        ranks = topology.data_parallel(t)
-        assert len(ranks) == topology.replicas * topology.shards
-        assert list(ranks) == sorted(ranks) and all(topology.of(rank).t == t for rank in ranks)
-
-
-@EXAMPLES
-@given(meshes())
-def test_topologies_of_data_parallel_meshes(case: tuple[list[int], list[str] | None, int]) -> None:
-    extents, names, first = case
-    ranks = torch.arange(first, first + prod(extents)).view(extents)
-    topology = topology_of(mesh_on(first, ranks, names))
-    roles = [n in ("dp_replicate", "cp") for n in names] if names else [True, False][-len(extents) :]
-    replicas = shards = 1
-    for extent, replicates in zip(extents, roles, strict=True):
-        replicas *= extent if replicates else 1
-        shards *= 1 if replicates else extent
-    assert (topology.replicas, topology.shards, topology.tensor) == (replicas, shards, 1)
-    assert topology.ranks == tuple(range(first, first + replicas * shards))
-    assert_partitions(topology)
-
-
-@EXAMPLES
-@given(st.permutations(["r", "s", "t"]), st.tuples(*[st.integers(1, 3)] * 3))
-def test_tensor_parallel_groups_extend_a_topology(order: list[str], extents: tuple[int, int, int]) -> None:
-    """Every tensor-parallel rank derives the same topology from its own data-parallel mesh."""
-    size = dict(zip(["r", "s", "t"], extents, strict=True))
-    grid = torch.arange(size["r"] * size["s"] * size["t"]).view([size[name] for name in order])
-    grid = grid.permute([order.index(name) for name in ("r", "s", "t")])
-    groups = [grid[r, s].tolist() for r, s in product(range(size["r"]), range(size["s"]))]
-    found = []
-    for t in range(size["t"]):
-        mine = sorted(grid[:, :, t].flatten().tolist())
-        where = {int(grid[r, s, t]): Coordinate(r, s) for r, s in product(range(size["r"]), range(size["s"]))}
-        alone = Topology(tuple(mine), tuple(where[rank] for rank in mine), size["r"], size["s"])
-        found.append(alone.with_tensor_parallel(groups))
-    assert all(other == found[0] for other in found)
-    assert found[0].tensor == size["t"]
-    for r, s, t in product(*map(range, (size["r"], size["s"], size["t"]))):
-        assert found[0].rank_at(r, s, t) == int(grid[r, s, t])
-    assert_partitions(found[0])
-
-
-# -- parts of tensor parallelism ----------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 100), st.integers(1, 9))
-def test_even_parts_are_those_of_chunk_and_of_shard(length: int, size: int) -> None:
-    parts = [piece.shape[0] for piece in layout_of((length,), [size], [Shard(0)]).pieces]
-    assert len(parts) == size and sum(parts) == length
-    chunks = [len(chunk) for chunk in torch.arange(length).chunk(size)] if length else []
-    assert [p for p in parts if p] == chunks
-    pieces, _ = Shard(0)._split_tensor(torch.arange(length), size, with_padding=False)
-    assert parts == [len(piece) for piece in pieces]
 
 
 # -- on real groups -----------------------------------------------------------------------------------------------

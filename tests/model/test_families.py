@@ -32,29 +32,10 @@ TRANSPOSED = {"gate_up_proj": bare(3, D, 2 * H), "down_proj": bare(3, H, D)}
 
 KNOWN: dict[str, tuple[nn.Module, str, MatrixSpec]] = {
     "GPT-2": (of("GPT2Attention", c_attn=Conv1D(3 * D, D)), "c_attn.weight", MatrixSpec((D, D, D), transposed=True)),
-    "GPT-2, cross": (
-        of("GPT2Attention", c_attn=Conv1D(2 * D, D), q_attn=Conv1D(D, D)), "c_attn.weight",
-        MatrixSpec((D, D), transposed=True),
-    ),
-    "nanoGPT": (of("CausalSelfAttention", c_attn=linear(D, 3 * D), n_embd=D), "c_attn.weight", THIRDS),
     "torch": (nn.MultiheadAttention(D, 2), "in_proj_weight", THIRDS),
-    "ViT of Qwen": (of("Qwen2_5_VLVisionAttention", HF, qkv=linear(D, 3 * D)), "qkv.weight", THIRDS),
-    "timm": (of("Attention", "timm.layers.attention", qkv=linear(D, 3 * D)), "qkv.weight", THIRDS),
-    "timm, by heads": (
-        of("AttentionCl", "timm.models.maxxvit", qkv=linear(D, 3 * D), head_first=True, dim_head=4), "qkv.weight",
-        MatrixSpec((4, 4, 4), repeats=2),
-    ),
     "GPT-NeoX": (
         of("GPTNeoXAttention", query_key_value=linear(D, 3 * D), head_size=4), "query_key_value.weight",
         MatrixSpec((4, 4, 4), repeats=2),
-    ),
-    "BLOOM": (
-        of("BloomAttention", query_key_value=linear(D, 3 * D), **HEADS), "query_key_value.weight",
-        MatrixSpec((4, 4, 4), repeats=2),
-    ),
-    "Falcon": (
-        of("FalconAttention", query_key_value=linear(D, D + 8), multi_query=True, **HEADS), "query_key_value.weight",
-        MatrixSpec((D, 4, 4)),
     ),
     "Falcon, new": (
         of(
@@ -63,22 +44,14 @@ KNOWN: dict[str, tuple[nn.Module, str, MatrixSpec]] = {
         ),
         "query_key_value.weight", MatrixSpec((16, 4, 4), repeats=2),
     ),
-    "CodeGen": (
-        of("CodeGenAttention", qkv_proj=linear(32, 96), num_attention_heads=8, head_dim=4), "qkv_proj.weight",
-        MatrixSpec((8, 8, 8), repeats=4),
-    ),
     "Phi-3": (
         of("Phi3Attention", qkv_proj=linear(D, 16), num_key_value_heads=1, config=SimpleNamespace(
             num_attention_heads=2), head_dim=4),
         "qkv_proj.weight", MatrixSpec((8, 4, 4)),
     ),
-    "Phi-3, gated": (of("Phi3MLP", HF, gate_up_proj=linear(D, 2 * H)), "gate_up_proj.weight", MatrixSpec((H, H))),
     "latent": (
         of("DeepseekV3Attention", kv_a_proj_with_mqa=linear(D, 8), **LATENT), "kv_a_proj_with_mqa.weight",
         MatrixSpec((6, 2)),
-    ),
-    "latent keys and values": (
-        of("DeepseekV3Attention", kv_b_proj=linear(6, 14), **LATENT), "kv_b_proj.weight", MatrixSpec((4, 3), repeats=2),
     ),
     "gated queries": (
         of("Qwen3NextAttention", q_proj=linear(D, 16), head_dim=4, config=SimpleNamespace(num_attention_heads=2)),
@@ -91,23 +64,17 @@ KNOWN: dict[str, tuple[nn.Module, str, MatrixSpec]] = {
         ),
         "in_proj_qkvz.weight", MatrixSpec((4, 4, 6, 6), repeats=2),
     ),
-    "Mamba": (of("MambaMixer", in_proj=linear(D, 32)), "in_proj.weight", MatrixSpec((16, 16))),
     "Mamba-2": (
         of("Mamba2Mixer", in_proj=linear(D, 48), **SSM), "in_proj.weight", MatrixSpec((16, 16, 6, 6, 4)),
     ),
-    "Zamba": (of("ZambaMambaMixer", in_proj=linear(D, 32)), "in_proj.weight", MatrixSpec((1, 1), repeats=16)),
     "experts": (of("MixtralExperts", HF, **EXPERTS), "gate_up_proj", MatrixSpec((H, H))),
-    "experts, down": (of("MixtralExperts", HF, **EXPERTS), "down_proj", MatrixSpec()),
     "gpt-oss": (
         of("GptOssExperts", HF, **TRANSPOSED), "gate_up_proj", MatrixSpec((1, 1), repeats=H, transposed=True),
     ),
-    "gpt-oss, down": (of("GptOssExperts", HF, **TRANSPOSED), "down_proj", MatrixSpec(transposed=True)),
-    "Llama 4": (of("Llama4TextExperts", HF, **TRANSPOSED), "gate_up_proj", MatrixSpec((H, H), transposed=True)),
     "as the class says": (
         of("NewExperts", HF, is_transposed=True, is_concatenated=False, **TRANSPOSED), "gate_up_proj",
         MatrixSpec((1, 1), repeats=H, transposed=True),
     ),
-    "DBRX": (of("DbrxExpertGLU", w1=bare(3 * H, D), moe_num_experts=3), "w1", MatrixSpec(num_heads=3)),
     "torchtitan": (of("GroupedExperts", w1_EFD=bare(3, H, D)), "w1_EFD", MatrixSpec()),
     "torchtitan, fused": (
         of("FusedQKVLinear", wqkv=linear(D, 32), heads_per_kv=2, head_dim=4), "wqkv.weight",

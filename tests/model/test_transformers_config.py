@@ -14,8 +14,7 @@ import torch.nn as nn
 from harness.configs import SMALL_LLAMA, written
 
 from dmuon.model.blocks import MatrixShape
-from dmuon.model.config import read_model
-from dmuon.model.transformers_config import read_with_transformers
+from dmuon.model.config import read_model, read_with_transformers
 
 SIZES = SMALL_LLAMA | {
     "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import Network, full_state, loss_of, shard
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.toy import OPTIONS, batch, build
@@ -23,8 +24,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.check.model import Network, loss_of, shard
-from dmuon.check.topologies import full_state
 
 pytestmark = pytest.mark.pitfall("P86")
 WARNS = "nobody is known to average the gradients of "

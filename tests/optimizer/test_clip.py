@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from harness.assertions import assert_equal_weights
 from harness.clipping import (
@@ -28,10 +26,9 @@ from harness.clipping import (
     whole,
     with_gradient,
 )
+from harness.network import is_matrix
 from harness.pool import RankPool
 from harness.topologies import LAYOUTS as TOPOLOGIES
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -41,7 +38,6 @@ from torch.nn.utils import clip_grad_value_ as torch_clip_value
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import dmuon
-from dmuon.check.model import is_matrix
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_tensor
 from dmuon.layout.topology import Position
 
@@ -358,57 +354,6 @@ def test_torch_functions_equal_single_process(results_of: Any, layout: str) -> N
 
 
 # Any placements at random.
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Tensors of one call: shape, dtype, seed, mesh and placements of each."""
-
-    order: float
-    tensors: tuple[tuple[tuple[int, ...], torch.dtype, int, int, tuple[Placement, ...]], ...]
-
-
-MESHES = ((4,), (2, 2), (2, 1, 2))
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    tensors = []
-    for _ in range(draw(st.integers(1, 5))):
-        shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-        mesh = draw(st.integers(0, len(MESHES) - 1))
-        dims = st.integers(0, len(shape) - 1)
-        placement = st.one_of(
-            st.just(Replicate()), dims.map(Shard), dims.map(lambda d: _StridedShard(d, split_factor=2))
-        )
-        placements = tuple(draw(placement) for _ in MESHES[mesh])
-        dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
-        tensors.append((shape, dtype, draw(st.integers(0, 99)), mesh, placements))
-    return Case(draw(st.sampled_from(ORDERS)), tuple(tensors))
-
-
-def clip_cases(rank: int, world: int, examples: list[Case]) -> None:
-    meshes = [init_device_mesh("cpu", shape) for shape in MESHES]
-    for case in examples:
-        params, wholes = {}, {}
-        for number, (shape, dtype, seed, mesh, placements) in enumerate(case.tensors):
-            values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * (seed % 4)  # some are zero
-            wholes[str(number)] = values.to(dtype)
-            params[str(number)] = with_gradient(
-                distribute_tensor(values.to(dtype), meshes[mesh], placements, src_data_rank=None)
-            )
-        norm = true_norm(wholes.values(), case.order)
-        total = dmuon.clip_grad_norm_(params.values(), math.inf, case.order)
-        wide = any(dtype == torch.float64 for _, dtype, *_ in case.tensors)
-        assert total.dtype == (torch.float64 if wide else torch.float32) and total.shape == ()
-        assert float(total) == pytest.approx(norm, rel=1e-5), case
-
-
-@pytest.mark.pitfall("P14", "P36")
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(examples=st.lists(cases(), min_size=8, max_size=16))
-def test_norms_on_random_placements_equal_single_process(ranks: RankPool, examples: list[Case]) -> None:
-    ranks(4, clip_cases, examples)
 
 
 # Pipeline stages.

@@ -7,6 +7,7 @@ import math
 import pytest
 from harness.assertions import assert_equal_weights
 from harness.clipping import MIXED, laid_out, whole
+from harness.network import full_state, is_matrix, loss_of
 from harness.oracle import Reference
 from harness.pool import RankPool
 from harness.topologies import lay
@@ -15,8 +16,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_ as torch_clip
 
 import dmuon
-from dmuon.check.model import is_matrix, loss_of
-from dmuon.check.topologies import full_state
 
 STEPS = 4
 MAX_NORM = 0.5  # below the norm of every step, so that each one is clipped

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import assert_equal_weights
+from harness.network import full_state, loss_of, shard
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference, reference_weights
 from harness.topologies import lay
@@ -24,8 +25,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import dmuon
-from dmuon.check.model import loss_of, shard
-from dmuon.check.topologies import full_state
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -100,38 +99,6 @@ def test_a_hook_before_the_step_may_give_it_a_closure() -> None:
 
 
 # -- torch.compile and torch.func ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("what", ["step", "function", "iteration"])
-def test_a_compiled_step_gives_the_same_numbers(what: str) -> None:
-    torch._dynamo.reset()
-    model = build()
-    optimizer = dmuon.Muon(model, **{**OPTIONS, "lr": torch.tensor(OPTIONS["lr"], dtype=torch.float64)})
-    schedule = OneCycleLR(optimizer, max_lr=4e-3, total_steps=8)
-    twin = build()
-    reference = Reference(twin)
-    schedules = [OneCycleLR(stock, max_lr=4e-3, total_steps=8) for stock in (reference.muon, reference.adamw)]
-
-    def iteration(tokens: torch.Tensor, targets: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        loss_of(model, tokens, targets).backward()
-        optimizer.step()
-
-    step = torch.compile(optimizer.step if what == "step" else lambda: optimizer.step(), backend="eager")
-    compiled = torch.compile(iteration, backend="eager")
-    for number in range(4):
-        if what == "iteration":
-            compiled(*batch(number))
-        else:
-            optimizer.zero_grad()
-            loss_of(model, *batch(number)).backward()
-            step()
-        train(twin, reference, [number])
-        for one in (schedule, *schedules):
-            one.step()
-    assert_equal_weights(weights(model), weights(twin))
 
 
 def test_gradients_of_torch_func_are_gradients() -> None:

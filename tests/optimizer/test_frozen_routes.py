@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import about, assert_equal_weights
+from harness.network import Block, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks
 from harness.oracle import Reference
 from harness.topologies import Laid, lay
@@ -23,8 +24,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.check.model import Block, is_matrix, loss_of, shard
-from dmuon.check.topologies import full_state
 
 FROZEN: dict[str, Callable[[str], bool]] = {
     "the first block": lambda name: name.startswith("blocks.0"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.assertions import assert_equal_weights
+from harness.network import Network, full_state, is_matrix, loss_of
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
 from harness.topologies import lay
@@ -16,8 +17,6 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
-from dmuon.check.model import Network, is_matrix, loss_of
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.owned_tensor import OwnedTensor
 
 STEPS, POISONED = 4, 1

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import is_matrix, loss_of
 from harness.oracle import Reference, reference_weights
 from harness.toy import OPTIONS, batch, build, train
 
 import dmuon
-from dmuon.check.model import is_matrix, loss_of
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import Network, full_state, loss_of
 from harness.on_ranks import on_ranks, over_ranks
 from harness.oracle import reference_weights
 from harness.topologies import lay
@@ -24,8 +25,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.check.model import Network, loss_of
-from dmuon.check.topologies import full_state
 
 # -- wrapped or cut at any step ------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights, assert_same_tensors
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.toy import OPTIONS
 from torch import Tensor
@@ -19,7 +20,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.check.topologies import full_state
 
 LAST = torch.channels_last
 

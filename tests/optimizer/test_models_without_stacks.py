@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import about, assert_equal_weights
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
 from harness.small_models import CASES, batch, build, computed_by_hand, loss_of
@@ -18,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.check.topologies import full_state
 from dmuon.model.blocks import canonical_fqn
 
 STEPS = 3

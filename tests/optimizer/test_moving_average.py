@@ -9,15 +9,13 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_close, assert_equal_weights
+from harness.network import Network, full_state, loss_of
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
 from harness.topologies import lay
 from harness.toy import batch, build
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-from dmuon.check.model import Network, loss_of
-from dmuon.check.topologies import full_state
 
 STEPS, DECAY, HIDDEN = 4, 0.8, 28
 LAYOUTS = [

@@ -13,16 +13,14 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.on_ranks import on_ranks, over_ranks
+from harness.network import full_state, is_matrix, loss_of
+from harness.on_ranks import on_ranks
 from harness.oracle import Reference, fp32_newton_schulz, reference_weights
 from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
-from torch.optim import lr_scheduler
 
 import dmuon
-from dmuon.check.model import Network, is_matrix, loss_of
-from dmuon.check.topologies import full_state
 from dmuon.optimizer import refusals
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
@@ -319,64 +317,6 @@ def test_added_group_is_optimized() -> None:
     assert (len(optimizer.param_groups), len(optimizer.state)) == count, "a refused group leaves nothing behind"
 
 
-# -- schedulers ----------------------------------------------------------------------------------------------------
-
-
-def cosine_with_warmup(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=3)
-    cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
-    return lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[3])
-
-
-SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0 / (1 + step)),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, step_size=2, gamma=0.5),
-    "warm-up + cosine": cosine_with_warmup,
-}
-
-
-@pytest.mark.pitfall("P09")
-@pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedulers_drive_both_routes(schedule: str) -> None:
-    ours, theirs = build(), build()
-    optimizer = dmuon.Muon(ours, **OPTIONS, adamw_lr=5e-4)
-    reference = Reference(theirs, adamw_lr=5e-4)
-    scheduler = SCHEDULES[schedule](optimizer)
-    expected = [SCHEDULES[schedule](reference.muon), SCHEDULES[schedule](reference.adamw)]
-    seen = set()
-    for step in range(6):
-        train(ours, optimizer, [step])
-        train(theirs, reference, [step])
-        scheduler.step()
-        for other in expected:
-            other.step()
-        rates = [g["lr"] for g in optimizer.param_groups]
-        assert rates == pytest.approx([expected[0].get_last_lr()[0], *expected[1].get_last_lr()])
-        assert rates[0] == pytest.approx(4 * rates[1]) and rates[1] == rates[2]
-        seen.add(rates[0])
-    assert len(seen) > 2
-    assert_equal_weights(dict(ours.state_dict()), dict(theirs.state_dict()))
-
-
-@pytest.mark.pitfall("P09")
-def test_one_cycle_takes_a_list() -> None:
-    model = build()
-    optimizer = dmuon.Muon(model, **OPTIONS)
-    peaks = [4e-3, 1e-3, 2e-3]
-    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=peaks, total_steps=10, cycle_momentum=False)
-    rates = []
-    for step in range(9):
-        train(model, optimizer, [step])
-        scheduler.step()
-        rates.append([g["lr"] for g in optimizer.param_groups])
-    assert [max(column) for column in zip(*rates, strict=True)] == pytest.approx(peaks)
-    assert all(row[0] == pytest.approx(4 * row[1]) and row[2] == pytest.approx(2 * row[1]) for row in rates)
-    again = dmuon.Muon(model, **OPTIONS)
-    again.load_state_dict(optimizer.state_dict())  # with the keys that the scheduler added to the groups
-    train(model, again, range(1))
-
-
 # -- gradients, closures, counters ---------------------------------------------------------------------------------
 
 
@@ -410,27 +350,6 @@ def test_parameters_without_gradients_are_skipped_as_in_torch(pair: Any) -> None
     assert all(torch.equal(t, before[n]) for n, t in ours.state_dict().items())
 
 
-def skip_block(model: Network, step: int) -> None:
-    """Leave block 1 out of odd steps, everywhere."""
-    model.blocks[1].forward = (lambda x: x) if step % 2 else None  # type: ignore[method-assign,assignment]
-    if not step % 2:
-        del model.blocks[1].forward
-
-
-@pytest.mark.pitfall("P01", "P19", "P48")
-@on_ranks(2)
-def test_block_unused_on_all_ranks_is_skipped_as_in_torch(rank: int, world: int) -> None:
-    laid, model = lay("1d-two-lines", build()), build()
-    optimizer, reference = laid.optimizer(), Reference(model)
-    for step in range(4):
-        for network in (laid.network, model):
-            skip_block(network, step)
-        train(laid.model, optimizer, [step], rank, world)
-        train(model, reference, [step])
-        assert over_ranks(optimizer.last_step.ns_matrices) == (6 if step % 2 else 9)
-    assert_equal_weights(full_state(laid.model), dict(model.state_dict()))
-
-
 @pytest.mark.pitfall("P19")
 def test_frozen_parameters_stay_and_thaw(pair: Any) -> None:
     (ours, optimizer), (theirs, _) = pair
@@ -461,23 +380,6 @@ def test_closure_is_called_once_with_gradients_enabled() -> None:
     assert returned == losses and len(losses) == 5
     assert_equal_weights(dict(model.state_dict()), reference_weights(5))
     assert optimizer.step() is None
-
-
-@pytest.mark.pitfall("P55")
-@on_ranks(2)
-def test_closure_on_a_dedicated_model_equals_single_process(rank: int, world: int) -> None:
-    laid = lay("1d-two-lines", build())
-    optimizer = laid.optimizer()
-    for step in range(5):
-
-        def closure(step: int = step) -> float:
-            optimizer.zero_grad()
-            loss = laid.loss(step)
-            loss.backward()
-            return loss.item()
-
-        assert optimizer.step(closure) > 0
-    assert_equal_weights(full_state(laid.model), reference_weights())
 
 
 SCRIPT = """

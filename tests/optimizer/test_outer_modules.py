@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import Block, Size, full_state, is_matrix, loss_of, shard
 from harness.on_ranks import assert_same_over_ranks, on_ranks, over_ranks
 from harness.toy import OPTIONS, SIZE, batch, build
 from torch import Tensor
@@ -15,8 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.check.model import Block, Size, is_matrix, loss_of, shard
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.owned_tensor import OwnedTensor
 
 STEPS = 3

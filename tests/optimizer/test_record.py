@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from harness.fused import FusedModel, by_spec, fused_loss
 from harness.hand_laid import SPLITS
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.topologies import LAYOUTS, lay
 from harness.toy import DECAY, LR, OPTIONS, build, train
@@ -18,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.check.topologies import full_state
 from dmuon.kernels import update_scale
 
 SPEC = by_spec()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
+from harness.network import Network, full_state, is_matrix
 from harness.on_ranks import on_ranks
 from harness.oracle import Reference
 from harness.pool import RankPool
@@ -16,8 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.check.model import Network, is_matrix
-from dmuon.check.topologies import full_state
 
 
 class HiddenSparse(nn.Module):

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
 from harness.checkpoints import SINGLE, start, world_of
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.oracle import is_matrix, reference_weights
 from harness.pool import RankPool
@@ -22,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.check.topologies import full_state
 from dmuon.platform.torch_private import local_tensor
 
 

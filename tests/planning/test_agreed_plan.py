@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.assertions import assert_equal_weights, assert_same_bits
+from harness.network import full_state, is_matrix, loss_of, shard
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
@@ -25,8 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
-from dmuon.check.model import is_matrix, loss_of, shard
-from dmuon.check.topologies import full_state
 from dmuon.planning import agreed_plan
 from dmuon.platform import host
 from dmuon.solver import Plan, SolveOptions

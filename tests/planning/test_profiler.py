@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from dmuon.kernels.arithmetic import SplitArithmetic
 from dmuon.planning import profiler
 from dmuon.planning.cost_cache import CostCacheError, Timing
 from dmuon.planning.device_key import NsOptions, device_key, options_of
-from dmuon.planning.profiler import build_kernels, measure, timing_bar, useful_batch_sizes
+from dmuon.planning.profiler import build_kernels, measure, useful_batch_sizes
 
 CPU = torch.device("cpu")
 
@@ -27,11 +26,6 @@ def test_timings_are_isotonic_and_complete():
         medians = [t.median_ns for t in batches.values()]
         assert medians == sorted(medians)
         assert all(1 <= t.p10_ns <= t.median_ns <= t.p90_ns and t.n >= 1 for t in batches.values())
-
-
-def test_larger_matrices_cost_more():
-    timings = measure({(32, 32): (1,), (192, 384): (1,)}, device=CPU, budget_s=5)
-    assert timings[192, 384][1].median_ns > 3 * timings[32, 32][1].median_ns
 
 
 def test_every_shape_gets_its_first_batch_before_any_gets_its_second():
@@ -68,16 +62,6 @@ def test_threads_and_random_state_are_left_alone(two_threads):
     assert during == [1]
     assert torch.get_num_threads() == two_threads
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_threads_are_restored_when_measuring_fails(monkeypatch, two_threads):
-    def fail(*_, **__):
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(profiler, "muon_update_", fail)
-    with pytest.raises(RuntimeError, match="no"):
-        measure({(8, 8): (1,)}, device=CPU, budget_s=1)
-    assert torch.get_num_threads() == two_threads
 
 
 def test_a_batch_that_does_not_fit_in_memory_is_left_out(monkeypatch):
@@ -204,14 +188,6 @@ def test_a_rival_that_fails_is_left_out(monkeypatch, failure):
     assert Variant.parse(timings[24, 32][1].variant).method == "standard" and full == []
 
 
-def test_without_time_to_try_rivals_the_rule_counts():
-    tried = []
-    batch = profiler._Batch((24, 32), 2, CPU)
-    found = profiler._fastest(batch, NsOptions(), lambda f: tried.append(f) or 1, 0.0, 1.0)
-    assert tried == [] and not found.tried and str(found.best) == "standard torch by85"
-    assert profiler._time_best((24, 32), 2, CPU, NsOptions(), lambda f: 7, 0.0, 1.0).variant == ""
-
-
 @pytest.mark.pitfall("P93")
 def test_a_search_is_cut_short_by_its_share_and_not_by_what_never_fits(monkeypatch):
     batch = profiler._Batch((24, 32), 2, CPU)
@@ -274,12 +250,6 @@ def test_whatever_may_be_tried_is_built_before_the_budget_counts(monkeypatch):
     assert waited == [CPU]
 
 
-def test_the_timed_variant_is_named():
-    timings = measure({(24, 96): (1, 2)}, device=CPU, budget_s=3)
-    for timing in timings[24, 96].values():
-        assert str(Variant.parse(timing.variant)) == timing.variant
-
-
 RUNS = [
     NsOptions(),
     NsOptions(steps=4),
@@ -319,18 +289,6 @@ def test_each_option_is_part_of_the_key_and_read_from_it():
 def test_a_key_of_no_run_is_refused_by_field(changes, message):
     with pytest.raises(CostCacheError, match=message):
         options_of(replace(device_key(CPU, NsOptions()), **changes), "x")
-
-
-def test_the_bar_counts_batches_on_a_terminal_only(monkeypatch, capsys):
-    work = {(8, 8): (1, 2, 2), (8, 16): (1,)}
-    for terminal in (False, True):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        with timing_bar(work, "Device X") as progress:
-            for shape, k in (((8, 8), 1), ((8, 16), 1), ((8, 8), 2)):
-                progress(shape, k)
-        shown = capsys.readouterr().err
-        assert ("timing on Device X" in shown and "0/3" in shown) == terminal
-        assert terminal or shown == ""
 
 
 @pytest.mark.parametrize(

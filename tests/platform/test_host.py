@@ -45,18 +45,6 @@ def test_the_first_rank_of_a_crowded_host_warns(places: list[HostShare], warned:
         assert bool(caught) == (rank in warned), rank
 
 
-def test_the_warning_counts_and_names_the_remedy() -> None:
-    with pytest.warns(UserWarning, match=r"2 ranks on host a compute with 8 threads on 6 CPUs.*OMP_NUM_THREADS=3"):
-        warn_if_oversubscribed([place(4, range(6))] * 2, 0)
-    with pytest.warns(UserWarning, match=r"3 ranks on host a compute with 3 threads on 2 CPUs.*start fewer ranks"):
-        warn_if_oversubscribed([place(1, range(2))] * 3, 0)
-
-
-def test_here_is_this_process() -> None:
-    here = HostShare.here()
-    assert here.threads == torch.get_num_threads() and len(here.cpus) <= (os.cpu_count() or 1)
-
-
 @on_ranks(2)
 def test_dedicate_params_warns_on_one_rank(rank: int, world: int) -> None:
     cpus = len(os.sched_getaffinity(0))
@@ -132,15 +120,3 @@ def test_threads_that_never_rest_are_left() -> None:
     stop.set()
     thread.join()
     assert 0.05 <= took < 5.0
-
-
-def test_threads_that_sleep_are_not_waited_for() -> None:
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    start = time.monotonic()
-    let_threads_rest(60.0)
-    took = time.monotonic() - start
-    stop.set()
-    thread.join()
-    assert took < 20.0

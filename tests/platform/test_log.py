@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.on_ranks import on_ranks
@@ -89,30 +86,6 @@ def test_one_rank_says_once_what_is_owned_or_exchanged_and_at_what_cost(rank: in
     )
 
 
-@on_ranks(2)
-def test_a_maintainer_hears_of_plans_groups_rounds_layouts_and_loads(rank: int, world: int) -> None:
-    with heard(logging.DEBUG) as records:
-        model, optimizer = laid("sharded", world)
-        train(model, optimizer, range(1), rank, world)
-        state = optimizer.state_dict()
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True})
-        del optimizer.param_groups[-1]
-        other = dmuon.Muon(model, distributed_config=dmuon.create_dtensor_config(costs="flops"), **OPTIONS)
-        other.load_state_dict(state)
-    said = texts(records, logging.DEBUG)
-    assert all(text.startswith(f"rank {rank}: ") for text in said)
-
-    def told(part: str) -> bool:
-        return any(part in text for text in said)
-
-    assert told("made process group")
-    assert told("Muon is laid out, as it was built: ") and told("Muon is laid out, as a group was added: ")
-    assert told("rounds in a step") and told("loaded momentum of 9 of 9 parameters")
-    assert told("keep their plan")
-    assert told("planned 9 matrices over 2 ranks in") == (rank == 0)
-    assert told("makespan") == (rank == 0), "the whole report"
-
-
 @pytest.mark.slow
 @on_ranks(2)
 def test_silence_costs_nothing(rank: int, world: int) -> None:
@@ -138,18 +111,6 @@ def test_messages_of_a_single_process_name_no_rank(caplog: pytest.LogCaptureFixt
         optimizer = dmuon.Muon(model, **OPTIONS)
         train(model, optimizer, range(2))
     assert caplog.records[0].getMessage().startswith("Muon takes 0 parameters that dmuon owns")
-
-
-@pytest.mark.slow
-def test_importing_installs_no_handler_and_sets_no_level() -> None:
-    code = (
-        "import logging; before = logging.root.handlers[:]; import dmuon, dmuon.check.run, dmuon.cli.plan;"
-        "log = logging.getLogger('dmuon');"
-        "assert (log.handlers, log.filters, log.level, log.propagate) == ([], [], 0, True);"
-        "assert logging.root.handlers == before"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_every_module_logs_by_the_one_that_names_the_rank() -> None:

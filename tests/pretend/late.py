@@ -24,47 +24,47 @@ class LateDevice(Listener):
     """
 
     def __init__(self) -> None:
-        self._late: set[int] = set()  # streams that have paused in what runs on them now
-        self._behind: set[int] = set()  # streams whose writes are hidden
+        self.late: set[int] = set()  # streams that have paused in what runs on them now
+        self.behind: set[int] = set()  # streams whose writes are hidden
         self._events: set[int] = set()  # that were recorded on one of them since
-        self._written: list[Range] = []
+        self.written: list[Range] = []
         self._hidden: list[tuple[int, bytes]] = []
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(module, name)
 
     def pause(self, _milliseconds: float) -> None:
         """What the current stream does from now on comes late."""
-        self._late.add(module.current_stream().stream_id)
+        self.late.add(module.current_stream().stream_id)
 
     @contextmanager
     def stream(self, stream: torch.Stream) -> Iterator[None]:
-        if stream.stream_id in self._behind:
-            self._show()  # to itself a stream is never late
+        if stream.stream_id in self.behind:
+            self.show()  # to itself a stream is never late
         with module.stream(stream):
             yield
-        with self._lock:
-            if stream.stream_id in self._late:
-                self._late.discard(stream.stream_id)
-                self._behind.add(stream.stream_id)
-                self._hide()
+        with self.lock:
+            if stream.stream_id in self.late:
+                self.late.discard(stream.stream_id)
+                self.behind.add(stream.stream_id)
+                self.hide()
 
     def launched(self, op: str, stream: Stream, reads: list[Range], writes: list[Range]) -> None:
-        with self._lock:
-            if stream.number in self._late and op.startswith("aten::"):
-                self._written += writes
+        with self.lock:
+            if stream.number in self.late and op.startswith("aten::"):
+                self.written += writes
 
     def record_event(self, event: int, stream: Stream) -> None:
-        (self._events.add if stream.number in self._behind else self._events.discard)(event)
+        (self._events.add if stream.number in self.behind else self._events.discard)(event)
 
     def wait_event(self, event: int, stream: Stream) -> None:
         if event in self._events:
-            self._show()
+            self.show()
 
     def synchronize(self, *, event: int | None = None, stream: Stream | None = None) -> None:
-        if event in self._events or (event is None and (stream is None or stream.number in self._behind)):
-            self._show()
+        if event in self._events or (event is None and (stream is None or stream.number in self.behind)):
+            self.show()
 
     def freed(self, address: int, nbytes: int, stream: Stream) -> None:
         """Whoever gets that memory next finds no late writes in it."""
@@ -72,20 +72,20 @@ class LateDevice(Listener):
         def lies_inside(start: int) -> bool:
             return address <= start < address + nbytes
 
-        with self._lock:
-            self._written = [place for place in self._written if not lies_inside(place[0])]
+        with self.lock:
+            self.written = [place for place in self.written if not lies_inside(place[0])]
             self._hidden = [(start, content) for start, content in self._hidden if not lies_inside(start)]
 
-    def _hide(self) -> None:
-        for address, nbytes in self._written:
+    def hide(self) -> None:
+        for address, nbytes in self.written:
             self._hidden.append((address, ctypes.string_at(address, nbytes)))
             ctypes.memset(address, _NOWHERE, nbytes)
-        self._written = []
+        self.written = []
 
-    def _show(self) -> None:
-        with self._lock:
+    def show(self) -> None:
+        with self.lock:
             for address, content in reversed(self._hidden):  # the same place may be hidden twice
                 ctypes.memmove(address, content, len(content))
             self._hidden = []
-            self._behind.clear()
+            self.behind.clear()
             self._events.clear()

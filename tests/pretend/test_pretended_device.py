@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from harness.network import Block, full_state
 from harness.topologies import LAYOUTS, lay
 from harness.toy import OPTIONS, SIZE, VOCAB, WIDTH, batch, build, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.check.model import Block
-from dmuon.check.topologies import full_state
 from dmuon.comm.agreement import agree
 from dmuon.comm.process_groups import broadcast_object, make_group
 from dmuon.dedicated import replicated

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.network import Block, Network, Size
 from harness.topologies import LAYOUTS, Laid, lay
 from harness.toy import SIZE, build
 from streams.plants import Plant
@@ -16,7 +17,6 @@ from streams.plants import planted as planted_bug
 from torch import Tensor
 
 import dmuon
-from dmuon.check.model import Block, Network, Size
 from dmuon.platform import streams
 from pretend.listener import listening
 from pretend.timekeeper import Timekeeper
@@ -30,49 +30,6 @@ def seen(program: Callable[[], object]) -> Counter[str]:
     with listening(keeper):
         program()
     return Counter({str(race): count for race, count in keeper.races().items()})
-
-
-# -- torch alone ------------------------------------------------------------------------------------------------------
-
-
-def unordered(waits: bool) -> Callable[[], None]:
-    def run() -> None:
-        module = torch.pretend  # type: ignore[attr-defined]
-        x, side = torch.ones(4, device=DEVICE), module.Stream()
-        if waits:
-            side.wait_stream(module.current_stream())
-        with module.stream(side):
-            x.add_(1)
-        if waits:
-            module.current_stream().wait_stream(side)
-        x.add_(1)
-
-    return run
-
-
-def autograd_across_streams() -> None:
-    module = torch.pretend  # type: ignore[attr-defined]
-    forward, backward = module.Stream(), module.Stream()
-    x = torch.ones(4, device=DEVICE, requires_grad=True)
-    forward.wait_stream(module.current_stream())
-    with module.stream(forward):
-        y = (x * x).sum()
-    backward.wait_stream(forward)
-    with module.stream(backward):
-        y.backward()
-        assert x.grad is not None
-        x.grad.mul_(2)
-
-
-def by_torch(_rank: int, _world: int) -> None:
-    assert not seen(unordered(True))
-    assert seen(unordered(False))
-    found = seen(autograd_across_streams)
-    assert not found, found  # the engine orders the streams of leaves behind the caller's
-
-
-def test_streams_that_do_not_wait_race(device_ranks: Ranks) -> None:
-    device_ranks(1, by_torch)
 
 
 # -- dmuon ------------------------------------------------------------------------------------------------------------
@@ -122,14 +79,6 @@ def races(_rank: int, _world: int, name: str, muon: dict[str, Any]) -> Counter[s
     return seen(trains(name, **muon))
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["after backward", "overlap"])
-@pytest.mark.parametrize("name", ["1d", "1d-two-lines", "ddp-2", "hsdp", "fsdp2-2"])
-def test_training_is_in_order(device_ranks: Ranks, name: str, overlap: bool) -> None:
-    muon = {"overlap_backward": True} if overlap and LAYOUTS[name].dedicated else {}
-    for found in device_ranks(LAYOUTS[name].world, races, name, muon):
-        assert not found, found
-
-
 def planted(_rank: int, _world: int) -> Counter[str]:
     kept = streams.Stream.join
     streams.Stream.join = lambda self: None  # type: ignore[method-assign]
@@ -137,25 +86,6 @@ def planted(_rank: int, _world: int) -> Counter[str]:
         return seen(trains("1d-two-lines", overlap_backward=True))
     finally:
         streams.Stream.join = kept  # type: ignore[method-assign]
-
-
-def test_a_missing_join_is_seen(device_ranks: Ranks) -> None:
-    for found in device_ranks(2, planted):
-        assert found
-
-
-def elsewhere(_rank: int, _world: int, name: str, streams: str, overlap: bool) -> Counter[str]:
-    return seen(trains(name, streams, overlap_backward=overlap))
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["after backward", "overlap"])
-@pytest.mark.parametrize("streams", ["forward", "backward", "step", "forward backward step"])
-@pytest.mark.parametrize("name", ["1d-two-lines", "ddp-2"])
-def test_parts_of_a_program_on_streams_of_their_own(
-    device_ranks: Ranks, name: str, streams: str, overlap: bool
-) -> None:
-    for found in device_ranks(2, elsewhere, name, streams, overlap):
-        assert not found, found
 
 
 def unrelated(_rank: int, _world: int, name: str) -> Counter[str]:
@@ -180,27 +110,6 @@ def unrelated(_rank: int, _world: int, name: str) -> Counter[str]:
 @pytest.mark.parametrize("name", ["1d-two-lines", "ddp-2"])
 def test_memory_of_hooks_is_not_given_away_while_the_end_of_backward_reads_it(device_ranks: Ranks, name: str) -> None:
     for found in device_ranks(2, unrelated, name):
-        assert not found, found
-
-
-def edited(_rank: int, _world: int, name: str) -> Counter[str]:
-    def run() -> None:
-        laid: Laid = lay(name, build().to(DEVICE), device=torch.device(DEVICE))
-        optimizer = laid.optimizer(ns_dtype=torch.float32)
-        for step in range(2):
-            optimizer.zero_grad()
-            laid.backward(step)
-            optimizer.step()  # begins to fill the first blocks
-            with torch.no_grad():
-                for param in dmuon.owned_parameters(laid.model):
-                    param.mul_(0.5)
-
-    return seen(run)
-
-
-@pytest.mark.parametrize("name", ["1d-two-lines", "hsdp", "ddp-2"])
-def test_weights_are_edited_once_nobody_reads_them(device_ranks: Ranks, name: str) -> None:
-    for found in device_ranks(LAYOUTS[name].world, edited, name):
         assert not found, found
 
 

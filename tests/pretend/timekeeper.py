@@ -18,36 +18,36 @@ class Timekeeper(Listener):
     """Only writes down what it hears, for several threads tell it at once; :meth:`races` goes through it in the end."""
 
     def __init__(self) -> None:
-        self._heard: list[tuple[str, tuple[object, ...], Site]] = []
+        self.heard: list[tuple[str, tuple[object, ...], Site]] = []
 
-    def _note(self, kind: str, *values: object, what: str = "") -> None:
-        self._heard.append((kind, values, Site(_function(), what or kind)))
+    def note(self, kind: str, *values: object, what: str = "") -> None:
+        self.heard.append((kind, values, Site(_function(), what or kind)))
 
     def record_event(self, event: int, stream: Stream) -> None:
-        self._note("record_event", event, stream)
+        self.note("record_event", event, stream)
 
     def wait_event(self, event: int, stream: Stream) -> None:
-        self._note("wait_event", event, stream)
+        self.note("wait_event", event, stream)
 
     def synchronize(self, *, event: int | None = None, stream: Stream | None = None) -> None:
-        self._note("synchronize", event, stream)
+        self.note("synchronize", event, stream)
 
     def allocated(self, address: int, nbytes: int, stream: Stream) -> None:
-        self._note("allocated", address, nbytes, stream, what="memory")
+        self.note("allocated", address, nbytes, stream, what="memory")
 
     def freed(self, address: int, nbytes: int, stream: Stream) -> None:
-        self._note("freed", address)
+        self.note("freed", address)
 
     def record_stream(self, address: int, nbytes: int, stream: Stream) -> None:
-        self._note("recorded", address, stream)
+        self.note("recorded", address, stream)
 
     def launched(self, op: str, stream: Stream, reads: list[Range], writes: list[Range]) -> None:
-        self._note("launched", stream, reads, writes, what=op.split("::")[1])
+        self.note("launched", stream, reads, writes, what=op.split("::")[1])
 
     def races(self) -> Counter[Race]:
         """How often each was seen."""
         history = _History()
-        for kind, values, site in self._heard:
+        for kind, values, site in self.heard:
             getattr(history, kind)(*values, site)
         return history.memory.races
 
@@ -60,7 +60,7 @@ class _History:
         self.memory = Memory(self._clock)
         self._streams: dict[Stream, clock.Stream] = {}
         self._events: dict[int, Knowledge] = {}
-        self._starts: list[int] = []  # ascending addresses of the blocks
+        self.starts: list[int] = []  # ascending addresses of the blocks
         self._blocks: dict[int, tuple[Block, int]] = {}
 
     def _stream(self, stream: Stream) -> clock.Stream:
@@ -68,10 +68,10 @@ class _History:
 
     def _block(self, address: int) -> tuple[Block, int] | None:
         """The block in which ``address`` lies, and where in it."""
-        index = bisect_right(self._starts, address) - 1
+        index = bisect_right(self.starts, address) - 1
         if index < 0:
             return None
-        start = self._starts[index]
+        start = self.starts[index]
         block, nbytes = self._blocks[start]
         return (block, address - start) if address < start + nbytes else None
 
@@ -90,12 +90,12 @@ class _History:
 
     def allocated(self, address: int, nbytes: int, stream: Stream, site: Site) -> None:
         self._blocks[address] = self.memory.allocate(self._stream(stream), nbytes, site), nbytes
-        insort(self._starts, address)
+        insort(self.starts, address)
 
     def freed(self, address: int, _site: Site) -> None:
         if address in self._blocks:
             self.memory.free(self._blocks.pop(address)[0])
-            self._starts.remove(address)
+            self.starts.remove(address)
 
     def recorded(self, address: int, stream: Stream, _site: Site) -> None:
         found = self._block(address)

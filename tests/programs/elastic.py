@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness.network import full_state, loss_of, shard
 from harness.toy import LR, batch, build
 
 import dmuon
-from dmuon.check.model import loss_of, shard
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from harness.network import is_matrix
 from harness.toy import DECAY, LR, batch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
-from dmuon.check.model import is_matrix
 from programs.fuzz_twin import (
     ALL,
     ANY_FREEZE,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from harness.assertions import relative_errors
+from harness.network import Block, Network, full_state, is_matrix, loss_of, shard, tensor_parallel
 from harness.oracle import Reference
 from harness.toy import LR, OPTIONS, batch, build
 from torch import Tensor
@@ -23,8 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon.check.model import Block, Network, is_matrix, loss_of, shard
-from dmuon.check.topologies import full_state, tensor_parallel
 from dmuon.dedicated.block import Phase
 from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor

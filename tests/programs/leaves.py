@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness.network import loss_of
 from harness.topologies import lay
 from harness.toy import batch, build
 
 import dmuon
-from dmuon.check.model import loss_of
 from dmuon.dedicated.dedication import dedications
 
 

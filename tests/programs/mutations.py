@@ -96,8 +96,8 @@ FAULTS = {
         "prefetch": "islice(buffers, 1, «1 + self.comm.options.prefetch→2»)",
         "prefetch_of_a_step": "self._fill_budget = «self._comm.options.prefetch→1»",
         "outstanding_reductions": "while len(self._reductions) >= «self._comm.options.outstanding_reductions→2»:",
-        "merge_bytes": "_nbytes(growing[dtype] + weights, dtype) > «most→0»:",
-        "merge_bytes_of_one_block_only": "_nbytes(growing[dtype]« + weights→», dtype) > most:",
+        "merge_bytes": "_nbytes(growing[dtype] + weights, dtype) > «comm.options.merge_bytes→0»:",
+        "merge_bytes_of_one_block_only": "_nbytes(growing[dtype]« + weights→», dtype) > comm.options.merge_bytes:",
     },
     "tests/exchanged/test_bounds.py": {
         "chunk_bytes": "planned or unmeasured_batch((m, n)), «layouts.recipe.options.chunk_bytes // nbytes→2**60»)",
@@ -132,7 +132,7 @@ FAULTS = {
         "costs_of_another_device_fit": 'return replace(self, driver="", torch="", cuda=""«→, device=""», compilers="")',
     },
     "tests/planning/test_owner_plan.py": {
-        "checksum_of_a_plan_is_not_checked": "if «checksum !=→not» document[_CHECKSUM]:",
+        "checksum_of_a_plan_is_not_checked": "if «checksum !=→not» read.sha256:",
         "digest_without_batches": "[self.solution.digest, «_named(self.chunks), →»self._named_variants()])",
     },
     "tests/optimizer/test_record.py -k copies": {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from harness.network import Block, Network, loss_of
 from harness.oracle import Reference
 from harness.toy import SIZE, VOCAB, WIDTH, batch, build
 from torch import Tensor
@@ -19,7 +19,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from dmuon.check.model import Block, Network, loss_of
 from dmuon.dedicated.dedication import dedications
 
 # -- models ---------------------------------------------------------------------------------------------------------
@@ -213,10 +212,6 @@ def accumulate(model: nn.Module, kind: str) -> None:
         dmuon.set_requires_all_reduce(model, kind == "full")
 
 
-def whole_weights(model: nn.Module) -> AbstractContextManager[None]:
-    return dmuon.summon_full_params(model) if dedicated(model) else nullcontext()
-
-
 def dropped_batch(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     for step in range(3):
         loss(10 + step).backward()
@@ -229,24 +224,6 @@ def dropped_batch(model: nn.Module, optimizer: Any, loss: Loss) -> None:
         optimizer.zero_grad()
 
 
-def step_twice(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    for step in range(2):
-        optimizer.zero_grad()
-        loss(step).backward()
-        optimizer.step()
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.step()
-
-
-def two_forwards_one_backward(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    for step in range(3):
-        optimizer.zero_grad()
-        first, second = loss(step), loss(20 + step)
-        (first + second).backward()
-        optimizer.step()
-
-
 def two_forwards_two_backwards(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     for step in range(3):
         optimizer.zero_grad()
@@ -254,33 +231,6 @@ def two_forwards_two_backwards(model: nn.Module, optimizer: Any, loss: Loss) -> 
         second.backward()
         first.backward()
         optimizer.step()
-
-
-def retained_graph(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    for step in range(2):
-        optimizer.zero_grad()
-        value = loss(step)
-        value.backward(retain_graph=True)
-        value.backward()
-        optimizer.step()
-
-
-def forwards_that_never_run_backward(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    for step in range(3):
-        optimizer.zero_grad()
-        loss(30 + step)
-        with torch.no_grad():
-            loss(40 + step)
-        with torch.inference_mode():
-            loss(50 + step)
-        loss(step).backward()
-        with torch.no_grad():
-            loss(60 + step)
-        optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            loss(70 + step)
-        model.train()
 
 
 def exceptions(model: nn.Module, optimizer: Any, loss: Loss) -> None:
@@ -309,80 +259,6 @@ def exceptions(model: nn.Module, optimizer: Any, loss: Loss) -> None:
         optimizer.step()
 
 
-def gradients_as_the_user_wants(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    for step in range(3):
-        optimizer.zero_grad(set_to_none=False)
-        loss(step).backward()
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad.mul_(0.5)
-                param.grad.add_(param.detach(), alpha=0.01)
-        optimizer.step()
-
-
-def unfrozen_later(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    frozen = [model.embed.weight, model.norm.weight, model.blocks[1].up.bias]
-    for step in range(4):
-        for param in frozen:
-            param.requires_grad_(step >= 2)
-        optimizer.zero_grad()
-        loss(step).backward()
-        optimizer.step()
-
-
-def mixed_accumulation(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    orders = [
-        ("none", "replica", "full"),
-        ("replica", "none", "replica", "full"),
-        ("replica", "replica", "full"),
-        ("full", "none", "full"),
-        ("full", "replica", "full"),
-    ]
-    for step, kinds in enumerate(orders):
-        optimizer.zero_grad()
-        for i, kind in enumerate(kinds):
-            accumulate(model, kind)
-            (loss(10 * step + i) / len(kinds)).backward()
-        optimizer.step()
-
-
-def dropped_accumulation(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    for step, kind in enumerate(("none", "replica", "full")):
-        accumulate(model, kind)
-        loss(80 + step).backward()
-        model.zero_grad()  # not the optimizer's
-        for i, micro in enumerate((kind, "full")):
-            accumulate(model, micro)
-            (loss(10 * step + i) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def evaluation_between_micro_batches(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    for step in range(3):
-        optimizer.zero_grad()
-        for i, kind in enumerate(("none", "replica", "full")):
-            accumulate(model, kind)
-            (loss(10 * step + i) / 3).backward()
-            model.eval()
-            with torch.no_grad():
-                loss(90 + i)
-            model.train()
-        optimizer.step()
-
-
-def edits_of_whole_weights(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    for step in range(3):
-        optimizer.zero_grad()
-        with whole_weights(model), torch.no_grad():
-            model.blocks[0].mix.weight.mul_(0.5)
-        loss(step).backward()
-        with whole_weights(model), torch.no_grad():
-            model.blocks[2].up.weight.add_(0.01 * step)
-            model.blocks[1].down.weight.copy_(model.blocks[0].down.weight)
-        optimizer.step()
-
-
 def retry_out_of_memory(model: nn.Module, optimizer: Any, loss: Loss) -> None:
     """A batch that fails within a forward or a backward is dropped and run again in two halves."""
 
@@ -404,24 +280,6 @@ def retry_out_of_memory(model: nn.Module, optimizer: Any, loss: Loss) -> None:
         for kind in ("none", "full"):
             accumulate(model, kind)
             (loss(step) / 2).backward()
-        optimizer.step()
-
-
-def failure_while_accumulating(model: nn.Module, optimizer: Any, loss: Loss) -> None:
-    def fail(*_: Any) -> None:
-        raise ArithmeticError
-
-    for kind in ("none", "replica"):
-        optimizer.zero_grad()
-        accumulate(model, kind)
-        loss(1).backward()
-        where = model.blocks[1].register_forward_hook(lambda _m, _a, out: out.register_hook(fail) and None)
-        accumulate(model, "full")
-        with pytest.raises(ArithmeticError):
-            loss(2).backward()
-        where.remove()
-        optimizer.zero_grad()
-        loss(3).backward()
         optimizer.step()
 
 
@@ -521,24 +379,12 @@ class Program:
 
 
 FOUR = {4: False}
-BOTH_SLOWLY = {2: False, 4: False}
 PROGRAMS = [
-    Program(mixed_accumulation, ("P12",), worlds=FOUR),
-    Program(dropped_accumulation, ("P16",), alone=True, worlds=FOUR),
-    Program(evaluation_between_micro_batches, ("P12", "P17"), alone=True, worlds=FOUR),
-    Program(edits_of_whole_weights, ("P17",), worlds={4: True}),
     Program(retry_out_of_memory, ("P17",), alone=True, worlds=FOUR),
-    Program(failure_while_accumulating, ("P16", "P17"), alone=True, worlds=FOUR),
     Program(only_forwards, ("P22",), alone=True, worlds=FOUR),
     Program(exceptions, ("P17",), alone=True, worlds={2: True, 4: False}),
     Program(dropped_batch, ("P16",)),
-    Program(step_twice, ("P22",), worlds=BOTH_SLOWLY),
-    Program(two_forwards_one_backward, ("P19",), worlds=BOTH_SLOWLY),
     Program(two_forwards_two_backwards, ("P19",)),
-    Program(retained_graph, worlds=BOTH_SLOWLY),
-    Program(forwards_that_never_run_backward, ("P17",), alone=True),
-    Program(gradients_as_the_user_wants),
-    Program(unfrozen_later, ("P19",), alone=True, worlds=BOTH_SLOWLY),
     Program(dropped_by_zeroing, ("P16",), alone=True, worlds={2: True}),
     *(
         Program(partial(reset_momentum, how=how), ("P10",), worlds={2: how == "cleared"})

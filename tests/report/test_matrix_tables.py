@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness.fused import FusedModel, by_spec, fused_loss
 from harness.hand_laid import SPLITS
+from harness.network import Block, Size
 from harness.on_ranks import on_ranks, over_ranks
 from harness.topologies import LAYOUTS, lay
 from harness.toy import OPTIONS, VOCAB, build, train
@@ -21,7 +22,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon.check.model import Block, Size
 from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import local_tensor
 from dmuon.report.accounting import expected_exchange, expected_memory, expected_traffic

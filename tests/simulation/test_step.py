@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -12,13 +11,10 @@ import pytest
 from harness.configs import LLAMA_8B, written
 
 from dmuon.model.config import read_model
-from dmuon.simulation.hardware import HARDWARE, Link
-from dmuon.simulation.messages import Message, Program, messages
-from dmuon.simulation.network import Collective, Network, Ring, Topology, Travel
+from dmuon.simulation.hardware import HARDWARE, Collective, Link, Network, Ring, Topology, Travel
 from dmuon.simulation.prediction import report
-from dmuon.simulation.scenario import Machine, Scenario, batches, plan_owners
-from dmuon.simulation.step import newton_schulz_s, step_s
-from dmuon.simulation.workload import Block, Workload
+from dmuon.simulation.scenario import Block, Machine, Scenario, Workload, plan_owners
+from dmuon.simulation.step import Message, Program, messages, newton_schulz_s, step_s
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
 
 PROGRAMS: tuple[Program, ...] = get_args(Program)
@@ -189,16 +185,6 @@ def test_contention_is_of_owners_alone() -> None:
     assert step_s("dedicated", slowed) == pytest.approx(step_s("dedicated", TWO) + 0.1 * (3 + 3 + 5))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_permutation_of_ranks_changes_nothing(name: Program) -> None:
-    assert step_s(name, case(0, 1, 2, 1, world=4)) == pytest.approx(step_s(name, case(3, 2, 0, 2, world=4)))
-
-
-def test_batches_are_the_chunks_of_the_cost_table_per_stored_shape() -> None:
-    costs = CostTable({(4, 4): {1: 7 * SECOND, 2: 8 * SECOND}})
-    assert batches(replace(TWO, costs=costs), {(4, 4): 3}) == [8.0, 7.0]
-
-
 # -- real models -----------------------------------------------------------------------------------------------------
 
 
@@ -231,57 +217,6 @@ def test_llama_8b_within_brackets(llama: Path, world: int, replicate: int) -> No
     assert steps["dedicated"] >= 0.97 * steps["adamw"]
     assert step_s("dedicated", replace(scenario, kept=True)) <= steps["dedicated"]
     assert 1.0 < steps["gather"] / steps["dedicated"] < 5.0
-
-
-def test_all_durations_scale_the_step(llama: Path) -> None:
-    workload, owners, costs, topology = inputs(llama, 16)
-    hardware = HARDWARE["h200"]
-    slower = Network(
-        *(replace(k, latency_s=3 * k.latency_s, bandwidth=k.bandwidth / 3) for k in (hardware.intra, hardware.inter)),
-    )
-    machine = replace(Machine.of(hardware), contention=0.0)
-    thrice = Machine(
-        machine.flops_per_s / 3,
-        machine.copy_bytes_per_s / 3,
-        machine.adamw_elements_per_s / 3,
-        slower,
-        ns_scale=3.0,
-        ns_bytes=machine.ns_bytes,
-    )
-    for name in PROGRAMS:
-        once = step_s(name, Scenario(workload, owners, costs, machine, topology))
-        long = step_s(name, Scenario(workload, owners, costs, thrice, topology))
-        assert long == pytest.approx(3 * once, rel=1e-3)  # but for the start of a message to one more rank
-
-
-def test_a_slow_link_leaves_its_bytes_only(llama: Path) -> None:
-    workload, owners, costs, topology = inputs(llama, 8)
-    bandwidth = 1e6
-    network = Network(replace(HARDWARE["h200"].intra, bandwidth=bandwidth), HARDWARE["h200"].inter)
-    machine = replace(Machine.of(HARDWARE["h200"]), network=network)
-    matrices = sum(b.matrix_elements for b in workload.blocks)
-    rest = workload.elements - matrices
-    norms = rest - workload.ends.other_elements
-    # Weights at 2 bytes for forward and backward (the ends once), gradients at 4.
-    owned, sharded = matrices * (2 * 2 + 4), rest * (2 + 4) + norms * 2
-    nbytes = owned + 7 / 8 * sharded
-    step = step_s("dedicated", Scenario(workload, owners, costs, machine, topology))
-    assert step == pytest.approx(nbytes / bandwidth, rel=0.01)
-
-
-def test_latency_of_a_thousand_shards_overlaps(llama: Path) -> None:
-    """One launch and links that latency leaves free: as shipped before, this was 124 % above AdamW."""
-    scenario = llama_on(llama, 1024)
-    quiet = replace(scenario, machine=replace(scenario.machine, contention=0.0))
-    assert abs(step_s("dedicated", quiet) / step_s("adamw", quiet) - 1) < 0.05
-
-
-def test_1024_ranks_take_seconds(llama: Path) -> None:
-    began = time.perf_counter()
-    scenario = llama_on(llama, 1024, replicate=128)
-    assert all(step_s(name, scenario) for name in PROGRAMS)
-    assert time.perf_counter() - began < 10
-    assert newton_schulz_s("dedicated", scenario) < 0.01
 
 
 @pytest.mark.pitfall("P82")

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.configs import LLAMA_8B, QWEN_MOE, SMALL_LLAMA, TOWER, towers, written
+from harness.configs import LLAMA_8B, QWEN_MOE, SMALL_LLAMA, written
 
-from dmuon.simulation.workload import Block, Workload
+from dmuon.simulation.scenario import Workload
 
 MOE = QWEN_MOE | {
     "hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 4, "num_hidden_layers": 1,
@@ -36,29 +36,6 @@ def test_block_by_hand(tmp_path: Path) -> None:
     assert block.backward_flops == 2 * block.forward_flops
 
 
-def test_ends_by_hand(tmp_path: Path) -> None:
-    ends = workload(tmp_path, SMALL_LLAMA).ends
-    assert ends.other_elements == 2 * 10 * 8 + 8
-    assert (ends.forward_flops, ends.backward_flops) == (2 * 6 * 10 * 8, 4 * 6 * 10 * 8)
-
-
-def test_a_tied_head_adds_work_but_no_elements(tmp_path: Path) -> None:
-    untied, tied = workload(tmp_path, SMALL_LLAMA), workload(tmp_path, SMALL_LLAMA | {"tie_word_embeddings": True})
-    assert tied.ends.forward_flops == untied.ends.forward_flops
-    assert untied.ends.other_elements - tied.ends.other_elements == 10 * 8
-
-
-def test_recomputation_is_one_more_forward_of_the_blocks_only(tmp_path: Path) -> None:
-    plain, again = workload(tmp_path, SMALL_LLAMA), workload(tmp_path, SMALL_LLAMA, recompute=True)
-    assert again.flops - plain.flops == sum(block.forward_flops for block in plain.blocks)
-
-
-@pytest.mark.parametrize("field", ["num_local_experts", "n_routed_experts", "num_experts"])
-def test_experts_are_counted_under_any_name_that_transformers_writes(tmp_path: Path, field: str) -> None:
-    renamed = {name: value for name, value in MOE.items() if name != "num_experts"} | {field: 8}
-    assert workload(tmp_path, renamed) == workload(tmp_path, MOE)
-
-
 def test_experts_and_their_tokens_by_hand(tmp_path: Path) -> None:
     (block,) = workload(tmp_path, MOE).blocks
     assert block.expert_elements == 8 * 3 * 4 * 8
@@ -73,23 +50,13 @@ def test_a_token_meets_its_share_of_the_experts(tmp_path: Path) -> None:
     assert block.forward_flops == pytest.approx(2 * 6 * (attention + router + 2 * expert) + 6 * 3 * 16)
 
 
-def test_towers_have_no_ends(tmp_path: Path) -> None:
-    small = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
-    model = workload(tmp_path, towers(TOWER | small))
-    assert model.ends == Block("ends", 0.0, 0.0, 0, 0)
-    assert model.blocks[0].matrix_elements == 4 * 8 * 8 + 2 * 8 * 16
-
-
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
         (SMALL_LLAMA | {"vocab_size": 0}, {}, "field 'vocab_size' is .*set it to"),
         (SMALL_LLAMA | {"vocab_size": "many"}, {}, "field 'vocab_size' is .*set it to"),
         (SMALL_LLAMA | {"tie_word_embeddings": 1}, {}, "field 'tie_word_embeddings' is .*set it to"),
-        *(
-            (MOE | {"num_experts_per_tok": chosen}, {}, "field 'num_experts_per_tok' is .* an integer from 1 to 8")
-            for chosen in (None, 0, 9, True)
-        ),
+        *((MOE | {"num_experts_per_tok": chosen}, {}, "field 'num_experts_per_tok'") for chosen in (None, 0, 9, True)),
         (SMALL_LLAMA, {"tokens": 0}, "tokens=0 must be a whole number"),
         (SMALL_LLAMA, {"sequence": True}, "sequence=True must be a whole number"),
         (SMALL_LLAMA, {"tokens": 7}, "tokens=7 must be a multiple of sequence=3"),

@@ -18,7 +18,7 @@ entries = st.dictionaries(st.integers(1, 40), st.integers(1, 10**9), max_size=6)
 
 
 @given(entries)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_cost_is_zero_for_nothing_and_never_falls(measured: dict[int, int]) -> None:
     table = CostTable({S: measured})
     costs = [table.cost(S, n) for n in range(100)]
@@ -28,7 +28,7 @@ def test_cost_is_zero_for_nothing_and_never_falls(measured: dict[int, int]) -> N
 
 
 @given(entries)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_chunk_is_measured_and_within_three_percent_of_the_best_average(measured: dict[int, int]) -> None:
     table = CostTable({S: measured})
     chunk = table.chunk(S)

@@ -58,7 +58,7 @@ def test_levelling_stops_at_the_limit() -> None:
 
 @pytest.mark.pitfall("P52")
 @given(problems())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_search_and_levelling_keep_every_matrix_and_never_lengthen(case: Case) -> None:
     problem = built(*case)
     start = longest_first(problem)

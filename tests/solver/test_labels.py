@@ -27,7 +27,7 @@ def tasks(draw: st.DrawFn) -> Task:
 
 
 @given(tasks())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_ranks_keep_what_they_own_and_trade_labels_with_their_like(task: Task) -> None:
     owners, ranks = task
     labels = xor_labels(owners, ranks)

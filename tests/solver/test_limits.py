@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ def check(result: Plan, ranks: list[Rank]) -> None:
 
 
 @given(limited_problems())
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=30)
 def test_limits_hold_and_bound_and_makespan_enclose_the_optimum(case: LimitedCase) -> None:
     optimum = exact_makespan(*case)
     try:
@@ -146,13 +145,6 @@ def test_byte_slack_trades_makespan_for_even_bytes() -> None:
         found[slack, gap] = result.makespan_ns, max(result.rank_bytes)
     even, uneven = (130, 7 * 64 * 64 * 4), (100, 10 * 64 * 64 * 4)
     assert found == {(0.5, 0.01): uneven, (0.5, 0.5): even, (0.0, 0.5): uneven}, "a gap of 1 % comes first"
-
-
-def test_permuted_input_gives_the_same_digest_within_limits() -> None:
-    matrices, ranks = make_matrices([9, 7, 5]), [Rank(i, speed=1 + i % 2, memory=10**8) for i in range(5)]
-    shuffled = random.Random(0).sample(matrices, len(matrices))
-    costs = linear_costs(70, 110, 130)
-    assert plan(shuffled, ranks[::-1], costs).digest == plan(matrices, ranks, costs).digest
 
 
 @pytest.mark.parametrize("name", ["round-robin", "lpt", "greedy"])

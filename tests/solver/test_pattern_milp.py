@@ -44,7 +44,7 @@ def most_valuable(problem: Problem, kind: int, capacity: int, prices: np.ndarray
 
 
 @given(limited_problems(), st.integers(1, 2000), st.lists(st.integers(0, 50), min_size=8, max_size=8), st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_the_relaxed_knapsack_is_an_upper_bound_and_the_strict_one_fits(
     case: LimitedCase, capacity: int, values: list[int], data: st.DataObject
 ) -> None:
@@ -70,7 +70,7 @@ def test_the_relaxed_knapsack_is_an_upper_bound_and_the_strict_one_fits(
 
 
 @given(problems())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_patterns_refute_no_capacity_that_suffices_and_assign_every_matrix_within_it(case: Case) -> None:
     problem, optimum = built(*case), exact_makespan(*case)
     assert optimum is not None

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import product
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +51,7 @@ def tasks(draw: st.DrawFn) -> Task:
 
 
 @given(tasks(), st.one_of(st.none(), st.integers(1, 200_000)))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 def test_every_rank_owns_exactly_its_quota_of_each_class(task: Task, cap: int | None) -> None:
     matrices, drawn, ranks = task
     quota = quota_of(matrices, drawn, ranks)
@@ -65,7 +62,7 @@ def test_every_rank_owns_exactly_its_quota_of_each_class(task: Task, cap: int | 
 
 
 @given(tasks(), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 def test_the_order_of_the_matrices_does_not_reach_the_owners(task: Task, random: Random) -> None:
     matrices, drawn, ranks = task
     quota = quota_of(matrices, drawn, ranks)
@@ -74,26 +71,13 @@ def test_the_order_of_the_matrices_does_not_reach_the_owners(task: Task, random:
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4).filter(any), min_size=1, max_size=8))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_caps_of_one_matrix_hold_where_one_class_allows_them(table: list[list[bool]]) -> None:
     placed = [(b, r) for b, row in enumerate(table) for r, owned in enumerate(row) if owned]
     matrices = [Matrix(f"{b}.{r}", 8, 8, block=f"{b}") for b, r in placed]
     quota = quota_of(matrices, {f"{b}.{r}": r for b, r in placed}, 4)
     owners = spread_blocks(matrices, quota, {f"{b}": 256 for b in range(len(table))})
     assert {size for row in block_bytes(matrices, owners).values() for size in row.values()} == {256}
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_caps_hold_where_each_rank_can_own_one_matrix_of_any_class_per_block(seed: int) -> None:
-    rng, ranks = np.random.default_rng(seed), 8
-    matrices, drawn = [], {}
-    for block in range(12):
-        for rank in range(ranks):
-            matrices.append(Matrix(f"{block}.{rank}", *SHAPES[rng.integers(2)], block=f"{block}"))
-            drawn[f"{block}.{rank}"] = rank
-    cap = 64 * 256 * 4
-    owners = spread_blocks(matrices, quota_of(matrices, drawn, ranks), {f"{b}": cap for b in range(12)})
-    assert max(size for row in block_bytes(matrices, owners).values() for size in row.values()) <= cap
 
 
 @pytest.mark.parametrize(("capped", "other"), ["ab", "ba"])
@@ -103,65 +87,16 @@ def test_a_cap_moves_what_must_double_up_to_another_block(capped: str, other: st
     assert block_bytes(matrices, owners) == {capped: {0: 256, 1: 256}, other: {0: 512}}
 
 
-def test_bytes_above_a_cap_that_no_assignment_avoids_are_left() -> None:
-    matrices = [Matrix(f"a{i}", 16, 16, block="a") for i in range(2)]
-    matrices += [Matrix(f"b{i}", 8, 8, block="b") for i in range(4)]
-    owners = spread_blocks(matrices, {(16, 16, ""): [2, 0, 0], (8, 8, ""): [0, 2, 2]}, {"a": 1024, "b": 256})
-    assert block_bytes(matrices, owners) == {"a": {0: 2048}, "b": {1: 512, 2: 512}}
-
-
 def test_a_block_with_one_matrix_per_rank_is_spread_over_all_ranks() -> None:
     result = plan(make_matrices([32], blocks=8), 4, linear_costs(10))
     for block, (largest, least) in result.block_balance.items():
         assert largest == least == 64 * 64 * 4, block
 
 
-@pytest.mark.parametrize("seed", [*range(8), 45, 63])
-def test_the_sum_of_the_largest_is_within_an_eighth_of_the_least_and_never_below_the_bound(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    matrices = [Matrix(f"{i}", *SHAPES[rng.integers(2)], block=f"b{rng.integers(3)}") for i in range(8)]
-    quota = quota_of(matrices, {m.name: int(rng.integers(3)) for m in matrices}, 3)
-    best = min(
-        largest_shares(matrices, owners)
-        for ranks in product(range(3), repeat=8)
-        if quota_of(matrices, owners := dict(zip((m.name for m in matrices), ranks, strict=True)), 3) == quota
-    )
-    reached = largest_shares(matrices, spread_blocks(matrices, quota))
-    assert spread_bound(matrices, quota) <= best <= reached <= 1.125 * best
-
-
-@pytest.mark.parametrize("ranks", [2, 8, 16, 64, 256])
+@pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("sides", [(32, *LLAMA_8B), (28, 3584, 512, 18944)])
 def test_a_decoder_is_spread_as_far_as_the_counts_allow(sides: tuple[int, int, int, int], ranks: int) -> None:
     matrices = decoder(*sides)
     result = plan(matrices, ranks, CostTable.from_flops({m.shape for m in matrices}), SolveOptions(method="greedy"))
     quota = quota_of(matrices, result.owners, ranks)
     assert largest_shares(matrices, spread_blocks(matrices, quota)) <= 1.001 * spread_bound(matrices, quota)
-
-
-@pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_experts_are_spread_as_far_as_even_counts_allow(ranks: int) -> None:
-    matrices = decoder(12, 4096, 512, 4096)
-    matrices += [Matrix(f"{i}.{e}", 768, 2048, block=f"layers.{i}") for i in range(12) for e in range(384)]
-    sizes = Counter(m.key for m in matrices)
-    # Dealt on from class to class, so that no rank gets the odd ones of every class.
-    dealt = {shape: sum(n for other, n in sizes.items() if other < shape) for shape in sizes}
-    quota: Quota = {
-        shape: [n // ranks + ((rank - dealt[shape]) % ranks < n % ranks) for rank in range(ranks)]
-        for shape, n in sizes.items()
-    }
-    assert largest_shares(matrices, spread_blocks(matrices, quota)) <= 1.01 * spread_bound(matrices, quota)
-
-
-def test_matrices_of_other_bytes_count_by_their_bytes() -> None:
-    matrices = [Matrix(f"{i}", 64, 64, "b", nbytes=n) for i, n in enumerate([4, 4, 2, 2, 2, 2])]
-    result = plan(matrices, 2, linear_costs(10), SolveOptions(method="greedy"))
-    assert result.rank_matrices == (3, 3)
-    assert sorted(result.rank_bytes) == [8, 8]
-
-
-@pytest.mark.parametrize("row", [[1, 1], [3, -1], []])
-def test_quotas_that_do_not_add_up_are_refused(row: list[int]) -> None:
-    matrices = [Matrix(f"{i}", 8, 8, block="b") for i in range(3)]
-    with pytest.raises(ValueError, match=r"quota of class \(8, 8, ''\): .* 3 are to be owned"):
-        spread_blocks(matrices, {(8, 8, ""): row})

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.topologies import Laid, lay
 from harness.toy import OPTIONS, batch, build
@@ -19,7 +20,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmuon
-from dmuon.check.topologies import full_state
 from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step import rounds

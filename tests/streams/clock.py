@@ -66,11 +66,11 @@ class Clock:
     """Streams and the host that queues work on them."""
 
     def __init__(self) -> None:
-        self._host: Knowledge = {}
+        self.host: Knowledge = {}
 
     def tick(self, stream: Stream) -> int:
         """Queue one operation. It begins after all that the host knows to have ended."""
-        _learn(stream.known, self._host)
+        _learn(stream.known, self.host)
         stream.ticks += 1
         stream.known[stream] = stream.ticks
         return stream.ticks
@@ -85,10 +85,10 @@ class Clock:
 
     def wait_on_host(self, moment: Knowledge) -> None:
         """The host goes on after ``moment``."""
-        _learn(self._host, moment)
+        _learn(self.host, moment)
 
     def host_knows(self, stream: Stream, tick: int) -> bool:
-        return self._host.get(stream, 0) >= tick
+        return self.host.get(stream, 0) >= tick
 
     def knows(self, stream: Stream, other: Stream, tick: int) -> bool:
         """Whether what is queued on ``stream`` next begins after ``tick`` of ``other``."""
@@ -160,7 +160,7 @@ class Memory:
         first = Access(stream, self._clock.tick(stream), 0, nbytes, True, site)
         for freed in self._pools.pop(stream, ()):
             for access in freed.accesses:
-                if access.stream not in freed.recorded and not self._ordered(stream, access):
+                if access.stream not in freed.recorded and not self.ordered(stream, access):
                     self.races[Race("reuse", access.site, freed.site)] += 1
         return Block(stream, site, accesses=[first])
 
@@ -171,7 +171,7 @@ class Memory:
         access = Access(stream, self._clock.tick(stream), start, end, writes, site)
         for earlier in block.accesses:
             conflict = (writes or earlier.writes) and earlier.overlaps(start, end)
-            if conflict and not self._ordered(stream, earlier):
+            if conflict and not self.ordered(stream, earlier):
                 self.races[Race("memory", earlier.site, site)] += 1
         block.accesses = [earlier for earlier in block.accesses if not access.covers(earlier)]
         block.accesses.append(access)
@@ -190,7 +190,7 @@ class Memory:
         if block.stream is not None:
             self._pools.setdefault(block.stream, []).append(block)
 
-    def _ordered(self, stream: Stream, earlier: Access) -> bool:
+    def ordered(self, stream: Stream, earlier: Access) -> bool:
         return earlier.stream is stream or self._clock.knows(stream, earlier.stream, earlier.tick)
 
 

@@ -62,22 +62,22 @@ class Work(dist.Work):
     ) -> None:
         """``moves``: where results belong, and where they are; ``kept``: what the kernel uses."""
         super().__init__()
-        self._collectives = collectives
-        self._works = works
-        self._moves = moves
-        self._kept = kept
-        self._end = end
+        self.collectives = collectives
+        self.works = works
+        self.moves = moves
+        self.kept = kept
+        self.end = end
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
-        observer = self._collectives.observer
-        observer.module.clock.wait(observer.queue, self._end)
+        observer = self.collectives.observer
+        observer.module.clock.wait(observer.queue, self.end)
         with observer.hidden(), torch.no_grad():
-            for work in self._works:
+            for work in self.works:
                 work.wait(*([] if timeout is None else [timeout]))
-            for tensor, copy in self._moves:
+            for tensor, copy in self.moves:
                 if tensor.untyped_storage().nbytes():  # perhaps freed since
                     tensor.data.copy_(copy)  # as a version counter sees it, nothing
-        self._works, self._moves, self._kept = [], [], []
+        self.works, self.moves, self.kept = [], [], []
         return True
 
 
@@ -98,14 +98,14 @@ class Collectives:
     @contextmanager
     def entered(self) -> Iterator[Collectives]:
         originals = {name: getattr(dist, name) for name in ROLES if hasattr(dist, name)}
-        table = {original: self._replacement(name, original) for name, original in originals.items()}
+        table = {original: self.replacement(name, original) for name, original in originals.items()}
         if self.nccl:
             table[backend_of] = lambda _group, _device: "nccl"
-            table[in_one_launch] = self._in_one_launch
+            table[in_one_launch] = self.in_one_launch
         with replaced(table):
             yield self
 
-    def _in_one_launch(
+    def in_one_launch(
         self, group: dist.ProcessGroup, _device: torch.device, launches: Sequence[Callable[[], Any]]
     ) -> list[Any]:
         """As NCCL's groups of calls, whose parts run one after the other here."""
@@ -116,7 +116,7 @@ class Collectives:
             )
         return [launch() for launch in launches]
 
-    def _replacement(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def replacement(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         def call(*args: Any, **kwargs: Any) -> Work | None:

@@ -32,7 +32,6 @@ from streams.clock import Block, Clock, Knowledge, Memory, Site
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("dmuon", "kernels")  # folders
-TOYS = "dmuon/check"  # what is trained counts as the program's
 # What these do is named by who called them.
 PLUMBING = ("dmuon/comm/monitor.py", "dmuon/comm/context.py", "dmuon/comm/lines.py", "dmuon/platform/torch_private.py")
 PROGRAM, BACKWARD = "the program", "the backward of the program"
@@ -104,7 +103,7 @@ class Module:
 
     def __init__(self, deaf: bool = False) -> None:
         self.clock = Clock()
-        self._deaf = deaf
+        self.deaf = deaf
         self.current = Stream(self, "main")
         self.waits: Counter[Site] = Counter()
 
@@ -128,7 +127,7 @@ class Module:
     def wait_on_host(self, moment: Knowledge, what: str) -> None:
         site = site_of(what)
         self.waits[site] += 1
-        if not (self._deaf and site.function in (PROGRAM, BACKWARD)):
+        if not (self.deaf and site.function in (PROGRAM, BACKWARD)):
             self.clock.wait_on_host(moment)
 
 
@@ -148,7 +147,7 @@ class Observer(TorchDispatchMode):
         self.memory = Memory(self.module.clock)
         self.operations = 0
         self._blocks: dict[int, tuple[StorageWeakRef, Block]] = {}  # a weak reference keeps the address from others
-        self._on_host: set[int] = set()
+        self.on_host: set[int] = set()
         self._hidden = False
         self._entered = ExitStack()
 
@@ -159,10 +158,10 @@ class Observer(TorchDispatchMode):
 
     def __enter__(self) -> Observer:
         stack = self._entered
-        stack.enter_context(replaced({streams_of: lambda _device: self.module, pinned_like: self._pinned_like}))
-        stack.enter_context(_method(torch.UntypedStorage, "resize_", self._resize))
-        stack.enter_context(_method(Tensor, "record_stream", self._record_stream))
-        stack.enter_context(_method(Tensor, "tolist", self._tolist))
+        stack.enter_context(replaced({streams_of: lambda _device: self.module, pinned_like: self.pinned_like}))
+        stack.enter_context(_method(torch.UntypedStorage, "resize_", self.resize))
+        stack.enter_context(_method(Tensor, "record_stream", self.record_stream))
+        stack.enter_context(_method(Tensor, "tolist", self.tolist))
         super().__enter__()
         return self
 
@@ -225,19 +224,19 @@ class Observer(TorchDispatchMode):
         if key not in self._blocks:
             block = Block(None, Site(PROGRAM, "what was there before"))
             if site is not None:
-                self._free_expired()
+                self.free_expired()
                 block = self.memory.allocate(self.queue, storage.nbytes(), site)
             self._blocks[key] = StorageWeakRef(storage), block
         return self._blocks[key][1]
 
-    def _free_expired(self) -> None:
+    def free_expired(self) -> None:
         for key in [key for key, (reference, _) in self._blocks.items() if reference.expired()]:
             self.memory.free(self._blocks.pop(key)[1])
-            self._on_host.discard(key)
+            self.on_host.discard(key)
 
     # -- what torch does without dispatching it --------------------------------------------------------------------
 
-    def _resize(self, original: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
+    def resize(self, original: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
         known = self._blocks.pop(storage._cdata, None)
         if known is not None:
             self.memory.free(known[1])
@@ -246,26 +245,26 @@ class Observer(TorchDispatchMode):
             self._block(storage, site_of("resize_"))
         return result
 
-    def _record_stream(self, _original: Callable[..., Any], tensor: Tensor, stream: Stream) -> None:
+    def record_stream(self, _original: Callable[..., Any], tensor: Tensor, stream: Stream) -> None:
         self.memory.record(self._block(tensor.untyped_storage(), None), stream.queue)
 
-    def _tolist(self, original: Callable[..., Any], tensor: Tensor) -> Any:
+    def tolist(self, original: Callable[..., Any], tensor: Tensor) -> Any:
         if type(tensor) is Tensor and tensor.device.type != "meta" and not self._hidden:
             site = site_of("tolist")
             storage = tensor.untyped_storage()
-            if storage._cdata in self._on_host:
+            if storage._cdata in self.on_host:
                 self.memory.read_on_host(self._block(storage, None), site)
             else:
                 self.access(tensor, False, site)
                 self.module.wait_on_host(self.module.current.moment, "tolist")
         return original(tensor)
 
-    def _pinned_like(self, values: Tensor) -> Tensor:
+    def pinned_like(self, values: Tensor) -> Tensor:
         with self.hidden():
             pinned = torch.empty_like(values)
         storage = pinned.untyped_storage()
         self._blocks[storage._cdata] = StorageWeakRef(storage), Block(None, site_of("pinned memory"))
-        self._on_host.add(storage._cdata)
+        self.on_host.add(storage._cdata)
         return pinned
 
 
@@ -290,7 +289,7 @@ def _function(code: CodeType) -> str:
     if not path.is_relative_to(ROOT):
         return ""
     relative = path.relative_to(ROOT)
-    if relative.parts[0] not in PRODUCT or relative.is_relative_to(TOYS) or str(relative) in PLUMBING:
+    if relative.parts[0] not in PRODUCT or str(relative) in PLUMBING:
         return ""
     inside = [(node, name) for node, name in functions_of(relative) if node.lineno <= code.co_firstlineno <= _end(node)]
     decorated = [(n, name) for n, name in functions_of(relative) if code.co_firstlineno in map(_line, n.decorator_list)]

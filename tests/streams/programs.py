@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness.hosts import on_hosts
+from harness.network import Network, Size, full_state, loss_of
 from harness.topologies import LAYOUTS, Laid, lay
 from harness.toy import SIZE, VOCAB, batch, build
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
-from dmuon.check.model import Network, Size, loss_of
-from dmuon.check.topologies import full_state
 from dmuon.dedicated import replicated
 from streams.clock import Race, Site
 from streams.collectives import Collectives, Launched
@@ -376,31 +375,22 @@ PROGRAMS: dict[str, Program] = {
     "tensor": Program("tp-two-lines", f"{T} {T}"),
     "fsdp exchanged": Program("fsdp2-2", f"{T} {T}"),
     "fsdp exchanged half": Program("fsdp2-2", f"{T} {T}", ns_dtype=torch.float16),
-    "fsdp": Program("1d", f"{T} {T}"),
-    "fsdp overlap": Program("1d", f"{T} {T}", overlap=True),
     "in turn": Program("1d-two-lines", f"{T} {T}", comm={"asynchronous": False}),
-    "kept": Program("1d", f"{T} {T}", keep=True),
     "kept lines": Program("1d-two-lines", f"{T} accumulate {T}", keep=True, overlap=True),
     "far ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 2, "outstanding_reductions": 3}),
     "not ahead": Program("1d-two-lines", f"{T} {T}", comm={"prefetch": 0, "outstanding_reductions": 1}),
     "merged": Program("1d-two-lines", f"{T} {T}", comm={"merge_bytes": 10**6}),
     "half": Program("1d-two-lines", f"{T} {T}", half=True),
-    "half uneven": Program("hsdp-two-lines", f"{T} {T}", half=True, nccl=True),
     "uneven kept": Program("hsdp-two-lines", f"{T} {T}", keep=True, nccl=True),
     "levels": Program("1d-4-two-lines", f"{T} {T}", comm={"hierarchical": True}),
     "levels uneven": Program("1d-4-two-lines", f"{T} {T}", comm={"hierarchical": True}, nccl=True),
     "levels padded": Program("1d-4-two-lines", f"{T} {T}", comm={"hierarchical": True, "transport": "single"}),
-    "accumulated": Program("1d-two-lines", f"accumulate accumulate {T} accumulate {T}"),
     "rows": Program("hsdp-two-lines", f"{T} accumulate-in-rows accumulate-in-rows {T} {T}"),
     "hsdp": Program("hsdp", f"{T} {T} backward clip step"),
     "hsdp overlap": Program("hsdp-two-lines", f"{T} {T}", overlap=True, comm={"outstanding_reductions": 1}),
-    "single kept": Program("hsdp-two-lines", f"{T} {T} backward step step {T}", model="single", keep=True),
     "ddp": Program("ddp-2", f"{T} {T} step {T}", keep=True),
-    "ddp freed": Program("ddp-2", f"{T} accumulate {T}", overlap=True),
     "cp": Program("cp", f"{T} {T}"),
     "tensor fsdp": Program("tp-fsdp", f"{T} {T}"),
-    "tensor ddp": Program("tp-ddp", f"{T} {T}"),
-    "clipped": Program("1d-two-lines", f"{T} backward clip step zero {T}"),
     "clipped overlap": Program("1d-two-lines", f"{T} backward clip step zero {T}", overlap=True),
     "clipped values overlap": Program("1d-two-lines", f"{T} backward clip-values step zero {T}", overlap=True),
     "edited gradients": Program("1d-two-lines", f"{T} backward edit-gradients step zero {T}", overlap=True),
@@ -417,8 +407,6 @@ PROGRAMS: dict[str, Program] = {
     "failed": Program("1d-two-lines", f"{T} {T} fail {T}", bucket=1000),
     "auxiliary": Program("1d-two-lines", f"{T} {T} {T} {T}", model="auxiliary", bucket=1000),
     "experts": Program("1d-two-lines", f"{T} {T} {T}", model="experts", overlap=True),
-    "experts kept": Program("hsdp-two-lines", f"{T} accumulate-in-rows {T} summon {T}", model="experts", keep=True),
-    "experts freed": Program("hsdp-two-lines", f"{T} accumulate {T}", model="experts"),
     "experts exchanged": Program("fsdp2-2", f"{T} {T}", model="experts"),
     "saved alone": Program(
         "1d-two-lines", f"backward save-alone step zero {T} {T} {T}", model="auxiliary", bucket=1000

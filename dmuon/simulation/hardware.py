@@ -122,7 +122,7 @@ HARDWARE: Mapping[str, Hardware] = {
 }
 
 
-# -- grids of ranks and their collectives ----------------------------------------------------------------------------
+# -- grids of ranks and their collectives ---------------------------------------------------------------------------
 
 Collective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 Group = Literal["shard", "replicate", "replica", "expert shard", "experts"]

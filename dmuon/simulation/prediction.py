@@ -68,7 +68,7 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("s" if count != 1 else "")
 
 
-# -- which way to take -----------------------------------------------------------------------------------------------
+# -- which way to take ----------------------------------------------------------------------------------------------
 
 _TIE = 0.1  # of the error: for so much less nobody should set an option
 _MERGED = (2, 4, 8)  # neighbouring blocks that may travel together

@@ -24,7 +24,7 @@ from dmuon.simulation.hardware import Collective, Group, Topology
 from dmuon.simulation.scenario import MASTER_BYTES, Block, Scenario, batches, is_expert, stored_shapes
 from dmuon.simulation.wave_model import UPDATE_BYTES
 
-# -- messages --------------------------------------------------------------------------------------------------------
+# -- messages -------------------------------------------------------------------------------------------------------
 
 Program = Literal["dedicated", "exchanged", "gather", "adamw"]
 Purpose = Literal[
@@ -137,7 +137,7 @@ def gathered_shapes(scenario: Scenario, experts: bool) -> Counter[tuple[int, int
     return Counter({shape: -(-count // (ep if experts else 1)) for shape, count in shapes.items()})
 
 
-# -- the recurrence --------------------------------------------------------------------------------------------------
+# -- the recurrence -------------------------------------------------------------------------------------------------
 
 _MAX_REDUCTIONS = 2  # as in dmuon.dedicated.runtime
 _OWNERS = ("broadcast", "reduce", "all_to_all")  # AdamW's step has no such collectives, but for tokens

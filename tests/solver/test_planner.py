@@ -28,7 +28,7 @@ from instances import (
 )
 
 from dmuon.solver import BASELINES, CostTable, Matrix, Rank, SolveOptions, baseline, plan, planner
-from dmuon.solver import local_search as search
+from dmuon.solver import heuristics as search
 from dmuon.solver.exact import refine
 from dmuon.solver.problem import lower_bound
 

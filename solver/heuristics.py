@@ -60,7 +60,7 @@ def _schedule(problem: Problem, costs: Sequence[Ints]) -> Counts:
         heapq.heapify(heap)
         for left in range(problem.members[s], 0, -1):
             while heap:
-                at, _, rank = heap[0]
+                finish, _, rank = heap[0]
                 after = [have + more for have, more in zip(owned[rank], weights, strict=True)]
                 if taken[rank] < room[kinds[rank]] and all(map(le, after, limits[kinds[rank]])):
                     break
@@ -69,7 +69,7 @@ def _schedule(problem: Problem, costs: Sequence[Ints]) -> Counts:
                 taken[0] += left
                 break
             taken[rank] += 1
-            load[rank], owned[rank] = at, after
+            load[rank], owned[rank] = finish, after
             # With the last matrix of the class the loop ends: there is no cost of one more to look up.
             following = min(taken[rank] + 1, problem.members[s])
             heapq.heapreplace(heap, (base[rank] + ends[kinds[rank]][following], owned[rank], rank))
@@ -166,7 +166,7 @@ class _Patterns:
     times: Ints
 
     @classmethod
-    def of(cls, problem: Problem, counts: Counts) -> _Patterns:
+    def from_counts(cls, problem: Problem, counts: Counts) -> _Patterns:
         return cls(counts, problem.kind_of, np.ones(len(counts), dtype=np.int64))._merged()
 
     def counts(self, problem: Problem) -> Counts:
@@ -200,7 +200,7 @@ def shorten(problem: Problem, counts: Counts, bound: int) -> Counts:
     Each step takes, over all moves of a few matrices of one class and swaps for a few of another, the one whose two
     ranks finish first. Stops at ``bound`` nanoseconds, at a local optimum, or when the budget of neighbours is spent.
     """
-    patterns = _Patterns.of(problem, counts)
+    patterns = _Patterns.from_counts(problem, counts)
     budget = _CELLS
     while budget > 0:
         loads = problem.loads(patterns.rows, patterns.kinds)
@@ -246,7 +246,7 @@ def level_bytes(problem: Problem, counts: Counts, limit: int) -> Counts:
     The makespan leaves ranks that are not the slowest free. Without this they would stay as lopsided as the packing
     left them, up to all matrices on one rank where a batch costs the same whatever its size.
     """
-    patterns = _Patterns.of(problem, counts)
+    patterns = _Patterns.from_counts(problem, counts)
     for _ in range(_LEVEL_ROUNDS):
         choice = _levelling_move(problem, patterns, limit)
         if choice is None:

@@ -124,8 +124,8 @@ def _require_averaged(model: nn.Module, outside: Sequence[tuple[str, nn.Paramete
 
 def _groups(routed: Sequence[tuple[Tensor, bool]], names: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Of parameters, and whether Muon takes each; ``names`` are theirs if the user gave any."""
-    muon = [i for i, (_, to_muon) in enumerate(routed) if to_muon]
-    rest = [i for i, (_, to_muon) in enumerate(routed) if not to_muon]
+    muon = [i for i, (_, use_muon) in enumerate(routed) if use_muon]
+    rest = [i for i, (_, use_muon) in enumerate(routed) if not use_muon]
     parts: list[tuple[list[int], dict[str, Any]]] = [
         (muon, {"use_muon": True}),
         ([i for i in rest if routed[i][0].ndim >= 2], {"use_muon": False}),
@@ -251,8 +251,8 @@ def _by_dimension(tensors: Sequence[Tensor], names: Sequence[str] | None) -> lis
     vectors = sum(p.ndim < 2 for p in tensors)
     if vectors:
         _log.warning("Muon: %d tensors of fewer than two dimensions go to AdamW", vectors)
-    for param, to_muon in routed:
-        if param.ndim > 1 and not to_muon:
+    for param, use_muon in routed:
+        if param.ndim > 1 and not use_muon:
             why = f"it is {param.dtype}" if param.is_complex() else makeups[id(param)].unfit
             _log.warning("Muon: a tensor of shape %s goes to AdamW: %s", tuple(param.shape), why)
     return _groups(routed, names)

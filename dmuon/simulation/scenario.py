@@ -217,7 +217,7 @@ class Machine:
     contention: float = 0.0
 
     @classmethod
-    def of(cls, hardware: Hardware, efficiency: float | None = None) -> Machine:
+    def from_hardware(cls, hardware: Hardware, efficiency: float | None = None) -> Machine:
         """Rates of a preset, whose Newton–Schulz is in half precision, with the fitted contention.
 
         Args:

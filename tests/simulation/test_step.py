@@ -213,7 +213,7 @@ def inputs(path: Path, world: int, **grid: int) -> tuple[Workload, Plan, CostTab
 
 def llama_on(path: Path, world: int, **grid: int) -> Scenario:
     workload, owners, costs, topology = inputs(path, world, **grid)
-    return Scenario(workload, owners, costs, Machine.of(HARDWARE["h200"]), topology)
+    return Scenario(workload, owners, costs, Machine.from_hardware(HARDWARE["h200"]), topology)
 
 
 @pytest.mark.parametrize(("world", "replicate"), [(8, 1), (256, 1), (256, 32)])
@@ -236,7 +236,7 @@ def test_all_durations_scale_the_step(llama: Path) -> None:
     slower = Network(
         *(replace(k, latency_s=3 * k.latency_s, bandwidth=k.bandwidth / 3) for k in (hardware.intra, hardware.inter)),
     )
-    machine = replace(Machine.of(hardware), contention=0.0)
+    machine = replace(Machine.from_hardware(hardware), contention=0.0)
     thrice = Machine(
         machine.flops_per_s / 3,
         machine.copy_bytes_per_s / 3,
@@ -255,7 +255,7 @@ def test_a_slow_link_leaves_its_bytes_only(llama: Path) -> None:
     workload, owners, costs, topology = inputs(llama, 8)
     bandwidth = 1e6
     network = Network(replace(HARDWARE["h200"].intra, bandwidth=bandwidth), HARDWARE["h200"].inter)
-    machine = replace(Machine.of(HARDWARE["h200"]), network=network)
+    machine = replace(Machine.from_hardware(HARDWARE["h200"]), network=network)
     matrices = sum(b.matrix_elements for b in workload.blocks)
     rest = workload.elements - matrices
     norms = rest - workload.ends.other_elements
@@ -304,4 +304,4 @@ def test_what_does_not_belong_together_is_named(llama: Path) -> None:
     fails("block 'model.layers.0' has 0 matrix elements", workload=fewer)
     fails("no cost for shape", costs=CostTable.from_flops([(4, 4)]))
     with pytest.raises(ValueError, match=r"efficiency=1\.5"):
-        Machine.of(HARDWARE["h200"], 1.5)
+        Machine.from_hardware(HARDWARE["h200"], 1.5)

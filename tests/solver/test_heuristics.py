@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from instances import ALMOST_FREE, GRAHAM, Case, built, linear_costs, make_matrices, problems, shape_costs
 
 from dmuon.solver import CostTable
-from dmuon.solver.heuristics import batch_greedy, longest_first, multifit
-from dmuon.solver.local_search import level_bytes, shorten
+from dmuon.solver.heuristics import batch_greedy, level_bytes, longest_first, multifit, shorten
 from dmuon.solver.problem import Problem, lower_bound
 
 

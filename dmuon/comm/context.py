@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmuon.comm.agreement import destroy_released
 from dmuon.comm.domain import Domain
 from dmuon.comm.lifetime import Groups
-from dmuon.comm.lines import Line, Parts, Works, gather, line_in_levels, reduce, scratch
+from dmuon.comm.lines import Line, Parts, Works, gather, reduce, scratch
 from dmuon.comm.monitor import CollectiveError, Monitor
 from dmuon.comm.process_groups import connect, make_group, this_rank
 from dmuon.layout.buffer import Transport, lay_spans
-from dmuon.layout.topology import Coordinate, GlobalRank, NodeGrid, Position, Ranks, Topology, node_grid, position_in
+from dmuon.layout.topology import Coordinate, GlobalRank, Position, Ranks, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
 from dmuon.platform.torch_private import backend_of, default_group_is_bound, default_store
@@ -55,12 +55,7 @@ class CommOptions:
             at most 8, until the time that any message takes adds at most a tenth to that of their bytes, or is hidden
             while the bytes pass the other lines. ``dmuon-plan --recommend`` also knows how long blocks compute. 0
             merges nothing.
-        hierarchical: rows over several nodes communicate in two levels: among the ranks that have the same place in
-            their nodes, and within the node. A message then passes nodes − 1 links between nodes and one node's, one
-            after the other; as many bytes pass between nodes. It needs as many ranks of a row on each of its hosts.
-            Gradients are averaged within nodes first, which rounds otherwise. On devices without streams the first
-            level is waited for where it starts, so that a fill that fails raises there, perhaps inside ``step()``.
-            Unmeasured.
+        hierarchical: refused. A mesh of ``("replicate", "shard")`` keeps what a message passes within the nodes.
         max_ctas: how many of a GPU's multiprocessors a collective of weights may occupy, on NCCL alone (its
             ``maxCTAs``): those of a rank that waits for an owner are lost to Newton–Schulz. ``None`` is NCCL's choice.
         asynchronous: ``False`` waits for every collective where it starts: for debugging; results are bitwise the same.
@@ -87,7 +82,11 @@ class CommOptions:
             check_integer("comm.merge_bytes", self.merge_bytes, 0)
         if self.max_ctas is not None:
             check_integer("comm.max_ctas", self.max_ctas, 1)
-        check_flag("comm.hierarchical", self.hierarchical)
+        if self.hierarchical is not False:
+            raise ValueError(
+                "comm.hierarchical is gone; shard within a node and replicate across nodes instead: dedicate over "
+                "init_device_mesh(device, (nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))"
+            )
         check_flag("comm.asynchronous", self.asynchronous)
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
             raise TypeError(f"comm.timeout must be a datetime.timedelta or None, got {self.timeout!r}")
@@ -202,7 +201,6 @@ def make_comm(
     options: CommOptions,
     tensor_mesh: DeviceMesh | None,
     control: dist.ProcessGroup,
-    hosts: Mapping[GlobalRank, str],
 ) -> Comm:
     """Create dmuon's process groups. Collective over all ranks of ``topology``, which have agreed on ``options``.
 
@@ -211,10 +209,6 @@ def make_comm(
         groups: get the others. Their ``lasting`` ones have ``group``, which tensors of a state dict may use for longer.
         tensor_mesh: of tensor parallelism, 1-D.
         control: over all ranks of ``topology``.
-        hosts: of all these.
-
-    Raises:
-        ValueError: on all ranks alike, where rows have no two levels.
     """
     device = mesh_device(mesh.device_type)
     rank = this_rank()
@@ -238,7 +232,7 @@ def make_comm(
     if mesh.ndim > 1:
         flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
     made = partial(_made, groups, device, options)
-    row, column = (_lanes(topology, along, rank, made, options, hosts) for along in ("s", "r"))
+    row, column = (_lanes(topology, along, rank, made, options) for along in ("s", "r"))
     averages = group if control is not group else None
     if averages is None and default_group_is_bound():
         # Split off the default group's communicator, over which something may be under way in training.
@@ -285,11 +279,9 @@ def make_comm(
 def _connect_lanes(lanes: Lanes, device: torch.device, monitor: Monitor) -> None:
     """As :func:`connect`, by all that its groups are for: one root of broadcasts connects its ring for all."""
     line, what = lanes.weights, "first use of the process groups of a line"
-    if line.levels is not None:
-        connect(lanes.votes, device)  # which is for nothing else then
     transports: tuple[Transport, ...] = ("broadcast", "single")
     for transport in transports:
-        spans = lay_spans(transport, dict.fromkeys(line.firsts, 1), len(line.ranks), order=line.order)
+        spans = lay_spans(transport, {0: 1}, len(line.ranks))
         region, parts = scratch(transport, spans, torch.float32, device)
         monitor.start(None, what, partial(gather, transport, region, parts, lanes.weights)).wait()
         monitor.start(None, what, partial(_reduced, transport, region, parts, lanes.gradients)).wait()
@@ -347,13 +339,9 @@ def _lanes(
     rank: GlobalRank,
     make: _Make,
     options: CommOptions,
-    hosts: Mapping[GlobalRank, str],
 ) -> Lanes | None:
     """Of the line of ``rank``; None of a rank on its own."""
     partition = topology.partition(along)
-    if along == "s" and options.hierarchical:
-        # Of all rows, so that all ranks refuse alike.
-        return _lanes_in_levels(partition, [node_grid(row, hosts) for row in partition], rank, make, options)
     ranks = next(line for line in partition if rank in line)
     if len(ranks) == 1:
         return None
@@ -361,21 +349,3 @@ def _lanes(
     position = position_in(ranks, rank)
     weights = make(f"weights_along_{along}", lines, urgent=True, max_ctas=options.max_ctas)
     return Lanes(Line(ranks, position, weights), Line(ranks, position, make(f"gradients_along_{along}", lines)))
-
-
-def _lanes_in_levels(
-    partition: Sequence[tuple[GlobalRank, ...]],
-    grids: Sequence[NodeGrid],
-    rank: GlobalRank,
-    make: _Make,
-    options: CommOptions,
-) -> Lanes:
-    """Of the row of ``rank``, which lies over several nodes as its grid says; votes go over the whole row."""
-    ranks, grid = next((row, grid) for row, grid in zip(partition, grids, strict=True) if rank in row)
-    rails, nodes = [rail for one in grids for rail in one.rails], [node for one in grids for node in one.nodes]
-    in_levels = partial(line_in_levels, ranks, position_in(ranks, rank), grid)
-    votes = make("votes_along_s", [sorted(row) for row in partition])
-    urgent = partial(make, urgent=True, max_ctas=options.max_ctas)
-    weights = urgent("weights_along_rails", rails), urgent("weights_within_nodes", nodes)
-    gradients = make("gradients_along_rails", rails), make("gradients_within_nodes", nodes)
-    return Lanes(in_levels(votes, *weights), in_levels(votes, *gradients))

@@ -38,14 +38,6 @@ class CollectiveError(RuntimeError):
     """A collective of dmuon failed, or the ranks issued different ones; no more can be started on this model."""
 
 
-class Interrupted(Exception):
-    """Launching stopped, by its cause, while ``works`` that were launched before are under way."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        super().__init__(f"stopped behind {len(works)} collectives")
-        self.works = works
-
-
 class Watched(Protocol):
     """The process groups of a model, which stay as long as its monitor."""
 
@@ -197,11 +189,6 @@ class Monitor:
             works = launch()
         except torch.OutOfMemoryError:
             raise
-        except Interrupted as stop:
-            self.leave(stop.works)
-            if isinstance(stop.__cause__, torch.OutOfMemoryError):
-                raise stop.__cause__ from None
-            self.fail(what, stop.__cause__ if isinstance(stop.__cause__, Exception) else stop)
         except Exception as error:
             self.fail(what, error)
         pending = Pending(self, what, works)

@@ -127,8 +127,7 @@ def dedicate_params(
             same batches, and so the same bits.
         ranks: ``"measured"`` times a product on every rank, and looks what memory is free, so that a slower or fuller
             rank owns less; ``"alike"`` does not; None does it on devices, unless ``costs`` or ``plan`` is given.
-        comm: transport, prefetching, merging of small blocks, timeout; changes no result, but for the rounding of
-            ``hierarchical``.
+        comm: transport, prefetching, merging of small blocks, timeout; changes no result.
         initialize: ``initialize(module)`` gives values to the tensors that a module itself holds, for a model on the
             meta device, such as a transformers model's ``_init_weights``; default: ``module.reset_parameters()``.
             Rank 0 calls it for some modules at a time, in the order of ``model.modules()``, and every rank keeps what
@@ -319,11 +318,10 @@ def _connect(
         # Before the other groups: which are made goes by the options.
         seats = require_same(control, topology.ranks, None, inspected.description, inspected.seat)
     shares = [share for share, _ in seats]
-    hosts = {rank: share.host for rank, share in zip(topology.ranks, shares, strict=True)}
-    context = make_comm(mesh, topology, group, groups, options, inspected.tensor_mesh, control, hosts)
+    context = make_comm(mesh, topology, group, groups, options, inspected.tensor_mesh, control)
     if mesh.device_type == "cpu":
         warn_if_oversubscribed(shares, topology.ranks.index(this_rank()))
-    return context, list(hosts.values())
+    return context, [share.host for share in shares]
 
 
 @contextmanager

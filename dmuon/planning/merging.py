@@ -90,8 +90,8 @@ def _rounded(seconds: float) -> float:
 
 
 def _fastest(comm: Comm, line: Line, nbytes: int) -> float:
-    """Seconds of one broadcast along ``line``; of two levels a part of it along each rail, as blocks do."""
-    spans = lay_spans("broadcast", dict.fromkeys(line.firsts, math.ceil(nbytes / len(line.firsts))), len(line.ranks))
+    """Seconds of one broadcast along ``line``."""
+    spans = lay_spans("broadcast", {0: nbytes}, len(line.ranks))
     region, parts = scratch("broadcast", spans, torch.uint8, comm.device)
     send = partial(gather, "broadcast", region, parts, line)
     best = math.inf

@@ -216,8 +216,6 @@ def test_operations_and_collectives_are_in_order(seen: Callable[[str], list[Find
         for name in (
             "uneven",
             "uneven kept",
-            "levels uneven",
-            "levels padded",
             "hsdp overlap",
             "hsdp exchanged",
             "hsdp exchanged padded",
@@ -234,9 +232,7 @@ def test_weights_on_pretended_streams_are_those_of_a_single_process(
         assert_equal_weights(found.weights, reference_weights(steps=steps))
 
 
-@pytest.mark.parametrize(
-    "name", [slowly(name, ["lines"]) for name in ("lines", "levels", "tensor fsdp", "hsdp exchanged")]
-)
+@pytest.mark.parametrize("name", [slowly(name, ["lines"]) for name in ("lines", "tensor fsdp", "hsdp exchanged")])
 def test_communicators_are_first_used_when_they_are_made(seen: Callable[[str], list[Findings]], name: str) -> None:
     """A back end connects on first use, which blocks the host until the other ranks come.
 
@@ -277,7 +273,6 @@ PLANTS = {
     "self._pending.wait in Redistribution.wait": "fsdp exchanged",
     "self._arrived.synchronize in HostCopy.tolist": "lines",
     # -- the others are slow
-    "work.wait in _queue_behind": "levels",
     "self._pending.wait in Copying.wait": "hsdp exchanged",
     "work.wait in join": "fsdp exchanged half",
     "pending.wait in OwnedBuffer._settle": "lines",

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.comm.agreement import destroy_released
 from dmuon.comm.domain import Domain
-from dmuon.comm.lifetime import Groups
 from dmuon.comm.lines import Line, Parts, Works, gather, reduce, scratch
 from dmuon.comm.monitor import CollectiveError, Monitor
 from dmuon.comm.process_groups import connect, make_group, this_rank
 from dmuon.layout.buffer import Transport, lay_spans
-from dmuon.layout.topology import Coordinate, GlobalRank, Position, Ranks, Topology, position_in
+from dmuon.layout.topology import Coordinate, Position, Ranks, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
-from dmuon.platform.torch_private import backend_of, default_group_is_bound, default_store
+from dmuon.platform.torch_private import backend_of, default_group_is_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +126,6 @@ class Comm:
         averages: over ``ranks``, for gradients of parameters that nobody shards: a vote must tell ranks that are out of
             step, and not be taken for part of an average. That of collectives that block, if votes go over another one.
             None until :meth:`average_group` makes it.
-        groups: of this model.
     """
 
     mesh: DeviceMesh
@@ -152,7 +148,6 @@ class Comm:
     control: dist.ProcessGroup
     tensor: Domain | None
     averages: dist.ProcessGroup | None
-    groups: Groups
 
     @property
     def world(self) -> int:
@@ -180,9 +175,9 @@ class Comm:
         if self.averages is not None:
             return self.averages
         what = "making the process group of averages"
-        with self.monitor.watch(what, "average"):
+        with self.monitor.watch(what):
             try:
-                group = _made(self.groups, self.device, self.options, "average", [self.ranks])
+                group = make_group(self.device, [self.ranks], "average", self.options.timeout)
             except CollectiveError as fault:  # which the monitor has not heard of
                 raise RuntimeError(str(fault.__cause__ or fault)) from fault
             connect(group, self.device)
@@ -197,7 +192,6 @@ def make_comm(
     mesh: DeviceMesh,
     topology: Topology,
     group: dist.ProcessGroup,
-    groups: Groups,
     options: CommOptions,
     tensor_mesh: DeviceMesh | None,
     control: dist.ProcessGroup,
@@ -206,7 +200,6 @@ def make_comm(
 
     Args:
         group: over the data-parallel ranks of this process.
-        groups: get the others. Their ``lasting`` ones have ``group``, which tensors of a state dict may use for longer.
         tensor_mesh: of tensor parallelism, 1-D.
         control: over all ranks of ``topology``.
     """
@@ -214,29 +207,20 @@ def make_comm(
     rank = this_rank()
     at = topology.of(rank)
     ranks = topology.data_parallel(at.t)
-    monitor = Monitor(
-        topology.ranks,
-        rank,
-        default_store(),
-        control.group_name,
-        device=device,
-        groups=groups,
-        asynchronous=options.asynchronous,
-    )
+    monitor = Monitor(rank, control, device, asynchronous=options.asynchronous)
     tensor: Domain | None = None
     if topology.tensor > 1:
         members = Ranks(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
-        across = groups.keep(make_group(device, topology.partition("t"), "tensor", options.timeout))
+        across = make_group(device, topology.partition("t"), "tensor", options.timeout)
         tensor = Domain(members, Position(at.t), device, across, monitor, lane=None)
     flat = mesh
     if mesh.ndim > 1:
         flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
-    made = partial(_made, groups, device, options)
-    row, column = (_lanes(topology, along, rank, made, options) for along in ("s", "r"))
+    row, column = (_lanes(topology, along, device, options) for along in ("s", "r"))
     averages = group if control is not group else None
     if averages is None and default_group_is_bound():
         # Split off the default group's communicator, over which something may be under way in training.
-        averages = made("average", [ranks])
+        averages = make_group(device, [ranks], "average", options.timeout)
     with monitor.watch("first use of dmuon's process groups"):
         for one in dict.fromkeys(one for one in (control, group, averages) if one is not None):
             connect(one, device)
@@ -246,11 +230,7 @@ def make_comm(
             if lanes is not None:
                 _connect_lanes(lanes, device, monitor)
         monitor.synchronize()  # what is wrong with a link shows here
-    destroy_released(control)
     flat_tensor_mesh = _with_dimension(flat, tensor_mesh, topology)
-    for own_mesh in [] if flat is mesh else [flat, flat_tensor_mesh]:
-        if groups.lasting is not None:
-            groups.lasting.stay_for(own_mesh)
     return Comm(
         mesh=mesh,
         tensor_mesh=_with_dimension(mesh, tensor_mesh, topology),
@@ -272,7 +252,6 @@ def make_comm(
         control=control,
         tensor=tensor,
         averages=averages,
-        groups=groups,
     )
 
 
@@ -306,46 +285,15 @@ def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: 
     )
 
 
-class _Make(Protocol):
-    """Makes this rank's process group out of a partition, for a purpose."""
-
-    def __call__(
-        self,
-        purpose: str,
-        partition: Sequence[Sequence[GlobalRank]],
-        *,
-        urgent: bool = False,
-        max_ctas: int | None = None,
-    ) -> dist.ProcessGroup: ...
-
-
-def _made(
-    groups: Groups,
-    device: torch.device,
-    options: CommOptions,
-    purpose: str,
-    partition: Sequence[Sequence[GlobalRank]],
-    *,
-    urgent: bool = False,
-    max_ctas: int | None = None,
-) -> dist.ProcessGroup:
-    """A group of :func:`make_group` that is released with ``groups``."""
-    return groups.keep(make_group(device, partition, purpose, options.timeout, urgent=urgent, max_ctas=max_ctas))
-
-
-def _lanes(
-    topology: Topology,
-    along: Literal["r", "s"],
-    rank: GlobalRank,
-    make: _Make,
-    options: CommOptions,
-) -> Lanes | None:
-    """Of the line of ``rank``; None of a rank on its own."""
-    partition = topology.partition(along)
-    ranks = next(line for line in partition if rank in line)
+def _lanes(topology: Topology, along: Literal["r", "s"], device: torch.device, options: CommOptions) -> Lanes | None:
+    """Of the line of this rank; None of a rank on its own."""
+    partition = [tuple(sorted(line)) for line in topology.partition(along)]
+    ranks = next(line for line in topology.partition(along) if this_rank() in line)
     if len(ranks) == 1:
         return None
-    lines = [sorted(line) for line in partition]
-    position = position_in(ranks, rank)
-    weights = make(f"weights_along_{along}", lines, urgent=True, max_ctas=options.max_ctas)
-    return Lanes(Line(ranks, position, weights), Line(ranks, position, make(f"gradients_along_{along}", lines)))
+    position = position_in(ranks, this_rank())
+    weights = make_group(
+        device, partition, f"weights_along_{along}", options.timeout, urgent=True, max_ctas=options.max_ctas
+    )
+    gradients = make_group(device, partition, f"gradients_along_{along}", options.timeout)
+    return Lanes(Line(ranks, position, weights), Line(ranks, position, gradients))

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.agreement import Election, Verdict, Vote, destroy_released
-from dmuon.comm.lifetime import Groups
+from dmuon.comm.agreement import Election, Verdict, Vote
 from dmuon.comm.lines import Line
 from dmuon.comm.monitor import Monitor, Pending
 from dmuon.comm.process_groups import connect, make_group, named, this_rank
@@ -19,7 +18,7 @@ from dmuon.layout.parcels import Route, Spread, travels
 from dmuon.layout.shards import Piece
 from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in
 from dmuon.platform.streams import Stream
-from dmuon.platform.torch_private import default_group_is_bound, default_store
+from dmuon.platform.torch_private import default_group_is_bound
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +29,7 @@ class Domain:
         ranks: ascending.
         position: of this rank.
         group: of dmuon's own.
-        lane: of the monitor's journal; None where it is that of more ranks than these.
-        groups: of this domain; None where they belong to more ranks than these.
+        lane: of the monitor; None where that is of more ranks than these.
         lines: by where matrices lie of which there are copies, the ranks that have the same parts as this one; None
             where it has none.
     """
@@ -42,7 +40,6 @@ class Domain:
     group: dist.ProcessGroup
     monitor: Monitor
     lane: str | None = "exchange"
-    groups: Groups | None = None
     lines: dict[Spread, Line | None] = field(default_factory=dict)
     _vote_stream: Stream | None = None
 
@@ -74,14 +71,11 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
             f"ranks {list(members)} hold matrices together, and the default process group was bound to a device, which "
             "makes creating groups collective over all ranks; leave device_id out of init_process_group"
         )
-    groups = Groups()
-    group = groups.keep(make_group(device, [members], "exchange", timeout))
+    group = make_group(device, [members], "exchange", timeout)
     with named(f"first use of the process group of ranks {list(members)}"):
         connect(group, device, exchanges=True, gathers=True)
-    destroy_released(group)
     rank = this_rank()
-    monitor = Monitor(members, rank, default_store(), group.group_name, device=device, groups=groups)
-    return Domain(members, position_in(members, rank), device, group, monitor, groups=groups)
+    return Domain(members, position_in(members, rank), device, group, Monitor(rank, group, device))
 
 
 class Itinerary:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from programs.chaos_forks import Forks
 
 TIMEOUT = 8.0  # of process groups, in seconds
-PATIENCE = 1.0
 LIMIT = 30.0  # from the fault to the end of the last rank
 WHOLE = 90.0  # of a job that comes to no fault
 SHORT_SECONDS, LONG_SECONDS = 0.5, TIMEOUT + 3.0
@@ -82,7 +81,7 @@ def run_job(
         for rank, job in enumerate(jobs):
             port = store.port if store is not None else 0
             base = {
-                "rank": rank, "world": world, "port": port, "out": str(out), "timeout": TIMEOUT, "patience": PATIENCE,
+                "rank": rank, "world": world, "port": port, "out": str(out), "timeout": TIMEOUT,
             }  # fmt: skip
             pids.append(forks.start(out / f"{rank}.log", base | job))
         hung, faults, left = _watch(forks, pids, out, begin, limit)

@@ -82,7 +82,6 @@ class Trainer:
             muon = {**faults.options(OPTIONS), "overlap_backward": variant == "overlap"}
             self.optimizer = self.laid.optimizer(**muon)
         self.plan = dedications(self.network)[0].plan if dedicated else None
-        be_impatient(self, job["patience"])
         self.step = 0
         if last is not None:
             self.load(faults.seen(last))
@@ -167,15 +166,6 @@ class Trainer:
                 if self.step == SAVED_AFTER[0]:
                     with self.faults.phase("load", self.step - 1):
                         self.load(self.folder / f"step-{self.step}")
-
-
-def be_impatient(trainer: Trainer, seconds: float) -> None:
-    """Wait for what other ranks report for as short as rounds must be."""
-    for dedication in dedications(trainer.network):
-        dedication.runtime.comm.monitor.patience = seconds
-    exchange = trainer.optimizer._exchange
-    for domain, _ in exchange.domains if exchange is not None else ():
-        domain.monitor.patience = seconds
 
 
 def digest_of(folder: Path) -> str:

@@ -87,6 +87,9 @@ class Election:
         monitor: knows these ranks' collectives.
         what: names the election in messages.
         compared: blocks that ran, if the digest holds more than the monitor's, or something else.
+
+    Attributes:
+        immediate: asking never waits.
     """
 
     def __init__(
@@ -99,17 +102,13 @@ class Election:
         compared: str = "",
     ) -> None:
         self._group, self._monitor, self._device, self._compared = group, monitor, device, compared
+        self.immediate = streams_of(device) is None
         votes = vote.encode()
-        if streams_of(device) is not None:
+        if not self.immediate:
             votes = pinned_like(votes).copy_(votes).to(device, non_blocking=True, copy=True)
         with monitor.watch(what):
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
             self._copy = HostCopy(votes)
-
-    @property
-    def immediate(self) -> bool:
-        """Whether asking never waits."""
-        return self._copy.immediate
 
     def verdict(self) -> Verdict:
         """What all ranks said.
@@ -266,3 +265,22 @@ def require_same(
             "same options on every rank"
         )
     raise ValueError("the parameters come in another order on some ranks; build the same model on every rank")
+
+
+def require_same_in_turn(
+    asked: Sequence[tuple[dist.ProcessGroup, Sequence[GlobalRank], list[tuple[str, str]]]], fault: Exception | None
+) -> None:
+    """:func:`require_same` of a description in each of several groups, one after the other.
+
+    A fault ends the ranks of all of them: what one group finds the next ones hear, and those before in a second turn.
+    """
+    for _ in range(2):
+        for group, ranks, description in asked:
+            try:
+                require_same(group, ranks, fault, description, None)
+            except CollectiveError:
+                raise
+            except Exception as error:
+                fault = fault or error
+    if fault is not None:
+        raise fault

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.comm.domain import Domain
-from dmuon.comm.lines import Line, Parts, Works, gather, reduce, scratch
+from dmuon.comm.lines import Line
 from dmuon.comm.monitor import CollectiveError, Monitor
 from dmuon.comm.process_groups import connect, make_group, this_rank
-from dmuon.layout.buffer import Transport, lay_spans
+from dmuon.layout.buffer import Transport
 from dmuon.layout.topology import Coordinate, Position, Ranks, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
@@ -228,7 +226,8 @@ def make_comm(
             connect(tensor.group, device, exchanges=True, gathers=True)
         for lanes in (row, column):
             if lanes is not None:
-                _connect_lanes(lanes, device, monitor)
+                connect(lanes.weights.group, device, gathers=True)
+                connect(lanes.gradients.group, device, reduces=True)
         monitor.synchronize()  # what is wrong with a link shows here
     flat_tensor_mesh = _with_dimension(flat, tensor_mesh, topology)
     return Comm(
@@ -253,21 +252,6 @@ def make_comm(
         tensor=tensor,
         averages=averages,
     )
-
-
-def _connect_lanes(lanes: Lanes, device: torch.device, monitor: Monitor) -> None:
-    """As :func:`connect`, by all that its groups are for: one root of broadcasts connects its ring for all."""
-    line, what = lanes.weights, "first use of the process groups of a line"
-    transports: tuple[Transport, ...] = ("broadcast", "single")
-    for transport in transports:
-        spans = lay_spans(transport, {0: 1}, len(line.ranks))
-        region, parts = scratch(transport, spans, torch.float32, device)
-        monitor.start(None, what, partial(gather, transport, region, parts, lanes.weights)).wait()
-        monitor.start(None, what, partial(_reduced, transport, region, parts, lanes.gradients)).wait()
-
-
-def _reduced(transport: Transport, region: Tensor, parts: Parts, line: Line) -> Works:
-    return reduce(transport, region, parts, line)[1]
 
 
 def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: Topology) -> DeviceMesh:

@@ -54,7 +54,7 @@ def gather(transport: Transport, region: Tensor, parts: Parts, line: Line) -> Wo
         parts: views of it.
     """
     if transport == "single":
-        own = _own(region, parts, line)
+        own = parts.get(line.position, region[:0])
         return [all_gather_single(region, own, group=line.group, async_op=True)]
     launches = [
         partial(dist.broadcast, part, src=line.ranks[position], group=line.group, async_op=True)
@@ -63,18 +63,13 @@ def gather(transport: Transport, region: Tensor, parts: Parts, line: Line) -> Wo
     return in_one_launch(line.group, region.device, launches)
 
 
-def _own(region: Tensor, parts: Parts, line: Line) -> Tensor:
-    """This rank's part."""
-    return parts[line.position] if line.position in parts else region[:0]
-
-
 def reduce(transport: Transport, region: Tensor, parts: Parts, line: Line) -> tuple[Tensor, Works]:
     """Start averaging every part to the rank at its position on ``line``; the other parts are garbage then.
 
     Returns:
         Where this rank's own part arrives, and the works.
     """
-    own = _own(region, parts, line)
+    own = parts.get(line.position, region[:0])
     if transport == "single":
         result = torch.empty_like(own)  # which outlives the region
         work = reduce_scatter_single(result, region, op=dist.ReduceOp.AVG, group=line.group, async_op=True)

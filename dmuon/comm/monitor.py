@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -52,11 +52,11 @@ def first_line(error: Exception) -> str:
 class Pending:
     """Collectives under way, and what they are."""
 
-    def __init__(self, monitor: Monitor, what: str, works: Sequence[dist.Work | None]) -> None:
+    def __init__(self, monitor: Monitor, what: str, works: list[dist.Work | None]) -> None:
         self._monitor = monitor
         self._what = what
-        self._works = [work for work in works if work is not None]
-        assert len(self._works) == len(works), "an asynchronous collective returns its work"
+        assert None not in works, "an asynchronous collective returns its work"
+        self._works = cast(list[dist.Work], works)
 
     def __del__(self) -> None:
         if self._works:
@@ -85,11 +85,15 @@ class Pending:
             CollectiveError: one of them failed; none is left unwaited.
         """
         works, self._works = self._works, []
-        try:
-            run_all(work.wait for work in works)
-        except Exception as error:
+        fault: Exception | None = None
+        for work in works:
+            try:
+                work.wait()
+            except Exception as error:  # of whatever kind a back end raises
+                fault = fault or error
+        if fault is not None:
             self._monitor.leave(works)  # those that go on
-            self._monitor.fail(self._what, error)
+            self._monitor.fail(self._what, fault)
 
 
 @dataclass(slots=True)
@@ -99,10 +103,6 @@ class _Lane:
     count: int = 0
     last: str = ""
     digest: int = 0
-
-    def note(self, what: str) -> None:
-        self.count, self.last = self.count + 1, what
-        self.digest = zlib.crc32(what.encode() + b"\n", self.digest)
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class _Journal:
         broken: what has failed; nothing more is started.
     """
 
-    lanes: dict[str, _Lane] = field(default_factory=dict)
+    lanes: defaultdict[str, _Lane] = field(default_factory=lambda: defaultdict(_Lane))
     monitors: int = 0
     broken: str | None = None
 
@@ -145,7 +145,7 @@ class Monitor:
         self.name = f"{group.group_name} {self._number}"
         self.step = 0
 
-    def start(self, lane: str | None, what: str, launch: Callable[[], Sequence[dist.Work | None]]) -> Pending:
+    def start(self, lane: str | None, what: str, launch: Callable[[], list[dist.Work | None]]) -> Pending:
         """Launch collectives.
 
         Args:
@@ -157,7 +157,8 @@ class Monitor:
             CollectiveError: the launch failed, or something before it.
             torch.OutOfMemoryError: as it came; the model can still be used if it came on all ranks.
         """
-        self._refuse_if_broken(what)
+        if self._journal.broken is not None:
+            self._refuse(what)
         if lane is not None:
             self.note(lane, what)
         try:
@@ -185,7 +186,8 @@ class Monitor:
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
         """Around a blocking collective."""
-        self._refuse_if_broken(what)
+        if self._journal.broken is not None:
+            self._refuse(what)
         try:
             yield
         except (CollectiveError, torch.OutOfMemoryError):
@@ -196,7 +198,10 @@ class Monitor:
     def note(self, lane: str, what: str) -> None:
         """Remember what all ranks do in one order, whether or not it communicates."""
         self._counts[lane] += 1
-        self._journal.lanes.setdefault(lane, _Lane()).note(f"{what} of model {self._number}" if self._number else what)
+        noted = self._journal.lanes[lane]
+        noted.count += 1
+        noted.last = f"{what} of model {self._number}" if self._number else what
+        noted.digest = zlib.crc32(noted.last.encode() + b"\n", noted.digest)
 
     def count(self, lane: str) -> int:
         """How many of this lane were noted so far."""
@@ -224,8 +229,10 @@ class Monitor:
         It never starts anew: ranks whose collectives have once gone out of step stay so, and an exception that all of
         them caught at one place leaves them in step.
         """
-        lanes = [(name, lane.digest) for name, lane in sorted(self._journal.lanes.items())]
-        return zlib.crc32(repr((self._number, lanes)).encode()) & 0x7FFFFFFF
+        lanes = [str(self._number)]
+        for name, lane in sorted(self._journal.lanes.items()):
+            lanes.append(f"{name} {lane.digest}")
+        return zlib.crc32("\n".join(lanes).encode()) & 0x7FFFFFFF
 
     def noted(self) -> dict[str, str]:
         """What :attr:`digest` sums up, in words: options, and the last one of each lane."""
@@ -237,10 +244,10 @@ class Monitor:
 
     def disagree(self, difference: str, *, of_options: bool) -> NoReturn:
         """Raise: the digests differ. Every rank of the vote gets here."""
-        what, remedy = ("issued different collectives", _REMEDY)
+        what = f"the ranks issued different collectives: {difference}; {_REMEDY}"
         if of_options:
-            what, remedy = ("have different options", _OPTIONS_REMEDY)
-        self._break(f"rank {self._rank}, step {self.step}: the ranks {what}: {difference}; {remedy}")
+            what = f"the ranks have different options: {difference}; {_OPTIONS_REMEDY}"
+        self._break(f"rank {self._rank}, step {self.step}: {what}")
 
     def fail(self, what: str, error: Exception) -> NoReturn:
         """Raise: a collective failed on this rank."""
@@ -249,11 +256,8 @@ class Monitor:
             raise CollectiveError(f"{message}. Before that: {self._journal.broken}") from error
         self._break(f"{message}. {LATE}", error)
 
-    def _refuse_if_broken(self, what: str) -> None:
-        if self._journal.broken is not None:
-            raise CollectiveError(
-                f"{what} was not started, because an earlier collective failed: {self._journal.broken}"
-            )
+    def _refuse(self, what: str) -> NoReturn:
+        raise CollectiveError(f"{what} was not started, because an earlier collective failed: {self._journal.broken}")
 
     def _break(self, message: str, cause: Exception | None = None) -> NoReturn:
         self._journal.broken = message

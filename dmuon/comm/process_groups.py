@@ -33,6 +33,7 @@ from dmuon.platform.torch_private import (
     default_timeout,
     has_group,
     new_named_group,
+    reduce_scatter_single,
 )
 
 _T = TypeVar("_T")
@@ -162,7 +163,14 @@ def _in_time(backend: str, timeout: timedelta, make: Callable[[], _T]) -> _T:
         raise RuntimeError(f"it was not made within {timeout.total_seconds() + _SLACK_SECONDS:g} s") from None
 
 
-def connect(group: dist.ProcessGroup, device: torch.device, *, exchanges: bool = False, gathers: bool = False) -> None:
+def connect(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    exchanges: bool = False,
+    gathers: bool = False,
+    reduces: bool = False,
+) -> None:
     """Use ``group`` for the first time. Collective; ranks that have several groups call this in one order.
 
     A back end connects ranks when a group is first used, and perhaps again for each kind of collective. Until all have
@@ -171,12 +179,17 @@ def connect(group: dist.ProcessGroup, device: torch.device, *, exchanges: bool =
     Args:
         exchanges: it is for all-to-alls too.
         gathers: it is for broadcasts and all-gathers too.
+        reduces: it is for reductions to single ranks too, and reduce-scatters.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     if gathers:
         value = torch.zeros(1, device=device)
         dist.broadcast(value, group_src=0, group=group)  # one root connects the ring for all
         all_gather_single(torch.zeros(group.size(), device=device), value, group=group)
+    if reduces:
+        value = torch.zeros(1, device=device)
+        dist.reduce(value, group_dst=0, op=dist.ReduceOp.AVG, group=group)
+        reduce_scatter_single(value, torch.zeros(group.size(), device=device), op=dist.ReduceOp.AVG, group=group)
     if exchanges:
         sent = torch.zeros(group.size(), device=device)
         dist.all_to_all_single(torch.empty_like(sent), sent, group=group)

@@ -314,11 +314,11 @@ GRAPH = "a graph can be captured on CUDA alone: tests/kernels/test_replay.py"
 CONNECTS = "what it carries is read by nobody, and faults show early"
 ENGINE = "on the pretended device hooks run on another stream than the end of backward: tests/pretend/"
 HARMLESS = {
-    "work.wait in _release": "nobody is left who reads what it brings",
     "ticks.join in run_awaited": "a thread of the host ends",
     "self._ended.wait in _Ticks.run": "a thread of the host is told to end",
     "work.wait in Pending.wait_at_exit": "it keeps a process on the CPU from ending too early",
     "self._vote_stream.alone in Domain.vote": "reading the verdict waits for the same stream",
+    "Stream(self._device, priority=-1).alone in Election._tell_difference": "reading what differs waits for it too",
     "self._stream.synchronize in Stream.alone": "reading the verdict waits for the same stream",
     "self.wait in Pending.wait_on_host": IN_TURN,
     "self._monitor.synchronize in Pending.wait_on_host": IN_TURN,
@@ -334,8 +334,6 @@ HARMLESS = {
     "stream.wait_stream in CudaGraphs.record": GRAPH,
     "current.wait_stream in CudaGraphs.record": GRAPH,
     "monitor.synchronize in make_comm": CONNECTS,
-    "monitor.start(…).wait in _connect_lanes": CONNECTS,
-    "monitor.start(…).wait in _connect_lanes (1)": CONNECTS,
     "current.wait_stream in Origin.join": ENGINE,
     "origin.join in GradAverager.finish": ENGINE,
     "self._origin.await_users in _Bucket.finish": ENGINE,

@@ -1,16 +1,12 @@
 """The process in which MILPs are searched for: a solver may hang, print without end, die, or leave processes behind.
 
-The child is two processes. The first one adopts whatever is left without a parent below it, and watches a pipe. When
-that is written to or closed, which it also is when the planner's process dies, or when the second one has ended, it
-kills every process below it, those too that have made sessions of their own. The second one searches, and keeps the
-best that it has found in a file, so that a search that is cut off loses nothing.
-
-This file is also the program of the child, so it imports nothing of the package before it has forked.
+The child and what it starts are one process group, which is killed when it has ended, when its time is over, and when
+the planner's process is gone. It keeps the best that it has found in a file, so that a search that is cut off loses
+nothing. This file is also its program.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import json
@@ -22,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -30,10 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_PR_SET_CHILD_SUBREAPER = 36
 _POLL_MS = 200
 _GRACE_S = 3.0  # beyond what the search may take: a start on a busy machine, a solver between two looks at the clock
-_ENDING_S = 3.0  # for the child to end what it has started
 _FILE_BYTES = 1 << 28  # of what a solver may write to one file
 _QUESTION, _ANSWER = "question", "answer"
 
@@ -72,7 +66,7 @@ def run_search(question: object, seconds: float) -> dict[str, Any]:
                 bufsize=0,
                 cwd=place,
                 env={**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), place)},
-                start_new_session=True,  # a signal to the planner's group, as by Ctrl-C, is for the planner
+                start_new_session=True,  # its own group; a signal to the planner's, as by Ctrl-C, is for the planner
             )
         except (OSError, ValueError, TypeError) as error:  # the last two: an odd sys.executable
             raise SolverFailed(f"its process cannot be started ({error})") from error
@@ -82,7 +76,11 @@ def run_search(question: object, seconds: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             fault = "it gave no answer within its time, and was ended"
         finally:
-            _end(process)
+            with suppress(OSError):  # nothing is left of it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
         return _read(Path(place, _ANSWER), fault)
 
 
@@ -95,20 +93,6 @@ def _cbc() -> str:
     except ImportError as error:
         raise SolverFailed(f"PuLP cannot be imported ({error}); install pulp>=3.3,<4") from error
     return str(pulp.PULP_CBC_CMD.pulp_cbc_path)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the child with every process that it has started."""
-    assert process.stdin is not None
-    with suppress(OSError):
-        process.stdin.write(b"x")  # a process that was forked from this one may keep the pipe open
-    process.stdin.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_ENDING_S + 2)
-    if process.returncode != 0:  # it was killed, or stopped
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _read(path: Path, fault: str) -> dict[str, Any]:
@@ -130,24 +114,27 @@ def _read(path: Path, fault: str) -> dict[str, Any]:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Search until done, or until told to end by the pipe that is standard input."""
-    with suppress(Exception):  # not on every system; there a process with a session of its own is not found
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    planner = os.getppid()
-    worker = os.fork()
-    if worker:
-        _watch(planner, worker)
-        _end_all()
-        os._exit(0)
+    """Search until done, or until the planner's process is gone."""
+    pipe = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    threading.Thread(target=_end_with_planner, args=(pipe, os.getppid()), daemon=True).start()
     try:
         _search(**settings)
     finally:
         os._exit(0)
 
 
+def _end_with_planner(pipe: int, planner: int) -> None:
+    """Kill this group when the planner's process has ended, which closes the pipe unless a fork of it keeps that."""
+    watched = select.poll()
+    watched.register(pipe, select.POLLIN | select.POLLHUP)
+    while os.getppid() == planner and not watched.poll(_POLL_MS):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
 def _search(path: list[str], command: str, place: str) -> None:
     """Import the package alone, as ``dmuon`` would bring torch, and answer the question."""
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # the pipe is the watcher's
     resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")  # PuLP announces what its next version removes
@@ -168,55 +155,6 @@ def _search(path: list[str], command: str, place: str) -> None:
         new.replace(Path(place, _ANSWER))
 
     exact.search(*pickle.loads(Path(place, _QUESTION).read_bytes()), command, report)
-
-
-def _watch(planner: int, worker: int) -> None:
-    """Wait until the planner or the worker is gone, or the planner says that it is done."""
-    watched = select.poll()
-    watched.register(0, select.POLLIN | select.POLLHUP)
-    ended = None
-    while ended != worker and os.getppid() == planner and not watched.poll(_POLL_MS):
-        ended = _reap(worker)
-
-
-def _reap(worker: int) -> int | None:
-    """Collect what has ended; ``worker`` if that has, None if no process is left."""
-    with suppress(ChildProcessError):
-        found = -1
-        while found:
-            found, _ = os.waitpid(-1, os.WNOHANG)
-            if found == worker:
-                return worker
-        return 0
-    return None
-
-
-def _end_all() -> None:
-    deadline = time.monotonic() + _ENDING_S
-    while time.monotonic() < deadline:
-        for process in _below(os.getpid()):
-            with suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-        if _reap(0) is None:
-            return
-        time.sleep(0.005)
-
-
-def _below(root: int) -> set[int]:
-    """All processes that descend from ``root``."""
-    children: dict[int, list[int]] = {}
-    with suppress(OSError):
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                parent = int(file.read(4096).rpartition(b")")[2].split()[1])
-                children.setdefault(parent, []).append(int(name))
-    found: set[int] = set()
-    waiting = [root]
-    while waiting:
-        new = set(children.get(waiting.pop(), ())) - found
-        found |= new
-        waiting += new
-    return found - {root}
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ class Traffic(TorchDispatchMode):
         purposes: dict[str, list[dist.ProcessGroup]] = {"fill": [], "publish": [], "reduce": [], "exchange": []}
         for lane, purpose in ((comm.row, "fill"), (comm.column, "publish")):
             if lane is not None:
-                purposes[purpose] += [leg.group for leg in lane.weights.legs]
-                purposes["reduce"] += [leg.group for leg in lane.gradients.legs]
+                purposes[purpose].append(lane.weights.group)
+                purposes["reduce"].append(lane.gradients.group)
         if comm.tensor is not None:
             purposes["exchange"].append(comm.tensor.group)
         return {purpose: self.over(*groups, votes=False) for purpose, groups in purposes.items()}

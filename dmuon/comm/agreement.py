@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.lifetime import destroy, ends_alone, released_among
-from dmuon.comm.monitor import CollectiveError, Monitor
+from dmuon.comm.monitor import LANE, OPTION, CollectiveError, Monitor
 from dmuon.comm.process_groups import broadcast_object, gather_objects, named, ranks_of
 from dmuon.kernels import streams_of
 from dmuon.layout.topology import GlobalRank
-from dmuon.platform.streams import HostCopy, pinned_like
+from dmuon.platform.streams import HostCopy, Stream, pinned_like
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,12 @@ class Election:
 
     Args:
         vote: of this rank.
-        monitor: journals these ranks' collectives.
+        monitor: knows these ranks' collectives.
         what: names the election in messages.
-        lane: of the journal, where ranks may differ in whether they vote at all.
-        compared: blocks that ran, if the digest holds more than the journal, or something else.
+        compared: blocks that ran, if the digest holds more than the monitor's, or something else.
+
+    Attributes:
+        immediate: asking never waits.
     """
 
     def __init__(
@@ -97,21 +99,16 @@ class Election:
         monitor: Monitor,
         device: torch.device,
         what: str,
-        lane: str | None = None,
         compared: str = "",
     ) -> None:
-        self._monitor, self._lane, self._compared = monitor, lane, compared
+        self._group, self._monitor, self._device, self._compared = group, monitor, device, compared
+        self.immediate = streams_of(device) is None
         votes = vote.encode()
-        if streams_of(device) is not None:
+        if not self.immediate:
             votes = pinned_like(votes).copy_(votes).to(device, non_blocking=True, copy=True)
-        with monitor.watch(what, lane):
+        with monitor.watch(what):
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
             self._copy = HostCopy(votes)
-
-    @property
-    def immediate(self) -> bool:
-        """Whether asking never waits."""
-        return self._copy.immediate
 
     def verdict(self) -> Verdict:
         """What all ranks said.
@@ -121,10 +118,23 @@ class Election:
         """
         verdict = Vote.decode(self._copy.tolist())
         if not verdict.same_collectives:
-            if self._lane is not None and self._compared:
-                self._monitor.note(self._lane, self._compared)  # only now: ranks of other groups have others
-            self._monitor.disagree()
+            self._tell_difference()
         return verdict
+
+    def _tell_difference(self) -> NoReturn:
+        """All ranks have the same verdict at the same place, and so can tell each other why."""
+        noted = self._monitor.noted() | ({_RAN: self._compared} if self._compared else {})
+        found: list[Difference] = []
+        with suppress(CollectiveError), Stream(self._device, priority=-1).alone():  # nothing may wait for a stuck fill
+            found = _told_apart(self._group, noted, (f"{LANE}vote", OPTION, _RAN, f"{LANE}step"))
+        if not found:
+            self._monitor.disagree("which ones is not known", of_options=False)
+        one = found[0]
+        value, first = ("nothing more" if said is None else said for said in (one.value, one.first))
+        self._monitor.disagree(
+            f"{value!r} on rank {one.rank} where rank {ranks_of(self._group)[0]} has {first!r}",
+            of_options=one.name.startswith(OPTION),
+        )
 
 
 def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any = None) -> list[Any]:
@@ -162,6 +172,7 @@ def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any 
     return [status[1] for status in statuses]
 
 
+_RAN = "blocks that ran"
 _TOLD = 8  # differences that a rank tells the others of, and faults that a message repeats
 
 
@@ -232,19 +243,6 @@ def _told_apart(group: dist.ProcessGroup, items: Mapping[str, str], kinds: Seque
     ]
 
 
-def destroy_released(group: dist.ProcessGroup) -> None:
-    """Destroy groups that none of their ranks uses any more and that no rank may destroy by itself.
-
-    Those whose ranks all belong to ``group``; collective over that.
-    """
-    if ends_alone(group):
-        return  # as all that this process makes
-    ranks = ranks_of(group)
-    released = released_among(ranks)
-    of_ranks = dict(zip(ranks, agree(group, None, set(released)), strict=True))
-    destroy(sorted(name for name, line in released.items() if all(name in of_ranks[rank] for rank in line)))
-
-
 _Payload = TypeVar("_Payload")
 
 
@@ -267,3 +265,22 @@ def require_same(
             "same options on every rank"
         )
     raise ValueError("the parameters come in another order on some ranks; build the same model on every rank")
+
+
+def require_same_in_turn(
+    asked: Sequence[tuple[dist.ProcessGroup, Sequence[GlobalRank], list[tuple[str, str]]]], fault: Exception | None
+) -> None:
+    """:func:`require_same` of a description in each of several groups, one after the other.
+
+    A fault ends the ranks of all of them: what one group finds the next ones hear, and those before in a second turn.
+    """
+    for _ in range(2):
+        for group, ranks, description in asked:
+            try:
+                require_same(group, ranks, fault, description, None)
+            except CollectiveError:
+                raise
+            except Exception as error:
+                fault = fault or error
+    if fault is not None:
+        raise fault

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.comm.agreement import destroy_released
 from dmuon.comm.domain import Domain
-from dmuon.comm.lifetime import Groups
-from dmuon.comm.lines import Line, Parts, Works, gather, line_in_levels, reduce, scratch
+from dmuon.comm.lines import Line
 from dmuon.comm.monitor import CollectiveError, Monitor
 from dmuon.comm.process_groups import connect, make_group, this_rank
-from dmuon.layout.buffer import Transport, lay_spans
-from dmuon.layout.topology import Coordinate, GlobalRank, NodeGrid, Position, Ranks, Topology, node_grid, position_in
+from dmuon.layout.buffer import Transport
+from dmuon.layout.topology import Coordinate, Position, Ranks, Topology, position_in
 from dmuon.platform.options import check_choice, check_flag, check_integer
 from dmuon.platform.streams import Stream, mesh_device
-from dmuon.platform.torch_private import backend_of, default_group_is_bound, default_store
+from dmuon.platform.torch_private import backend_of, default_group_is_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +47,7 @@ class CommOptions:
         outstanding_reductions: blocks whose gradients travel at once.
         merge_bytes: neighbouring blocks communicate together until they hold this many bytes of weights. 0 merges
             nothing. ``dmuon-plan --recommend`` predicts what is worth merging.
-        hierarchical: rows over several nodes communicate in two levels: among the ranks that have the same place in
-            their nodes, and within the node. A message then passes nodes − 1 links between nodes and one node's, one
-            after the other; as many bytes pass between nodes. It needs as many ranks of a row on each of its hosts.
-            Gradients are averaged within nodes first, which rounds otherwise. On devices without streams the first
-            level is waited for where it starts, so that a fill that fails raises there, perhaps inside ``step()``.
-            Unmeasured.
+        hierarchical: refused. A mesh of ``("replicate", "shard")`` keeps what a message passes within the nodes.
         max_ctas: how many of a GPU's multiprocessors a collective of weights may occupy, on NCCL alone (its
             ``maxCTAs``): those of a rank that waits for an owner are lost to Newton–Schulz. ``None`` is NCCL's choice.
         asynchronous: ``False`` waits for every collective where it starts: for debugging; results are bitwise the same.
@@ -88,7 +78,11 @@ class CommOptions:
         check_integer("comm.merge_bytes", self.merge_bytes, 0)
         if self.max_ctas is not None:
             check_integer("comm.max_ctas", self.max_ctas, 1)
-        check_flag("comm.hierarchical", self.hierarchical)
+        if self.hierarchical is not False:
+            raise ValueError(
+                "comm.hierarchical is gone; shard within a node and replicate across nodes instead: dedicate over "
+                "init_device_mesh(device, (nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))"
+            )
         check_flag("comm.asynchronous", self.asynchronous)
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
             raise TypeError(f"comm.timeout must be a datetime.timedelta or None, got {self.timeout!r}")
@@ -131,7 +125,6 @@ class Comm:
         averages: over ``ranks``, for gradients of parameters that nobody shards: a vote must tell ranks that are out of
             step, and not be taken for part of an average. That of collectives that block, if votes go over another one.
             None until :meth:`average_group` makes it.
-        groups: of this model.
     """
 
     mesh: DeviceMesh
@@ -154,7 +147,6 @@ class Comm:
     control: dist.ProcessGroup
     tensor: Domain | None
     averages: dist.ProcessGroup | None
-    groups: Groups
 
     @property
     def world(self) -> int:
@@ -182,9 +174,9 @@ class Comm:
         if self.averages is not None:
             return self.averages
         what = "making the process group of averages"
-        with self.monitor.watch(what, "average"):
+        with self.monitor.watch(what):
             try:
-                group = _made(self.groups, self.device, self.options, "average", [self.ranks])
+                group = make_group(self.device, [self.ranks], "average", self.options.timeout)
             except CollectiveError as fault:  # which the monitor has not heard of
                 raise RuntimeError(str(fault.__cause__ or fault)) from fault
             connect(group, self.device)
@@ -199,51 +191,35 @@ def make_comm(
     mesh: DeviceMesh,
     topology: Topology,
     group: dist.ProcessGroup,
-    groups: Groups,
     options: CommOptions,
     tensor_mesh: DeviceMesh | None,
     control: dist.ProcessGroup,
-    hosts: Mapping[GlobalRank, str],
 ) -> Comm:
     """Create dmuon's process groups. Collective over all ranks of ``topology``, which have agreed on ``options``.
 
     Args:
         group: over the data-parallel ranks of this process.
-        groups: get the others. Their ``lasting`` ones have ``group``, which tensors of a state dict may use for longer.
         tensor_mesh: of tensor parallelism, 1-D.
         control: over all ranks of ``topology``.
-        hosts: of all these.
-
-    Raises:
-        ValueError: on all ranks alike, where rows have no two levels.
     """
     device = mesh_device(mesh.device_type)
     rank = this_rank()
     at = topology.of(rank)
     ranks = topology.data_parallel(at.t)
-    monitor = Monitor(
-        topology.ranks,
-        rank,
-        default_store(),
-        control.group_name,
-        device=device,
-        groups=groups,
-        asynchronous=options.asynchronous,
-    )
+    monitor = Monitor(rank, control, device, asynchronous=options.asynchronous)
     tensor: Domain | None = None
     if topology.tensor > 1:
         members = Ranks(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
-        across = groups.keep(make_group(device, topology.partition("t"), "tensor", options.timeout))
+        across = make_group(device, topology.partition("t"), "tensor", options.timeout)
         tensor = Domain(members, Position(at.t), device, across, monitor, lane=None)
     flat = mesh
     if mesh.ndim > 1:
         flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
-    made = partial(_made, groups, device, options)
-    row, column = (_lanes(topology, along, rank, made, options, hosts) for along in ("s", "r"))
+    row, column = (_lanes(topology, along, device, options) for along in ("s", "r"))
     averages = group if control is not group else None
     if averages is None and default_group_is_bound():
         # Split off the default group's communicator, over which something may be under way in training.
-        averages = made("average", [ranks])
+        averages = make_group(device, [ranks], "average", options.timeout)
     with monitor.watch("first use of dmuon's process groups"):
         for one in dict.fromkeys(one for one in (control, group, averages) if one is not None):
             connect(one, device)
@@ -251,13 +227,10 @@ def make_comm(
             connect(tensor.group, device, exchanges=True, gathers=True)
         for lanes in (row, column):
             if lanes is not None:
-                _connect_lanes(lanes, device, monitor)
+                connect(lanes.weights.group, device, gathers=True)
+                connect(lanes.gradients.group, device, reduces=True)
         monitor.synchronize()  # what is wrong with a link shows here
-    destroy_released(control)
     flat_tensor_mesh = _with_dimension(flat, tensor_mesh, topology)
-    for own_mesh in [] if flat is mesh else [flat, flat_tensor_mesh]:
-        if groups.lasting is not None:
-            groups.lasting.stay_for(own_mesh)
     return Comm(
         mesh=mesh,
         tensor_mesh=_with_dimension(mesh, tensor_mesh, topology),
@@ -279,25 +252,7 @@ def make_comm(
         control=control,
         tensor=tensor,
         averages=averages,
-        groups=groups,
     )
-
-
-def _connect_lanes(lanes: Lanes, device: torch.device, monitor: Monitor) -> None:
-    """As :func:`connect`, by all that its groups are for: one root of broadcasts connects its ring for all."""
-    line, what = lanes.weights, "first use of the process groups of a line"
-    if line.levels is not None:
-        connect(lanes.votes, device)  # which is for nothing else then
-    transports: tuple[Transport, ...] = ("broadcast", "single")
-    for transport in transports:
-        spans = lay_spans(transport, dict.fromkeys(line.firsts, 1), len(line.ranks), order=line.order)
-        region, parts = scratch(transport, spans, torch.float32, device)
-        monitor.start(None, what, partial(gather, transport, region, parts, lanes.weights)).wait()
-        monitor.start(None, what, partial(_reduced, transport, region, parts, lanes.gradients)).wait()
-
-
-def _reduced(transport: Transport, region: Tensor, parts: Parts, line: Line) -> Works:
-    return reduce(transport, region, parts, line)[1]
 
 
 def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: Topology) -> DeviceMesh:
@@ -315,68 +270,15 @@ def _with_dimension(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None, topology: 
     )
 
 
-class _Make(Protocol):
-    """Makes this rank's process group out of a partition, for a purpose."""
-
-    def __call__(
-        self,
-        purpose: str,
-        partition: Sequence[Sequence[GlobalRank]],
-        *,
-        urgent: bool = False,
-        max_ctas: int | None = None,
-    ) -> dist.ProcessGroup: ...
-
-
-def _made(
-    groups: Groups,
-    device: torch.device,
-    options: CommOptions,
-    purpose: str,
-    partition: Sequence[Sequence[GlobalRank]],
-    *,
-    urgent: bool = False,
-    max_ctas: int | None = None,
-) -> dist.ProcessGroup:
-    """A group of :func:`make_group` that is released with ``groups``."""
-    return groups.keep(make_group(device, partition, purpose, options.timeout, urgent=urgent, max_ctas=max_ctas))
-
-
-def _lanes(
-    topology: Topology,
-    along: Literal["r", "s"],
-    rank: GlobalRank,
-    make: _Make,
-    options: CommOptions,
-    hosts: Mapping[GlobalRank, str],
-) -> Lanes | None:
-    """Of the line of ``rank``; None of a rank on its own."""
-    partition = topology.partition(along)
-    if along == "s" and options.hierarchical:
-        # Of all rows, so that all ranks refuse alike.
-        return _lanes_in_levels(partition, [node_grid(row, hosts) for row in partition], rank, make, options)
-    ranks = next(line for line in partition if rank in line)
+def _lanes(topology: Topology, along: Literal["r", "s"], device: torch.device, options: CommOptions) -> Lanes | None:
+    """Of the line of this rank; None of a rank on its own."""
+    partition = [tuple(sorted(line)) for line in topology.partition(along)]
+    ranks = next(line for line in topology.partition(along) if this_rank() in line)
     if len(ranks) == 1:
         return None
-    lines = [sorted(line) for line in partition]
-    position = position_in(ranks, rank)
-    weights = make(f"weights_along_{along}", lines, urgent=True, max_ctas=options.max_ctas)
-    return Lanes(Line(ranks, position, weights), Line(ranks, position, make(f"gradients_along_{along}", lines)))
-
-
-def _lanes_in_levels(
-    partition: Sequence[tuple[GlobalRank, ...]],
-    grids: Sequence[NodeGrid],
-    rank: GlobalRank,
-    make: _Make,
-    options: CommOptions,
-) -> Lanes:
-    """Of the row of ``rank``, which lies over several nodes as its grid says; votes go over the whole row."""
-    ranks, grid = next((row, grid) for row, grid in zip(partition, grids, strict=True) if rank in row)
-    rails, nodes = [rail for one in grids for rail in one.rails], [node for one in grids for node in one.nodes]
-    in_levels = partial(line_in_levels, ranks, position_in(ranks, rank), grid)
-    votes = make("votes_along_s", [sorted(row) for row in partition])
-    urgent = partial(make, urgent=True, max_ctas=options.max_ctas)
-    weights = urgent("weights_along_rails", rails), urgent("weights_within_nodes", nodes)
-    gradients = make("gradients_along_rails", rails), make("gradients_within_nodes", nodes)
-    return Lanes(in_levels(votes, *weights), in_levels(votes, *gradients))
+    position = position_in(ranks, this_rank())
+    weights = make_group(
+        device, partition, f"weights_along_{along}", options.timeout, urgent=True, max_ctas=options.max_ctas
+    )
+    gradients = make_group(device, partition, f"gradients_along_{along}", options.timeout)
+    return Lanes(Line(ranks, position, weights), Line(ranks, position, gradients))

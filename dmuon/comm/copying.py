@@ -50,8 +50,7 @@ def _connected(domain: Domain, lines: Sequence[tuple[Position, ...]]) -> Line | 
         known = next((line for line in domain.lines.values() if line is not None and line.ranks == own), None)
         if known is not None:
             return known
-    assert domain.groups is not None, "only ranks that exchange for themselves have copies"
-    group = domain.groups.keep(make_group(domain.device, partition, "copies", None))
+    group = make_group(domain.device, partition, "copies", None)
     with named(f"first use of the process group of ranks {dist.get_process_group_ranks(group)}"):
         connect(group, domain.device, gathers=True)
     return None if own is None else Line(own, position_in(own, rank), group)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.agreement import Election, Verdict, Vote, destroy_released
-from dmuon.comm.lifetime import Groups
+from dmuon.comm.agreement import Election, Verdict, Vote
 from dmuon.comm.lines import Line
 from dmuon.comm.monitor import Monitor, Pending
 from dmuon.comm.process_groups import connect, make_group, named, this_rank
@@ -19,7 +18,7 @@ from dmuon.layout.parcels import Route, Spread, travels
 from dmuon.layout.shards import Piece
 from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in
 from dmuon.platform.streams import Stream
-from dmuon.platform.torch_private import default_group_is_bound, default_store
+from dmuon.platform.torch_private import default_group_is_bound
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +29,7 @@ class Domain:
         ranks: ascending.
         position: of this rank.
         group: of dmuon's own.
-        lane: of the monitor's journal; None where it is that of more ranks than these.
-        groups: of this domain; None where they belong to more ranks than these.
+        lane: of the monitor; None where that is of more ranks than these.
         lines: by where matrices lie of which there are copies, the ranks that have the same parts as this one; None
             where it has none.
     """
@@ -42,7 +40,6 @@ class Domain:
     group: dist.ProcessGroup
     monitor: Monitor
     lane: str | None = "exchange"
-    groups: Groups | None = None
     lines: dict[Spread, Line | None] = field(default_factory=dict)
     _vote_stream: Stream | None = None
 
@@ -74,14 +71,11 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
             f"ranks {list(members)} hold matrices together, and the default process group was bound to a device, which "
             "makes creating groups collective over all ranks; leave device_id out of init_process_group"
         )
-    groups = Groups()
-    group = groups.keep(make_group(device, [members], "exchange", timeout))
+    group = make_group(device, [members], "exchange", timeout)
     with named(f"first use of the process group of ranks {list(members)}"):
         connect(group, device, exchanges=True, gathers=True)
-    destroy_released(group)
     rank = this_rank()
-    monitor = Monitor(members, rank, default_store(), group.group_name, device=device, groups=groups)
-    return Domain(members, position_in(members, rank), device, group, monitor, groups=groups)
+    return Domain(members, position_in(members, rank), device, group, Monitor(rank, group, device))
 
 
 class Itinerary:
@@ -96,6 +90,7 @@ class Itinerary:
         travels: anything goes from one rank to another.
         held: numbers by which this rank gives parts.
         kept: those of them of which it wants something itself.
+        outgoing, incoming: elements that it sends to each rank and gets from each.
     """
 
     def __init__(self, routes: Sequence[Route], domain: Domain, stacks: Iterable[Sequence[int]] = ()) -> None:
@@ -129,7 +124,7 @@ class Itinerary:
         sends.sort(key=lambda one: one[0])
         gets.sort(key=lambda one: one[0])
         sizes = [routes[i].count * piece.numel for _, i, _, piece in sends]
-        self._outgoing = _by_rank((one[0] for one in sends), sizes)
+        self.outgoing = _by_rank(domain.world, (one[0] for one in sends), sizes)
         self._sends: list[_Send] = []
         for _, i, own, piece in sends:
             count, (number, begin) = routes[i].count, rows.get(i, (i, 0))
@@ -139,7 +134,7 @@ class Itinerary:
             else:
                 self._sends.append(_Send(number, begin, begin + count, _Cut.between(own, piece)))
         lengths = [routes[i].count * piece.numel for _, i, piece in gets]
-        self._incoming = _by_rank((one[0] for one in gets), lengths)
+        self.incoming = _by_rank(domain.world, (one[0] for one in gets), lengths)
         self._lengths: list[int] = []
         self._runs: list[_Run] = []
         arrives = {wanted.number: wanted for wanted in self._wanted}
@@ -158,20 +153,17 @@ class Itinerary:
 
     def pack(self, tensors: Mapping[int, Tensor], like: Tensor) -> Tensor:
         """What this rank sends, one after the other, of the tensors that it has by number."""
-        parts = [send.of(tensors[send.number]) for send in self._sends]
-        sent = like.new_empty(sum(self._outgoing.values()))
+        parts = []
+        for send in self._sends:
+            held = tensors[send.number]
+            if len(held) > send.end - send.begin:
+                held = held[send.begin : send.end]
+            parts.append(held if send.cut is None else send.cut.of(held))
+        sent = like.new_empty(sum(self.outgoing))
         if parts:
             slots = sent.split([part.numel() for part in parts])
             torch._foreach_copy_([slot.view(part.shape) for slot, part in zip(slots, parts, strict=True)], parts)
         return sent
-
-    def outgoing(self, world: int) -> list[int]:
-        """Elements that this rank sends to each one."""
-        return _listed(self._outgoing, world)
-
-    def incoming(self, world: int) -> list[int]:
-        """Elements that this rank gets from each one."""
-        return _listed(self._incoming, world)
 
     def unpack(self, received: Tensor | None, tensors: Mapping[int, Tensor], like: Tensor) -> dict[int, Tensor]:
         """What this rank wanted, by number; perhaps views of what it got or had."""
@@ -190,10 +182,6 @@ class _Send:
     begin: int
     end: int
     cut: _Cut | None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        part = tensor if len(tensor) == self.end - self.begin else tensor[self.begin : self.end]
-        return part if self.cut is None else self.cut.of(part)
 
 
 @dataclass(slots=True)
@@ -228,7 +216,13 @@ class _Wanted:
 
     def of(self, sections: Sequence[Tensor], tensor: Tensor | None, like: Tensor) -> Tensor:
         """``(count, …)``, of what arrived and of what this rank has, ``tensor``."""
-        parts = [self._part(sender, shape, sections, tensor) for sender, _, shape in self._parts]
+        parts = []
+        for sender, _, shape in self._parts:
+            if sender == self.here:
+                assert tensor is not None
+                parts.append(tensor if self._cut is None else self._cut.of(tensor))
+            else:
+                parts.append(sections[self.sections[sender]].view(shape))
         if self._is_one:
             return parts[0]
         if parts and self._split_dim is not None:  # one kernel instead of one a piece
@@ -238,14 +232,6 @@ class _Wanted:
             for block, of_whole in piece.blocks():
                 whole[_each(of_whole)].copy_(part[_each(block)])
         return whole
-
-    def _part(
-        self, sender: Position, shape: tuple[int, ...], sections: Sequence[Tensor], tensor: Tensor | None
-    ) -> Tensor:
-        if sender != self.here:
-            return sections[self.sections[sender]].view(shape)
-        assert tensor is not None
-        return tensor if self._cut is None else self._cut.of(tensor)
 
 
 class _Cut:
@@ -271,19 +257,12 @@ class _Cut:
         return part
 
 
-def _by_rank(ranks: Iterable[Position], sizes: Sequence[int]) -> dict[int, int]:
-    total: dict[int, int] = {}
+def _by_rank(world: int, ranks: Iterable[Position], sizes: Sequence[int]) -> list[int]:
+    """The sum of the sizes for each of ``world`` ranks."""
+    total = [0] * world
     for rank, size in zip(ranks, sizes, strict=True):
-        total[rank] = total.get(rank, 0) + size
+        total[rank] += size
     return total
-
-
-def _listed(of_rank: Mapping[int, int], world: int) -> list[int]:
-    """What ``of_rank`` has of each rank; 0 where it has nothing."""
-    sizes = [0] * world
-    for rank, size in of_rank.items():
-        sizes[rank] = size
-    return sizes
 
 
 class Redistribution:
@@ -312,19 +291,18 @@ class Redistribution:
         self._itinerary = routes if isinstance(routes, Itinerary) else Itinerary(routes, domain)
         self.like = like
         self.travels = self._itinerary.travels
-        held = {i: tensors[i] for i in self._itinerary.held}
-        self._kept = {i: tensor for i, tensor in held.items() if i in self._itinerary.kept}
-        self._pending = self._start(held, domain, what) if self.travels else None
-
-    def _start(self, tensors: Mapping[int, Tensor], domain: Domain, what: str) -> Pending:
-        self._sent = sent = self._itinerary.pack(tensors, self.like)
-        outgoing, incoming = (numels(domain.world) for numels in (self._itinerary.outgoing, self._itinerary.incoming))
-        self._received = received = self.like.new_empty(sum(incoming))
+        self._kept = {i: tensors[i] for i in self._itinerary.kept}
+        self._pending: Pending | None = None
+        if not self.travels:
+            return
+        outgoing, incoming = self._itinerary.outgoing, self._itinerary.incoming
+        self._sent = sent = self._itinerary.pack(tensors, like)
+        self._received = received = like.new_empty(sum(incoming))
 
         def launch() -> list[dist.Work | None]:
             return [dist.all_to_all_single(received, sent, incoming, outgoing, group=domain.group, async_op=True)]
 
-        return domain.monitor.start(domain.lane, what, launch)
+        self._pending = domain.monitor.start(domain.lane, what, launch)
 
     def wait(self) -> dict[int, Tensor]:
         """By number, ``(count, …)`` of what this rank wanted; perhaps views of what it had."""

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dmuon.comm.monitor import CollectiveError, first_line
+from dmuon.comm.lifetime import forget_groups, groups_made, keep_left
+from dmuon.comm.monitor import LATE, CollectiveError, first_line
 from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
 from dmuon.platform.host import keep_what_was_raised, let_threads_rest
 from dmuon.platform.log import logger
@@ -30,7 +31,9 @@ from dmuon.platform.torch_private import (
     declared_backend,
     default_group_is_bound,
     default_timeout,
+    has_group,
     new_named_group,
+    reduce_scatter_single,
 )
 
 _T = TypeVar("_T")
@@ -61,10 +64,8 @@ def named(what: str) -> Iterator[None]:
     except (CollectiveError, torch.OutOfMemoryError):
         raise
     except RuntimeError as fault:
-        raise CollectiveError(
-            f"rank {this_rank()}: {what} failed: {first_line(fault)}. A rank was killed, raised elsewhere, or is late: "
-            "see the logs of the others"
-        ) from fault
+        forget_groups()
+        raise CollectiveError(f"rank {this_rank()}: {what} failed: {first_line(fault)}. {LATE}") from fault
 
 
 def make_group(
@@ -78,8 +79,9 @@ def make_group(
 ) -> dist.ProcessGroup:
     """This rank's process group out of ``partition``, of dmuon's own, for tensors of ``device`` and for objects.
 
-    It has the back end of that device alone: of ``"cpu:gloo,cuda:nccl"``, gloo would connect every rank with every
-    other one for each group, for nothing.
+    The same one as before if it was made for the same purpose with the same options (:mod:`dmuon.comm.lifetime`). It
+    has the back end of that device alone: of ``"cpu:gloo,cuda:nccl"``, gloo would connect every rank with every other
+    one for each group, for nothing.
 
     Collective over the ranks of the group, and over no others, unless the default group is bound to a device: then
     all ranks have to make all groups, in one order.
@@ -91,35 +93,50 @@ def make_group(
         max_ctas: of an accelerator's multiprocessors, the most that one of its collectives occupies.
     """
     _prepare_exit()
-    rank = this_rank()
     timeout = default_timeout(device.type) if timeout is None else timeout
+    kept = groups_made()
+    key = purpose, tuple(map(tuple, partition)), device, timeout, urgent, max_ctas
+    if key in kept and has_group(kept[key]):  # it, or all of them, may have been destroyed
+        return kept[key]
     pg_options = group_options(device.type, urgent, timeout, max_ctas)
-    backend = declared_backend(device.type)
-    if not default_group_is_bound():
-        ranks = next(list(ranks) for ranks in partition if rank in ranks)
-        made = _made.setdefault(_default(), Counter())
-        kind = _name(purpose, ranks)
-        name = f"{kind}_{made[kind]}"
-        with named(f"making process group {name!r} of ranks {ranks}"):
-            description = f"dmuon_{purpose}"
-            group = _in_time(
-                backend, timeout, lambda: new_named_group(ranks, name, backend, timeout, pg_options, description)
-            )
-        made[kind] += 1  # now that all its ranks have made it
-        _log.debug("made process group %r of ranks %s", name, ranks)
-        _devices[group] = device
-        return group
+    make = _made_by_all if default_group_is_bound() else _made_by_members
+    group = make(partition, purpose, declared_backend(device.type), timeout, pg_options)
+    _devices[group] = device
+    kept[key] = group
+    return group
+
+
+def _made_by_members(
+    partition: Sequence[Sequence[GlobalRank]], purpose: str, backend: str, timeout: timedelta, pg_options: Any
+) -> dist.ProcessGroup:
+    ranks = next(list(ranks) for ranks in partition if this_rank() in ranks)
+    made = _counts.setdefault(_default(), Counter())
+    kind = _name(purpose, ranks)
+    name = f"{kind}_{made[kind]}"
+    with named(f"making process group {name!r} of ranks {ranks}"):
+        group = _in_time(
+            backend,
+            timeout,
+            lambda: new_named_group(ranks, name, backend, timeout, pg_options, f"dmuon_{purpose}"),
+        )
+    made[kind] += 1  # now that all its ranks have made it
+    _log.debug("made process group %r of ranks %s", name, ranks)
+    return group
+
+
+def _made_by_all(
+    partition: Sequence[Sequence[GlobalRank]], purpose: str, backend: str, timeout: timedelta, pg_options: Any
+) -> dist.ProcessGroup:
     own = None
+    description = f"dmuon_{purpose}"
     for members in partition:
-        description = f"dmuon_{purpose}"
         with named(f"making process group {description!r} of ranks {list(members)}"):
             group = dist.new_group(
                 list(members), timeout=timeout, backend=backend, pg_options=pg_options, group_desc=description
             )
         _log.debug("made process group %r of ranks %s", description, members)
-        own = group if rank in members else own
+        own = group if this_rank() in members else own
     assert isinstance(own, dist.ProcessGroup)
-    _devices[own] = device
     return own
 
 
@@ -146,7 +163,14 @@ def _in_time(backend: str, timeout: timedelta, make: Callable[[], _T]) -> _T:
         raise RuntimeError(f"it was not made within {timeout.total_seconds() + _SLACK_SECONDS:g} s") from None
 
 
-def connect(group: dist.ProcessGroup, device: torch.device, *, exchanges: bool = False, gathers: bool = False) -> None:
+def connect(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    exchanges: bool = False,
+    gathers: bool = False,
+    reduces: bool = False,
+) -> None:
     """Use ``group`` for the first time. Collective; ranks that have several groups call this in one order.
 
     A back end connects ranks when a group is first used, and perhaps again for each kind of collective. Until all have
@@ -155,12 +179,17 @@ def connect(group: dist.ProcessGroup, device: torch.device, *, exchanges: bool =
     Args:
         exchanges: it is for all-to-alls too.
         gathers: it is for broadcasts and all-gathers too.
+        reduces: it is for reductions to single ranks too, and reduce-scatters.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     if gathers:
         value = torch.zeros(1, device=device)
         dist.broadcast(value, group_src=0, group=group)  # one root connects the ring for all
         all_gather_single(torch.zeros(group.size(), device=device), value, group=group)
+    if reduces:
+        value = torch.zeros(1, device=device)
+        dist.reduce(value, group_dst=0, op=dist.ReduceOp.AVG, group=group)
+        reduce_scatter_single(value, torch.zeros(group.size(), device=device), op=dist.ReduceOp.AVG, group=group)
     if exchanges:
         sent = torch.zeros(group.size(), device=device)
         dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
@@ -171,6 +200,7 @@ def _prepare_exit() -> None:
     """Once, however many groups there are."""
     atexit.register(let_threads_rest)
     atexit.register(keep_what_was_raised)
+    atexit.register(keep_left)
 
 
 # Of dmuon's own groups, the device of the model: torch sends objects by the current one, on which another rank may be.
@@ -206,8 +236,7 @@ def _on_device_of(group: dist.ProcessGroup) -> AbstractContextManager[object]:
 
 
 # How many of a name, by the default group. The ranks of a group have made as many, however many others each has made.
-# How many are left may differ: each rank destroys them when its last user is gone.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def _default() -> dist.ProcessGroup:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from dmuon.comm.lifetime import forget_groups
 from dmuon.comm.monitor import CollectiveError
 from dmuon.comm.process_groups import named, this_rank
 
@@ -42,8 +43,10 @@ def run_awaited(group: dist.ProcessGroup, device: torch.device, what: str, work:
     except BaseException:  # an interrupt, in the work or while this waited; what else work raises ends this rank, too
         ticks.end("left")
         ticks.join(_LEAVING_SECONDS)
+        forget_groups()
         raise
     if ticks.fault is not None:
+        forget_groups()  # as the rank that left
         raise ticks.fault
     return result
 

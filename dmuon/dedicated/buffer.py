@@ -108,7 +108,6 @@ class OwnedBuffer:
             backend=comm.backend,
             resident=self.keep,
             align=max(1, _ALIGN_BYTES // comm_dtype.itemsize),
-            order=None if comm.row is None else comm.row.weights.order,
         )
         self._buffer = torch.empty(self.layout.size, dtype=comm_dtype, device=comm.device)
         self._nbytes = self.layout.size * comm_dtype.itemsize

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree, require_same
 from dmuon.comm.context import Comm, CommOptions, make_comm
-from dmuon.comm.lifetime import Groups
+from dmuon.comm.lifetime import forget_groups
 from dmuon.comm.process_groups import make_group, this_rank
 from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.block import Block
@@ -125,8 +125,7 @@ def dedicate_params(
             same batches, and so the same bits.
         ranks: how fast each rank of the job computes, relative to the others, such as ``[1.0, 1.0, 0.5]``, so that a
             slower one owns less; None: all alike.
-        comm: transport, prefetching, merging of small blocks, timeout; changes no result, but for the rounding of
-            ``hierarchical``.
+        comm: transport, prefetching, merging of small blocks, timeout; changes no result.
         initialize: ``initialize(module)`` gives values to the tensors that a module itself holds, for a model on the
             meta device, such as a transformers model's ``_init_weights``; default: ``module.reset_parameters()``.
             Rank 0 calls it for some modules at a time, in the order of ``model.modules()``, and every rank keeps what
@@ -142,9 +141,7 @@ def dedicate_params(
     require_supported_torch()
     topology = check_mesh(mesh)
     options = comm if isinstance(comm, CommOptions) else CommOptions()
-    lasting = Groups()
-    groups = Groups(lasting)
-    group = lasting.keep(make_group(mesh_device(mesh.device_type), [topology.ranks], "group", options.timeout))
+    group = make_group(mesh_device(mesh.device_type), [topology.ranks], "group", options.timeout)
 
     def inspect() -> Inspected:
         check_options(costs, solve, plan, ranks)
@@ -181,7 +178,7 @@ def dedicate_params(
 
     try:
         inspected, seats = _agree(model, topology, group, mesh.device_type, inspect)
-        context, hosts = _connect(mesh, topology, group, groups, options, inspected, seats)
+        context, hosts = _connect(mesh, topology, group, options, inspected, seats)
         result = make_plan(
             inspected.matrices(),
             context.control,
@@ -197,7 +194,7 @@ def dedicate_params(
             _own(inspected, result, context, initialize, keep=not reshard_after_forward)
         _tell(inspected.routes, result, context, "are freed" if reshard_after_forward else "stay")
     except BaseException:
-        groups.release()  # at once: a traceback keeps them alive
+        forget_groups()  # on all ranks: one of them may have been interrupted while something was under way
         raise
     return result
 
@@ -300,7 +297,6 @@ def _connect(
     mesh: DeviceMesh,
     topology: Topology,
     group: dist.ProcessGroup,
-    groups: Groups,
     options: CommOptions,
     inspected: Inspected,
     seats: list[Seat],
@@ -313,15 +309,14 @@ def _connect(
     topology = topology.with_tensor_parallel([ranks for _, ranks in seats])
     control = group
     if topology.tensor > 1:
-        control = groups.keep(make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout))
+        control = make_group(mesh_device(mesh.device_type), [topology.ranks], "control", options.timeout)
         # Before the other groups: which are made goes by the options.
         seats = require_same(control, topology.ranks, None, inspected.description, inspected.seat)
     shares = [share for share, _ in seats]
-    hosts = {rank: share.host for rank, share in zip(topology.ranks, shares, strict=True)}
-    context = make_comm(mesh, topology, group, groups, options, inspected.tensor_mesh, control, hosts)
+    context = make_comm(mesh, topology, group, options, inspected.tensor_mesh, control)
     if mesh.device_type == "cpu":
         warn_if_oversubscribed(shares, topology.ranks.index(this_rank()))
-    return context, list(hosts.values())
+    return context, [share.host for share in shares]
 
 
 @contextmanager

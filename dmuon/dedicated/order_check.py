@@ -103,7 +103,7 @@ class OrderCheck:
         what = "comparison of blocks that ran"
         digest = zlib.crc32(compared.encode(), digest) & 0x7FFFFFFF
         vote = Vote((), digest)
-        election = Election(vote, group, comm.monitor, comm.device, what, "ran", compared)
+        election = Election(vote, group, comm.monitor, comm.device, what, compared)
         self._elections[line] = election
         if election.immediate:
             self._conclude(line)

@@ -138,7 +138,7 @@ class Runtime:
     @property
     def name(self) -> str:
         """The same on all ranks, and of no other dedicated model."""
-        return str(self.comm.control.group_name)
+        return self.comm.monitor.name
 
     def matrix_of(self, param: Tensor) -> OwnedMatrix:
         """The matrix whose resting form ``param`` is."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import Verdict, Vote, agree, require_same
+from dmuon.comm.agreement import Verdict, Vote, agree, require_same_in_turn
 from dmuon.comm.copying import connect_copies
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.monitor import CollectiveError
@@ -151,16 +151,9 @@ def _require_same_owners(
 ) -> None:
     columns = zip(params, labels, owners, strict=True)
     described = {id(param): (f"owner of parameter {label!r}", str(owner)) for param, label, owner in columns}
-    for _ in range(2):  # so that a fault reaches the domains that were asked before
-        for domain, members in domains:
-            try:
-                require_same(domain.group, domain.ranks, fault, [described[id(p)] for p in members], None)
-            except CollectiveError:
-                raise
-            except Exception as error:  # the ranks of the next domains must hear of it
-                fault = fault or error
-    if fault is not None:
-        raise fault
+    require_same_in_turn(
+        [(domain.group, domain.ranks, [described[id(p)] for p in members]) for domain, members in domains], fault
+    )
 
 
 @dataclass(frozen=True, slots=True)

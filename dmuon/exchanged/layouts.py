@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import agree, require_same
+from dmuon.comm.agreement import agree, require_same_in_turn
 from dmuon.comm.domain import Domain, make_domain
 from dmuon.comm.process_groups import this_rank
 from dmuon.layout.parameters import (
@@ -169,21 +169,15 @@ def lay_out(
         open_domains[whole.ranks] = whole
     domains: dict[Ranks, Domain] = {}
     labels = list(names)
-    described: dict[Ranks, list[tuple[str, str]]] = {}
+    asked: list[tuple[dist.ProcessGroup, Ranks, list[tuple[str, str]]]] = []
     for ranks in sorted({one.whole.ranks for one in placed if one is not None}):
         members = [(i, one.whole) for i, one in enumerate(placed) if one is not None and one.whole.ranks == ranks]
         domains[ranks] = open_domains.get(ranks) or make_domain(ranks, local_tensor(params[members[0][0]]).device)
         for number, (i, _) in enumerate(members):
             labels[i] = _label(names[i], number, ranks)
-        described[ranks] = [_described(labels[i], params[i], one) for i, one in members]
-    for _ in range(2):  # so that a fault that some domains find reaches those that were asked before
-        for ranks, domain in domains.items():
-            try:
-                require_same(domain.group, ranks, fault, described[ranks], None)
-            except ValueError as error:
-                fault = fault or error
-    if fault is not None:
-        raise fault
+        described = [_described(labels[i], params[i], one) for i, one in members]
+        asked.append((domains[ranks].group, ranks, described))
+    require_same_in_turn(asked, fault)
     # Only now: a rank that has another layout would not come. What is alike as a whole is alike in its parts.
     for ranks in sorted({one.ranks for one in placed if one is not None and one.is_part} - domains.keys()):
         member = next(i for i, one in enumerate(placed) if one is not None and one.ranks == ranks)

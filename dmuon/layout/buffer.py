@@ -53,23 +53,12 @@ class Spans(Sequence[Span]):
         return start, start
 
 
-def lay_spans(
-    transport: Transport,
-    sizes: Mapping[int, int],
-    count: int,
-    start: int = 0,
-    order: Sequence[int] | None = None,
-) -> Spans:
-    """Parts of ``sizes`` elements, by position among ``count``; padded to one size if they travel together.
-
-    Args:
-        order: of positions, for those that travel together; ascending if None.
-    """
+def lay_spans(transport: Transport, sizes: Mapping[int, int], count: int, start: int = 0) -> Spans:
+    """Parts of ``sizes`` elements, by position among ``count``; padded to one size if they travel together."""
     if transport == "single":
         width = max(sizes.values(), default=0)
         starts = range(start, start + count * width, max(1, width))
-        spans = {i: (a, a + width) for i, a in zip(order or range(count), starts, strict=False)}
-        return Spans(count, start, spans if order is None else dict(sorted(spans.items())))
+        return Spans(count, start, {i: (a, a + width) for i, a in zip(range(count), starts, strict=False)})
     filled, end = {}, start
     for position in sorted(sizes):
         if sizes[position]:
@@ -116,7 +105,6 @@ def make_layout(
     backend: str,
     resident: bool,
     align: int,
-    order: Sequence[int] | None = None,
 ) -> BufferLayout:
     """Lay out matrices given as ``(replica of the owner, its shard, elements)``.
 
@@ -124,7 +112,6 @@ def make_layout(
         resident: whole weights stay in memory, so that a column can gather into them in place; without, each part
             travels by a broadcast of its own.
         align: elements to a multiple of which every slot starts.
-        order: of shards whose segments are padded to one size (:attr:`dmuon.comm.lines.Line.order`).
     """
 
     def rounded(size: int) -> int:
@@ -139,7 +126,7 @@ def make_layout(
     column = choose_column(wanted, sizes, replicas, shards, backend, resident)
     lengths = {s: lay_spans(column, of_shard, replicas).size for s, of_shard in sizes.items()}
     row = choose_transport(wanted, lengths, shards, backend) if shards > 1 else "broadcast"
-    segments = lay_spans(row, lengths, shards, order=order)
+    segments = lay_spans(row, lengths, shards)
     parts = {s: lay_spans(column, of_shard, replicas, segments[s][0]) for s, of_shard in sizes.items()}
     slots = tuple(
         (parts[s][r][0] + offset, parts[s][r][0] + offset + numel)

@@ -257,53 +257,6 @@ class Topology:
         return Topology(ranks, tuple(coordinates[rank] for rank in ranks), self.replicas, self.shards, size)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeGrid:
-    """A line of ranks over several nodes, with as many in each.
-
-    Attributes:
-        nodes: ranks of each node, ascending.
-        rails: ranks with the same place in their nodes, ascending.
-    """
-
-    nodes: tuple[tuple[GlobalRank, ...], ...]
-    rails: tuple[tuple[GlobalRank, ...], ...]
-
-    def rail_of(self, rank: GlobalRank) -> tuple[GlobalRank, ...]:
-        """The rail of ``rank``."""
-        return next(rail for rail in self.rails if rank in rail)
-
-    def node_of(self, rank: GlobalRank) -> tuple[GlobalRank, ...]:
-        """The ranks of its node."""
-        return next(node for node in self.nodes if rank in node)
-
-
-def node_grid(line: Sequence[GlobalRank], hosts: Mapping[GlobalRank, str]) -> NodeGrid:
-    """The nodes and rails of ``line``, by the host of every rank.
-
-    Raises:
-        ValueError: it lies on one host, has one rank on each, or more on one than on another.
-    """
-    nodes: dict[str, list[GlobalRank]] = {}
-    for rank in sorted(line):
-        nodes.setdefault(hosts[rank], []).append(rank)
-    most, fewest = (choose(nodes, key=lambda host: len(nodes[host])) for choose in (max, min))
-    where = ""
-    if len(nodes) == 1:
-        where = f"all on host {most!r}"
-    elif len(nodes[most]) == 1:
-        where = "one on each of their hosts"
-    elif len(nodes[fewest]) < len(nodes[most]):
-        where = f"{len(nodes[most])} of them on host {most!r} and {len(nodes[fewest])} on {fewest!r}"
-    if where:
-        raise ValueError(
-            f"comm.hierarchical=True: the row of ranks {listed(line)} has {where}; a row of two levels needs several "
-            "hosts with the same number of its ranks, at least 2: start as many on each, or leave hierarchical out"
-        )
-    rails = zip(*nodes.values(), strict=True)
-    return NodeGrid(tuple(map(tuple, nodes.values())), tuple(tuple(sorted(rail)) for rail in rails))
-
-
 def topology_of(mesh: DeviceMesh) -> Topology:
     """Replicas and shards of a data-parallel mesh, by the names of its dimensions.
 

@@ -50,6 +50,9 @@ _ELSEWHERE = {  # keys that groups of other libraries have, which would be ignor
 }
 _TYPO = 0.85  # likeness from which an unknown name is taken for a mistake: "beta" is, "max_momentum" not
 
+_COMPARED = {"use_muon", *MUON_OPTIONS, *ADAMW_OPTIONS, *_UNSUPPORTED, *_ELSEWHERE}
+_CONSTANT = {bool, int, float, str, type(None), torch.dtype}  # others may change in place, or must not be kept alive
+
 Description = tuple[tuple[tuple[str, str], ...], ...]
 
 
@@ -64,14 +67,23 @@ def describe(groups: Sequence[Mapping[str, Any]]) -> Description:
     It is exact, hashable and the same in every process: numbers are written so that none is lost, whatever type they
     have; a function is called by its name. A tensor has its value if it is on the CPU; no device is waited for.
     """
-    return tuple(
-        tuple(
-            (name, _described(group.get(name)))
-            for name in ("use_muon", *options_of(group), *_UNSUPPORTED, *sorted(_ELSEWHERE.keys() & group.keys()))
-            if name not in _UNSUPPORTED or group.get(name)
-        )
-        for group in groups
-    )
+    described = []
+    for group in groups:  # asked in every backward and step
+        options: list[tuple[str, type, Any]] = []
+        for name, value in group.items():
+            if name in _COMPARED:
+                options.append((name, type(value), value if type(value) in _CONSTANT else _described(value)))
+        described.append(_in_words(tuple(options)))
+    return tuple(described)
+
+
+@functools.lru_cache(maxsize=64)
+def _in_words(options: tuple[tuple[str, type, Any], ...]) -> tuple[tuple[str, str], ...]:
+    """Of one group; options that are no constants are in words already. Most steps have those of the step before."""
+    words = {name: _described(value) if kind in _CONSTANT else value for name, kind, value in options}
+    group = {name: value for name, _, value in options}
+    names = ("use_muon", *options_of(group), *_UNSUPPORTED, *sorted(_ELSEWHERE.keys() & group.keys()))
+    return tuple((name, words.get(name, "None")) for name in names if name not in _UNSUPPORTED or group.get(name))
 
 
 def _described(value: Any) -> str:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -171,17 +170,6 @@ def has_group(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
-def backends_of(group: dist.ProcessGroup) -> set[str]:
-    """Names of the back ends of ``group``, one or several for each kind of device."""
-    return {group._get_backend(device).name() for device in group._device_types}
-
-
-def keys_in(store: Store) -> list[str]:
-    """All keys of ``store``; none where PyTorch cannot list them."""
-    keys: list[str] = store.list_keys() if hasattr(store, "list_keys") else []  # not in every version
-    return keys
-
-
 def default_group_is_bound() -> bool:
     """Whether the default process group was made for one device (``init_process_group(device_id=…)``)."""
     return dist.distributed_c10d._get_default_group().bound_device_id is not None
@@ -330,12 +318,6 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the back end that moves tensors of ``device``, whatever the group was declared with."""
     name: str = group._get_backend(device).name()
     return name
-
-
-def default_store() -> Store:
-    """The store of the default process group."""
-    store: Store = dist.distributed_c10d._get_default_store()
-    return store
 
 
 def current_backward() -> int | None:

@@ -129,11 +129,8 @@ def expected_traffic(
         parts = [end - start for start, end in buffer.layout.parts(comm.at.s)]
         if comm.row is not None:
             fills = 1 if buffer.keep else 2 * micro_batches
-            line = comm.row.weights
-            for leg in line.legs:
-                carried = [size for i, size in enumerate(segments) if leg.end(i, line) is not None]
-                count("fill", fills, buffer.layout.row, carried, _itemsize(buffer))
-                count("reduce", reductions, buffer.layout.row, carried, buffer.reduce_dtype.itemsize)
+            count("fill", fills, buffer.layout.row, segments, _itemsize(buffer))
+            count("reduce", reductions, buffer.layout.row, segments, buffer.reduce_dtype.itemsize)
         if comm.column is not None:
             count("publish", 1, buffer.layout.column, parts, _itemsize(buffer))
             count("reduce", reductions, buffer.layout.column, parts, buffer.reduce_dtype.itemsize)

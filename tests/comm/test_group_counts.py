@@ -6,18 +6,15 @@ from collections import Counter
 
 import pytest
 from harness.checkpoints import start
-from harness.hosts import on_hosts
 from harness.on_ranks import on_ranks
 from harness.topologies import lay
 from harness.toy import build
 
-import dmuon
 from dmuon.comm import context, process_groups
 from dmuon.platform.torch_private import group_names
 
 LINE = {"weights_along_s": 1, "gradients_along_s": 1}
 COLUMN = {"weights_along_r": 1, "gradients_along_r": 1}
-LEVELS = {f"{what}_{where}": 1 for what in ("weights", "gradients") for where in ("along_rails", "within_nodes")}
 OWN = {"average": 1}  # where dmuon averages what nobody shards
 TENSOR = {"control": 1, "tensor": 1}
 
@@ -68,15 +65,6 @@ def test_no_more_groups_than_purposes_on_two_ranks(rank: int, world: int, layout
 @on_ranks(4)
 def test_no_more_groups_than_purposes_on_four_ranks(rank: int, world: int, layout: str) -> None:
     count(layout)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_a_row_of_two_levels_has_five_groups(rank: int, world: int) -> None:
-    before = group_names()
-    with on_hosts(rank, "aabb"):
-        lay("1d-4", build(), comm=dmuon.CommOptions(hierarchical=True))
-    assert purposes(group_names() - before) == {"group": 1, "votes_along_s": 1, **LEVELS}
 
 
 @pytest.mark.slow

@@ -154,8 +154,6 @@ def make_faults_in_one_group(rank: int, _world: int) -> dict[str, Raised]:
             options["reshard_after_forward"] = "yes"
         if kind == "policy" and rank in (0, 2):
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        if kind == "levels" and rank in (0, 2):
-            options["comm"] = dmuon.CommOptions(hierarchical=True)
         tensor_parallel(model, whole["tp"])
         if kind == "model" and rank == 3:
             model.blocks[1] = nn.DataParallel(model.blocks[1])
@@ -167,7 +165,6 @@ def make_faults_in_one_group(rank: int, _world: int) -> dict[str, Raised]:
 IN_ONE_GROUP = {
     "option": (Exception, "reshard_after_forward must be True or False, got 'yes'"),
     "policy": (ValueError, "option mp_policy is .* on rank 1 and .*bfloat16.* on rank 0"),
-    "levels": (ValueError, "option comm is .*hierarchical=False.* on rank 1 and .*hierarchical=True.* on rank 0"),
     "model": (ValueError, r"module 'blocks\.1' is wrapped in DataParallel"),
 }
 

@@ -12,14 +12,13 @@ import torch.nn as nn
 from harness.assertions import assert_close
 from harness.network import Size
 from harness.on_ranks import on_ranks
-from harness.topologies import Laid, lay
+from harness.topologies import lay
 from harness.toy import OPTIONS, batch, build
 from harness.traffic import Traffic
 from torch import Tensor
 
 import dmuon
 from dmuon.comm.monitor import CollectiveError
-from dmuon.dedicated.dedication import dedications
 
 # -- options ------------------------------------------------------------------------------------------------------
 
@@ -49,7 +48,6 @@ def check_edits(layouts: list[str], rank: int, names: list[str]) -> None:
             edit, told = EDITS[name]
             laid = lay(layout, build())
             optimizer = laid.optimizer()
-            quicken(laid)
             laid.backward(0)
             optimizer.step()
             optimizer.zero_grad()
@@ -59,11 +57,6 @@ def check_edits(layouts: list[str], rank: int, names: list[str]) -> None:
                 laid.backward(1)  # the vote of the dedicated residency
                 optimizer.step()  # that of the exchanged one
             assert re.search(told, str(caught.value)), (layout, name, str(caught.value))
-
-
-def quicken(laid: Laid) -> None:
-    for dedication in dedications(laid.model):
-        dedication.runtime.comm.monitor.patience = 2.0
 
 
 @pytest.mark.pitfall("P73")
@@ -84,7 +77,6 @@ def test_options_that_differ_end_all_ranks_in_every_layout(rank: int, world: int
 @on_ranks(2)
 def test_options_that_differ_from_the_start_are_told_in_the_first_backward(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build())
-    quicken(laid)
     optimizer = laid.optimizer(momentum=0.9 + 0.05 * rank)
     with pytest.raises(CollectiveError, match=r"momentum of group 0=0\.9"):
         laid.backward(0)
@@ -96,7 +88,6 @@ def test_options_that_differ_from_the_start_are_told_in_the_first_backward(rank:
 def test_options_of_a_last_step_are_compared_before_they_are_saved(rank: int, world: int) -> None:
     for use in ("save", "load", "save weights"):
         laid = lay("1d-two-lines", build())
-        quicken(laid)
         optimizer = laid.optimizer()
         saved = optimizer.state_dict()
         laid.backward(0)
@@ -117,7 +108,6 @@ def check_freezing(layouts: list[str], rank: int) -> None:
     for layout in layouts:
         for name in ("blocks.1.up.weight", "blocks.0.norm.weight", "head.weight"):
             laid = lay(layout, build())
-            quicken(laid)
             optimizer = laid.optimizer()
             params = dict(laid.model.named_parameters())
             for step in range(2):  # frozen on all ranks, and trained again: no difference
@@ -196,7 +186,6 @@ def by_order(model: Any, tokens: Tensor, order: list[int]) -> Tensor:
 @on_ranks(2)
 def test_evaluation_in_another_order_is_told_at_its_end(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build(block=Even), comm=dmuon.CommOptions(prefetch=0))
-    quicken(laid)
     model, tokens = laid.model, batch(0)[0]
     with torch.no_grad():
         model(tokens)
@@ -210,7 +199,6 @@ def test_evaluation_in_another_order_is_told_at_its_end(rank: int, world: int) -
 def test_what_fsdp_gathers_beside_kept_weights_is_compared(rank: int, world: int) -> None:
     """It would take one block's norms for another's. A second pass gathers nothing, and one rank may run it alone."""
     laid = lay("1d", build(block=Even), keep=True)
-    quicken(laid)
     model, optimizer, tokens = laid.model, laid.optimizer(), batch(0)[0]
     with torch.no_grad():
         model(tokens)
@@ -230,7 +218,6 @@ def test_what_fsdp_gathers_beside_kept_weights_is_compared(rank: int, world: int
 def test_tensor_parallel_ranks_compare_the_blocks_that_ran(rank: int, world: int, trains: bool, root: bool) -> None:
     """Nothing of dmuon's travels there, and sums of different blocks are mixed."""
     laid = lay("tp", build())
-    quicken(laid)
     model, tokens = laid.model, batch(0)[0]
     orders = [[0, 1, 2] if rank == 0 else [0, 2, 1], [0, 1, 2]]
     with torch.set_grad_enabled(trains):
@@ -247,7 +234,6 @@ def test_tensor_parallel_ranks_compare_the_blocks_that_ran(rank: int, world: int
 @on_ranks(2)
 def test_evaluation_past_the_root_is_told_when_a_block_runs_again(rank: int, world: int) -> None:
     laid = lay("1d-two-lines", build(block=Even), comm=dmuon.CommOptions(prefetch=0))
-    quicken(laid)
     tokens, order = batch(0)[0], [0, 1, 2] if rank == 0 else [0, 2, 1]
     with torch.no_grad(), pytest.raises(CollectiveError, match=r"fill of block"):
         for _ in range(2):

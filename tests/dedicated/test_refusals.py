@@ -302,6 +302,7 @@ def test_a_mesh_that_outlived_its_group_is_refused(ranks: RankPool) -> None:
 
 
 BAD_COMM: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"hierarchical": True}, ValueError, "comm.hierarchical is gone; shard within a node and replicate across nodes"),
     ({"transport": "ring"}, ValueError, "comm.transport must be one of auto, broadcast, single, got 'ring'"),
     ({"prefetch": -1}, ValueError, "comm.prefetch must be at least 0, got -1"),
     ({"prefetch": 1.5}, TypeError, "comm.prefetch must be an integer, got 1.5"),

@@ -32,7 +32,6 @@ from dmuon.exchanged import layouts
 from dmuon.platform.torch_private import local_tensor
 
 FAULT_STEP = 2
-PATIENCE = 1.0  # for what the other ranks report
 LIMIT = 45.0  # for a busy machine
 SHAPES = [(6, 4), (9, 5), (4, 12), (3, 3)]
 
@@ -72,15 +71,7 @@ def at_place(optimizer: dmuon.Muon, where: str, act: Callable[..., None]) -> Non
         setattr(monitor, name, partial(before, getattr(monitor, name)))
 
 
-def be_impatient(optimizer: dmuon.Muon) -> None:
-    """Wait for what the other ranks report for as short as this file's limits on time assume."""
-    assert optimizer._exchange is not None
-    for domain, _ in optimizer._exchange.domains:
-        domain.monitor.patience = PATIENCE
-
-
 def train(optimizer: dmuon.Muon, before_step: Callable[[int], None]) -> None:
-    be_impatient(optimizer)
     for step in range(FAULT_STEP + 2):
         before_step(step)
         optimizer.step()
@@ -125,8 +116,6 @@ def check_survivors(ended: dict[int, gang.Ended], victim: int, act: str, named: 
         assert end.code == 1, everything
         pattern = rf"CollectiveError: rank {rank}, step {FAULT_STEP}: ({named}) failed: \S"
         assert re.search(pattern, end.text), f"{pattern}\n{everything}"
-    said = [f"Silent: rank {victim} (killed" in end.text for rank, end in ended.items() if rank != victim]
-    assert any(said), everything
 
 
 # -- a user's functions -----------------------------------------------------------------------------------------------
@@ -234,7 +223,6 @@ def test_nothing_is_tried_again_or_done_alone(rank: int, world: int) -> None:
     params = sharded(world)
     config = create_dtensor_config(costs="flops", prefetch_count=0)
     optimizer = dmuon.Muon(params, distributed_config=config)
-    be_impatient(optimizer)
     give_gradients(params, 0)
     optimizer.step()
     assert optimizer._exchange is not None
@@ -250,7 +238,7 @@ def test_nothing_is_tried_again_or_done_alone(rank: int, world: int) -> None:
 
     monitor.start = failing  # type: ignore[method-assign]
     before = [p.to_local().clone() for p in params]  # type: ignore[attr-defined]
-    message = rf"^rank {rank}, step 1: gather of round 0 of group 0: \d matrices failed: Connection reset by peer\. The"
+    message = rf"^rank {rank}, step 1: gather of round 0 of group 0: \d matrices failed: Connection reset by peer\. A "
     with pytest.raises(dmuon.CollectiveError, match=message):
         optimizer.step()
     monitor.start = start  # type: ignore[method-assign]
@@ -265,18 +253,17 @@ def test_nothing_is_tried_again_or_done_alone(rank: int, world: int) -> None:
 @pytest.mark.pitfall("P48", "P49")
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_rank_that_takes_no_step_is_found_silent(rank: int, world: int) -> None:
-    """Rank 1 takes no step: rank 0 ends when its own group times out."""
+def test_without_a_rank_that_takes_no_step_the_others_end(rank: int, world: int) -> None:
+    """Rank 0 ends when its own group times out."""
     impatient = partial(layouts.make_domain, timeout=timedelta(seconds=3))
     with mock.patch.object(layouts, "make_domain", impatient):
         params = sharded(world)
         optimizer = dmuon.Muon(params, distributed_config=create_dtensor_config(costs="flops"))
-    be_impatient(optimizer)
     give_gradients(params, 0)
     optimizer.step()
     if rank == 1:
         return
-    message = r"^rank 0, step 1: vote before step\(\) failed: (.|\n)*Silent: rank 1 \(killed"
+    message = r"^rank 0, step 1: vote before step\(\) failed: (.|\n)*A rank was killed"
     with pytest.raises(dmuon.CollectiveError, match=message):
         optimizer.step()
 

@@ -31,7 +31,7 @@ from dmuon import (
     create_dtensor_config,
     create_processgroup_config,
 )
-from dmuon.platform.torch_private import default_store, group_names
+from dmuon.platform.torch_private import group_names
 
 # As the documents call Muon; "classic" coefficients are those of torch.optim.Muon.
 CALL: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": "classic"}
@@ -271,7 +271,7 @@ def test_a_mesh_that_says_nothing_is_refused(rank: int, world: int) -> None:
 @on_ranks(2, fresh=True)
 def test_configs_outlive_their_process_groups(rank: int, world: int) -> None:
     """The same ones, and a new one, after all process groups were destroyed and made again."""
-    store = default_store()
+    store = dist.distributed_c10d._get_default_store()
     group = init_device_mesh("cpu", (world,)).get_group()
     configs = [create_dtensor_config(costs="flops"), create_processgroup_config(fsdp_pg=group, costs="flops")]
     for made_anew in (False, True):

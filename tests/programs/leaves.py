@@ -16,7 +16,6 @@ from harness.topologies import lay
 from harness.toy import batch, build
 
 import dmuon
-from dmuon.dedicated.dedication import dedications
 
 
 def main() -> None:
@@ -25,7 +24,6 @@ def main() -> None:
     rank = dist.get_rank()
     model = build()
     laid = lay("1d-two-lines", model, comm=dmuon.CommOptions(prefetch=2, timeout=timedelta(seconds=20)))
-    dedications(model)[0].runtime.comm.monitor.patience = 2.0
     optimizer = dmuon.Muon(model)
     try:
         for step in range(4):

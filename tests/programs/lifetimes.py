@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness.toy import LR, build, train
 
 import dmuon
-from dmuon.platform.torch_private import default_store, group_names
+from dmuon.platform.torch_private import group_names
 
 WORLD = 2
 
@@ -44,7 +44,7 @@ def holdings() -> dict[str, int]:
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "groups": len(group_names()),
-        "keys": default_store().num_keys(),
+        "keys": dist.distributed_c10d._get_default_store().num_keys(),
         "tensors": sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()),
     }
 

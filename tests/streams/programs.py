@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.hosts import on_hosts
 from harness.network import Network, Size, full_state, loss_of
 from harness.topologies import LAYOUTS, Laid, lay
 from harness.toy import SIZE, VOCAB, batch, build
@@ -342,8 +341,7 @@ def _made(program: Program) -> Trained:
         return Trained(laid, laid.optimizer(), False)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if program.half else None
     options: dict[str, Any] = {"comm": dmuon.CommOptions(**program.comm)} if program.dedicated else {}
-    with on_hosts(dist.get_rank(), "aabb"):
-        laid = lay(program.layout, model, keep=program.keep, mp_policy=half, **options)
+    laid = lay(program.layout, model, keep=program.keep, mp_policy=half, **options)
     return Trained(laid, laid.optimizer(overlap_backward=program.overlap, ns_dtype=program.ns_dtype), program.half)
 
 
@@ -382,9 +380,7 @@ PROGRAMS: dict[str, Program] = {
     "merged": Program("1d-two-lines", f"{T} {T}", comm={"merge_bytes": 10**6}),
     "half": Program("1d-two-lines", f"{T} {T}", half=True),
     "uneven kept": Program("hsdp-two-lines", f"{T} {T}", keep=True, nccl=True),
-    "levels": Program("1d-4-two-lines", f"{T} {T}", comm={"hierarchical": True}),
-    "levels uneven": Program("1d-4-two-lines", f"{T} {T}", comm={"hierarchical": True}, nccl=True),
-    "levels padded": Program("1d-4-two-lines", f"{T} {T}", comm={"hierarchical": True, "transport": "single"}),
+    "accumulated": Program("1d-two-lines", f"accumulate accumulate {T} accumulate {T}"),
     "rows": Program("hsdp-two-lines", f"{T} accumulate-in-rows accumulate-in-rows {T} {T}"),
     "hsdp": Program("hsdp", f"{T} {T} backward clip step"),
     "hsdp overlap": Program("hsdp-two-lines", f"{T} {T}", overlap=True, comm={"outstanding_reductions": 1}),

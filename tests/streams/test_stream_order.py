@@ -216,8 +216,6 @@ def test_operations_and_collectives_are_in_order(seen: Callable[[str], list[Find
         for name in (
             "uneven",
             "uneven kept",
-            "levels uneven",
-            "levels padded",
             "hsdp overlap",
             "hsdp exchanged",
             "hsdp exchanged padded",
@@ -234,9 +232,7 @@ def test_weights_on_pretended_streams_are_those_of_a_single_process(
         assert_equal_weights(found.weights, reference_weights(steps=steps))
 
 
-@pytest.mark.parametrize(
-    "name", [slowly(name, ["lines"]) for name in ("lines", "levels", "tensor fsdp", "hsdp exchanged")]
-)
+@pytest.mark.parametrize("name", [slowly(name, ["lines"]) for name in ("lines", "tensor fsdp", "hsdp exchanged")])
 def test_communicators_are_first_used_when_they_are_made(seen: Callable[[str], list[Findings]], name: str) -> None:
     """A back end connects on first use, which blocks the host until the other ranks come.
 
@@ -277,7 +273,6 @@ PLANTS = {
     "self._pending.wait in Redistribution.wait": "fsdp exchanged",
     "self._arrived.synchronize in HostCopy.tolist": "lines",
     # -- the others are slow
-    "work.wait in _queue_behind": "levels",
     "self._pending.wait in Copying.wait": "hsdp exchanged",
     "work.wait in join": "fsdp exchanged half",
     "pending.wait in OwnedBuffer._settle": "lines",
@@ -319,11 +314,11 @@ GRAPH = "a graph can be captured on CUDA alone: tests/kernels/test_replay.py"
 CONNECTS = "what it carries is read by nobody, and faults show early"
 ENGINE = "on the pretended device hooks run on another stream than the end of backward: tests/pretend/"
 HARMLESS = {
-    "work.wait in _release": "nobody is left who reads what it brings",
     "ticks.join in run_awaited": "a thread of the host ends",
     "self._ended.wait in _Ticks.run": "a thread of the host is told to end",
     "work.wait in Pending.wait_at_exit": "it keeps a process on the CPU from ending too early",
     "self._vote_stream.alone in Domain.vote": "reading the verdict waits for the same stream",
+    "Stream(self._device, priority=-1).alone in Election._tell_difference": "reading what differs waits for it too",
     "self._stream.synchronize in Stream.alone": "reading the verdict waits for the same stream",
     "self.wait in Pending.wait_on_host": IN_TURN,
     "self._monitor.synchronize in Pending.wait_on_host": IN_TURN,
@@ -339,8 +334,6 @@ HARMLESS = {
     "stream.wait_stream in CudaGraphs.record": GRAPH,
     "current.wait_stream in CudaGraphs.record": GRAPH,
     "monitor.synchronize in make_comm": CONNECTS,
-    "monitor.start(…).wait in _connect_lanes": CONNECTS,
-    "monitor.start(…).wait in _connect_lanes (1)": CONNECTS,
     "current.wait_stream in Origin.join": ENGINE,
     "origin.join in GradAverager.finish": ENGINE,
     "self._origin.await_users in _Bucket.finish": ENGINE,

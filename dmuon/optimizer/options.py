@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -61,7 +61,7 @@ def options_of(group: Mapping[str, Any]) -> tuple[str, ...]:
     return MUON_OPTIONS if group["use_muon"] else ADAMW_OPTIONS
 
 
-def describe(groups: Sequence[Mapping[str, Any]]) -> Description:
+def describe(groups: Iterable[Mapping[str, Any]]) -> Description:
     """All options that ranks must agree on, of each group, as ``(name, value)``.
 
     It is exact, hashable and the same in every process: numbers are written so that none is lost, whatever type they
@@ -161,19 +161,17 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
     update_scale(group["adjust_lr_fn"], (2, 2))
 
 
-def check_edited(groups: Sequence[Mapping[str, Any]], checked: Description) -> Description:
-    """Refuse what somebody put into the groups of an optimizer; ``checked`` was found to be in order.
+def check_edited(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what somebody put into the groups of an optimizer.
 
     Raises:
         TypeError, ValueError: names group and option.
     """
-    described = describe(groups)
-    for index, group in enumerate(groups if described != checked else ()):
+    for index, group in enumerate(groups):
         try:
             check_options(group, wait=False)
         except (TypeError, ValueError) as fault:
             raise type(fault)(f"group {index} of the optimizer was edited: {fault}") from None
-    return described
 
 
 def check_names(group: Mapping[str, Any]) -> None:

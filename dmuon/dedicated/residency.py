@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.even_dtensor import even_to_owned, in_rounds, owned_to_even
-from dmuon.dedicated.matrix import OwnedMatrix
+from dmuon.dedicated.matrix import OwnedMatrix, Part
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.part import Part
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.matrices import Region
 from dmuon.layout.parcels import Parcel
@@ -113,11 +112,6 @@ class Dedicated(Residency):
 
     def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
         self._runtime.at_rest("step()")
-        name = self._runtime.unreduced()
-        if name is not None:
-            raise RuntimeError(
-                f"the gradient of {name!r} is not reduced: the last backward before step() must run outside no_sync()"
-            )
         self._runtime.require_gradients()
         # The vote of the next backward tells: this step has none.
         missing = [repr(name) for param, name in self._replicated if param.grad is None]
@@ -129,7 +123,7 @@ class Dedicated(Residency):
         self._runtime.begin_update(params)
 
     def updated(self, params: Iterable[Tensor]) -> None:
-        self._runtime.updated(params)
+        self._runtime.publications.updated(params)
 
     def end_update(self) -> None:
         self._runtime.end_update()

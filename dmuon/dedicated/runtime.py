@@ -90,10 +90,8 @@ class Runtime:
         of_module: dict[int, list[Block]] = {}  # one for each dtype
         for block in self.blocks:
             of_module.setdefault(id(block.module), []).append(block)
-        # One of them hooks what the graph saves, of the whole weights of all.
-        self._alike = {
-            blocks[0]: (blocks, storages_of(block.buffer for block in blocks)) for blocks in of_module.values()
-        }
+        # The first of them hooks what the graph saves, of the whole weights of all.
+        self._alike = {alike[0]: (alike, storages_of(one.buffer for one in alike)) for alike in of_module.values()}
         self._backwards: set[int] = set()
         self.publications = Publications(comm)
         self._covered = Covered(roots)  # which it does not hold: modules own their hooks, and so this
@@ -123,16 +121,14 @@ class Runtime:
 
     def param_ids(self) -> set[int]:
         """Of everything that the model has."""
-        return {id(p) for _, p in self._named_parameters()} | self._by_rest.keys()
+        return {id(p) for _, p in self._covered.named_parameters(self.blocks)} | self._by_rest.keys()
 
     def unclaimed(self, claimed: set[int]) -> list[str]:
         """Names of tensors of two dimensions or more that have a gradient and are not among the ids ``claimed``."""
         named: list[tuple[str, Tensor]] = [(matrix.fqn, matrix.rest) for matrix in self.matrices()]
-        named += [(canonical_fqn(n), p) for n, p in self._named_parameters() if not isinstance(p, OwnedTensor)]
+        others = self._covered.named_parameters(self.blocks)
+        named += [(canonical_fqn(n), p) for n, p in others if not isinstance(p, OwnedTensor)]
         return [name for name, p in named if p.ndim >= 2 and p.grad is not None and id(p) not in claimed]
-
-    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._covered.named_parameters(self.blocks)
 
     @property
     def name(self) -> str:
@@ -465,24 +461,6 @@ class Runtime:
         for matrix in buffer.matrices:
             matrix.drop_waiting()
         buffer.gradients = GradState.NONE
-
-    def require_gradients(self) -> None:
-        """Raise RuntimeError if a gradient is left unreduced, or a backward came through blocks and left none."""
-        has_any = False
-        for buffer in self.buffers:
-            for matrix in buffer.matrices:
-                has_any = has_any or matrix.rest.raw_grad is not None
-                if buffer.gradients is GradState.WAITING and matrix.waiting_grad is not None:
-                    raise RuntimeError(
-                        f"the gradient of {matrix.fqn!r} is not reduced: the last backward before step() must run "
-                        "outside no_sync()"
-                    )
-        if self.was_entered and not has_any:
-            raise RuntimeError(
-                f"backward came through the block of {next(self.matrices()).fqn!r}, and no parameter that dmuon owns "
-                "has a gradient: backward(inputs=…) cannot name them, since graphs know the whole weights instead; "
-                "call backward() without inputs, and freeze what is not to be trained"
-            )
 
     def _recover(self) -> None:
         """Clean up after a backward that raised: nothing more of it may reach a gradient.

@@ -113,8 +113,6 @@ class Comm:
     Attributes:
         mesh: the data-parallel mesh.
         tensor_mesh: with tensor parallelism, its dimension behind those of ``mesh``; otherwise ``mesh``.
-        flat_mesh: the ranks of ``mesh`` as one dimension, ascending; what state dicts are laid out on.
-        flat_tensor_mesh: with tensor parallelism, its dimension behind that; otherwise ``flat_mesh``.
         ranks: of this tensor-parallel rank's mesh, ascending.
         position: of this rank among them.
         at: its coordinate.
@@ -123,7 +121,7 @@ class Comm:
         reduce_stream: gradients are reduced and averaged, while backward computes the next ones.
         row: the ranks over which weights are sharded: fills and reductions. None if weights are not sharded.
         column: those that hold the same shard in every replica: publications and reductions. None with one replica.
-        group: over ``ranks``: broadcasts of initial values, state dicts, and other collectives that block.
+        group: over ``ranks``: broadcasts of initial values, and other collectives that block.
         control: over all ranks of the topology, tensor parallelism included: agreement on plans, and votes.
         tensor: the tensor-parallel ranks at this coordinate: pieces of matrices, to their owners and back. None without
             tensor parallelism.
@@ -135,8 +133,6 @@ class Comm:
 
     mesh: DeviceMesh
     tensor_mesh: DeviceMesh
-    flat_mesh: DeviceMesh
-    flat_tensor_mesh: DeviceMesh
     topology: Topology
     ranks: Ranks
     position: Position
@@ -164,11 +160,6 @@ class Comm:
     def backend(self) -> str:
         """Name of the back end that moves tensors of this device."""
         return backend_of(self.group, self.device)
-
-    @property
-    def domain(self) -> Domain:
-        """The data-parallel ranks, for matrices that travel while everything else waits."""
-        return Domain(self.ranks, self.position, self.device, self.group, self.monitor, lane=None)
 
     def average_group(self) -> dist.ProcessGroup:
         """:attr:`averages`, made now if it is not there. Collective then; ask once.
@@ -208,7 +199,7 @@ def make_comm(
 
     Args:
         group: over the data-parallel ranks of this process.
-        groups: get the others. Their ``lasting`` ones have ``group``, which tensors of a state dict may use for longer.
+        groups: have ``group``, and get the others.
         tensor_mesh: of tensor parallelism, 1-D.
         control: over all ranks of ``topology``.
         hosts: of all these.
@@ -234,9 +225,6 @@ def make_comm(
         members = Ranks(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
         across = groups.keep(make_group(device, topology.partition("t"), "tensor", options.timeout))
         tensor = Domain(members, Position(at.t), device, across, monitor, lane=None)
-    flat = mesh
-    if mesh.ndim > 1:
-        flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
     made = partial(_made, groups, device, options)
     row, column = (_lanes(topology, along, rank, made, options, hosts) for along in ("s", "r"))
     averages = group if control is not group else None
@@ -253,15 +241,9 @@ def make_comm(
                 _connect_lanes(lanes, device, monitor)
         monitor.synchronize()  # what is wrong with a link shows here
     destroy_released(control)
-    flat_tensor_mesh = _with_dimension(flat, tensor_mesh, topology)
-    for own_mesh in [] if flat is mesh else [flat, flat_tensor_mesh]:
-        if groups.lasting is not None:
-            groups.lasting.stay_for(own_mesh)
     return Comm(
         mesh=mesh,
         tensor_mesh=_with_dimension(mesh, tensor_mesh, topology),
-        flat_mesh=flat,
-        flat_tensor_mesh=flat_tensor_mesh,
         topology=topology,
         ranks=ranks,
         position=position_in(ranks, rank),

@@ -28,14 +28,9 @@ _PATIENCE = 2.0  # seconds for what is under way to arrive when its users are go
 
 
 class Groups:
-    """Process groups of one user, such as a dedicated model, that are released with the last reference to this.
+    """Process groups of one user, such as a dedicated model, that are released with the last reference to this."""
 
-    Args:
-        lasting: of the same user, but perhaps used for longer.
-    """
-
-    def __init__(self, lasting: Groups | None = None) -> None:
-        self.lasting = lasting
+    def __init__(self) -> None:
         self._made: list[dist.ProcessGroup] = []
         self._works: list[dist.Work] = []
         _users.add(self)
@@ -55,15 +50,9 @@ class Groups:
         """Keep collectives that nobody will wait for: their groups may not be destroyed before they end."""
         self._works[:] = [work for work in [*self._works, *works] if not work.is_completed()]
 
-    def stay_for(self, user: object) -> None:
-        """Stay until ``user`` is gone too."""
-        weakref.finalize(user, _nothing, self).atexit = False
-
     def release(self) -> None:
         """No one uses the groups any more, whatever still refers to them."""
         self._release()
-        if self.lasting is not None:
-            self.lasting.release()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,10 +90,6 @@ def _keep_unfinished() -> None:
     """Collectives that are under way at exit are never freed: [Note: who keeps a tensor alive] does not end there."""
     for works in [*(user._works for user in _users), *(released.works for released in _released)]:
         keep_for_ever(works)
-
-
-def _nothing(_groups: Groups) -> None:
-    """A finalizer that keeps its argument alive until then."""
 
 
 def _release(made: list[dist.ProcessGroup], works: list[dist.Work]) -> None:

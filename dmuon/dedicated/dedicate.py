@@ -144,9 +144,8 @@ def dedicate_params(
     require_supported_torch()
     topology = check_mesh(mesh)
     options = comm if isinstance(comm, CommOptions) else CommOptions()
-    lasting = Groups()
-    groups = Groups(lasting)
-    group = lasting.keep(make_group(mesh_device(mesh.device_type), [topology.ranks], "group", options.timeout))
+    groups = Groups()
+    group = groups.keep(make_group(mesh_device(mesh.device_type), [topology.ranks], "group", options.timeout))
 
     def inspect() -> Inspected:
         check_options(costs, solve, plan, ranks)

@@ -186,7 +186,7 @@ def test_groups_of_a_dedication_that_failed_are_gone_while_the_error_is_held(ran
 
 @on_ranks(4)
 def test_state_dicts_outlive_their_model(rank: int, world: int) -> None:
-    """On several dimensions their mesh has a group of dmuon's, which stays as long as it."""
+    """Whole tensors come over the user's mesh."""
     mesh = mesh_of(world)
     model: Any = dedicated(mesh)
     with dmuon.summon_full_params(model):

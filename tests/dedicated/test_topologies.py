@@ -189,7 +189,7 @@ def two_models(rank: int, world: int) -> tuple[dict[str, Tensor], list[str]]:
         for optimizer in (muon, adamw):
             optimizer.step()
             optimizer.zero_grad()
-    muon.state_dict()  # collective, in one order
+    muon.state_dict()
     return full_state(pair), [p.fqn for p in muon.param_groups[0]["params"]]
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from dmuon.layout.matrices import Region, layout_of_region, local_regions, numbered, region_at, stack_shape
+from dmuon.layout.matrices import Region, numbered, stack_shape
 from dmuon.layout.shards import layout_of
-from dmuon.layout.topology import Position
 from dmuon.model.matrix_spec import MatrixSpec
 
 EXAMPLES = settings(deadline=None, max_examples=100)
@@ -104,27 +103,6 @@ def test_every_share_is_where_a_hand_finds_it(case: Case) -> None:
     assert sorted(found) == list(range(len(expected)))
     for local, piece in zip(locals_, layout.pieces, strict=True):
         assert torch.equal(local, -part_of(whole, piece)), "each element is in one share"
-
-
-@EXAMPLES
-@given(cases())
-def test_each_matrix_of_a_whole_tensor_is_found_in_another_cut_of_it(case: Case) -> None:
-    """Into the even shards of a state dict, and back."""
-    shape, spec, sizes, placements = case
-    whole = counted(shape)
-    layout = layout_of(shape, sizes, placements)
-    locals_ = [part_of(whole, piece) for piece in layout.pieces]
-    expected = by_hand(whole, spec)
-    regions = local_regions(shape, spec)
-    for i, region in enumerate(regions):
-        for e in range(region.count):
-            matrix = expected[e * len(regions) + i]
-            one = region.part(e, e + 1)
-            of_one = layout_of_region(layout, one, spec.flattened)
-            for position, (local, piece) in enumerate(zip(locals_, of_one.pieces, strict=True)):
-                taken = region_at(layout, one, spec.flattened, Position(position)).take(local)
-                assert taken.numel() == piece.numel
-                assert piece.numel == 0 or torch.equal(taken[0], part_of(matrix, piece))
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)

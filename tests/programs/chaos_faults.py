@@ -250,9 +250,6 @@ class Injector:
                 self._stamp()
                 with torch.no_grad():
                     next(trainer.network.embed.parameters()).mul_(1.01)
-            case "saves alone":
-                self._stamp()
-                trainer.laid.model.state_dict()
             case "other rate":
                 self._stamp()
                 for group in trainer.optimizer.param_groups:

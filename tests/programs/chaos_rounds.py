@@ -71,7 +71,6 @@ FAULTS = {
     "skips a batch": Fault(3, ("data",), diverges=True),
     "extra forward": Fault(2, ("forward",), dedicated=True, diverges=True),
     "extra backward": Fault(2, ("forward",), dedicated=True, diverges=True),
-    "saves alone": Fault(2, ("step",), dedicated=True, diverges=True),
     "other order": Fault(3, ("forward",), dedicated=True, diverges=True),
     "skipped block": Fault(2, ("forward",), dedicated=True, diverges=True),
     "other order in evaluation": Fault(3, ("evaluate",), dedicated=True, diverges=True),

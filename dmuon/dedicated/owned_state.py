@@ -78,15 +78,15 @@ class OwnedState(OwnedTensor):
 
         Every element lies on one rank; it arrives as it is where the bits of all ranks are added up.
         """
-        whole = torch.zeros(self.shape, dtype=self.dtype, device=local_tensor(self).device)
         mesh, at = self.device_mesh, self.device_mesh.get_coordinate() or ()
+        whole = torch.zeros(self.shape, dtype=self.dtype, device=mesh.device_type)  # a value on the CPU may be gathered
         copies = (place for place, placement in zip(at, self.placements, strict=True) if placement == Replicate())
         if not any(copies):
             for box, part in self.boxed():
                 whole[_slices(box)] = part
         bits = whole.view(-1).view({4: torch.int32, 8: torch.int64}.get(whole.element_size(), torch.uint8))
         _all_reduce(bits, mesh, dist.ReduceOp.SUM)
-        return whole
+        return whole.to(local_tensor(self).device)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **_: Any
@@ -102,7 +102,7 @@ class OwnedState(OwnedTensor):
 
     def write_even(self, shard: Tensor) -> None:
         shape = even_shape(self.shape, self.device_mesh, self.placements)
-        unfit = torch.tensor(int(shard.shape != shape), dtype=torch.int32, device=local_tensor(self).device)
+        unfit = torch.tensor(int(shard.shape != shape), dtype=torch.int32, device=self.device_mesh.device_type)
         _all_reduce(unfit, self.device_mesh, dist.ReduceOp.MAX)
         if unfit:
             raise ValueError(

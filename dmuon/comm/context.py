@@ -108,8 +108,6 @@ class Comm:
     Attributes:
         mesh: the data-parallel mesh.
         tensor_mesh: with tensor parallelism, its dimension behind those of ``mesh``; otherwise ``mesh``.
-        flat_mesh: the ranks of ``mesh`` as one dimension, ascending; what state dicts are laid out on.
-        flat_tensor_mesh: with tensor parallelism, its dimension behind that; otherwise ``flat_mesh``.
         ranks: of this tensor-parallel rank's mesh, ascending.
         position: of this rank among them.
         at: its coordinate.
@@ -118,7 +116,7 @@ class Comm:
         reduce_stream: gradients are reduced and averaged, while backward computes the next ones.
         row: the ranks over which weights are sharded: fills and reductions. None if weights are not sharded.
         column: those that hold the same shard in every replica: publications and reductions. None with one replica.
-        group: over ``ranks``: broadcasts of initial values, state dicts, and other collectives that block.
+        group: over ``ranks``: broadcasts of initial values, and other collectives that block.
         control: over all ranks of the topology, tensor parallelism included: agreement on plans, and votes.
         tensor: the tensor-parallel ranks at this coordinate: pieces of matrices, to their owners and back. None without
             tensor parallelism.
@@ -129,8 +127,6 @@ class Comm:
 
     mesh: DeviceMesh
     tensor_mesh: DeviceMesh
-    flat_mesh: DeviceMesh
-    flat_tensor_mesh: DeviceMesh
     topology: Topology
     ranks: Ranks
     position: Position
@@ -157,11 +153,6 @@ class Comm:
     def backend(self) -> str:
         """Name of the back end that moves tensors of this device."""
         return backend_of(self.group, self.device)
-
-    @property
-    def domain(self) -> Domain:
-        """The data-parallel ranks, for matrices that travel while everything else waits."""
-        return Domain(self.ranks, self.position, self.device, self.group, self.monitor, lane=None)
 
     def average_group(self) -> dist.ProcessGroup:
         """:attr:`averages`, made now if it is not there. Collective then; ask once.
@@ -212,9 +203,6 @@ def make_comm(
         members = Ranks(topology.rank_at(at.r, at.s, t) for t in range(topology.tensor))
         across = make_group(device, topology.partition("t"), "tensor", options.timeout)
         tensor = Domain(members, Position(at.t), device, across, monitor, lane=None)
-    flat = mesh
-    if mesh.ndim > 1:
-        flat = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("dmuon",))
     row, column = (_lanes(topology, along, device, options) for along in ("s", "r"))
     averages = group if control is not group else None
     if averages is None and default_group_is_bound():
@@ -230,12 +218,9 @@ def make_comm(
                 connect(lanes.weights.group, device, gathers=True)
                 connect(lanes.gradients.group, device, reduces=True)
         monitor.synchronize()  # what is wrong with a link shows here
-    flat_tensor_mesh = _with_dimension(flat, tensor_mesh, topology)
     return Comm(
         mesh=mesh,
         tensor_mesh=_with_dimension(mesh, tensor_mesh, topology),
-        flat_mesh=flat,
-        flat_tensor_mesh=flat_tensor_mesh,
         topology=topology,
         ranks=ranks,
         position=position_in(ranks, rank),

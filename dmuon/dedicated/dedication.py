@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import BufferState
-from dmuon.dedicated.even_dtensor import in_rounds
 from dmuon.dedicated.inspection import Inspected
 from dmuon.dedicated.matrix import OwnedMatrix, Part, resting, whole_parameter
 from dmuon.dedicated.nesting import ATTRIBUTE, living, mark
@@ -28,6 +27,7 @@ from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
 
 _GONE = nn.Parameter(torch.empty(0))
+_ROUND_BYTES = 2**28  # most bytes of whole matrices that travel together, unless one has more
 
 
 class Dedication:
@@ -229,13 +229,28 @@ def _edited(matrix: OwnedMatrix) -> nn.Parameter:
 
 def _wholes(comm: Comm, matrices: Sequence[OwnedMatrix]) -> Iterator[nn.Parameter]:
     """Each matrix, whole. Collective over the data-parallel ranks: a broadcast of each owner a round."""
-    for some in in_rounds(matrices, lambda matrix: matrix):
+    for some in _in_rounds(matrices):
         with torch.no_grad():
             wholes = _round_of_wholes(comm, some)
         for whole, matrix in zip(wholes, some, strict=True):
             yield whole_parameter(
                 whole if matrix.tensor is None else matrix.tensor.wrap(whole, matrix.shape), matrix.rest
             )
+
+
+def _in_rounds(matrices: Sequence[OwnedMatrix]) -> Iterator[list[OwnedMatrix]]:
+    """In order; those that travel together come together."""
+    some: list[OwnedMatrix] = []
+    nbytes = 0
+    for matrix in matrices:
+        size = matrix.local_shape.numel() * matrix.master.element_size()
+        if some and (nbytes + size > _ROUND_BYTES or matrix.master.dtype != some[0].master.dtype):
+            yield some
+            some, nbytes = [], 0
+        some.append(matrix)
+        nbytes += size
+    if some:
+        yield some
 
 
 def _round_of_wholes(comm: Comm, matrices: Sequence[OwnedMatrix]) -> list[Tensor]:

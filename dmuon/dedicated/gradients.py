@@ -346,15 +346,6 @@ class Gradients:
             self._conclude()
         return election
 
-    def compare_now(self) -> None:
-        """Vote on what the ranks have issued, and on options, and wait for it: before a state dict. Collective.
-
-        Otherwise options of a last step, or before those that are loaded, would be compared by nobody.
-        """
-        if len(self._comm.topology.ranks) > 1:
-            self._vote((), "vote before a state dict (call it on every rank)")
-        self._conclude()
-
     def compare(self, options: Options, groups: Sequence[int]) -> None:
         """With every vote compare what the method ``options`` says of an optimizer's ``groups``, while that lives."""
         known = [i for i, (told, _) in enumerate(self._options) if told() == options]

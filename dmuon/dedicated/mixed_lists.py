@@ -66,7 +66,7 @@ def _layout(tensor: Tensor) -> Hashable:
     """Equal for tensors whose local parts belong together element by element."""
     if not isinstance(tensor, DTensor):
         return None
-    return tensor.shape, tensor.device_mesh, tensor.placements, getattr(tensor, "owners", None)
+    return tensor.shape, tensor.device_mesh, tensor.placements, getattr(tensor, "layout_key", None)
 
 
 def _parts(value: Any) -> Any:

@@ -11,9 +11,9 @@ operation outside a list of allowed ones raises before it communicates.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dmuon.dedicated.mixed_lists import number_of, run_on_parts
 from dmuon.dedicated.owned_norm import NUMBERS, answer_norm, answer_number, check_and_unscale
 from dmuon.layout.topology import Position
-from dmuon.platform.torch_private import DTensorSpec, even_shape, local_tensor, owned_spec, spec_like
+from dmuon.platform.torch_private import (
+    Box,
+    DTensorSpec,
+    SavedInBoxes,
+    even_shape,
+    local_tensor,
+    owned_spec,
+    spec_like,
+)
 from dmuon.step.residency import like_param
 
 _ELEMENTWISE = (
@@ -37,7 +45,7 @@ _ELEMENTWISE = (
 _CREATION = ("clone", "detach", "full_like", "ones_like", "zeros_like")
 _NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # what GradScaler calls
-_LOCAL = frozenset(
+LOCAL = frozenset(
     [f"{name}{suffix}" for name in _ELEMENTWISE for suffix in ("", "_")]
     + [f"_foreach_{name}{suffix}" for name in _ELEMENTWISE for suffix in ("", "_")]
     + list(_CREATION)
@@ -81,7 +89,7 @@ class Keeper(Protocol):
         """Something wrote to an owned parameter: published copies of it are out of date."""
 
     def write_even(self, param: OwnedTensor, shard: Tensor) -> None:
-        """Make the even shards of all ranks the value of ``param``. Collective."""
+        """Make the even shards of all ranks the value of ``param``. Collective over the mesh."""
 
     def waiting_grad(self, param: OwnedTensor) -> Tensor | None:
         """The gradient of ``param`` that waits for a backward with synchronization."""
@@ -90,7 +98,7 @@ class Keeper(Protocol):
         """Forget that."""
 
 
-class OwnedTensor(DTensor):
+class OwnedTensor(SavedInBoxes, DTensor):
     """A DTensor whose local tensor is all of it on its owner, and empty elsewhere.
 
     Of global shape ``(m, n)`` it is ``(m, n)`` on the owner and ``(0, n)`` elsewhere. If it is made of several
@@ -104,6 +112,7 @@ class OwnedTensor(DTensor):
     fqn: str
     owners: tuple[Position, ...]
     _keeper: weakref.ref[Keeper] | None  # which holds the parameter itself
+    allowed: ClassVar[frozenset[str]] = LOCAL  # operations
 
     @property
     def owner(self) -> Position:
@@ -134,7 +143,7 @@ class OwnedTensor(DTensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DETACH:
-            return _like(args[0], local_tensor(args[0]).detach(), keeper=args[0].keeper)
+            return args[0].like(local_tensor(args[0]).detach(), keeper=args[0].keeper)
         if func is _COPY and len(args) == 2 and not kwargs and _lie_alike(*args):
             with _told(_keepers(args[0])):
                 local_tensor(args[0]).copy_(local_tensor(args[1]))
@@ -148,12 +157,8 @@ class OwnedTensor(DTensor):
             return answer_number(name, args, kwargs or {}, owned[0]._unavailable)
         if name == _UNSCALE:
             return check_and_unscale(func, *args)
-        if name not in _LOCAL:
-            raise RuntimeError(
-                f"{func} is not available on {owned[0].fqn!r}: outside the forward and backward of its block, dmuon "
-                f"keeps it {owned[0]._where} and empty on the others; {_REMEDIES.get(name, _REMEDY)}. If "
-                "a forward computes with it there, name its module, or the model, in dedicate_params(…, blocks=[…])"
-            )
+        if name not in owned[0].allowed:
+            raise owned[0].refused(func)
         if name.startswith("_foreach"):
             return _run_foreach(func, args, kwargs or {})
         twins: dict[int, OwnedTensor] = {}
@@ -171,6 +176,23 @@ class OwnedTensor(DTensor):
         with _told(_keepers(args[0]) if name.endswith("_") else []):
             out = func(*plain_args, **plain_kwargs)
         return _rewrap(out, twins, owned)
+
+    @property
+    def layout_key(self) -> Hashable:
+        """Equal for tensors of one shape and mesh whose local parts belong together element by element."""
+        return self.owners
+
+    def like(self, local: Tensor, keeper: Keeper | None = None) -> OwnedTensor:
+        """Wrap ``local``, which lies as what this rank has of this tensor, and share its storage."""
+        return owned_like(self, local, self.fqn, keeper)
+
+    def refused(self, func: Any) -> RuntimeError:
+        """Why an operation is not allowed, and what to do."""
+        return RuntimeError(
+            f"{func} is not available on {self.fqn!r}: outside the forward and backward of its block, dmuon "
+            f"keeps it {self._where} and empty on the others; {_REMEDIES.get(func.overloadpacket.__name__, _REMEDY)}. "
+            "If a forward computes with it there, name its module, or the model, in dedicate_params(…, blocks=[…])"
+        )
 
     @property
     def grad(self) -> Tensor | None:
@@ -221,12 +243,16 @@ class OwnedTensor(DTensor):
         if self.keeper is None:
             return local_tensor(self)
         # Checkpointing would take what it reads from this for an even shard. It may write one.
-        return EvenShard(
-            self, self.keeper, f"to_local() of {self.fqn!r} is not an even shard: it is {self._where}; {_REMEDY}"
-        )
+        return EvenShard(self, f"to_local() of {self.fqn!r} is not an even shard: it is {self._where}; {_REMEDY}")
 
-    def __create_write_items__(self, *_: Any) -> Any:
-        # Checkpointing asks for this before it takes what a rank holds of a DTensor for an even shard.
+    def write_even(self, shard: Tensor) -> None:
+        """Make the even shards of all ranks the value of this parameter. Collective over the mesh."""
+        keeper = self.keeper
+        assert keeper is not None
+        keeper.write_even(self, shard)
+
+    def boxed(self) -> list[tuple[Box, Tensor]]:
+        # Nobody would be told of a load, which writes to this memory.
         raise self._wrong_data("saving")
 
     def share_memory_(self) -> Tensor:
@@ -268,41 +294,43 @@ class OwnedTensor(DTensor):
 
 
 class EvenShard(Tensor):
-    """The even shard that torch asks an owned parameter for. It can only be written, by all ranks together.
+    """The even shard that torch asks an owned tensor for. It can only be written, by all ranks together.
 
     ``StateDictOptions(broadcast_from_rank0=True)`` copies each rank's slice of the whole matrix into the ``to_local()``
-    of what the module holds. That copy is collective and sends the slices to the owner. Every other operation raises,
-    since only the owner has the values.
+    of what the module or the state dict holds. That copy is collective and brings the slices to the owner. Every other
+    operation raises, since only the owner has the values.
 
     Args:
-        param: whose mesh and placements give the shape.
-        keeper: puts the slices of all ranks into the master.
+        target: whose mesh and placements give the shape.
         refusal: the message of every other operation.
     """
 
-    param: OwnedTensor
-    keeper: Keeper
+    target: OwnedTensor
     refusal: str
 
     @staticmethod
-    def __new__(cls, param: OwnedTensor, keeper: Keeper, refusal: str) -> EvenShard:
-        shape = even_shape(param.shape, param.device_mesh, param.placements)
-        shard: EvenShard = Tensor._make_wrapper_subclass(cls, shape, dtype=param.dtype, device=param.device)
-        shard.param, shard.keeper, shard.refusal = param, keeper, refusal
+    def __new__(cls, target: OwnedTensor, refusal: str) -> EvenShard:
+        shape = even_shape(target.shape, target.device_mesh, target.placements)
+        shard: EvenShard = Tensor._make_wrapper_subclass(cls, shape, dtype=target.dtype, device=target.device)
+        shard.target, shard.refusal = target, refusal
         return shard
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        target = args[0]
-        if func is not torch.ops.aten.copy_.default or not isinstance(target, EvenShard):
+        shard = args[0]
+        if func is not torch.ops.aten.copy_.default or not isinstance(shard, EvenShard):
             raise RuntimeError(next(leaf.refusal for leaf in tree_flatten(args)[0] if isinstance(leaf, EvenShard)))
-        target.keeper.write_even(target.param, args[1])
-        return target
+        shard.target.write_even(args[1])
+        return shard
+
+    def storage(self) -> Any:
+        target: Any = self.target  # which refuses it
+        return target.storage()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"EvenShard({self.param!r}, shape={tuple(self.shape)})"
+        return f"EvenShard({self.target!r}, shape={tuple(self.shape)})"
 
 
 def owned_tensor(
@@ -337,15 +365,11 @@ def _wrapped(
     return tensor
 
 
-def _like(source: OwnedTensor, local: Tensor, keeper: Keeper | None = None) -> OwnedTensor:
-    return owned_like(source, local, source.fqn, keeper)
-
-
 def _lie_alike(target: Tensor, source: Tensor) -> bool:
     return target is source or (
         isinstance(target, OwnedTensor)
         and isinstance(source, OwnedTensor)
-        and (target.shape, target.owners, target.placements) == (source.shape, source.owners, source.placements)
+        and (target.shape, target.layout_key, target.placements) == (source.shape, source.layout_key, source.placements)
         and target.device_mesh is source.device_mesh
     )
 
@@ -362,7 +386,7 @@ def _run_foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _laid_like(tensor: Tensor, local: Tensor) -> Tensor:
-    return _like(tensor, local) if isinstance(tensor, OwnedTensor) else like_param(tensor, local)
+    return tensor.like(local) if isinstance(tensor, OwnedTensor) else like_param(tensor, local)
 
 
 def _rewrap(out: Any, twins: dict[int, OwnedTensor], owned: list[OwnedTensor]) -> Any:
@@ -371,7 +395,9 @@ def _rewrap(out: Any, twins: dict[int, OwnedTensor], owned: list[OwnedTensor]) -
         return out
     if id(out) in twins:
         return twins[id(out)]
-    return _like(owned[0], local_tensor(out)) if out.shape == owned[0].shape else out
+    # Beside values of a state dict, which can be saved, the result is one, too.
+    source = next((t for t in owned if type(t) is not OwnedTensor), owned[0])
+    return source.like(local_tensor(out)) if out.shape == source.shape else out
 
 
 def _check_same_owner(func: Any, flat: list[Any], owned: list[OwnedTensor]) -> None:
@@ -379,7 +405,7 @@ def _check_same_owner(func: Any, flat: list[Any], owned: list[OwnedTensor]) -> N
     for leaf in flat:
         if isinstance(leaf, Tensor) and not isinstance(leaf, OwnedTensor) and leaf.ndim:
             raise owned[0]._laid_otherwise(func, leaf)
-    if len({(t.shape, t.owners) for t in owned}) > 1:
+    if len({(t.shape, t.layout_key) for t in owned}) > 1:
         names = ", ".join(repr(t.fqn) for t in owned)
         raise RuntimeError(f"{func} mixes {names}, which have different owners or shapes; {_REMEDY}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import prod
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.buffer import GradState
-from dmuon.dedicated.even_dtensor import even_to_owned, in_rounds, owned_to_even
 from dmuon.dedicated.matrix import OwnedMatrix, Part
+from dmuon.dedicated.owned_state import own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.matrices import Region
@@ -165,37 +165,21 @@ class Dedicated(Residency):
 
     # -- momentum --------------------------------------------------------------------------------------------------
 
-    def before_state_dict(self) -> None:
-        """Compare what else no vote would: an exchange votes before each step, this one behind each backward."""
-        self._runtime.gradients.compare_now()
-
     def shown(self, param: Tensor, local: Tensor) -> Tensor:
         matrix = self._runtime.matrix_of(param)
         return matrix.like_rest(local, f"{matrix.fqn}.{MOMENTUM}")
 
-    def saved(self, momenta: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-        """Even row-sharded DTensors."""
-        held = [(local_tensor(momentum), self._runtime.matrix_of(param)) for param, momentum in momenta]
-        for some in in_rounds(held, lambda one: one[1]):
-            yield from owned_to_even(some, self._runtime.comm)
+    def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
+        matrix = self._runtime.matrix_of(param)
+        with self._runtime.comm.monitor.watch("state_dict() of the optimizer"):  # which saves nothing after a fault
+            return state_of(local_tensor(momentum), matrix, f"{matrix.fqn}.{MOMENTUM}")
 
-    def parts_of(self, momenta: Sequence[tuple[Tensor, Tensor, str]]) -> Iterator[Tensor]:
-        values = [(momentum, self._runtime.matrix_of(param)) for param, momentum, _ in momenta]
-        for some in in_rounds(values, lambda one: one[1]):
-            travelling = [(momentum, matrix) for momentum, matrix in some if not _is_part(momentum, matrix)]
-            arrived = iter(even_to_owned(travelling, self._runtime.comm) if travelling else ())
-            for momentum, matrix in some:
-                yield local_tensor(momentum) if _is_part(momentum, matrix) else next(arrived)
+    def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
+        is_part = type(momentum) is Tensor and momentum.shape != param.shape
+        return momentum if is_part else own_part(momentum, self._runtime.matrix_of(param))
 
     def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
         return [(self._runtime.comm.control, self._runtime.param_ids())]
-
-
-def _is_part(momentum: Tensor, matrix: OwnedMatrix) -> bool:
-    """Whether it is what this rank's master has, whatever its own shape."""
-    if isinstance(momentum, OwnedTensor):
-        return momentum.owners == matrix.owners
-    return momentum.shape != matrix.shape
 
 
 def _alike(matrix: OwnedMatrix) -> list[list[Part]]:

@@ -24,14 +24,15 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from dmuon.comm.agreement import require_no_fault
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
 from dmuon.dedicated.block import AT_WORK, Block, ExecutionOrder, OrderCheck, Phase, mark_boundary
 from dmuon.dedicated.buffer import BufferState, GradState, OwnedBuffer, Publications
-from dmuon.dedicated.even_dtensor import write_even
 from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.nesting import Covered
+from dmuon.dedicated.owned_state import even_whole, own_part
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.saved_tensors import SavedTensors, storages_of, tell_of_hooks
 from dmuon.layout.topology import GlobalRank
@@ -40,6 +41,7 @@ from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import (
     current_backward,
+    even_shape,
     may_push_saved_tensor_hooks,
     on_backward_end,
     outside_compile,
@@ -178,13 +180,18 @@ class Runtime:
             ValueError, RuntimeError: on every rank, if some rank cannot.
         """
         matrix = self._by_name[param.fqn]  # ``param`` may be an alias
-        fault: Exception | None = None
+        fault: Exception | str | None = None
         try:
             self.at_rest("a write to to_local()")
         except RuntimeError as error:
             fault = error
+        shape = even_shape(param.shape, param.device_mesh, param.placements)
+        if shard.shape != shape:
+            fault = f"{param.fqn}: an even shard has shape {tuple(shape)} here, not {tuple(shard.shape)}"
+        require_no_fault(self.comm.control, fault, self.comm.device)
         self.before_write()
-        write_even(shard, param, matrix, self.comm, fault)
+        with torch.no_grad():
+            matrix.master.copy_(own_part(even_whole(param, shard), matrix))
         self.weights_changed()
 
     def begin_update(self, params: Iterable[Tensor]) -> None:

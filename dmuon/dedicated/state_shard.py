@@ -1,4 +1,4 @@
-"""What state dicts of a dedicated model hold: shards, which nobody may write to a file as if they were the whole."""
+"""What FSDP2 shards beside owned matrices, in a state dict: shards, which nobody may write to a file as if whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dmuon.platform.torch_private import DTensorSpec, local_tensor
 
 _log = logger(__name__)
 _COPIES = ("alias", "clone", "detach", "_to_copy")  # and what `.cpu()` and the like call
-_REMEDY = (
+REMEDY = (
     "on every rank call whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
     "cpu_offload=True)) of torch.distributed.checkpoint.state_dict (for an optimizer get_optimizer_state_dict), and "
     "write that on rank 0: model.save_pretrained(folder, state_dict=whole) or torch.save(whole, file); "
@@ -26,11 +26,29 @@ _REMEDY = (
 )
 
 
-class StateShard(DTensor):
-    """An ordinary even DTensor, of which torch.distributed.checkpoint and all of torch know what to do.
+def in_parts(fqn: str) -> RuntimeError:
+    """What libraries are told that write one file, such as safetensors, and ask a tensor for its memory.
 
-    Libraries that write one file, such as safetensors, ask a tensor for its memory: they would write this rank's rows
-    under the name of the whole, or say nothing of what to do. What is pickled is an ordinary DTensor, with a warning.
+    They would write what this rank has under the name of the whole, or say nothing of what to do.
+    """
+    return RuntimeError(
+        f"{fqn!r} in a state dict of a dedicated model cannot be written to one file as it is, since each rank has "
+        f"some of it: {REMEDY}"
+    )
+
+
+@cache
+def warn_of_parts() -> None:
+    """What every rank writes for itself is whole, what one writes for all is not."""
+    _log.warning(
+        "a state dict of a dedicated model is pickled, of which each rank has a part: every rank must write and load "
+        "its own file, on as many ranks, by torch.load(file, weights_only=False). For one file of all, %s",
+        REMEDY,
+    )
+
+
+class StateShard(DTensor):
+    """An ordinary even DTensor that refuses to be written to one file. What is pickled is an ordinary DTensor.
 
     Attributes:
         fqn: name of the parameter.
@@ -68,32 +86,15 @@ class StateShard(DTensor):
         return cls.of(local_tensor(out), out._spec, fqn) if func.overloadpacket.__name__ in _COPIES else out
 
     def storage(self) -> Any:
-        # safetensors asks this, to find tensors that share memory, before it writes anything.
-        raise self._in_parts()
+        raise in_parts(self.fqn)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = twin = self.clone()
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As torch's DTensors are pickled: what every rank writes for itself is whole, what one writes for all is not.
-        _warn_of_rows()
+        warn_of_parts()
         return DTensor(local_tensor(self), self._spec, requires_grad=False).__reduce_ex__(protocol)
-
-    def _in_parts(self) -> RuntimeError:
-        return RuntimeError(
-            f"{self.fqn!r} in a state dict of a dedicated model cannot be written to one file as it is, since each "
-            f"rank has some rows of it: {_REMEDY}"
-        )
-
-
-@cache
-def _warn_of_rows() -> None:
-    _log.warning(
-        "a state dict of a dedicated model is pickled, of which each rank has some rows: every rank must write and "
-        "load its own file, on as many ranks. For one file of all, %s",
-        _REMEDY,
-    )
 
 
 def is_of_another_rank(value: Tensor, meshes: MutableMapping[int, bool]) -> bool:

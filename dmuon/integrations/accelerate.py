@@ -1,4 +1,4 @@
-"""accelerate for dedicated models, which nothing may wrap again and whose state dicts are collective."""
+"""accelerate for dedicated models, which nothing may wrap again and of which every rank saves a part."""
 
 from __future__ import annotations
 

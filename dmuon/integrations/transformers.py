@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer for dedicated models, which nothing may wrap again and whose state dicts are collective."""
+"""Hugging Face's Trainer for dedicated models, which nothing may wrap again and of which every rank has a part."""
 
 from __future__ import annotations
 

@@ -129,40 +129,6 @@ def stack_shape(shape: Sequence[int], spec: MatrixSpec) -> tuple[int, int, int]:
     return MatrixSpec(transposed=spec.transposed, flattened=spec.flattened).matrix_shape(shape)
 
 
-@lru_cache(maxsize=1024)
-def layout_of_region(layout: ShardLayout, region: Region, flattened: bool) -> ShardLayout:
-    """The layout of one matrix of a tensor that is cut.
-
-    Args:
-        layout: of the tensor, in which ``region`` is one matrix.
-        flattened: the tensor is a kernel.
-    """
-    stacked = _stacked(layout, MatrixSpec(flattened=flattened))
-    pieces = tuple(_inner(piece, region)[0] for piece in stacked.pieces)
-    return ShardLayout(region.shape, pieces, stacked.replicas)
-
-
-@lru_cache(maxsize=1024)
-def region_at(layout: ShardLayout, region: Region, flattened: bool, position: Position) -> Region:
-    """Where the matrix of :func:`layout_of_region` lies in a local tensor; of no matrices if it does not."""
-    piece = _stacked(layout, MatrixSpec(flattened=flattened)).pieces[position]
-    _, index, runs = _inner(piece, region)
-    return Region(_lengths(piece), index[0] if index else (0, 0), region.dim, runs)
-
-
-def _inner(piece: Piece, region: Region) -> tuple[Piece, Runs, Runs]:
-    """What ``piece`` of a stack has of the matrix of ``region``, and where: in the local stack, and along its dim."""
-    of_stack, index = _within(piece.runs[0], (region.span,))
-    inner = Piece(piece.runs[1:]) if of_stack else Piece(((), ()))
-    cut, runs = _within(inner.runs[region.dim - 1], region.runs)
-    return _replaced(inner, region.dim - 1, cut), index, runs
-
-
-def _lengths(piece: Piece) -> tuple[int, int, int]:
-    e, m, n = piece.shape
-    return e, m, n
-
-
 def local_regions(shape: Sequence[int], spec: MatrixSpec) -> list[Region]:
     """Of a tensor of ``shape`` that one rank has whole, the region of each part."""
     stack = spec.matrix_shape(shape)

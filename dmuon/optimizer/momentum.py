@@ -86,7 +86,6 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
     """
     for row, value in values:  # before anything is written
         row.check(value)
-    of_residency: dict[int, list[tuple[_Row, Tensor]]] = {}
     stacks = {row.local.untyped_storage().data_ptr() for row, _ in values if row.local.numel()}
     # A user may put what is shown of one parameter into another's place: it is read before anything is written.
     apart = [v if v is None or not _lies_in(v, stacks) else v.clone() for _, v in values]
@@ -95,13 +94,10 @@ def _store(values: Sequence[tuple[_Row, Tensor | None]]) -> None:
             row.make_room()
         if value is None:
             row.local.zero_()
-        else:
-            of_residency.setdefault(id(row.residency), []).append((row, value))
-    for some in of_residency.values():
-        parts = some[0][0].residency.parts_of([(row.param, value, row.name) for row, value in some])
-        for (row, _), part in zip(some, parts, strict=True):
-            if part.numel():
-                row.local.copy_(part)
+            continue
+        part = row.residency.part_of(row.param, value, row.name)
+        if part.numel():
+            row.local.copy_(part)
 
 
 def _lies_in(value: Tensor, stacks: set[int]) -> bool:
@@ -193,23 +189,21 @@ class Momentum:
     # -- hooks of state dicts ----------------------------------------------------------------------------------------
 
     def save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """On the way out owned momentum is an even row-sharded DTensor, and the rest lies as it does. Collective."""
-        for each in self._residencies:
-            each.before_state_dict()
+        """On the way out momentum is a copy, of owned matrices what this rank owns. Nothing travels.
+
+        Collective only for DTensors that somebody put into the state, and that lie otherwise than their parameters.
+        """
         self.check(optimizer.state)
         self.adopt(optimizer.state)
         residency_of = {id(row.param): row.residency for row in self._rows}
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        # In one order on all ranks, for whoever gathers the result.
         state = {i: optimizer.state[param] for i, param in enumerate(params) if param in optimizer.state}
-        # In one order on all ranks, for us and for whoever gathers the result.
-        momenta = [(i, params[i], values[MOMENTUM]) for i, values in state.items() if values.get(MOMENTUM) is not None]
-        for residency in [*self._residencies, None]:
-            of_residency = [one for one in momenta if residency_of.get(id(one[1])) is residency]
-            pairs = [(param, momentum) for _, param, momentum in of_residency]
-            # A copy that took no step yet has no residency.
-            saved = (momentum.clone() for _, momentum in pairs) if residency is None else residency.saved(pairs)
-            for (i, _, _), value in zip(of_residency, saved, strict=True):
-                state[i] = {**state[i], MOMENTUM: value}
+        for i, values in state.items():
+            momentum, residency = values.get(MOMENTUM), residency_of.get(id(params[i]))
+            if momentum is not None:  # a copy of the optimizer that took no step yet has no residency
+                saved = momentum.clone() if residency is None else residency.saved(params[i], momentum)
+                state[i] = {**values, MOMENTUM: saved}
         groups = [savable(group) for group in state_dict["param_groups"]]
         return {**state_dict, "state": state, "param_groups": groups}
 
@@ -221,8 +215,6 @@ class Momentum:
         Raises:
             ValueError: on all ranks that share parameters, if any of them cannot load what it was given.
         """
-        for each in self._residencies:
-            each.before_state_dict()
         fault = loading_fault(state_dict, optimizer.param_groups)
         saved_groups = state_dict["param_groups"] if fault is None else []
         # State is keyed by position among the saved groups' parameters, which DCP replaces by names.
@@ -273,7 +265,7 @@ class Momentum:
         kinds: dict[int, str | None] = {}
         groups = [group for residency in self._residencies for group in residency.loading_groups()]
         for number, item in enumerate(items):
-            kinds[number] = "absent" if item.value is None else describe(item.value, item.param.shape, meshes)
+            kinds[number] = "absent" if item.value is None else describe(item.value, item.param, meshes)
             unfit = None if item.value is None else misfit(item.param, None, item.value)
             is_shared = any(id(item.param) in members for _, members in groups)
             if unfit is not None or kinds[number] is None:

@@ -16,6 +16,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _random
@@ -70,6 +72,40 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def even_shape(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
     """Shape of this rank's part of a tensor that ``placements`` split evenly."""
     return torch.Size(compute_local_shape_and_global_offset(shape, mesh, placements)[0])
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets in a whole tensor, and sizes
+
+
+class SavedInBoxes:
+    """A tensor that tells ``torch.distributed.checkpoint`` itself which boxes of the whole this rank has.
+
+    That asks a tensor by these methods before it takes what a rank holds of a DTensor for an even shard. Boxes of all
+    ranks make up the whole tensor; nothing is sent to save or load them, on any number of ranks.
+    """
+
+    def boxed(self) -> list[tuple[Box, Tensor]]:
+        """What this rank has, perhaps nothing: boxes, and the memory of each, which is read and written."""
+        raise NotImplementedError
+
+    def __create_write_items__(self, fqn: str, whole: Any) -> list[WriteItem]:
+        items = []
+        for (offsets, sizes), tensor in self.boxed():
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), whole.size())
+            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for (offsets, sizes), _ in self.boxed()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(tensor for (offsets, _), tensor in self.boxed() if torch.Size(offsets) == index.offset)
+
+
+def lies_evenly(tensor: DTensor) -> bool:
+    """Whether the local parts of a DTensor are those that its placements say."""
+    return not isinstance(tensor, SavedInBoxes)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -20,7 +20,7 @@ from dmuon.layout.matrices import local_regions
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.topology import position_in
 from dmuon.model.matrix_spec import spec_of
-from dmuon.platform.torch_private import local_tensor, share_spec, spec_like
+from dmuon.platform.torch_private import lies_evenly, local_tensor, share_spec, spec_like
 from dmuon.solver import unmeasured_batch
 from dmuon.step.batches import Batch, Task, make_batches
 from dmuon.step.rounds import AloneRound, Round
@@ -117,28 +117,22 @@ class Residency(ABC):
 
     # -- momentum --------------------------------------------------------------------------------------------------
 
-    def before_state_dict(self) -> None:
-        """Momentum is about to be saved or loaded. Collective over :meth:`loading_groups`."""
-
     def shown(self, param: Tensor, local: Tensor) -> Tensor:
         """``local``, this rank's momentum of ``param``, as the optimizer's state shows it; shares its storage."""
         return like_param(param, local)
 
-    def saved(self, momenta: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-        """A copy of each momentum, as shown, for a state dict. Collective over :meth:`loading_groups`.
+    def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
+        """A copy of the momentum of ``param``, as shown, for a state dict. Nothing travels."""
+        return momentum.clone()  # a view would save the whole stack
+
+    def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
+        """This rank's part of the momentum of ``param``. Collective for a DTensor that lies otherwise.
 
         Args:
-            momenta: parameters, and the momentum of each.
+            momentum: shaped as ``param``, however it lies, or this rank's part already.
+            name: of ``param``, for errors.
         """
-        return (momentum.clone() for _, momentum in momenta)  # a view would save the whole stack
-
-    def parts_of(self, momenta: Sequence[tuple[Tensor, Tensor, str]]) -> Iterator[Tensor]:
-        """This rank's part of each momentum, which lies in any way. Collective over :meth:`loading_groups`.
-
-        Args:
-            momenta: parameters; the momentum of each, shaped as that, or this rank's part already; names for errors.
-        """
-        return (part_like(param, momentum, name) for param, momentum, name in momenta)
+        return part_like(param, momentum, name)
 
     def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
         """Ranks that must load the same kind of value for some parameters, and the ids of these."""
@@ -238,7 +232,7 @@ def needs_gather(param: Tensor, value: Any) -> bool:
     """Whether :func:`part_like` is collective: a DTensor lies otherwise."""
     if not isinstance(value, DTensor) or value.device_mesh.size() == 1:
         return False
-    if not isinstance(param, DTensor):
+    if not isinstance(param, DTensor) or lies_evenly(param) != lies_evenly(value):
         return True
     return (value.device_mesh, value.placements) != (param.device_mesh, param.placements)
 
@@ -255,7 +249,8 @@ def part_like(param: Tensor, value: Tensor, name: str) -> Tensor:
     local = local_tensor(param)
     if isinstance(value, DTensor):
         # By way of no other placements: torch does not convert into strided shards.
-        value = value.full_tensor() if needs_gather(param, value) else local_tensor(value)
+        gathered = needs_gather(param, value) or not lies_evenly(value)
+        value = value.full_tensor() if gathered else local_tensor(value)
     if value.shape == local.shape:
         return value
     assert isinstance(param, DTensor)  # this rank has all of anything else

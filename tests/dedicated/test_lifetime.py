@@ -183,7 +183,7 @@ def test_a_dedication_that_failed_leaves_a_plain_model(rank: int, world: int) ->
 
 @on_ranks(4)
 def test_state_dicts_outlive_their_model(rank: int, world: int) -> None:
-    """On several dimensions their mesh has a group of dmuon's, which stays as long as it."""
+    """Whole tensors come over the user's mesh."""
     mesh = mesh_of(world)
     model: Any = dedicated(mesh)
     with dmuon.summon_full_params(model):

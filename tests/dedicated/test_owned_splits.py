@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness.assertions import assert_equal_weights
-from harness.fused import FusedModel, by_spec, fused_loss, fused_reference
+from harness.fused import FusedModel, by_spec, fused_loss, fused_reference, split_params
 from harness.hand_laid import SPLITS
 from harness.network import full_state
 from harness.on_ranks import on_ranks, over_ranks
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon.dedicated.dedication import dedications
@@ -96,15 +96,6 @@ def test_one_tensor_has_several_owners(rank: int, world: int) -> None:
     assert len(experts.parts) == 6 and len(set(experts.owners)) > 1
     assert sum(part.numel for part in experts.mine) == experts.master.numel()
     assert over_ranks(experts.master.numel()) == experts.shape.numel()
-
-
-def split_params(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Tensor parallelism by rows, by columns, or as copies."""
-    for block in model.get_submodule("blocks").children():
-        for i, (name, param) in enumerate(list(block[0].named_parameters())):
-            kinds = [Shard(0), Shard(1), Replicate(), *([Shard(2)] if param.ndim == 3 else [])]
-            spread = distribute_tensor(param.detach(), mesh, [kinds[i % len(kinds)]])
-            block[0].register_parameter(name, nn.Parameter(spread))
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])

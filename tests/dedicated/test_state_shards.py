@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness.assertions import assert_same_tensors
 from harness.checkpoints import FULL_ON_RANK_0, start
+from harness.fused import FusedModel, fused
 from harness.network import full_state
 from harness.on_ranks import on_ranks
 from harness.toy import build
@@ -105,12 +108,73 @@ def test_shards_compute_and_load_as_any_dtensor(rank: int, world: int) -> None:
     twin = shard.clone()
     twin.mul_(0.5).add_(shard)
     assert torch.equal(whole(twin), expected[name] * 1.5)
-    twin.to_local().zero_()
-    assert torch.equal(whole(twin), torch.zeros_like(expected[name])), "it shares its memory"
+    with pytest.raises(RuntimeError, match=r"to_local\(\) of .* is not an even shard"):
+        twin.to_local().zero_()
 
     other = start("1d", seed=3)
     other.model.load_state_dict(weights)
     assert_same_tensors({name: whole(value) for name, value in other.model.state_dict().items()}, expected)
+
+
+USES: dict[str, Callable[[Tensor], Tensor]] = {
+    "detach": lambda value: value.detach(),
+    "clone": lambda value: value.clone(),
+    "cpu": lambda value: value.cpu(),
+    "to bf16": lambda value: value.to(torch.bfloat16),
+    "float": lambda value: value.double().float(),
+    "deepcopy": copy.deepcopy,
+    "contiguous": lambda value: value.contiguous(),
+    "zeros": lambda value: torch.zeros_like(value) + value,
+    "average": lambda value: torch.lerp(value * 0.5, value, 0.5),
+    "in place": lambda value: value.clone().mul_(0.25).add_(value, alpha=0.5),
+    "foreach": lambda value: torch._foreach_mul([value, value.clone()], 0.75)[1],
+    "absolute": torch.abs,
+}
+
+
+@pytest.mark.parametrize(("layout", "world"), [("shard-2", 2), ("tp", 4)])
+@on_ranks(timeout=120.0)
+def test_what_users_make_of_a_state_dict_is_saved_as_it_is_of_one_process(
+    rank: int, world: int, layout: str, tmp_path: Path
+) -> None:
+    """Of matrices, fused projections, kernels and stacks, each file is loaded by one process that knows no dmuon."""
+    model, _ = fused(layout)
+    alone = FusedModel().state_dict()
+    for number, use in enumerate(USES.values()):
+        saved = {key: use(value) for key, value in model.state_dict().items()}
+        dcp.save(saved, checkpoint_id=tmp_path / str(number))
+        expected = {key: use(value) for key, value in alone.items()}
+        found = {key: torch.zeros_like(value) for key, value in expected.items()}
+        dcp.load(found, checkpoint_id=tmp_path / str(number), no_dist=True)
+        assert_same_tensors(found, expected)
+        assert_same_tensors({key: whole(value) for key, value in saved.items()}, expected)
+
+
+@pytest.mark.parametrize(("layout", "world"), [("shard-2", 2), ("tp", 4)])
+@on_ranks(timeout=60.0)
+def test_one_rank_alone_makes_state_dicts(rank: int, world: int, layout: str) -> None:
+    model, optimizer = fused(layout)
+    if rank == 0:
+        weights, moments = model.state_dict(), optimizer.state_dict()
+        assert weights.keys() == FusedModel().state_dict().keys() and len(moments["state"]) == len(weights)
+        copy.deepcopy(get_model_state_dict(model))
+    dist.barrier()
+
+
+@on_ranks(2, timeout=60.0)
+def test_what_would_need_other_ranks_raises_on_the_rank_that_asks(rank: int, world: int) -> None:
+    run = start("1d-two-lines")
+    name, value = next((n, v) for n, v in run.model.state_dict().items() if n.endswith("up.weight"))
+    if rank == 0:
+        for ask in (
+            lambda: value @ value.mT,
+            lambda: value[:1],
+            lambda: value + torch.ones(value.shape),
+            lambda: value.view(-1),
+        ):
+            with pytest.raises(RuntimeError, match=rf"{name}.*full_tensor\(\) on every rank gives the whole"):
+                ask()
+    dist.barrier()
 
 
 @on_ranks(2, timeout=60.0)

@@ -9,14 +9,15 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dmuon
 from harness.dtensors import noise
 from harness.hand_laid import SPLITS, Split
 from harness.network import shard
 from harness.oracle import Twin
-from harness.toy import DECAY, LR
+from harness.toy import DECAY, LR, OPTIONS
 
 WIDTH, CLASSES, LAYERS = 7, 5, 2
 
@@ -62,6 +63,35 @@ def by_spec(splits: Sequence[Split] = tuple(SPLITS)) -> Any:
         return splits[int(fqn.rsplit("weight", 1)[1])].spec if "blocks" in fqn else False
 
     return select
+
+
+def split_params(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Tensor parallelism by rows, by columns, or as copies."""
+    for block in model.get_submodule("blocks").children():
+        for i, (name, param) in enumerate(list(block[0].named_parameters())):
+            kinds = [Shard(0), Shard(1), Replicate(), *([Shard(2)] if param.ndim == 3 else [])]
+            spread = distribute_tensor(param.detach(), mesh, [kinds[i % len(kinds)]])
+            block[0].register_parameter(name, nn.Parameter(spread))
+
+
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "shard": ((3,), ("shard",)),
+    "shard-2": ((2,), ("shard",)),
+    "hsdp": ((2, 2), ("replicate", "shard")),
+    "tp": ((2, 2), ("shard", "tp")),
+}
+
+
+def fused(layout: str) -> tuple[FusedModel, dmuon.Muon]:
+    """The model on one of ``MESHES``, where dmuon owns all that Muon takes, and its optimizer."""
+    extents, names = MESHES[layout]
+    mesh = init_device_mesh("cpu", extents, mesh_dim_names=names)
+    model = FusedModel()
+    if layout == "tp":
+        split_params(model, mesh["tp"])
+        mesh = mesh["shard"]
+    dmuon.dedicate_params(model, mesh, select=by_spec(), costs="flops")
+    return model, dmuon.Muon(model, **OPTIONS)
 
 
 def fused_batch(step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:

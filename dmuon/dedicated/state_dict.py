@@ -222,9 +222,7 @@ class _Loading:
             if one.name.startswith(_NEEDED)
         }
         if faults:
-            raise RuntimeError(
-                "nothing was loaded, as ranks were given different values: " + "; ".join(faults.values())
-            )
+            raise RuntimeError(f"nothing was loaded: ranks were given different values: {'; '.join(faults.values())}")
         return [one.name.removeprefix(_TOO_MANY) for one in found]
 
 

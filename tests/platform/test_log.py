@@ -143,7 +143,7 @@ def test_messages_of_a_single_process_name_no_rank(caplog: pytest.LogCaptureFixt
 @pytest.mark.slow
 def test_importing_installs_no_handler_and_sets_no_level() -> None:
     code = (
-        "import logging; before = logging.root.handlers[:]; import dmuon, dmuon.check.run, dmuon.cli.plan;"
+        "import logging; before = logging.root.handlers[:]; import dmuon, dmuon.check.training, dmuon.cli.plan;"
         "log = logging.getLogger('dmuon');"
         "assert (log.handlers, log.filters, log.level, log.propagate) == ([], [], 0, True);"
         "assert logging.root.handlers == before"

@@ -55,7 +55,7 @@ FAULTS = {
         "scale_of_the_update_dropped": "for one in stack.unbind(0)], alpha=-lr« * scale→»)",
     },
     "tests/solver/test_heuristics.py tests/solver/test_planner.py": {
-        "greedy_forgets_loads": "load[rank], owned[rank] = «at→load[rank]», after",
+        "greedy_forgets_loads": "load[rank], owned[rank] = «finish→load[rank]», after",
     },
     f"tests/solver/test_planner.py {LIMITS}": {
         "bound_too_high": "return needed * «_SLACK→1.2» <= self.power * capacity",
@@ -132,7 +132,7 @@ FAULTS = {
         "costs_of_another_device_fit": 'return replace(self, driver="", torch="", cuda=""«→, device=""», compilers="")',
     },
     "tests/planning/test_owner_plan.py": {
-        "checksum_of_a_plan_is_not_checked": "if «checksum !=→not» document[_CHECKSUM]:",
+        "checksum_of_a_plan_is_not_checked": "if «checksum !=→not» read.sha256:",
         "digest_without_batches": "[self.solution.digest, «_named(self.chunks), →»self._named_variants()])",
     },
     "tests/optimizer/test_record.py -k copies": {

@@ -13,8 +13,8 @@ import numpy as np
 
 from .child import SolverFailed, run_search
 from .compact_milp import MilpSolver, assign_within, search_space
+from .heuristics import shorten
 from .inputs import SolveOptions, is_int
-from .local_search import shorten
 from .pattern_milp import PatternPool, knapsack_items
 from .problem import Counts, Problem
 

@@ -9,13 +9,11 @@ import numpy as np
 
 from .costs import CostTable
 from .exact import Solution, refine
-from .heuristics import batch_greedy, longest_first, multifit, round_robin
+from .heuristics import batch_greedy, level_bytes, longest_first, multifit, round_robin, shorten
 from .inputs import ClassKey, Matrix, Rank, SolveOptions, check_matrices, check_ranks
-from .labels import xor_labels
-from .local_search import level_bytes, shorten
 from .problem import FORBIDDEN, Counts, Infeasible, Problem, build_problem, lower_bound
 from .result import Plan, least_block_bytes
-from .spread import block_bytes, spread_blocks
+from .spread import block_bytes, spread_blocks, xor_labels
 
 BASELINES = ("round-robin", "lpt", "greedy")
 

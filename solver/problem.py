@@ -140,7 +140,7 @@ def build_problem(
         _check_owner(alone[0], ranks)
         most = len(alone) if caps is None else _spreadable(alone, caps)
         cost = table.costs_up_to(shapes[key], len(alone))
-        costs.append(np.stack([_of_kind(cost, s, p is None or pool in p, most) for s, _, p in kinds]))
+        costs.append(np.stack([_kind_costs(cost, s, p is None or pool in p, most) for s, _, p in kinds]))
     weights = [[members[key][0].state_bytes for key in classes]]
     room = [[_UNLIMITED if memory is None else memory for _, memory, _ in kinds]]
     if caps is not None:
@@ -160,10 +160,10 @@ def build_problem(
     )
 
 
-def _of_kind(cost: Ints, speed: float, allowed: bool, most: int) -> Ints:
+def _kind_costs(cost: Ints, speed: float, allowed: bool, most: int) -> Ints:
     scaled = cost if speed == 1 else np.ceil(cost / speed).astype(np.int64)
-    over = np.arange(len(cost)) - (most if allowed else 0)
-    return np.asarray(np.where(over > 0, FORBIDDEN + over, scaled), dtype=np.int64)
+    beyond = np.arange(len(cost)) - (most if allowed else 0)
+    return np.asarray(np.where(beyond > 0, FORBIDDEN + beyond, scaled), dtype=np.int64)
 
 
 def _spreadable(matrices: Sequence[Matrix], caps: Mapping[str, int]) -> int:

@@ -1,4 +1,4 @@
-"""From counts per rank to owners: spread each block over the ranks."""
+"""From counts per rank to owners: spread each block over the ranks, and label these by the XOR layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .inputs import ClassKey, Matrix
+from .inputs import ClassKey, Matrix, Rank
 
 _Kind = tuple[int, ClassKey]  # (-bytes, class): the largest sort first
 _Ints = NDArray[np.int64]
@@ -288,3 +288,38 @@ class _Search:
 def _drop(above: _Ints, change: int) -> _Ints:
     """By how much the bytes above target shrink where cells ``above`` change by so many bytes."""
     return np.asarray(np.maximum(above, 0) - np.maximum(above + change, 0), dtype=np.int64)
+
+
+# -- labels ---------------------------------------------------------------------------------------------------------
+
+
+def xor_labels(owners: Mapping[str, int], ranks: Sequence[Rank]) -> dict[str, int]:
+    """The owners by their labels: owner ``k`` goes to node ``i = k mod N`` of ``N`` and to lane ``(k div N) XOR i``.
+
+    A rank's lane is its position within its node: ranks of one lane share a rail of the network, ranks of one node its
+    links. So owners that follow each other get other nodes and other rails.
+    Where a node has no power of two of ranks, rotation by ``i`` replaces XOR. Relabelling moves whole ranks, and only
+    interchangeable ranks, of equal speed, memory and pools, trade labels. On one node all labels stay.
+
+    Args:
+        ranks: in the order of their indices.
+
+    Returns:
+        rank per matrix name, in the order of ``owners``.
+    """
+    order = {node: i for i, node in enumerate(sorted({rank.node for rank in ranks}))}
+    nodes = np.array([order[rank.node] for rank in ranks])
+    lanes = np.empty_like(nodes)
+    for node in order.values():
+        members = np.flatnonzero(nodes == node)
+        lanes[members] = np.arange(len(members))
+    width = int(lanes.max()) + 1
+    turn = lanes ^ (nodes % width) if width & (width - 1) == 0 else (lanes - nodes) % width
+    step = np.lexsort((nodes, turn)).argsort()  # when a place is due
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for i, rank in enumerate(ranks):
+        alike.setdefault((rank.speed, rank.memory, rank.pools), []).append(i)
+    label = np.arange(len(ranks))
+    for group in map(np.array, alike.values()):
+        label[group] = group[step[group].argsort()]
+    return {name: int(label[rank]) for name, rank in owners.items()}

@@ -81,7 +81,7 @@ def scenario_of(case: Case) -> tuple[Scenario, float]:
     costs = wave_costs(machine.device, Counter(m.shape for m in matrices), backend="torch")  # they are not dmuon
     ranks = [Rank(i, i // topology.gpus_per_node) for i in range(topology.world)]
     owners = plan_owners(matrices, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0), topology)
-    base = Scenario(stage, owners, costs, Machine.of(machine), topology, kept=case.once)
+    base = Scenario(stage, owners, costs, Machine.from_hardware(machine), topology, kept=case.once)
     if case.over_flops is not None:
         return base, sequences * model.flops / case.pp / case.over_flops
     return base, case.over_s or 0.0

@@ -42,7 +42,7 @@ def scenario_of(path: Path, grid: Grid, world: int) -> Scenario:
     topology = Topology(world, machine.gpus_per_node, ep=min(ep, world))
     ranks = [Rank(i, i // machine.gpus_per_node) for i in range(world)]
     owners = plan_owners(matrices, ranks, costs, SolveOptions(method="greedy", byte_slack=0.0), topology)
-    return Scenario(workload, owners, costs, Machine.of(machine, grid.efficiency), topology)
+    return Scenario(workload, owners, costs, Machine.from_hardware(machine, grid.efficiency), topology)
 
 
 def scaling(models: Sequence[Path], grid: Grid) -> dict[str, Any]:

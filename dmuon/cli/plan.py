@@ -82,7 +82,7 @@ class _Question:
     def scenario(self, result: Plan) -> Scenario:
         """What a step of ``result`` is predicted from."""
         assert self.workload is not None
-        machine = Machine.of(self.machine, self.efficiency)
+        machine = Machine.from_hardware(self.machine, self.efficiency)
         slowest = min(rank.speed for rank in self.ranks)
         return Scenario(self.workload, result, self.exchanged_costs, machine, self.topology, speed=slowest)
 

@@ -219,19 +219,19 @@ def _route(
     hidden = _hidden(params, makeups, embeddings, within, left)
     bare = [(fqn, p) for fqn, p, _ in ours if makeups[id(p)].bare and id(p) not in left]
     if found is None or any(muon for muon, _ in hidden.values()):
-        bare = _of_widths(bare, embedded.union(*({layer.takes, layer.gives} for layer in layers)))
+        bare = _with_widths(bare, embedded.union(*({layer.takes, layer.gives} for layer in layers)))
     if not bare and not any(muon for muon, _ in hidden.values()):
         inputs = [id(p) for _, p, _ in ours if left.get(id(p)) == INPUT_LAYER and makeups[id(p)].unfit is None]
         hidden |= dict.fromkeys(inputs, (True, f"{INPUT_LAYER} of a model without hidden layers"))
     bare_ids = {id(param) for _, param in bare}
-    by_default = any(muon for key, (muon, _) in hidden.items() if key not in ignored)
+    default_takes = any(muon for key, (muon, _) in hidden.items() if key not in ignored)
     routes = []
     for fqn, param, sites in params:
         if id(param) in ignored:
             continue
         makeup = makeups.get(id(param), _VECTOR)
         (muon, reason), spec, guessed, fault = hidden[id(param)], makeup.spec, not makeup.known, None
-        by_rule = reason
+        rule = reason
         if is_excluded(fqn, sites[0][0], param):
             muon, reason = False, _EXCLUDED
         elif select is not None:
@@ -252,26 +252,26 @@ def _route(
             if fault is not None and param.requires_grad:
                 raise ValueError(fault)
         spec = spec if muon else MatrixSpec()
-        is_bare = id(param) in bare_ids and reason is by_rule
+        is_bare = id(param) in bare_ids and reason is rule
         routes.append(Route(fqn, param, sites, muon, reason, spec=spec, fault=fault, bare=is_bare))
     if not any(route.muon for route in routes):
-        _refuse_none(routes, blocks, by_default=by_default)
+        _refuse_none(routes, blocks, default_takes=default_takes)
     return routes, found
 
 
-def _refuse_none(routes: Sequence[Route], blocks: _Blocks, *, by_default: bool) -> None:
+def _refuse_none(routes: Sequence[Route], blocks: _Blocks, *, default_takes: bool) -> None:
     """Raise ValueError if it is probably by mistake that Muon gets nothing.
 
     Args:
-        by_default: it would, had the user chosen nothing.
+        default_takes: it would, had the user chosen nothing.
     """
     kept = [route.fqn for route in routes if route.reason == _EXCLUDED and route.param.ndim > 1]
     parametrized = [route.fqn for route in routes if "parametrized by" in route.reason]
     adamw = "or train this model with torch.optim.AdamW"
-    if by_default and kept:
+    if default_takes and kept:
         names = ", ".join(map(repr, kept[:3]))
         why = f"exclude keeps every matrix away ({names}{', …' if kept[3:] else ''}); exclude less, {adamw}"
-    elif by_default:
+    elif default_takes:
         why = f"select returned True for no parameter; let it return True for a 2-D weight, {adamw}"
     elif blocks is not None:
         why = "no layer with a 2-D weight lies inside the given blocks; name others, or none"
@@ -286,7 +286,7 @@ def _refuse_none(routes: Sequence[Route], blocks: _Blocks, *, by_default: bool) 
     raise ValueError(f"no matrix was selected for Muon: {why}")
 
 
-def _of_widths(bare: Sequence[tuple[str, nn.Parameter]], widths: Collection[int]) -> list[tuple[str, nn.Parameter]]:
+def _with_widths(bare: Sequence[tuple[str, nn.Parameter]], widths: Collection[int]) -> list[tuple[str, nn.Parameter]]:
     """Those that lead from features to features: others may be tables of positions, or states.
 
     Args:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
+from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.residency import Dedicated
-from dmuon.optimizer.advice import advice, taken_whole
+from dmuon.model.fused_hints import looks_fused
+from dmuon.model.makeup import makeup_of
+from dmuon.model.matrix_spec import spec_of
+from dmuon.model.module_tree import ModuleTree, longest_path, sites_of
 from dmuon.platform.log import logger
 from dmuon.step.residency import Alone, Residency
-from dmuon.step.rounds import Round
+from dmuon.step.rounds import AloneRound, Round
 
 _log = logger(__name__)
 
@@ -65,3 +70,80 @@ def _speaks(residencies: Iterable[Residency]) -> bool:
     """Whether this rank is the first of some that share matrices, or the first of all where none do."""
     groups = [group for residency in residencies for group, _ in residency.loading_groups()]
     return any(dist.get_rank(group) == 0 for group in groups) if groups else this_rank() == 0
+
+
+# -- what costs more than it should ---------------------------------------------------------------------------------
+
+_SMALL = 1024  # elements
+_DOMINATES = 1.5  # times the mean load
+_NAMED = 3  # of what is alike
+
+
+def advice(residencies: Sequence[Residency], rounds: Sequence[Round]) -> list[str]:
+    """A line for each thing that this rank can tell. Communicates nothing."""
+    return [
+        *_dominating(loads for residency in residencies for loads in residency.loads()),
+        *_repeated(residencies, rounds),
+        *_small(rounds),
+    ]
+
+
+def _dominating(plans: Iterable[Sequence[int]]) -> Iterator[str]:
+    for loads in plans:
+        most = max(loads) * len(loads) / max(1, sum(loads))
+        if most > _DOMINATES:
+            yield (
+                f"owner {loads.index(max(loads))} of {len(loads)} has {most:.1f} times the mean load: there are too "
+                "few matrices, or one outweighs all others"
+            )
+
+
+def _repeated(residencies: Sequence[Residency], rounds: Sequence[Round]) -> Iterator[str]:
+    """Work that several ranks do alike."""
+    alone = [batch for round_ in rounds if isinstance(round_, AloneRound) for batch in round_.batches]
+    plain = [p for batch in alone for p in batch.params if not isinstance(p, (DTensor, OwnedTensor))]
+    if plain and dist.is_initialized() and dist.get_world_size() > 1:
+        yield (
+            f"{len({id(p) for p in plain})} parameters are whole on this rank as far as anyone can tell; if other "
+            "ranks hold copies, all do the same work: pass distributed_config=create_processgroup_config(dp_pg=…)"
+        )
+    names = [name for residency in residencies for name in residency.repeated()]
+    if names:
+        yield (
+            f"{_some(list(map(repr, names)))}: lies on some of the ranks only that other parameters lie on; if the "
+            "rest holds copies, which no placement says, all do the same work: make it a DTensor that is Replicate() "
+            "over that dimension of the mesh too"
+        )
+
+
+def _small(rounds: Sequence[Round]) -> Iterator[str]:
+    batches = [batch for round_ in rounds for batch in round_.batches]
+    small = sum(batch.count for batch in batches if batch.shape[0] * batch.shape[1] < _SMALL)
+    if small:
+        yield (
+            f"{small} matrices of this rank have fewer than {_SMALL:,} elements, and cost more in launches than in "
+            "arithmetic: AdamW is cheaper there (select=…)"
+        )
+
+
+def taken_whole(residencies: Sequence[Residency]) -> list[str]:
+    """A line if something looks like several matrices that Muon has as one: by its sizes, or since a user said so."""
+    params = {id(p): p for residency in residencies for p in residency.params if p.requires_grad}.values()
+    whole = [param for param in params if param.ndim > 1 and spec_of(param).is_whole]
+    tree, sites = sites_of(whole) if whole else (ModuleTree([]), {})
+    names = []
+    for param in whole:
+        holders = sites.get(id(param), ())
+        if holders and not makeup_of(tree, param, holders).known:
+            looks = [site for site in holders if looks_fused(tree, *site, param)]
+            names += [repr(longest_path(tree.above(*site))) for site in looks[:1]]
+    if not names:
+        return []
+    return [
+        f"{_some(names)}: looks like several projections fused into one tensor, and is orthogonalized as one "
+        "matrix; if it is several, let select return the dmuon.MatrixSpec that says which"
+    ]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")

@@ -217,10 +217,10 @@ def parse_shape(text: str) -> Shape:
     return int(match[1]), int(match[2])
 
 
-def merge_entries(base: Entries, over: Entries) -> dict[Shape, dict[int, Timing]]:
-    """Both, those of ``over`` winning."""
-    shapes = sorted(base.keys() | over.keys())
-    return {shape: dict(sorted({**base.get(shape, {}), **over.get(shape, {})}.items())) for shape in shapes}
+def merge_entries(base: Entries, newer: Entries) -> dict[Shape, dict[int, Timing]]:
+    """Both, those of ``newer`` winning."""
+    shapes = sorted(base.keys() | newer.keys())
+    return {shape: dict(sorted({**base.get(shape, {}), **newer.get(shape, {})}.items())) for shape in shapes}
 
 
 def user_cache_directory() -> Path:

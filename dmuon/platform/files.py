@@ -228,10 +228,10 @@ def _typed(hint: Any, data: object, name: str) -> Any:
         if type(data) is not hint and not (hint is float and type(data) is int):
             raise ValueError(f"field {name!r} is {data!r}, not {_NAMES[hint]}")
         return data
-    of_keys, of_values = get_args(hint)
+    key_type, value_type = get_args(hint)
     if not isinstance(data, dict):
         raise ValueError(f"field {name!r} is no object")
-    return {_key(of_keys, key, name): _typed(of_values, value, f"{name}.{key}") for key, value in data.items()}
+    return {_key(key_type, key, name): _typed(value_type, value, f"{name}.{key}") for key, value in data.items()}
 
 
 def _key(hint: Any, text: str, name: str) -> Any:

@@ -65,8 +65,8 @@ def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | Non
     said = agree(comm.control, fault, (position, seconds, HostShare.here().host))
     assert works is not None
     took, hosts = [0.0] * plan.world, [""] * plan.world
-    for at, seconds_there, host in said:
-        took[at], hosts[at] = seconds_there, host
+    for place, seconds_there, host in said:
+        took[place], hosts[place] = seconds_there, host
     speeds = speeds_of(works, took)
     if all(speed == 1 for speed in speeds) and list(plan.solution.loads_ns) == works:
         return plan  # which takes all ranks as alike, too

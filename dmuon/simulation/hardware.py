@@ -122,7 +122,7 @@ HARDWARE: Mapping[str, Hardware] = {
 }
 
 
-# -- grids of ranks and their collectives ----------------------------------------------------------------------------
+# -- grids of ranks and their collectives ---------------------------------------------------------------------------
 
 Collective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 Group = Literal["shard", "replicate", "replica", "expert shard", "experts"]
@@ -216,8 +216,10 @@ class Topology:
             "experts": row * (self.shard // self.ep) + shard // self.ep,
         }
         node = ranks // self.gpus_per_node
-        nodes = {name: np.bincount(np.unique(np.stack((of, node)), axis=1)[0]).max() for name, of in ids.items()}
-        return {name: Ring(int(np.bincount(of).max()), int(nodes[name])) for name, of in ids.items()}
+        nodes = {
+            name: np.bincount(np.unique(np.stack((members, node)), axis=1)[0]).max() for name, members in ids.items()
+        }
+        return {name: Ring(int(np.bincount(members).max()), int(nodes[name])) for name, members in ids.items()}
 
 
 class Travel(NamedTuple):

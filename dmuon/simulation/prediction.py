@@ -53,10 +53,10 @@ def report(scenario: Scenario, device: str, peak_flops: float) -> str:
     computes = scenario.workload.flops / scenario.flops_per_s
     for name, program, kept in _ROWS:
         step, ns = step_s(program, replace(scenario, kept=kept)), newton_schulz_s(program, scenario)
-        over = "" if program == "adamw" else verdict(step / adamw - 1)
+        overhead = "" if program == "adamw" else verdict(step / adamw - 1)
         lines.append(
             f"{name:<16}{1e3 * step:>10.2f}{1e3 * computes:>10.2f}{1e3 * ns:>9.2f}{1e3 * (step - computes - ns):>9.2f}"
-            f"{over:>16}{gather / step:>10.2f}×"
+            f"{overhead:>16}{gather / step:>10.2f}×"
         )
     lines.append(f"± {ERROR:.1%} is how far predictions were off from steps that others published; less is equal")
     if topology.tp > 1:
@@ -68,7 +68,7 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("s" if count != 1 else "")
 
 
-# -- which way to take -----------------------------------------------------------------------------------------------
+# -- which way to take ----------------------------------------------------------------------------------------------
 
 _TIE = 0.1  # of the error: for so much less nobody should set an option
 _MERGED = (2, 4, 8)  # neighbouring blocks that may travel together

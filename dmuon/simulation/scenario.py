@@ -14,7 +14,7 @@ from dmuon.platform.options import is_integer
 from dmuon.simulation.hardware import Hardware, Network, Topology
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
 
-# -- what a model computes -------------------------------------------------------------------------------------------
+# -- what a model computes ------------------------------------------------------------------------------------------
 
 _NORMS_PER_BLOCK = 2
 _NUMBERED = re.compile(r"\.experts\.(?:(?P<number>\d+)\.|.*\[(?P<matrix>\d+)\]$)")
@@ -180,7 +180,7 @@ def _ends(config: ModelConfig, tokens: int, hidden: int) -> Block:
     return Block("ends", forward, _BACKWARD * forward, 0, table * (1 if tied else 2) + positions * hidden + hidden)
 
 
-# -- where and at what rate ------------------------------------------------------------------------------------------
+# -- where and at what rate -----------------------------------------------------------------------------------------
 
 MASTER_BYTES = 4  # of an element of masters, gradients and momentum: fp32
 _HALF_BYTES = 2
@@ -217,7 +217,7 @@ class Machine:
     contention: float = 0.0
 
     @classmethod
-    def of(cls, hardware: Hardware, efficiency: float | None = None) -> Machine:
+    def from_hardware(cls, hardware: Hardware, efficiency: float | None = None) -> Machine:
         """Rates of a preset, whose Newton–Schulz is in half precision, with the fitted contention.
 
         Args:

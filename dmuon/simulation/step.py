@@ -24,7 +24,7 @@ from dmuon.simulation.hardware import Collective, Group, Topology
 from dmuon.simulation.scenario import MASTER_BYTES, Block, Scenario, batches, is_expert, stored_shapes
 from dmuon.simulation.wave_model import UPDATE_BYTES
 
-# -- messages --------------------------------------------------------------------------------------------------------
+# -- messages -------------------------------------------------------------------------------------------------------
 
 Program = Literal["dedicated", "exchanged", "gather", "adamw"]
 Purpose = Literal[
@@ -91,18 +91,18 @@ def messages(program: Program, scenario: Scenario) -> list[Message]:
                 nbytes = rows * cols * count * MASTER_BYTES / topology.tp
                 table.append(Message("momentum", None, row_group, "all_gather", nbytes, count))
         elif program == "exchanged":
-            over: Group = row_group if experts else "replica"
+            holders: Group = row_group if experts else "replica"
             total = grids.sum(axis=0)
-            parts = rings[over].size * (topology.ep if experts else 1)
+            parts = rings[holders].size * (topology.ep if experts else 1)
             # An owner gets what others have of its matrices, and sends its parts of theirs, in its own replica.
             most = max(float(total.max()), float(total.sum(axis=1).max()) / parts) * scenario.machine.ns_bytes
             copied = float(total.sum()) / parts * scenario.machine.ns_bytes
             replicas = int(np.count_nonzero(total.any(axis=1)))
             matrices = sum((topology.ep > 1 and is_expert(m.name)) == experts for m in scenario.plan.matrices)
-            table.append(Message("parts", None, over, "all_to_all", most))
-            table.append(Message("updates", None, over, "all_to_all", most))
+            table.append(Message("parts", None, holders, "all_to_all", most))
+            table.append(Message("updates", None, holders, "all_to_all", most))
             table.append(Message("copies", None, "replicate", "broadcast", copied, replicas))
-            table.append(Message("norms", None, over, "all_reduce", _NORM_BYTES * matrices))
+            table.append(Message("norms", None, holders, "all_reduce", _NORM_BYTES * matrices))
     return [message for message in table if message.nbytes and rings[message.group].size > 1]
 
 
@@ -137,7 +137,7 @@ def gathered_shapes(scenario: Scenario, experts: bool) -> Counter[tuple[int, int
     return Counter({shape: -(-count // (ep if experts else 1)) for shape, count in shapes.items()})
 
 
-# -- the recurrence --------------------------------------------------------------------------------------------------
+# -- the recurrence -------------------------------------------------------------------------------------------------
 
 _MAX_REDUCTIONS = 2  # as in dmuon.dedicated.runtime
 _OWNERS = ("broadcast", "reduce", "all_to_all")  # AdamW's step has no such collectives, but for tokens
@@ -160,7 +160,7 @@ class _Rank:
         for message in messages(program, scenario):
             self._table[message.purpose, message.block].append(message)
 
-    def of(self, purpose: Purpose, block: int | None = None) -> Sequence[Message]:
+    def messages_for(self, purpose: Purpose, block: int | None = None) -> Sequence[Message]:
         return self._table[purpose, block]
 
     def compute(self, seconds: float) -> None:
@@ -284,7 +284,7 @@ def newton_schulz_s(program: Program, scenario: Scenario) -> float:
     if program == "adamw":
         return 0.0
     if program == "gather":
-        return sum(sum(batches(scenario, gathered_shapes(scenario, of_experts))) for of_experts in (False, True))
+        return sum(sum(batches(scenario, gathered_shapes(scenario, routed))) for routed in (False, True))
     if program == "dedicated":
         return 1e-9 * scenario.machine.ns_scale * max(scenario.plan.loads_ns)
     return max(sum(taken) for taken in _owned_batches(scenario))
@@ -313,7 +313,7 @@ def _exchange(scenario: Scenario, rank: _Rank, elements: NDArray[np.float64]) ->
     """
     machine = scenario.machine
     parts, owned = float(elements.sum()) / scenario.topology.shard, float(elements.max())
-    travel = rank.of("parts") or rank.of("copies")
+    travel = rank.messages_for("parts") or rank.messages_for("copies")
     rounds = max(len(taken) for taken in _owned_batches(scenario)) if travel else 1
     part = 1 / rounds
     # The owner runs no passes over parts, which each rank does; it joins them, and lays out those of the update.

@@ -55,7 +55,7 @@ FAULTS = {
         "scale_of_the_update_dropped": "for one in stack.unbind(0)], alpha=-lr« * scale→»)",
     },
     "tests/solver/test_heuristics.py tests/solver/test_planner.py": {
-        "greedy_forgets_loads": "load[rank], owned[rank] = «at→load[rank]», after",
+        "greedy_forgets_loads": "load[rank], owned[rank] = «finish→load[rank]», after",
     },
     f"tests/solver/test_planner.py {LIMITS}": {
         "bound_too_high": "return needed * «_SLACK→1.2» <= self.power * capacity",

@@ -29,7 +29,7 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
     costs = CostTable.from_flops({m.shape for m in matrices})
     owners = plan(matrices, 64, costs, SolveOptions(method="greedy"))
     workload = Workload.from_config(path, tokens=8192, sequence=4096)
-    return Scenario(workload, owners, costs, Machine.of(DEVICE), Topology(64))
+    return Scenario(workload, owners, costs, Machine.from_hardware(DEVICE), Topology(64))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_not_recommended(found: Recommendation, scenario: S
 def test_terms_are_those_of_the_fit() -> None:
     """``python bench/simulate.py --fit`` wrote them."""
     fit = json.loads((ROOT / "bench/results/simulation-fit.json").read_text())
-    machine = Machine.of(DEVICE)
+    machine = Machine.from_hardware(DEVICE)
     assert {name: getattr(machine, name) for name in fit["terms"]} == pytest.approx(fit["terms"], rel=0.01)
     assert pytest.approx(fit["error"], abs=6e-4) == ERROR
     left_out = [case["left_out"] for case in fit["cases"] if case["fitted"]]

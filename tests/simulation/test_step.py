@@ -202,7 +202,7 @@ def inputs(path: Path, world: int, **grid: int) -> tuple[Workload, Plan, CostTab
 
 def llama_on(path: Path, world: int, **grid: int) -> Scenario:
     workload, owners, costs, topology = inputs(path, world, **grid)
-    return Scenario(workload, owners, costs, Machine.of(HARDWARE["h200"]), topology)
+    return Scenario(workload, owners, costs, Machine.from_hardware(HARDWARE["h200"]), topology)
 
 
 @pytest.mark.parametrize(("world", "replicate"), [(8, 1), (256, 1), (256, 32)])
@@ -242,4 +242,4 @@ def test_what_does_not_belong_together_is_named(llama: Path) -> None:
     fails("block 'model.layers.0' has 0 matrix elements", workload=fewer)
     fails("no cost for shape", costs=CostTable.from_flops([(4, 4)]))
     with pytest.raises(ValueError, match=r"efficiency=1\.5"):
-        Machine.of(HARDWARE["h200"], 1.5)
+        Machine.from_hardware(HARDWARE["h200"], 1.5)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
+from dmuon.comm.agreement import Election, Vote, require_same
+from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.saved_tensors import SavedTensors
-from dmuon.platform.torch_private import inside_transformation
+from dmuon.platform.torch_private import inside_transformation, is_sharded_by_fsdp
 
 
 class Phase(Enum):
@@ -27,14 +33,16 @@ class Phase(Enum):
     SUMMONED = "modules hold whole weights for the user, inside summon_full_params()"
 
 
+AT_WORK = (Phase.FORWARD, Phase.BACKWARD)  # modules compute with the buffer
+
+
 class Block:
     """Owned matrices of one block that have one communication dtype.
 
     Attributes:
         buffer: holds the whole weights, possibly beside those of neighbours.
-        backward: the backward pass that entered this block.
+        backward: the backward pass that has entered this block, or brought it a gradient in another way.
         calls: forwards whose backward boundary has not been reached.
-        awaits_backward: the graph of a forward has saved something.
         saving: the hooks around the forwards that run now; a recomputation may run inside another.
         generation: of the weights of the last forward with gradients.
     """
@@ -47,7 +55,6 @@ class Block:
         self.phase = Phase.REST
         self.backward: int | None = None
         self.calls = 0
-        self.awaits_backward = False
         self.saving: list[SavedTensors] = []
         self.generation = -1
         self._versions: list[int] = []  # of whole weights when they were put into the modules
@@ -57,41 +64,33 @@ class Block:
         """None if it was deleted."""
         return self._module()
 
-    @property
-    def at_work(self) -> bool:
-        """Whether the modules compute with the buffer."""
-        return self.phase in (Phase.FORWARD, Phase.BACKWARD)
-
-    @property
-    def trains(self) -> bool:
-        """Whether any of its matrices wants a gradient."""
-        return any(matrix.rest.requires_grad for matrix in self.matrices)
-
     def enter(self, phase: Phase) -> None:
-        """Put whole weights into the modules."""
-        self._require(Phase.REST)
+        """Put whole weights, which the buffer has, into the modules of a block at rest."""
         for matrix in self.matrices:
-            if not all(matrix.is_rest(module._parameters.get(name)) for module, name in matrix.sites):
-                raise RuntimeError(
-                    f"parameter {matrix.fqn!r} was replaced in its module after dedicate_params; edit it under "
-                    "dmuon.summon_full_params(model) instead"
-                )
-        self.buffer.acquire(self.name, phase.value)
-        self._versions = [matrix.full._version for matrix in self.matrices]
+            for held, name in matrix.places:
+                if held.get(name) is not matrix.rest:
+                    raise RuntimeError(
+                        f"parameter {matrix.fqn!r} was replaced in its module after dedicate_params; edit it under "
+                        "dmuon.summon_full_params(model) instead"
+                    )
+        self._versions.clear()
         for matrix in self.matrices:
-            if matrix.full.requires_grad != matrix.rest.requires_grad:
-                matrix.full.requires_grad_(matrix.rest.requires_grad)
-            matrix.place(matrix.full)
+            full = matrix.full
+            self._versions.append(full._version)
+            if full.requires_grad != matrix.rest.requires_grad:
+                full.requires_grad_(matrix.rest.requires_grad)
+            for held, name in matrix.places:
+                held[name] = full
+        self.buffer.users[self.name] = phase.value
         self.phase = phase
 
     def leave(self) -> None:
-        """Put the resting form back into the modules.
+        """Put the resting form back into the modules, behind a forward or backward.
 
         Raises:
             RuntimeError: a whole weight was edited, which would be lost.
         """
-        self._require(Phase.FORWARD, Phase.BACKWARD)
-        self._give_up()
+        self.rest()
         for matrix, version in zip(self.matrices, self._versions, strict=True):
             if matrix.full._version != version:
                 raise RuntimeError(
@@ -99,70 +98,49 @@ class Block:
                     f"{self.name!r}, where it is a copy of its owner's; edit it under dmuon.summon_full_params(model)"
                 )
 
-    def summon(self, wholes: Sequence[nn.Parameter]) -> None:
-        """Put ``wholes``, one per matrix, into the modules for the user."""
-        self._require(Phase.REST)
-        for matrix, whole in zip(self.matrices, wholes, strict=True):
-            matrix.place(whole)
-        self.phase = Phase.SUMMONED
+    def rest(self) -> None:
+        """Whatever the modules hold, they hold the resting form now, and nobody uses the buffer for this block."""
+        for matrix in self.matrices:
+            for held, name in matrix.places:
+                held[name] = matrix.rest
+        self.buffer.users.pop(self.name, None)
+        self.phase = Phase.REST
 
-    def dismiss(self) -> None:
-        """End :meth:`summon`."""
-        self._require(Phase.SUMMONED)
-        self._rest()
+    def summon(self, wholes: Sequence[nn.Parameter]) -> None:
+        """Put ``wholes``, one per matrix, into the modules for the user, until :meth:`rest`."""
+        for matrix, whole in zip(self.matrices, wholes, strict=True):
+            for held, name in matrix.places:
+                held[name] = whole
+        self.phase = Phase.SUMMONED
 
     def forget_graph(self) -> None:
         """No backward will come any more."""
-        self.backward, self.calls, self.awaits_backward = None, 0, False
+        self.backward, self.calls = None, 0
+        self.buffer.awaited.discard(self.name)
 
     def abandon(self) -> None:
         """Back to rest from a forward or backward that did not finish."""
         while self.saving:
             self.saving.pop().end()
-        if self.at_work:
-            self._give_up()
-
-    def reset(self) -> None:
-        """Back to rest, without gradients that were not reduced."""
-        self.abandon()
-        for matrix in self.matrices:
-            matrix.drop_unreduced()
-        self.forget_graph()
-
-    def _give_up(self) -> None:
-        self._rest()
-        self.buffer.release(self.name)
-
-    def _rest(self) -> None:
-        for matrix in self.matrices:
-            matrix.place(matrix.rest)
-        self.phase = Phase.REST
-
-    def _require(self, *phases: Phase) -> None:
-        if self.phase not in phases:
-            expected = " or ".join(p.name for p in phases)
-            raise RuntimeError(f"block {self.name!r} is {self.phase.name}, expected {expected}: {self.phase.value}")
+        if self.phase in AT_WORK:
+            self.rest()
 
 
 class ExecutionOrder:
     """In which order blocks run, as the last forward showed it: what to fetch next, and what to publish first.
 
-    Successors and predecessors of blocks; the order of the model until a forward has run.
+    Attributes:
+        first: block of the model.
+        following: what ran after a block in forward; until a forward has run, what follows it in the model.
+        preceding: what ran before a block in forward, and comes after it in backward.
+        last: the block that ran last in the present pass.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        self._first = blocks[0] if blocks else None
-        self._following = dict(pairwise(blocks))
-        self._preceding: dict[Block, Block] = {}
-        self._last: Block | None = None
-
-    def restart(self) -> None:
-        """The next block that runs does not follow the last one."""
-        self._last = None
-
-    def begins_with(self, block: Block) -> bool:
-        """Whether ``block`` is the first one."""
-        return block is self._first
+        self.first = blocks[0] if blocks else None
+        self.following = dict(pairwise(blocks))
+        self.preceding: dict[Block, Block] = {}
+        self.last: Block | None = None
 
     def record(self, block: Block, *, first: bool) -> None:
         """``block`` runs forward now.
@@ -170,31 +148,128 @@ class ExecutionOrder:
         Args:
             first: without a block before it, it is the first of the model.
         """
-        if self._last is None:
+        if self.last is None:
             if first:
-                self._first = block
-        elif self._last is not block:
-            self._following[self._last] = block
-            self._preceding[block] = self._last
-        self._last = block
+                self.first = block
+        elif self.last is not block:
+            self.following[self.last] = block
+            self.preceding[block] = self.last
+        self.last = block
 
-    def after(self, block: Block) -> Block | None:
-        """What ran after ``block`` in forward."""
-        return self._following.get(block)
+    def buffers(self, block: Block | None = None, *, backward: bool = False) -> Iterator[OwnedBuffer]:
+        """The buffers of ``block`` (by default the first one) and of what comes after it, each once.
 
-    def before(self, block: Block) -> Block | None:
-        """What ran before ``block`` in forward, and comes after it in backward."""
-        return self._preceding.get(block)
-
-    def walk(self, block: Block | None = None, *, backward: bool = False) -> Iterator[Block]:
-        """``block`` (by default the first one) and what comes after it in forward or backward, each once."""
-        links = self._preceding if backward else self._following
-        block = self._first if block is None else block
-        visited: set[Block] = set()
+        Args:
+            backward: after it in backward, which is what ran before it in forward.
+        """
+        links = self.preceding if backward else self.following
+        block = self.first if block is None else block
+        visited: set[Block | OwnedBuffer] = set()
         while block is not None and block not in visited:
             visited.add(block)
-            yield block
+            if block.buffer not in visited:
+                visited.add(block.buffer)
+                yield block.buffer
             block = links.get(block)
+
+
+class OrderCheck:
+    """Ranks that need each other compare in which order they have run blocks, where the vote of backward cannot tell.
+
+    That is where no backward follows, or nothing of dmuon's travels. Ranks that run blocks in different orders take one
+    block's weights, or its part of a sum, for another's. One small vote at the end of a pass tells; the end is that of
+    the root's forward, or, where blocks are called without the root, the second run of a block.
+
+    - Without gradients the ranks of a row vote, over a group that is idle then (``Lanes.votes``). Where nothing is
+      gathered (weights that are kept) they need nothing of each other, and need not evaluate the same. Other rows may
+      evaluate more or fewer batches.
+    - Tensor-parallel ranks need each other in every pass, and vote among themselves.
+
+    On an accelerator the host does not wait: the next pass looks at the verdict of the last one.
+
+    Args:
+        is_list: the blocks are those of a list of modules, whose order ranks compare before the first pass.
+
+    Attributes:
+        places: by what begins the names of a module of the list, how a model around them calls it.
+    """
+
+    def __init__(self, comm: Comm, blocks: Sequence[Block], is_list: bool) -> None:
+        self._comm, self._blocks, self._is_list = comm, blocks, is_list
+        self.places: dict[str, str] = {}
+        self._sharded: list[weakref.ref[FSDPModule]] | None = None  # of each block one, if there is any
+        self._ran: dict[Block, None] = {}  # an ordered set
+        self._gathered = False  # by FSDP2 in this pass
+        self._compared = 0  # how many fills were
+        self._elections: dict[str, Election] = {}  # that are under way
+
+    def compare_places(self) -> None:
+        """Where elements of a list are alike, weights would be taken for each other's. Collective of a list, once.
+
+        Raises:
+            ValueError: on all ranks, if they have it in other orders.
+        """
+        comm = self._comm
+        if self._is_list and comm.world > 1:
+            places = [(f"the name of number {at.rstrip('.')} of a list", name) for at, name in self.places.items()]
+            require_same(comm.control, comm.topology.ranks, None, sorted(places), None)
+        self._is_list = False
+
+    def restart(self) -> None:
+        """Another pass begins at the root."""
+        self._ran.clear()
+
+    def run(self, block: Block, *, trains: bool) -> None:
+        """``block`` is about to run, with gradients (``trains``) or without."""
+        if trains and self._comm.tensor is None:
+            return  # the vote of backward will tell
+        if block in self._ran:
+            self.end(trains=trains)
+        if not self._ran:
+            self._gathered = not trains and self._comm.row is not None and self._fsdp_gathers()
+        self._ran[block] = None
+
+    def _fsdp_gathers(self) -> bool:
+        """Whether FSDP2 is about to. Its hooks may have come first at the block that runs, but not at the others."""
+        if self._sharded is None:  # it is applied before the first forward
+            modules = [block.module for block in self._blocks if block.module is not None]
+            below = [[m for m in module.modules() if isinstance(m, FSDPModule)] for module in modules]
+            self._sharded = [weakref.ref(of_block[0]) for of_block in below if of_block]
+        alive = [module() for module in self._sharded]
+        return any(is_sharded_by_fsdp(module) for module in alive if module is not None)
+
+    def end(self, *, trains: bool) -> None:
+        """Vote, if there is something to compare. Collective along the row, and over tensor-parallel ranks.
+
+        Raises:
+            CollectiveError: the ranks issued different collectives, or ran blocks in different orders.
+        """
+        ran = " ".join(["blocks", *(repr(block.name) for block in self._ran)]) if self._ran else ""
+        by_fsdp = ran if self._gathered else ""
+        self._ran.clear()
+        self._gathered = False
+        comm, fills = self._comm, self._comm.monitor.count("fill")
+        if comm.row is not None and not trains and (fills != self._compared or by_fsdp):
+            self._compared = fills
+            self._elect("row", comm.row.votes, comm.monitor.digest, by_fsdp)
+        if comm.tensor is not None and ran:
+            self._elect("tensor", comm.tensor.group, 0, ran)
+
+    def _elect(self, line: str, group: dist.ProcessGroup, digest: int, compared: str) -> None:
+        self._conclude(line)
+        comm = self._comm
+        what = "comparison of blocks that ran"
+        digest = zlib.crc32(compared.encode(), digest) & 0x7FFFFFFF
+        vote = Vote((), digest)
+        election = Election(vote, group, comm.monitor, comm.device, what, "ran", compared)
+        self._elections[line] = election
+        if election.immediate:
+            self._conclude(line)
+
+    def _conclude(self, line: str) -> None:
+        election = self._elections.pop(line, None)
+        if election is not None:
+            election.verdict()
 
 
 def mark_boundary(value: Any, reached: Callable[[], None]) -> tuple[Any, bool]:
@@ -213,7 +288,8 @@ def mark_boundary(value: Any, reached: Callable[[], None]) -> tuple[Any, bool]:
     Raises:
         RuntimeError: inside a transformation of ``torch.func``, whose backward is none of autograd's.
     """
-    tensors = list(_in_tuples(value))
+    tensors: list[Tensor] = []
+    _collect(value, tensors)
     if not tensors:
         return value, False
     if inside_transformation():
@@ -222,23 +298,24 @@ def mark_boundary(value: Any, reached: Callable[[], None]) -> tuple[Any, bool]:
             "in which its weights could be fetched again; use torch.autograd.grad or backward(), or transform the "
             "model before dedicate_params"
         )
-    passed = iter(_Boundary.apply(reached, *tensors))  # type: ignore[no-untyped-call]
-    return _replaced(value, passed), True
+    return _replaced(value, iter(_Boundary.apply(reached, *tensors))), True  # type: ignore[no-untyped-call]
 
 
-def _in_tuples(value: Any) -> Iterator[Tensor]:
+def _collect(value: Any, tensors: list[Tensor]) -> None:
+    """Add what needs a gradient in ``value``, and in tuples in it, to ``tensors``."""
     if isinstance(value, tuple):
         for item in value:
-            yield from _in_tuples(item)
+            _collect(item, tensors)
     elif isinstance(value, Tensor) and value.requires_grad:
-        yield value
+        tensors.append(value)
 
 
 def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """``value`` with ``tensors`` in place of those; a tuple without any, perhaps a ``torch.Size``, as it is."""
     if isinstance(value, tuple):
-        if next(_in_tuples(value), None) is None:
-            return value  # it may be a ``torch.Size``
         items = [_replaced(item, tensors) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return next(tensors) if isinstance(value, Tensor) and value.requires_grad else value
 

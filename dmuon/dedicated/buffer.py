@@ -1,4 +1,4 @@
-"""The flat buffer in which owned matrices are whole: who uses it, and how it is filled from the masters.
+"""The flat buffers in which owned matrices are whole: who uses them, how they are filled, what a step publishes.
 
 [Note: what a generation is]
 Masters have versions, which ``Runtime.generation`` counts: whatever may change a master (a step, a load, an edit of a
@@ -14,10 +14,11 @@ import atexit
 import gc
 import sys
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 
 import torch
@@ -27,8 +28,7 @@ from torch.profiler import record_function
 from dmuon.comm.context import Comm
 from dmuon.comm.lines import gather
 from dmuon.comm.monitor import Pending, run_all
-from dmuon.dedicated.matrix import OwnedMatrix, Weight, own
-from dmuon.dedicated.part import Part
+from dmuon.dedicated.matrix import OwnedMatrix, Part, Weight, own
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import make_layout
 from dmuon.platform.log import logger
@@ -46,6 +46,18 @@ class BufferState(Enum):
     FREED = "no weights"
     FILLING = "weights under way"
     READY = "whole weights"
+
+
+class GradState(Enum):
+    """Where the gradients of a buffer's matrices are, apart from reductions that are under way.
+
+    Backward makes them ``READY`` block by block, unless it does not synchronize. A reduction takes what is there, from
+    earlier backwards too, and leaves nothing; or ``WAITING`` again, if it stopped behind the row.
+    """
+
+    NONE = "nowhere, or with the resting forms"
+    READY = "with the whole weights, to be reduced when no block of the buffer awaits backward any more"
+    WAITING = "with the whole weights, or behind the row, until a backward synchronizes"
 
 
 _buffers: weakref.WeakSet[OwnedBuffer] = weakref.WeakSet()
@@ -69,14 +81,29 @@ class OwnedBuffer:
     updated along the columns, to the other replicas: into stand-ins, or, where whole weights stay in memory, straight
     into the buffer. Filling gathers the buffer along the rows.
 
-    Its views are made once; freeing and allocating resizes the storage beneath them. While anybody uses the buffer
-    (:meth:`acquire`), nothing may fill or free it.
+    A fill runs on ``fill_stream``, beside the block that computes. That stream first waits for what was queued so far,
+    since the memory may have come from the block before; then it copies masters into their slots and gathers.
+    :meth:`finish_fill` lets the computing stream wait for it. Publications have a stream of their own, as they must not
+    wait behind fills. Both read masters after the call has returned: ``Runtime.before_write`` lets whoever changes
+    masters wait for both.
+
+    Its views are made once; freeing and allocating resizes the storage beneath them. While it has users, nothing may
+    fill or free it.
 
     Args:
         owned: weights in forward order, with what this rank owns of each.
         comm_dtype: dtype of the buffer, of what travels, and of forward and backward.
         reduce_dtype: dtype of gradient reductions.
         keep: leave whole weights in the buffer after forward and backward.
+
+    Attributes:
+        users: blocks that compute with the weights, and for what, as in "… changed or were dropped while …".
+        awaited: blocks that a backward has yet to come through: the graph of a forward has saved something.
+        gradients: of all matrices.
+        spans: of each matrix its parts, and where they lie in the buffer.
+        own_spans: of each matrix, where the parts that this rank owns lie in all that it owns.
+        params: the resting forms, by ``id``.
+        storages: the memory of the whole weights.
     """
 
     def __init__(
@@ -95,7 +122,9 @@ class OwnedBuffer:
         self.state = BufferState.FREED
         self.generation = -1  # of the weights in the buffer
         self.published = -1  # generation of the stand-ins, or of this column's segment of the buffer
-        self._users: dict[str, str] = {}  # and for what they use it
+        self.users: dict[str, str] = {}
+        self.awaited: set[str] = set()
+        self.gradients = GradState.NONE
         self._publication: Pending | None = None
         self._fill: Pending | None = None
         self._outgoing: Tensor | None = None  # what is being published, until that has ended
@@ -124,7 +153,7 @@ class OwnedBuffer:
         split = sum(local_tensor(weight.param).numel() for weight in weights if weight.is_split)
         self._assembled = torch.empty(split, dtype=comm_dtype, device=comm.device)  # tensors made of several slots
         self.matrices: list[OwnedMatrix] = []
-        self.spans: list[tuple[OwnedMatrix, Part, tuple[int, int]]] = []  # of each part, where it lies
+        self.spans: list[tuple[OwnedMatrix, Part, tuple[int, int]]] = []
         self._assembly: list[tuple[Tensor, Tensor]] = []  # parts of tensors that are made of several, and their slots
         self._scattered: list[tuple[Tensor, Part, Tensor]] = []  # tensors, parts that are no one slice, and their slots
         slots, begin = iter(self.layout.slots), 0
@@ -145,9 +174,24 @@ class OwnedBuffer:
             matrix = own(weight, whole, master, comm)
             self.matrices.append(matrix)
             self.spans += [(matrix, part, span) for part, span in placed]
-        self._places = {id(part): span for _, part, span in self.spans}
+        self.params = frozenset(id(matrix.rest) for matrix in self.matrices)
+        # What this rank owns: masters, slots of them, and where these are in the rank's own part of the buffer.
+        self._masters: list[Tensor] = []
+        self._own_slots: list[Tensor] = []
+        self.own_spans: list[tuple[OwnedMatrix, list[tuple[int, int]]]] = []
+        start, end = column[comm.at.r]
+        self._own_numel = end - start
+        span_of = {id(part): span for _, part, span in self.spans}
+        for matrix in self.matrices:
+            self.own_spans.append((matrix, []))
+            for part, master in matrix.pieces(matrix.master):
+                a, b = span_of[id(part)]
+                self._masters.append(master)
+                self._own_slots.append(self._buffer[a:b].view(part.local_shape))
+                self.own_spans[-1][1].append((a - start, b - start))
         self.storages = [tensor.untyped_storage() for tensor in (self._buffer, self._assembled)]
-        self._holders: int | None = None  # of these, before anything was computed with them
+        self._wholes = [matrix.full for matrix in self.matrices]
+        self._holders: int | None = None  # of all these, before anything was computed with them
         self._is_held = False
         self.was_read = False  # somebody may hold weights: a forward ran, and they were not freed since
         for storage in self.storages:
@@ -179,29 +223,26 @@ class OwnedBuffer:
         comm = self.comm
         if comm.column is None or self.published == generation:
             return
-        self._require_idle()
+        if self.users:
+            self._refuse_users()
         self._settle()
-        column = comm.column
-        start, end = self.layout.parts(comm.at.s)[comm.at.r]
-        if not self.keep:
+        if self.keep:
+            if self.state is BufferState.FREED:
+                self._allocate()
+            slots, region, parts = self._own_slots, self._column_region, self._column_parts
+        else:
+            # The buffer may be freed before this has been sent, so it is sent from memory of its own.
             self._outgoing_origin = Origin(comm.device)
-            self._outgoing = self._buffer.new_empty(end - start)
-        elif self.state is BufferState.FREED:
-            self._allocate()
+            region = self._outgoing = self._buffer.new_empty(self._own_numel)
+            own = {comm.at.r: region} if self._own_numel else {}
+            parts = dict(sorted((self._standins | own).items()))
+            spans = [span for _, of_matrix in self.own_spans for span in of_matrix]
+            slots = [region[slice(*span)].view_as(slot) for span, slot in zip(spans, self._own_slots, strict=True)]
         with record_function(f"dmuon::publish {self.name}"), torch.no_grad(), comm.publish_stream.beside():
-            if self._outgoing is None:
-                self._write_masters(self._buffer, 0)
-                region, parts = self._column_region, self._column_parts
-            else:
-                region = self._outgoing
-                self._write_masters(region, start)
-                own = {comm.at.r: region} if end > start else {}
-                parts = dict(sorted((self._standins | own).items()))
-            self._publication = comm.monitor.start(
-                "publish",
-                f"publish of block {self.name!r}",
-                lambda: gather(self.layout.column, region, parts, column.weights),
-            )
+            if slots:
+                torch._foreach_copy_(slots, self._masters)
+            send = partial(gather, self.layout.column, region, parts, comm.column.weights)
+            self._publication = comm.monitor.start("publish", f"publish of block {self.name!r}", send)
         self.published = generation
         if self.keep:
             self.state = BufferState.FILLING
@@ -211,7 +252,8 @@ class OwnedBuffer:
         comm = self.comm
         if self.generation == generation and self.state is not BufferState.FREED:
             return
-        self._require_idle()
+        if self.users:
+            self._refuse_users()
         if self.state is BufferState.READY and not self.keep:
             self.free()
         self.start_publication(generation)
@@ -223,41 +265,26 @@ class OwnedBuffer:
         stream = nullcontext() if comm.row is None and comm.column is None else comm.fill_stream.beside()
         with record_function(f"dmuon::fill {self.name}"), torch.no_grad(), stream:
             if comm.row is not None or comm.column is None:
-                self._settle_publication()
-                self._write_own_segment()
+                # The row gets this rank's masters, and its stand-ins for those of other replicas.
+                pending, self._publication = self._publication, None
+                if pending is not None:
+                    pending.wait()
+                if self._masters and (not self.keep or comm.column is None):
+                    torch._foreach_copy_(self._own_slots, self._masters)
+                for r, standin in self._standins.items():
+                    self._column_parts[r].copy_(standin)
             if comm.row is not None:
-                row = comm.row
-                self._fill = comm.monitor.start(
-                    "fill",
-                    f"fill of block {self.name!r}",
-                    lambda: gather(self.layout.row, self._buffer, self._segments, row.weights),
-                )
+                send = partial(gather, self.layout.row, self._buffer, self._segments, comm.row.weights)
+                self._fill = comm.monitor.start("fill", f"fill of block {self.name!r}", send)
         self.state = BufferState.FILLING
         self.generation = generation
 
     def _allocate(self) -> None:
         if self._holders is None:
-            self._holders = self._count_holders()
+            self._holders = count_holders(self.storages, self._wholes)
         self._origin = Origin(self.comm.device)
         self._buffer.untyped_storage().resize_(self._nbytes)
         self._assembled.untyped_storage().resize_(self._assembled.nbytes)
-
-    def _write_own_segment(self) -> None:
-        """Write what the row gets from this rank: its masters, and its stand-ins for those of other replicas."""
-        if not self.keep or self.comm.column is None:
-            self._write_masters(self._buffer, 0)
-        for r, standin in self._standins.items():
-            self._column_parts[r].copy_(standin)
-
-    def _write_masters(self, flat: Tensor, start: int) -> None:
-        """Cast the masters of this rank into ``flat``, whose first element is element ``start`` of the layout."""
-        pairs = []
-        for matrix in self.matrices:
-            for part, piece in matrix.pieces(matrix.master):
-                a, b = self._places[id(part)]
-                pairs.append((flat[a - start : b - start].view(part.local_shape), piece))
-        if pairs:
-            torch._foreach_copy_([slot for slot, _ in pairs], [piece for _, piece in pairs])
 
     def finish_fill(self) -> None:
         """Wait for the fill: what is queued from now on may use the weights."""
@@ -265,8 +292,9 @@ class OwnedBuffer:
             raise RuntimeError(f"block {self.name!r} is {self.state.name}, expected FILLING: {self.state.value}")
         with record_function(f"dmuon::wait_fill {self.name}"):
             self._settle()
-            with torch.no_grad():
-                self._assemble()
+            if self._assembly or self._scattered:
+                with torch.no_grad():
+                    self._assemble()
         self.state = BufferState.READY
 
     def _assemble(self) -> None:
@@ -276,27 +304,6 @@ class OwnedBuffer:
         for whole, part, slot in self._scattered:
             part.write(whole, slot)
 
-    # -- users -----------------------------------------------------------------------------------------------------
-
-    def acquire(self, user: str, purpose: str) -> None:
-        """Let ``user``, a block, compute with the weights until :meth:`release`.
-
-        Args:
-            purpose: completes the message "… changed or were dropped while …".
-        """
-        if self.state is not BufferState.READY:
-            raise RuntimeError(f"block {self.name!r} is {self.state.name}, expected READY: {self.state.value}")
-        self._users[user] = purpose
-
-    def release(self, user: str) -> None:
-        """End :meth:`acquire`."""
-        del self._users[user]
-
-    @property
-    def in_use(self) -> bool:
-        """Whether anybody computes with the weights."""
-        return bool(self._users)
-
     def free(self) -> None:
         """Give the buffer's memory back, unless somebody else refers to it.
 
@@ -305,7 +312,8 @@ class OwnedBuffer:
         same: whether it is filled must not depend on what this rank alone knows, and a fill of the same generation
         writes the same bytes.
         """
-        self._require_idle()
+        if self.users:
+            self._refuse_users()
         try:
             self._settle()
         finally:  # what failed has ended, too
@@ -320,12 +328,12 @@ class OwnedBuffer:
 
     def _is_held_by_others(self) -> bool:
         """Whether a graph, or anybody else, refers to the weights; says so once."""
-        if self.keep or not self.was_read or self._count_holders() <= (self._holders or 0):
+        if self.keep or not self.was_read or count_holders(self.storages, self._wholes) <= (self._holders or 0):
             return False  # weights that are kept go only where graphs are void
         if self._is_held or sys.exc_info()[1] is not None:  # an error refers to what it was raised among
             return True
         gc.collect()  # what is garbage would hold them for a while
-        self._is_held = self._count_holders() > (self._holders or 0)
+        self._is_held = count_holders(self.storages, self._wholes) > (self._holders or 0)
         if self._is_held:
             _log.warning(
                 "block %r: something beside dmuon refers to its whole weights (hooks on saved tensors inside the "
@@ -334,11 +342,8 @@ class OwnedBuffer:
             )
         return self._is_held
 
-    def _count_holders(self) -> int:
-        return count_holders(self.storages, [matrix.full for matrix in self.matrices])
-
-    def _require_idle(self) -> None:
-        for user, purpose in self._users.items():
+    def _refuse_users(self) -> None:
+        for user, purpose in self.users.items():
             raise RuntimeError(f"the weights of block {user!r} changed or were dropped while {purpose}")
 
     def settle_at_exit(self) -> None:
@@ -349,14 +354,71 @@ class OwnedBuffer:
 
     def _settle(self) -> None:
         """Wait for everything under way."""
-        started = [pending for pending in (self._publication, self._fill) if pending is not None]
-        self._publication, self._fill = None, None
-        run_all(pending.wait for pending in started)
+        started = self._publication, self._fill
+        if started != (None, None):
+            self._publication, self._fill = None, None
+            run_all(pending.wait for pending in started if pending is not None)
         if self._outgoing is not None:
             self._outgoing_origin.await_users()
         self._outgoing = None  # not before the stream that allocated it has waited: [Note: who keeps a tensor alive]
 
-    def _settle_publication(self) -> None:
-        pending, self._publication = self._publication, None
-        if pending is not None:
-            pending.wait()
+
+def fills_wait(comm: Comm) -> bool:
+    """On the CPU a fill that follows a publication waits for it; the next forward starts it, not the step."""
+    return comm.column is not None and comm.row is not None and streams_of(comm.device) is None
+
+
+class Publications:
+    """Starts publications, and the fills that follow them.
+
+    A publication waits for its turn even if it is ready, since its place among the collectives must be the same on all
+    ranks.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._generation = 0
+        self._coming: deque[OwnedBuffer] = deque()  # that this step has yet to publish, in forward order
+        self._outdated: set[int] = set()  # ids of resting parameters that this step has yet to update
+        self._fills: deque[OwnedBuffer] = deque()  # published, to be filled in this step
+        self._fill_budget = 0
+        self._fills_wait = fills_wait(comm)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the step has masters yet to update."""
+        return bool(self._outdated)
+
+    def begin(self, buffers: Iterable[OwnedBuffer], outdated: set[int], generation: int) -> None:
+        """Publish what of ``buffers`` holds nothing that is ``outdated``; the rest follows."""
+        self._generation, self._outdated = generation, outdated
+        self._coming = deque(buffers)
+        self._fills.clear()
+        self._fill_budget = self._comm.options.prefetch
+        self._proceed()
+
+    def updated(self, params: Iterable[Tensor]) -> None:
+        """The masters of ``params``, of whichever model, have their new values."""
+        self._outdated.difference_update(map(id, params))
+        self._proceed()
+
+    def end(self) -> None:
+        """All masters have their new values."""
+        self._outdated.clear()
+        self._proceed()
+
+    def forget_fills(self) -> None:
+        """Start no fill that was put off."""
+        self._fills.clear()
+
+    def _proceed(self) -> None:
+        while self._coming and self._coming[0].params.isdisjoint(self._outdated):
+            buffer = self._coming.popleft()
+            buffer.start_publication(self._generation)
+            if (buffer.keep or self._fill_budget > 0) and not self._fills_wait:
+                self._fill_budget -= 1
+                self._fills.append(buffer)
+        # On an accelerator, whoever waits in a collective takes units from the updates that it has yet to compute.
+        if self._fills and (not self._outdated or streams_of(self._comm.device) is None):
+            while self._fills:
+                self._fills.popleft().start_fill(self._generation)

@@ -18,9 +18,8 @@ from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import BufferState
 from dmuon.dedicated.even_dtensor import in_rounds
 from dmuon.dedicated.inspection import Inspected
-from dmuon.dedicated.matrix import OwnedMatrix, resting, whole_parameter
+from dmuon.dedicated.matrix import OwnedMatrix, Part, resting, whole_parameter
 from dmuon.dedicated.nesting import ATTRIBUTE, living, mark
-from dmuon.dedicated.part import Part
 from dmuon.dedicated.runtime import Runtime
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.model.blocks import canonical_fqn, unwrapped
@@ -204,7 +203,7 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
         edited = [(comm, matrix, _edited(matrix)) for comm, matrix in present]
     finally:
         for block in blocks:
-            block.dismiss()
+            block.rest()
     if writeback:
         for runtime in runtimes:
             runtime.before_write()

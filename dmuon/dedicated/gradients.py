@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -23,7 +22,6 @@ from dmuon.comm.lines import Parts, Works, reduce, scratch
 from dmuon.comm.monitor import Pending, run_all
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.part import Part
 from dmuon.dedicated.replicated import GradAverager
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import Transport
@@ -38,13 +36,20 @@ class GradReduction:
 
     What an owner receives becomes the gradient, without a copy where the dtypes agree.
 
+    The stream that computes backward packs the gradients into memory of the reduction's own, so that they can be freed
+    at once. The collectives are queued on ``reduce_stream``, behind that packing, and backward goes on. The second
+    stage adds what earlier reductions left on the way and reads what the first one brought, so it is queued behind
+    that, on the same stream. :meth:`finish` lets the computing stream wait for both stages and for nothing that was
+    queued later: otherwise each buffer would wait for the reductions of those behind it.
+
     Args:
         along_column: ``False`` stops behind the row; what arrives there is added to ``partial`` of each matrix, and
             becomes part of the next reduction that goes on.
-        origins: by ``id`` of matrices, the streams on which their gradients came; those of this buffer are taken out.
+        origins: by ``id`` of whole weights, the streams on which their gradients came; those of this buffer are taken
+            out.
 
     Attributes:
-        used: by ``id``, the matrices that this rank has a gradient for.
+        used: the matrices that this rank has a gradient for.
         whole: it ends at the owners.
     """
 
@@ -71,39 +76,43 @@ class GradReduction:
             if comm.row is None or streams_of(comm.device) is not None:
                 self.advance()  # on the CPU this would wait: the next buffer or the end of backward advances it
 
-    def _pack(self, parts: Parts, origins: dict[int, Origin]) -> set[int]:
+    def _pack(self, parts: Parts, origins: dict[int, Origin]) -> set[OwnedMatrix]:
         """Move the gradients of this rank into ``parts``, one per shard; tells which matrices had one.
 
         A user may run a part of a block on a stream of his own. Autograd accumulates gradients there, and lets the
         stream that called backward wait for them only at the end. So this stream waits before it reads them; and those
         wait for it before the gradients are freed, whose memory goes back to them.
         """
-        made = [origins.pop(key) for key in map(id, self.buffer.matrices) if key in origins]
-        for origin in made:
-            origin.join()
-        used: set[int] = set()
-        pairs: list[tuple[Tensor, Tensor]] = []
-        grads = {id(matrix): matrix.full_grad() for matrix in self.buffer.matrices}
+        made: list[Origin] = []
+        for matrix in self.buffer.matrices if origins else ():
+            origin = origins.pop(id(matrix.full), None)
+            if origin is not None:
+                origin.join()
+                made.append(origin)
+        used: set[OwnedMatrix] = set()
+        slots: list[Tensor] = []
+        grads: list[Tensor] = []
+        starts = self.buffer.layout.segments.filled
+        here, last, grad = self._comm.at.s, None, None
         for matrix, part, (start, end) in self.buffer.spans:
-            grad = grads[id(matrix)]
-            if grad is not None or matrix.has_partial:
-                used.add(id(matrix))
+            if matrix is not last:
+                last, grad = matrix, matrix.full_grad()
+                matrix.full.grad = None
+            if grad is not None or part.partial is not None:
+                used.add(matrix)
+            if part.at.s != here:
+                part.partial = None  # another rank of the row has it
             if start == end:  # another tensor-parallel rank has it, and perhaps nothing goes to that owner
                 continue
-            first = self.buffer.layout.segments[part.at.s][0]
+            first = starts[part.at.s][0]
             slot = parts[part.at.s][start - first : end - first].view(part.local_shape)
             if grad is None:
                 slot.zero_()
             else:
-                pairs.append((slot, part.take(grad)))
-        for matrix in self.buffer.matrices:
-            matrix.full.grad = None
-            matrix.unreduced = False
-            for part in matrix.parts:
-                if part.at.s != self._comm.at.s:
-                    part.partial = None  # another rank of the row has it
-        if pairs:
-            torch._foreach_copy_([slot for slot, _ in pairs], [grad for _, grad in pairs])
+                slots.append(slot)
+                grads.append(part.take(grad))
+        if slots:
+            torch._foreach_copy_(slots, grads)
         for origin in made:
             origin.await_users()
         return used
@@ -135,8 +144,8 @@ class GradReduction:
             self._wait()
             column = layout.parts(at.s)
             first = column.start
-            for part, (start, end) in self._in_segment():
-                if part.partial is not None:
+            for _, part, (start, end) in self.buffer.spans:
+                if part.at.s == at.s and part.partial is not None:
                     self._result[start - first : end - first].view(part.local_shape).add_(part.partial)
                     self._in_flight.append(part.partial)
                     part.partial = None
@@ -145,10 +154,6 @@ class GradReduction:
             self._in_flight.append(segment)
             self._result = self._start(lanes, "along the column", layout.column, segment, parts)
             self._stage_one_ended = self._comm.reduce_stream.mark()
-
-    def _in_segment(self) -> list[tuple[Part, tuple[int, int]]]:
-        """The matrices that this rank's column owns, and where they lie in the buffer."""
-        return [(part, span) for _, part, span in self.buffer.spans if part.at.s == self._comm.at.s]
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, None
@@ -188,20 +193,15 @@ class GradReduction:
         if self._result.untyped_storage().nbytes() > self._result.nbytes:
             self._result = self._result.clone()  # a view of what others own would keep that alive with the gradients
         undecided = []
-        first = self.buffer.layout.parts(self._comm.at.s)[self._comm.at.r][0]
-        slots: dict[int, list[Tensor]] = {id(matrix): [] for matrix in self.buffer.matrices}
-        for matrix, part, (start, end) in self.buffer.spans:
-            if part.owner == self._comm.position:
-                slots[id(matrix)].append(self._result[start - first : end - first])
-        for matrix in self.buffer.matrices:
-            master, arrived = matrix.master, slots[id(matrix)]
-            if len(arrived) > 1:
-                local = torch.cat(arrived).to(master.dtype)
-            elif arrived:
-                local = arrived[0].view(master.shape).to(master.dtype)
-            else:
+        for matrix, spans in self.buffer.own_spans:
+            master = matrix.master
+            if not spans:
                 local = master.new_empty(master.shape)
-            if id(matrix) in self.used and not matrix.has_hooks:
+            elif len(spans) == 1:
+                local = self._result[slice(*spans[0])].view(master.shape).to(master.dtype)
+            else:
+                local = torch.cat([self._result[slice(*span)] for span in spans]).to(master.dtype)
+            if matrix in self.used and not matrix.has_hooks:
                 matrix.set_grad(local)
             elif matrix.full.requires_grad:
                 undecided.append((matrix, local))
@@ -213,7 +213,7 @@ class GradReduction:
             is_here = part.at.s == self._comm.at.s
             average = self._result[start - first : end - first] if is_here else self._result[:0]
             # What only others on the row have used must not be lost. Looking at the values can stall an accelerator.
-            if id(matrix) not in self.used and not (is_here and bool(average.any())):
+            if matrix not in self.used and not (is_here and bool(average.any())):
                 continue
             slot = average.view(part.local_shape if is_here else (0, part.local_shape[1]))
             part.partial = slot if part.partial is None else part.partial.add_(slot)
@@ -225,6 +225,8 @@ class Gradients:
 
     Attributes:
         averager: of parameters that nobody shards.
+        origins: by ``id`` of whole weights, the streams on which gradients came that no reduction has taken yet; None
+            where everything runs in turn.
         listeners: called with the parameters of this owner whose gradients have just arrived, as long as they live.
     """
 
@@ -237,26 +239,19 @@ class Gradients:
         self.listeners: list[weakref.WeakMethod[Landed]] = []
         self._reductions: deque[GradReduction] = deque()
         self._undecided: list[tuple[OwnedMatrix, Tensor]] = []
-        self._used: set[int] = set()  # matrices that got a gradient on this rank in this backward
+        self._used: set[OwnedMatrix] = set()  # that got a gradient on this rank in this backward
         self._election: Election | None = None
-        self._trained: dict[str, str] = {}  # by name, whether it was trained in the last vote
+        self._trains: list[bool] = []  # of each matrix, whether it was trained in the last vote
+        self._trained: dict[str, str] = {}  # by name, the same of whatever was there
         self._options: list[tuple[weakref.WeakMethod[Options], Sequence[int]]] = []
-        self._origins: dict[int, Origin] = {}  # by ``id``, of gradients that no reduction has taken yet
-        if streams_of(comm.device) is not None:
-            for matrix in self._matrices:
-                # Weak references, since the collector cannot see through such hooks and would never free the model.
-                hook = partial(_note_origin, weakref.ref(self), id(matrix))
-                matrix.full.register_post_accumulate_grad_hook(hook)
-
-    def note_origin(self, key: int) -> None:
-        """The gradient of the matrix with this ``id`` has been accumulated on the current stream."""
-        self._origins[key] = Origin(self._comm.device)
+        self.origins: dict[int, Origin] | None = None if streams_of(comm.device) is None else {}
 
     def join(self, matrices: Sequence[OwnedMatrix]) -> None:
         """What is queued from now on runs after the gradients of ``matrices`` were accumulated, on whatever stream."""
-        for matrix in matrices if self._origins else ():
-            if id(matrix) in self._origins:
-                self._origins[id(matrix)].join()
+        origins = self.origins or {}
+        for matrix in matrices:
+            if id(matrix.full) in origins:
+                origins[id(matrix.full)].join()
 
     def reduce(self, buffer: OwnedBuffer, *, along_column: bool) -> None:
         """Start reducing the gradients of a buffer; waits for the oldest reduction if too many are under way."""
@@ -264,7 +259,7 @@ class Gradients:
             self._finish_oldest()
         for earlier in self._reductions:
             earlier.advance()
-        reduction = GradReduction(buffer, along_column=along_column, origins=self._origins)
+        reduction = GradReduction(buffer, along_column=along_column, origins=self.origins)
         self._used |= reduction.used
         self._reductions.append(reduction)
 
@@ -272,7 +267,7 @@ class Gradients:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
         if self.listeners and reduction.whole:
-            used = [m for m in reduction.buffer.matrices if id(m) in reduction.used and not m.has_hooks]
+            used = [m for m in reduction.buffer.matrices if m in reduction.used and not m.has_hooks]
             owned = [matrix.rest for matrix in used if matrix.mine]
             self.listeners = [listener for listener in self.listeners if listener() is not None]
             for listener in self.listeners:
@@ -305,11 +300,17 @@ class Gradients:
         undecided, self._undecided = self._undecided, []
         replicated, changed = self.averager.params, self.averager.changed
         missing = {id(param) for param, _ in averages}
-        flags = [id(m) in self._used for m in self._matrices]
-        flags += [p.grad is not None and id(p) not in missing for p in replicated]
+        flags: list[bool] = []
+        trains: list[bool] = []
+        for matrix in self._matrices:
+            flags.append(matrix in self._used)
+            trains.append(matrix.rest.requires_grad)
+        for param in replicated:
+            flags.append(param.grad is not None and id(param) not in missing)
         self._used.clear()
         if len(self._comm.topology.ranks) > 1:
-            self._note_trained()
+            if trains != self._trains or changed:  # most often they are as before
+                self._note_trained(trains)
             election = self._vote(flags, "vote on unused parameters")
             if not undecided and not averages and not changed:
                 return  # this rank needs no other's vote: do not wait for them on the host
@@ -331,8 +332,14 @@ class Gradients:
         The verdict is looked at once if the host need not wait for it, otherwise in the next vote: on all ranks alike.
         """
         self._conclude()
-        self._note_options()
         comm = self._comm
+        for number, (told, groups) in enumerate(self._options):
+            options = told()
+            if options is not None:
+                described = options(groups)
+                if number:
+                    described = [(f"{name} of optimizer {number}", value) for name, value in described]
+                comm.monitor.note_options(described)
         vote = Vote(flags, comm.monitor.digest)
         self._election = election = Election(vote, comm.control, comm.monitor, comm.device, what)
         if election.immediate:
@@ -356,24 +363,15 @@ class Gradients:
         if not known:
             self._options.append((weakref.WeakMethod(options), groups))
 
-    def _note_options(self) -> None:
-        for number, (told, groups) in enumerate(self._options):
-            options = told()
-            if options is not None:
-                of_which = f" of optimizer {number}" if number else ""
-                self._comm.monitor.note_options((f"{name}{of_which}", value) for name, value in options(groups))
-
-    def _note_trained(self) -> None:
-        """Let the next vote compare which parameters are trained; most often they are as before."""
-        owned = {matrix.fqn: str(matrix.rest.requires_grad) for matrix in self._matrices}
-        if owned.items() <= self._trained.items() and not self.averager.changed:
-            return
+    def _note_trained(self, trains: list[bool]) -> None:
+        """Let the next vote compare which parameters are trained."""
+        owned = {matrix.fqn: str(flag) for matrix, flag in zip(self._matrices, trains, strict=True)}
         trained = owned | self.averager.described()
         told = trained | {name: "False" for name in self._trained if name not in trained}
         self._comm.monitor.note_options((f"requires_grad of {name!r}", value) for name, value in told.items())
         if self.averager.changed:  # perhaps by one that has the same name, on all ranks or on none
             self._comm.monitor.note("parameters", "other parameters in the model, whose gradients dmuon averages")
-        self._trained = trained
+        self._trains, self._trained = trains, trained
 
     def verify(self) -> Verdict | None:
         """The last vote, if no conclusions were drawn yet; the host waits for it.
@@ -392,11 +390,6 @@ class Gradients:
 
     def _conclude(self) -> None:
         """Draw the conclusions of the last vote; all ranks do at one place."""
-        self.verify()
-        self._election = None
-
-
-def _note_origin(gradients: weakref.ref[Gradients], key: int, _param: Tensor) -> None:
-    alive = gradients()
-    if alive is not None:
-        alive.note_origin(key)
+        election, self._election = self._election, None
+        if election is not None:
+            election.verdict()

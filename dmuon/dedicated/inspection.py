@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from dmuon.dedicated.matrix import holders_of
 from dmuon.dedicated.nesting import own_buffers
-from dmuon.dedicated.part import holders_of
 from dmuon.layout.topology import GlobalRank, Topology
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec

@@ -1,4 +1,4 @@
-"""One owned tensor at run time: its resting form, the form that modules compute with, and its gradient.
+"""One owned tensor at run time: its matrices, its forms at rest and at work, and its gradient.
 
 [Note: five forms of a weight]
 A weight has up to five tensors. Only the master is ever updated; the others are wrappers, copies or views of copies.
@@ -20,21 +20,25 @@ them the modules hold (``Block``) and whether the slot has memory (``OwnedBuffer
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.context import Comm
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_like, owned_tensor
-from dmuon.dedicated.part import Part
-from dmuon.layout.topology import Position
-from dmuon.model.matrix_spec import remember_spec, spec_of
+from dmuon.layout.matrices import Region, numbered, stack_shape
+from dmuon.layout.parcels import Parcel, spread_over_all
+from dmuon.layout.shards import layout_of
+from dmuon.layout.topology import Coordinate, Position, position_in
+from dmuon.model.matrix_spec import is_one_matrix, remember_spec, spec_of
 from dmuon.platform.torch_private import accumulation_hooks, contiguous_strides, local_tensor, move_hooks
 
 Sites = tuple[tuple[nn.Module, str], ...]
@@ -55,6 +59,62 @@ class TensorSharding:
     def wrap(self, part: Tensor, shape: torch.Size) -> DTensor:
         """Make the DTensor of global ``shape`` whose local part is ``part``, sharing its storage."""
         return as_dtensor(part, self.mesh, [self.placement], shape)
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One matrix of an owned tensor, which may be all of it.
+
+    Attributes:
+        number: among the matrices of the tensor.
+        owner: position among the data-parallel ranks.
+        at: the owner's place among them.
+        shape: ``(m, n)`` of the whole matrix, as it is stored.
+        region: where it lies in what one data-parallel rank computes with; None: it is all of that.
+        local_shape: of what one data-parallel rank computes with of it.
+        transposed: it is stored ``(in, out)``.
+        parcel: where tensor parallelism has it; None without.
+        partial: the sum of what reductions along the row alone have brought to this rank, ``local_shape``; without
+            elements on the other ranks of the row, if they took part.
+    """
+
+    number: int
+    owner: Position
+    at: Coordinate
+    shape: tuple[int, int]
+    region: Region | None
+    local_shape: tuple[int, int]
+    transposed: bool
+    parcel: Parcel | None
+    partial: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of what one data-parallel rank computes with."""
+        return prod(self.local_shape)
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether :meth:`take` gives a view of a contiguous tensor."""
+        return self.region is None or self.region.is_slice
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """This matrix, ``local_shape``, of a tensor that is shaped as what one data-parallel rank computes with."""
+        if self.region is None:
+            return tensor
+        taken = self.region.take(tensor)
+        return taken[0] if len(taken) else tensor.new_empty(self.local_shape)
+
+    def put(self, tensor: Tensor, value: Tensor) -> None:
+        """Write ``value``, which :meth:`take` gave and which was changed, back to ``tensor`` if it is a copy."""
+        if self.region is not None and self.numel:
+            self.region.put(tensor, [value])
+
+    def write(self, tensor: Tensor, value: Tensor) -> None:
+        """Make ``value`` this matrix of such a tensor."""
+        taken = self.take(tensor)
+        taken.copy_(value)
+        self.put(tensor, taken)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,8 +163,10 @@ class OwnedMatrix:
         mine: those of which this rank has the masters.
         rest: the resting form, a parameter like ``full``.
         full: what modules compute with.
+        master: fp32; on its owner ``(m, n)``, or its tensor-parallel part, elsewhere no rows; flat if there are parts.
+        places: where modules find it: their dictionaries of parameters, and its name there. Not the modules: these own
+            what dmuon knows of them, not the reverse.
         tensor: how tensor parallelism splits it; masters and buffers then hold this rank's part.
-        unreduced: the gradient in ``full`` has not been reduced yet (backward without synchronization).
         empty_grad: the gradient on ranks that own no part; one serves all steps.
     """
 
@@ -114,23 +176,19 @@ class OwnedMatrix:
     mine: tuple[Part, ...]
     rest: OwnedTensor
     full: nn.Parameter
+    master: Tensor
+    places: Sequence[tuple[dict[str, Any], str]]
     tensor: TensorSharding | None = None
-    unreduced: bool = False
     empty_grad: OwnedTensor | None = None
     _sites: Sequence[tuple[weakref.ref[nn.Module], str]] = ()
 
     @property
     def sites(self) -> Iterator[tuple[nn.Module, str]]:
-        """Every ``(module, attribute)`` that holds it: modules own what dmuon knows of them, not the reverse."""
+        """Every ``(module, attribute)`` that holds it and is left."""
         for reference, name in self._sites:
             module = reference()
             if module is not None:
                 yield module, name
-
-    @property
-    def master(self) -> Tensor:
-        """fp32; on its owner ``(m, n)``, or its tensor-parallel part, elsewhere no rows; flat if there are parts."""
-        return local_tensor(self.rest)
 
     @property
     def local_shape(self) -> torch.Size:
@@ -170,12 +228,6 @@ class OwnedMatrix:
             return whole if self.mine else whole[:0]
         return joined([part.take(whole) for part in self.mine], whole)
 
-    def place(self, param: Tensor) -> None:
-        """Register ``param``, a parameter, wherever the modules hold this matrix."""
-        assert isinstance(param, nn.Parameter)
-        for module, name in self.sites:
-            module._parameters[name] = param
-
     def is_rest(self, param: Tensor | None) -> bool:
         """Whether what a module holds is the resting form."""
         return param is self.rest
@@ -189,36 +241,25 @@ class OwnedMatrix:
             return local_tensor(grad)
         return grad
 
-    def drop_unreduced(self) -> None:
-        """Forget gradients that were not reduced yet."""
-        self.full.grad = None
-        for part in self.parts:
-            part.partial = None
-        self.unreduced = False
-
-    @property
-    def has_partial(self) -> bool:
-        """Whether a gradient waits behind a reduction along the row."""
-        return any(part.partial is not None for part in self.parts)
-
-    @property
-    def waits(self) -> bool:
-        """Whether a gradient waits for a backward that synchronizes."""
-        return self.unreduced or self.has_partial
-
     @property
     def waiting_grad(self) -> Tensor | None:
-        """What waits, as the user sees it.
+        """What is not reduced yet, as the user sees it.
 
         Without synchronization that is this rank's own gradient of the whole matrix, as with DDP; behind a reduction
         along the row, the replica's average, on the rank of the row that keeps it.
         """
-        if self.unreduced and self.full.grad is not None:
+        if self.full.grad is not None:
             return self.full.grad
         kept = [part.partial for part in self.parts if part.partial is not None]
         if not kept:
             return None
         return self.as_grad(joined(kept, kept[0]) if self.is_split else kept[0])
+
+    def drop_waiting(self) -> None:
+        """Forget that."""
+        self.full.grad = None
+        for part in self.parts:
+            part.partial = None
 
     @property
     def has_hooks(self) -> bool:
@@ -231,7 +272,7 @@ class OwnedMatrix:
 
     def as_grad(self, local: Tensor) -> OwnedTensor:
         """Wrap ``local``, shaped as the master, as a gradient of the resting form."""
-        return self.like_rest(local, f"{self.fqn}.grad")
+        return owned_like(self.rest, local, f"{self.fqn}.grad")
 
     def set_grad(self, local: Tensor) -> None:
         """Add ``local``, shaped as the master, to the gradient of the resting form, and run the user's hooks."""
@@ -241,14 +282,15 @@ class OwnedMatrix:
             if self.empty_grad is None:
                 self.empty_grad = self.as_grad(local)
             grad = self.empty_grad
-        for hook in list((self.rest._backward_hooks or {}).values()):
+        has_hooks = self.has_hooks
+        for hook in list((self.rest._backward_hooks or {}).values()) if has_hooks else ():
             grad = self._replaced(grad, hook(grad))
         before = self.rest.raw_grad
         if before is not None:
             local_tensor(before).add_(local_tensor(grad))
         else:
             self.rest.raw_grad = grad
-        for hook in list(accumulation_hooks(self.rest).values()):
+        for hook in list(accumulation_hooks(self.rest).values()) if has_hooks else ():
             hook(self.rest)
 
     def _replaced(self, grad: OwnedTensor, result: object) -> OwnedTensor:
@@ -282,11 +324,14 @@ def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatri
     if sharding is not None:
         filled = sharding.wrap(filled, param.shape)
     full = whole_parameter(filled, rest)
+    mine = weight.owned_at(comm.position)
+    places = [(module._parameters, name) for module, name in weight.sites]
     sites = [(weakref.ref(module), name) for module, name in weight.sites]
     matrix = OwnedMatrix(
-        weight.fqn, param.shape, weight.parts, weight.owned_at(comm.position), rest, full, sharding, _sites=sites
+        weight.fqn, param.shape, weight.parts, mine, rest, full, local_tensor(rest), places, sharding, _sites=sites
     )
-    matrix.place(rest)
+    for held, name in places:
+        held[name] = rest
     move_hooks(param, rest)
     remember_spec(rest, spec_of(param))
     return matrix
@@ -330,3 +375,66 @@ def initial_master(value: Tensor, weight: Weight, comm: Comm) -> Tensor:
         if mine:
             return value.to(dtype, copy=True).contiguous()
         return torch.empty((0, value.shape[1]), dtype=dtype, device=value.device)
+
+
+def parameter_of(name: str, known: Container[str]) -> str:
+    """The name of the parameter to which the matrix belongs that a plan calls ``name``."""
+    return name if name in known else name[: name.rindex("[")]
+
+
+def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Part, ...]:
+    """The matrices of ``param``, which may be a DTensor that tensor parallelism has split.
+
+    Those that lie alike in the matrices of a stack come one after the other, so that they can be updated at once.
+
+    Args:
+        planned: for each, the owner's position among all ranks of the topology.
+    """
+    spec, local = spec_of(param), local_tensor(param)
+    sizes: list[int] = [1]
+    placements: list[Placement] = [Replicate()]
+    here = Position(0)
+    if isinstance(param, DTensor):
+        sizes, placements, here = [param.device_mesh.size()], list(param.placements), Position(comm.at.t)
+    layout = layout_of(param.shape, sizes, placements)
+    if is_one_matrix(param):
+        owner, at, t = _owner(planned[0], comm)
+        parcel = Parcel(1, spread_over_all(layout), t) if isinstance(param, DTensor) else None
+        m, n = param.shape
+        return (Part(0, owner, at, (m, n), None, (local.shape[0], local.shape[1]), spec.transposed, parcel),)
+    stack = stack_shape(local.shape, spec)
+    of_param = numbered(layout, spec)
+    held = {i: None for share, _ in of_param if here in share.holders for i in range(share.start, share.stop)}
+    places = {i: place for place, i in enumerate(held)}  # in the local stack
+    parts: dict[int, Part] = {}
+    for share, numbers in of_param:
+        m, n = share.layout.shape
+        for i, number in zip(range(share.start, share.stop), numbers, strict=True):
+            owner, at, t = _owner(planned[number], comm)
+            begin = places.get(i, 0)
+            region = Region(stack, (begin, begin + (i in places)), spec.dim, share.runs.get(here, ()))
+            parcel = None
+            if isinstance(param, DTensor):
+                assert t in share.holders, "whoever holds nothing of a matrix of a stack is not planned to own it"
+                parcel = Parcel(1, share.spread, t)
+            local_shape = region.shape if region.count else (0, n)
+            parts[number] = Part(number, owner, at, (m, n), region, local_shape, spec.transposed, parcel)
+    kinds = 1 + max(share.part for share, _ in of_param)
+    return tuple(parts[number] for number in sorted(parts, key=lambda number: (number % kinds, number)))
+
+
+def holders_of(param: Tensor) -> list[tuple[Position, ...]]:
+    """For each matrix of ``param``, the tensor-parallel ranks that have some of it; none where all have."""
+    if not isinstance(param, DTensor) or is_one_matrix(param):
+        return [() for _ in spec_of(param).matrices(param.shape)]
+    of_param = numbered(layout_of(param.shape, [param.device_mesh.size()], param.placements), spec_of(param))
+    by_number = {number: share.holders for share, numbers in of_param for number in numbers}
+    every = param.device_mesh.size()
+    return [() if len(by_number[i]) == every else by_number[i] for i in range(len(by_number))]
+
+
+def _owner(planned: Position, comm: Comm) -> tuple[Position, Coordinate, Position]:
+    """The data-parallel rank that keeps this tensor-parallel rank's part, its place, and the tensor-parallel owner."""
+    at = comm.topology.coordinates[planned]
+    owner = position_in(comm.ranks, comm.topology.rank_at(at.r, at.s, comm.at.t))
+    return owner, comm.coordinate(owner), Position(at.t)

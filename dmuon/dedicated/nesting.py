@@ -62,9 +62,16 @@ class Covered:
         self._roots = {prefix: weakref.ref(root) for prefix, root in roots.items()}
         self._taken = weakref.WeakSet(module for root in roots.values() for module in taken_modules(root))
 
-    def modules(self, blocks: Sequence[Block]) -> Iterator[nn.Module]:
-        """All of them."""
-        return (module for module in self._present(blocks).modules() if module not in self._taken)
+    def modules(self, blocks: Sequence[Block]) -> list[nn.Module]:
+        """All of them, in the order of ``nn.Module.modules``, which takes several times as long: each forward asks."""
+        found: dict[nn.Module, None] = {}
+        waiting: list[nn.Module | None] = [self._present(blocks)]
+        while waiting:
+            module = waiting.pop()
+            if module is not None and module not in found:
+                found[module] = None
+                waiting += [*module._modules.values()][::-1]
+        return [module for module in found if module not in self._taken] if self._taken else [*found]
 
     def named_parameters(self, blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Parameter]]:
         """Of all of them.
@@ -75,10 +82,12 @@ class Covered:
         return own_parameters(self._present(blocks), self._taken)
 
     def _present(self, blocks: Sequence[Block]) -> nn.Module:
+        if "" in self._roots and (only := self._roots[""]()) is not None:
+            return only
         roots = {prefix: root() for prefix, root in self._roots.items()}
         alive = {prefix.rstrip("."): root for prefix, root in roots.items() if root is not None}
         if alive:
-            return alive[""] if "" in alive else nn.ModuleDict(alive)
+            return nn.ModuleDict(alive)
         return nn.ModuleList(block.module for block in blocks if block.module is not None)
 
 

@@ -175,14 +175,14 @@ class OwnedTensor(DTensor):
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient; where none is, this rank's own that waits for a backward with synchronization."""
-        raw = self.raw_grad
+        raw: Tensor | None = _GRAD.__get__(self)
         return self.keeper.waiting_grad(self) if raw is None and self.keeper is not None else raw
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if self.keeper is not None:
             self.keeper.drop_waiting(self)
-        self.raw_grad = value
+        _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:

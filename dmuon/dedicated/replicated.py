@@ -236,6 +236,8 @@ class GradAverager:
         origins, self._origins = self._origins, []
         for origin in origins:
             origin.join()
+        if not self._buckets:
+            return []
         launched = [_Bucket(params, self._comm, self._made_group()) for params in self._buckets]
         return [item for bucket in launched for item in bucket.finish()]
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dmuon.dedicated.buffer import GradState
 from dmuon.dedicated.even_dtensor import even_to_owned, in_rounds, owned_to_even
-from dmuon.dedicated.matrix import OwnedMatrix
+from dmuon.dedicated.matrix import OwnedMatrix, Part
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.part import Part
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.matrices import Region
 from dmuon.layout.parcels import Parcel
@@ -113,23 +113,36 @@ class Dedicated(Residency):
 
     def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
         self._runtime.at_rest("step()")
-        name = self._runtime.unreduced()
-        if name is not None:
-            raise RuntimeError(
-                f"the gradient of {name!r} is not reduced: the last backward before step() must run outside no_sync()"
-            )
-        self._runtime.require_gradients()
+        self._require_gradients()
         # The vote of the next backward tells: this step has none.
         missing = [repr(name) for param, name in self._replicated if param.grad is None]
         told = ", ".join(missing[:_TOLD]) or "none"
         self._runtime.comm.monitor.note_options([("parameters without a gradient in a step", told)])
         return super().before_step(changed, fault)
 
+    def _require_gradients(self) -> None:
+        """Raise RuntimeError if a gradient is left unreduced, or a backward came through blocks and left none."""
+        has_any = False
+        for buffer in self._runtime.buffers:
+            for matrix in buffer.matrices:
+                has_any = has_any or matrix.rest.raw_grad is not None
+                if buffer.gradients is GradState.WAITING and matrix.waiting_grad is not None:
+                    raise RuntimeError(
+                        f"the gradient of {matrix.fqn!r} is not reduced: the last backward before step() must run "
+                        "outside no_sync()"
+                    )
+        if self._runtime.was_entered and not has_any:
+            raise RuntimeError(
+                f"backward came through the block of {next(self._runtime.matrices()).fqn!r}, and no parameter that "
+                "dmuon owns has a gradient: backward(inputs=…) cannot name them, since graphs know the whole weights "
+                "instead; call backward() without inputs, and freeze what is not to be trained"
+            )
+
     def begin_update(self, params: Iterable[Tensor]) -> None:
         self._runtime.begin_update(params)
 
     def updated(self, params: Iterable[Tensor]) -> None:
-        self._runtime.updated(params)
+        self._runtime.publications.updated(params)
 
     def end_update(self) -> None:
         self._runtime.end_update()

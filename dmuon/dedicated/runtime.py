@@ -26,19 +26,18 @@ from torch.utils._pytree import tree_leaves
 
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
-from dmuon.dedicated.block import Block, ExecutionOrder, Phase, mark_boundary
-from dmuon.dedicated.buffer import BufferState, OwnedBuffer
+from dmuon.dedicated.block import AT_WORK, Block, ExecutionOrder, OrderCheck, Phase, mark_boundary
+from dmuon.dedicated.buffer import BufferState, GradState, OwnedBuffer, Publications
 from dmuon.dedicated.even_dtensor import write_even
 from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.nesting import Covered
-from dmuon.dedicated.order_check import OrderCheck
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.publication import Publications
-from dmuon.dedicated.saved_tensors import SavedTensors, tell_of_hooks
+from dmuon.dedicated.saved_tensors import SavedTensors, storages_of, tell_of_hooks
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import (
     current_backward,
     may_push_saved_tensor_hooks,
@@ -76,7 +75,7 @@ class Runtime:
         plan: OwnerPlan,
     ) -> None:
         self.blocks = list(blocks)
-        self.buffers = list(_buffers(self.blocks))
+        self.buffers = list(dict.fromkeys(block.buffer for block in self.blocks))
         self.comm = comm
         self.plan = plan
         self.generation = 0
@@ -88,15 +87,12 @@ class Runtime:
         self.order = ExecutionOrder(self.blocks)
         self.gradients = Gradients(comm, list(self.matrices()), weakref.WeakMethod(self._gradient_arrived))
         self.order_check = OrderCheck(comm, self.blocks, is_list="" not in roots)
-        self._neighbours = {buffer: [b for b in self.blocks if b.buffer is buffer] for buffer in self.buffers}
         of_module: dict[int, list[Block]] = {}  # one for each dtype
         for block in self.blocks:
             of_module.setdefault(id(block.module), []).append(block)
-        self._alike = {blocks[0]: blocks for blocks in of_module.values()}  # one of them hooks what the graph saves
+        # The first of them hooks what the graph saves, of the whole weights of all.
+        self._alike = {alike[0]: (alike, storages_of(one.buffer for one in alike)) for alike in of_module.values()}
         self._backwards: set[int] = set()
-        self._reducible: dict[OwnedBuffer, None] = {}  # an ordered set: with gradients, reduction not started
-        self._leftovers: set[OwnedBuffer] = set()  # with gradients that earlier backwards did not make whole
-        self._strays: dict[Block, int] = {}  # with gradients of a backward that did not enter them, and which
         self.publications = Publications(comm)
         self._covered = Covered(roots)  # which it does not hold: modules own their hooks, and so this
         self._has_root = "" in roots
@@ -104,6 +100,7 @@ class Runtime:
             roots[""].register_forward_pre_hook(self._root_pre_forward)
             roots[""].register_forward_hook(self._root_post_forward)
         self._by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
+        self._buffer_of = {key: buffer for buffer in self.buffers for key in buffer.params}
         self._by_name = {matrix.fqn: matrix for matrix in self.matrices()}
         for matrix in self.matrices():
             matrix.rest.keeper = self
@@ -124,16 +121,14 @@ class Runtime:
 
     def param_ids(self) -> set[int]:
         """Of everything that the model has."""
-        return {id(p) for _, p in self._named_parameters()} | self._by_rest.keys()
+        return {id(p) for _, p in self._covered.named_parameters(self.blocks)} | self._by_rest.keys()
 
     def unclaimed(self, claimed: set[int]) -> list[str]:
         """Names of tensors of two dimensions or more that have a gradient and are not among the ids ``claimed``."""
         named: list[tuple[str, Tensor]] = [(matrix.fqn, matrix.rest) for matrix in self.matrices()]
-        named += [(canonical_fqn(n), p) for n, p in self._named_parameters() if not isinstance(p, OwnedTensor)]
+        others = self._covered.named_parameters(self.blocks)
+        named += [(canonical_fqn(n), p) for n, p in others if not isinstance(p, OwnedTensor)]
         return [name for name, p in named if p.ndim >= 2 and p.grad is not None and id(p) not in claimed]
-
-    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._covered.named_parameters(self.blocks)
 
     @property
     def name(self) -> str:
@@ -146,15 +141,16 @@ class Runtime:
 
     def waiting_grad(self, param: OwnedTensor) -> Tensor | None:
         """The gradient of ``param`` that waits for a backward with synchronization; None of an alias."""
-        matrix = self._by_rest.get(id(param))
-        return None if matrix is None else matrix.waiting_grad
+        buffer = self._buffer_of.get(id(param))
+        waits = buffer is not None and buffer.gradients is GradState.WAITING
+        return self._by_rest[id(param)].waiting_grad if waits else None
 
     def drop_waiting(self, param: OwnedTensor) -> None:
         """Forget that: the user has cleared or replaced the gradient."""
         self.was_entered = False
-        matrix = self._by_rest.get(id(param))
-        if matrix is not None and matrix.waits:
-            matrix.drop_unreduced()
+        buffer = self._buffer_of.get(id(param))
+        if buffer is not None and buffer.gradients is GradState.WAITING:
+            self._by_rest[id(param)].drop_waiting()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Hooks hold the runtime, so copying or pickling a model meets it before its parameters.
@@ -194,21 +190,17 @@ class Runtime:
     def begin_update(self, params: Iterable[Tensor]) -> None:
         """Before the masters of ``params`` change: raise the generation, and publish what none of them delays.
 
-        :meth:`updated` and :meth:`end_update` publish the rest, each buffer as soon as this rank's masters of it are up
-        to date, in the order in which the next forward needs them. Buffers that are kept are then filled too; of the
-        others, as many as are prefetched.
+        :meth:`Publications.updated` and :meth:`end_update` publish the rest, each buffer as soon as this rank's masters
+        of it are up to date, in the order in which the next forward needs them. Buffers that are kept are then filled
+        too; of the others, as many as are prefetched.
         """
         self.comm.monitor.begin_step()
         self.before_write()
         self.weights_changed()
         for block in self.blocks:  # graphs of forwards that never ran backward are void now
             block.forget_graph()
-        outdated = {id(p) for p in params if id(p) in self._by_rest}
-        self.publications.begin(_buffers(self.order.walk()), outdated, self.generation)
-
-    def updated(self, params: Iterable[Tensor]) -> None:
-        """The masters of ``params`` have their new values."""
-        self.publications.updated(id(p) for p in params)
+        outdated = self._by_rest.keys() & map(id, params)
+        self.publications.begin(self.order.buffers(), outdated, self.generation)
 
     def end_update(self) -> None:
         """All masters have their new values."""
@@ -239,24 +231,17 @@ class Runtime:
         """Leave ``block``, and free its buffer unless the next block needs it too."""
         block.leave()
         buffer = block.buffer
-        if not self._stays(buffer) and (successor is None or successor.buffer is not buffer):
+        if not (buffer.keep or buffer.users) and (successor is None or successor.buffer is not buffer):
             buffer.free()
-
-    def _stays(self, buffer: OwnedBuffer) -> bool:
-        """Whether its weights must not be freed now."""
-        return buffer.keep or buffer.in_use
 
     def _prefetch(self, block: Block, *, backward: bool) -> None:
         """Start filling the buffers that come next."""
-        buffers = _buffers(self.order.walk(block, backward=backward))
+        buffers = self.order.buffers(block, backward=backward)
         for buffer in islice(buffers, 1, 1 + self.comm.options.prefetch):  # the first is the block's own
-            if backward and not self._awaits_backward(buffer):
+            if backward and not buffer.awaited:
                 return
-            if not buffer.in_use:
+            if not buffer.users:
                 buffer.start_fill(self.generation)
-
-    def _awaits_backward(self, buffer: OwnedBuffer) -> bool:
-        return any(block.awaits_backward for block in self._neighbours[buffer])
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -269,7 +254,7 @@ class Runtime:
 
     def _start_pass(self) -> None:
         """No block is at work yet, unless a Ctrl-C has ended the last pass, of which torch tells no forward hook."""
-        self.order.restart()
+        self.order.last = None  # the next block that runs follows no other
         for block in self.blocks:
             if block.phase is Phase.FORWARD and current_backward() is None:
                 block.abandon()
@@ -287,7 +272,7 @@ class Runtime:
             return None
         self._recover()
         recomputation = current_backward() is not None
-        begins = not (recomputation or self._has_root) and self.order.begins_with(block)
+        begins = not (recomputation or self._has_root) and self.order.first is block
         if begins or not self.gradients.averager.looked:
             self._prepare()
         if not recomputation:
@@ -311,12 +296,9 @@ class Runtime:
 
     def _begin_saving(self, block: Block) -> None:
         """What the graph saves from now on comes back by way of the block: [Note: how backward enters a block]."""
-        alike = self._alike.get(block, [])
-        if alike and torch.is_grad_enabled() and not block.buffer.keep and may_push_saved_tensor_hooks():
-            storages = [storage for one in alike for storage in one.buffer.storages]
-            saved = SavedTensors(storages, partial(self._enter_by_saved, alike, self.generation))
-            saved.begin()
-            block.saving.append(saved)
+        if block in self._alike and torch.is_grad_enabled() and not block.buffer.keep and may_push_saved_tensor_hooks():
+            alike, storages = self._alike[block]
+            block.saving.append(SavedTensors(storages, partial(self._enter_by_saved, alike, self.generation)))
 
     @outside_compile
     def _post_forward(self, block: Block, _module: nn.Module, _args: Any, output: Any) -> Any:
@@ -324,8 +306,8 @@ class Runtime:
         if block.saving:
             saved = block.saving.pop()
             saved.end()
-            for one in self._alike[block]:
-                one.awaits_backward = one.awaits_backward or (error is None and saved.any)
+            for one in self._alike[block][0] if error is None and saved.any else ():
+                one.buffer.awaited.add(one.name)
             if error is not None:
                 tell_of_hooks(error, block.name)
         # Without gradients somebody may keep a view; but operations on DTensors leave garbage that refers to weights.
@@ -333,14 +315,20 @@ class Runtime:
         if block.phase is not Phase.FORWARD:
             return None
         if error is not None or not torch.is_grad_enabled():
-            self._leave(block, self.order.after(block))
+            self._leave(block, self.order.following.get(block))
             return None
-        returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        self._leave(block, self.order.after(block))
-        block.awaits_backward = block.awaits_backward or bool(returned)
+        returned: list[Tensor] = []
+        devices: set[torch.device] = set()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                returned.append(leaf)
+                devices.add(leaf.device)
+        self._leave(block, self.order.following.get(block))
+        if returned:
+            block.buffer.awaited.add(block.name)
         block.generation = self.generation
         hook = partial(self._pre_backward, block, self.generation)
-        if len({tensor.device for tensor in returned}) > 1:
+        if len(devices) > 1:
             # A thread for each device would enter the block, on each rank in another order.
             return mark_boundary(output, hook)[0]
         for tensor in returned:
@@ -349,7 +337,8 @@ class Runtime:
 
     def _prepare(self) -> None:
         """Where a pass begins: average what nobody shards, as far as the model has it now."""
-        self.order_check.compare_places()
+        if not self._has_root:
+            self.order_check.compare_places()
         if torch.is_grad_enabled():
             self.gradients.averager.look(self._covered, self.blocks)
 
@@ -360,8 +349,9 @@ class Runtime:
             return
         self._check_graph(block, generation)
         block.backward = self._in_backward()
-        self.was_entered = self.was_entered or block.trains
-        self.order.restart()
+        for matrix in block.matrices:
+            self.was_entered = self.was_entered or matrix.rest.requires_grad
+        self.order.last = None  # the next block that runs follows no other
         self._ensure_ready(block)
         block.enter(Phase.BACKWARD)
         self._prefetch(block, backward=True)
@@ -369,7 +359,7 @@ class Runtime:
     def _enter_by_saved(self, blocks: Sequence[Block], generation: int) -> None:
         """The graph asks back what a forward of ``blocks``, which are one module's, has saved."""
         for block in blocks:
-            if block.at_work and generation == self.generation:
+            if block.phase in AT_WORK and generation == self.generation:
                 continue
             if current_backward() is None:
                 raise RuntimeError(
@@ -391,12 +381,6 @@ class Runtime:
                 "before step(), load_state_dict() or edits"
             )
 
-    def gradient_comes(self, block: Block) -> None:
-        """A whole weight of ``block`` has a gradient, perhaps by a way that its hooks did not see."""
-        if block.phase is not Phase.BACKWARD and block not in self._strays:
-            self._check_graph(block, block.generation)
-            self._strays[block] = self._in_backward()
-
     def _post_backward(self, block: Block) -> None:
         if block.phase is not Phase.BACKWARD:
             return
@@ -406,29 +390,26 @@ class Runtime:
 
     def _end_block(self, block: Block) -> None:
         """All gradients of ``block`` are there: reduce them, together with those of its neighbours in the buffer."""
-        if block.phase is Phase.BACKWARD:
-            before = self.order.before(block)
-            self.gradients.join(block.matrices)  # what made them has read the weights, whose memory may be freed now
-            self._leave(block, before if before is not None and before.awaits_backward else None)
-        self._strays.pop(block, None)
-        block.forget_graph()
         buffer = block.buffer
+        if block.phase is Phase.BACKWARD:
+            before = self.order.preceding.get(block)
+            if self.gradients.origins:  # what made them has read the weights, whose memory may be freed now
+                self.gradients.join(block.matrices)
+            self._leave(block, before if before is not None and before.name in before.buffer.awaited else None)
+        block.forget_graph()
         # Without shards there is nothing to reduce but across replicas.
         if not self.sync or not (self.all_reduce or self.comm.row is not None or self.comm.column is None):
-            for matrix in block.matrices:
-                matrix.unreduced = matrix.unreduced or matrix.full.grad is not None
-            self._leftovers.add(buffer)
+            if buffer.gradients is GradState.NONE:
+                buffer.gradients = GradState.WAITING
             return
-        self._reducible[buffer] = None
-        if not self._awaits_backward(buffer):
+        buffer.gradients = GradState.READY
+        if not buffer.awaited:
             self._reduce(buffer)
 
     def _reduce(self, buffer: OwnedBuffer) -> None:
-        self._reducible.pop(buffer, None)
-        self._leftovers.discard(buffer)
+        """Start the reduction of all that the buffer's matrices have, of earlier backwards too."""
         self.gradients.reduce(buffer, along_column=self.all_reduce)
-        if not self._whole_sync:
-            self._leftovers.add(buffer)
+        buffer.gradients = GradState.NONE if self._whole_sync else GradState.WAITING
 
     def _in_backward(self) -> int:
         """Identity of the running backward pass, whose end is hooked on first sight."""
@@ -451,24 +432,20 @@ class Runtime:
     def _root_post_backward(self, backward: int) -> None:
         """All gradients are reduced and visible when ``backward()`` returns."""
         for block in self.blocks:
-            entered = block.phase is Phase.BACKWARD and block.backward == backward
-            if entered or self._strays.get(block) == backward:
+            if block.backward == backward:
                 self._end_block(block)
-        for buffer in list(self._reducible):
-            self._reduce(buffer)
-        if self._whole_sync:  # what earlier micro-batches left and this one did not run
-            for buffer in [buffer for buffer in self.buffers if buffer in self._leftovers]:
-                self._reduce(buffer)
-        if self._backwards == {backward}:
-            self._free_unused_prefetches()
-        if self.sync:
-            self.gradients.finish(settle=self._whole_sync)
-        self._backwards.discard(backward)  # last: after an exception above there is something to recover from
-
-    def _free_unused_prefetches(self) -> None:
+        whole = self._whole_sync
         for buffer in self.buffers:
-            if buffer.state is not BufferState.FREED and not self._stays(buffer):
+            # Either a block of it did not run, or a backward before this one has left something.
+            if buffer.gradients is GradState.READY or (whole and buffer.gradients is GradState.WAITING):
+                self._reduce(buffer)
+            # Or it was prefetched, and nothing came.
+            is_idle = buffer.state is not BufferState.FREED and not (buffer.keep or buffer.users)
+            if is_idle and self._backwards == {backward}:
                 buffer.free()
+        if self.sync:
+            self.gradients.finish(settle=whole)
+        self._backwards.discard(backward)  # last: after an exception above there is something to recover from
 
     # -- recovery --------------------------------------------------------------------------------------------------
 
@@ -476,22 +453,14 @@ class Runtime:
         """Forget gradients that were not reduced yet."""
         self._recover()
         self.was_entered = False
-        self._leftovers.clear()
-        for matrix in self.matrices():
-            matrix.drop_unreduced()
+        for buffer in self.buffers:
+            if buffer.gradients is not GradState.NONE:
+                self._forget_gradients(buffer)
 
-    def require_gradients(self) -> None:
-        """Raise RuntimeError if a backward went through blocks and left no owned parameter a gradient."""
-        if self.was_entered and all(matrix.rest.raw_grad is None for matrix in self.matrices()):
-            raise RuntimeError(
-                f"backward came through the block of {next(self.matrices()).fqn!r}, and no parameter that dmuon owns "
-                "has a gradient: backward(inputs=…) cannot name them, since graphs know the whole weights instead; "
-                "call backward() without inputs, and freeze what is not to be trained"
-            )
-
-    def unreduced(self) -> str | None:
-        """Name of a parameter whose gradient was left unreduced by a backward without synchronization."""
-        return next((matrix.fqn for matrix in self.matrices() if matrix.waits), None)
+    def _forget_gradients(self, buffer: OwnedBuffer) -> None:
+        for matrix in buffer.matrices:
+            matrix.drop_waiting()
+        buffer.gradients = GradState.NONE
 
     def _recover(self) -> None:
         """Clean up after a backward that raised: nothing more of it may reach a gradient.
@@ -502,32 +471,29 @@ class Runtime:
         if not self._backwards or current_backward() is not None:
             return
         self._backwards.clear()
-        self._reducible.clear()
-        self._strays.clear()
-        self._leftovers.clear()
         self.publications.forget_fills()
         for block in self.blocks:
-            block.reset()
+            block.abandon()
+            block.forget_graph()
+        for buffer in self.buffers:
+            self._forget_gradients(buffer)
         self.weights_changed()
         run_all([self.gradients.discard, *(buffer.free for buffer in self.buffers)])
 
 
-def _notice(runtime: weakref.ref[Runtime], block: weakref.ref[Block], _param: Tensor) -> None:
-    alive, entered = runtime(), block()
-    if alive is not None and entered is not None:
-        alive.gradient_comes(entered)
+def _notice(of_runtime: weakref.ref[Runtime], of_block: weakref.ref[Block], whole: Tensor) -> None:
+    """``whole``, a weight of a block, has a gradient, perhaps by a way that the block's hooks did not see."""
+    runtime, block = of_runtime(), of_block()
+    if runtime is None or block is None:
+        return
+    if runtime.gradients.origins is not None:
+        runtime.gradients.origins[id(whole)] = Origin(runtime.comm.device)
+    if block.backward is None:
+        runtime._check_graph(block, block.generation)
+        block.backward = runtime._in_backward()
 
 
 def runtime_of(param: Tensor) -> Runtime | None:
     """The runtime that moves the weights of ``param``; None if it is not owned."""
     keeper = param.keeper if isinstance(param, OwnedTensor) else None
     return keeper if isinstance(keeper, Runtime) else None
-
-
-def _buffers(blocks: Iterable[Block]) -> Iterator[OwnedBuffer]:
-    """The buffers of ``blocks``, each once."""
-    visited: set[OwnedBuffer] = set()
-    for block in blocks:
-        if block.buffer not in visited:
-            visited.add(block.buffer)
-            yield block.buffer

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.platform.torch_private import (
     DTensorSpec,
     SavedTensorHooks,
@@ -46,11 +47,6 @@ class _Weight:
     stride: tuple[int, ...]
     spec: DTensorSpec | None  # of tensor parallelism
 
-    def tensor(self) -> Tensor:
-        local = torch.empty(0, dtype=self.dtype, device=self.storage.device)
-        local.set_(self.storage, self.offset, self.size, self.stride)
-        return local if self.spec is None else with_spec(local, self.spec)
-
 
 @dataclass(frozen=True, slots=True)
 class _PackedOutside:
@@ -59,8 +55,16 @@ class _PackedOutside:
     packed: Any
 
 
+Storages = dict[int, torch.UntypedStorage]
+
+
+def storages_of(buffers: Iterable[OwnedBuffer]) -> Storages:
+    """The memory of whole weights, as :class:`SavedTensors` knows it again."""
+    return {storage_id(storage): storage for buffer in buffers for storage in buffer.storages}
+
+
 class SavedTensors:
-    """The pair of hooks of one forward of a block, from :meth:`begin` to :meth:`end`.
+    """The pair of hooks of one forward of a block, around what this thread computes until :meth:`end`.
 
     Args:
         storages: the memory of the block's whole weights.
@@ -72,15 +76,11 @@ class SavedTensors:
 
     __slots__ = ("_enter", "_outside", "_storages", "any")
 
-    def __init__(self, storages: Iterable[torch.UntypedStorage], enter: Callable[[], None]) -> None:
-        self._storages = {storage_id(storage): storage for storage in storages}
+    def __init__(self, storages: Storages, enter: Callable[[], None]) -> None:
+        self._storages = storages
         self._enter = enter
-        self._outside: SavedTensorHooks | None = None
+        self._outside: SavedTensorHooks | None = saved_tensor_hooks()
         self.any = False
-
-    def begin(self) -> None:
-        """Put the pair around what this thread computes next."""
-        self._outside = saved_tensor_hooks()
         push_saved_tensor_hooks((self._pack, self._unpack))  # not kept: a cycle would outlive the model
 
     def end(self) -> None:
@@ -112,7 +112,9 @@ class SavedTensors:
     def _unpack(self, packed: Any) -> Tensor:
         self._enter()
         if isinstance(packed, _Weight):
-            return packed.tensor()
+            local = torch.empty(0, dtype=packed.dtype, device=packed.storage.device)
+            local.set_(packed.storage, packed.offset, packed.size, packed.stride)
+            return local if packed.spec is None else with_spec(local, packed.spec)
         if isinstance(packed, _PackedOutside):
             assert self._outside is not None, "it has packed this"
             unpacked: Tensor = self._outside[1](packed.packed)

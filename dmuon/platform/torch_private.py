@@ -402,7 +402,9 @@ def count_holders(storages: Iterable[torch.UntypedStorage], params: Sequence[Ten
 
     Graphs of ``params`` do not count. As a difference the number tells whether anybody has come.
     """
-    count: int = sum(torch._C._storage_Use_Count(storage._cdata) for storage in storages)
+    count = 0
+    for storage in storages:
+        count += torch._C._storage_Use_Count(storage._cdata)
     listed: Sequence[Any] = params
     for i in range(len(listed)):  # without another reference to what is counted
         count += sys.getrefcount(listed[i]) - (_references_of_graph() if listed[i]._use_count() > 1 else 0)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.dedicated.buffer import OwnedBuffer
-from dmuon.dedicated.publication import fills_wait
+from dmuon.dedicated.buffer import OwnedBuffer, fills_wait
 from dmuon.dedicated.residency import Dedicated
 from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import Storage

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication
-from dmuon.dedicated.matrix import OwnedMatrix, resting
-from dmuon.dedicated.part import Part
+from dmuon.dedicated.matrix import OwnedMatrix, Part, resting
 from dmuon.exchanged.user_round import UserRound
 from dmuon.layout.matrices import numbered
 from dmuon.layout.parcels import Parcel

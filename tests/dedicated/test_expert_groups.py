@@ -407,7 +407,7 @@ def test_passes_of_a_list_begin_with_its_first_module(rank: int, world: int) -> 
     with torch.no_grad():
         for _ in range(3):
             model(tokens)
-    assert runtime.order.after(runtime.blocks[-1]) is None
+    assert runtime.blocks[-1] not in runtime.order.following
     assert all(buffer.state is BufferState.FREED for buffer in runtime.buffers)
 
 

@@ -331,7 +331,7 @@ def failing_collective(rank: int, world: int, layout: str, kind: str, when: str)
         with pytest.raises(dmuon.CollectiveError, match=r"was not started, because an earlier .*blocks\.1|Before that"):
             action()
     optimizer.zero_grad()
-    assert not runtime._backwards and not any(block.at_work for block in runtime.blocks)
+    assert not runtime._backwards and not any(block.phase.name != "REST" for block in runtime.blocks)
     assert all(b._fill is None and b._publication is None for b in runtime.buffers if not b.keep)
 
 

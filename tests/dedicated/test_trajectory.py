@@ -90,7 +90,7 @@ def train(rank: int, case: Case) -> Trajectory:
         for buffer in runtime.buffers:
             buffer.free()  # also what the last step published: nobody may still use it
             assert buffer.buffer_nbytes == 0
-        assert resident or not any(buffer.in_use for buffer in runtime.buffers)
+        assert resident or not any(buffer.users for buffer in runtime.buffers)
     return Trajectory(plain_names(full_state(model)), orthogonalized, len(dmuon.owned_parameters(model)), masters)
 
 

@@ -178,7 +178,7 @@ def test_gradients_of_a_part_on_its_own_stream_are_waited_for(
     [
         (Plant("GradReduction._pack", "origin.join"), Towers),
         (Plant("GradReduction._pack", "origin.await_users"), Network),
-        (Plant("Gradients.join", "self._origins[id(matrix)].join"), Network),
+        (Plant("Gradients.join", "origins[id(matrix.full)].join"), Network),
     ],
     ids=str,
 )

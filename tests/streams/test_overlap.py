@@ -13,7 +13,7 @@ from harness.topologies import lay
 from harness.toy import build
 
 import dmuon
-from dmuon.dedicated.buffer import OwnedBuffer
+from dmuon.dedicated.buffer import OwnedBuffer, Publications
 from dmuon.dedicated.gradients import GradReduction
 from dmuon.dedicated.runtime import Runtime
 from streams import clock
@@ -86,7 +86,7 @@ def fills_in_steps(_rank: int, _world: int, streams: bool) -> list[bool]:
     inside = 0
 
     def stepping(original: Wrapped) -> Wrapped:
-        def call(self: Runtime, *args: Any) -> Any:
+        def call(self: Any, *args: Any) -> Any:
             nonlocal inside
             inside += 1
             try:
@@ -107,8 +107,8 @@ def fills_in_steps(_rank: int, _world: int, streams: bool) -> list[bool]:
         return fill
 
     with ExitStack() as stack:
-        for name in ("begin_update", "updated", "end_update"):
-            _wrap(stack, Runtime, name, stepping)
+        for kind, name in ((Runtime, "begin_update"), (Publications, "updated"), (Runtime, "end_update")):
+            _wrap(stack, kind, name, stepping)
         _wrap(stack, OwnedBuffer, "start_fill", filling)
         if streams:
             observer = Observer()

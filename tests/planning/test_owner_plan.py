@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness.assertions import assert_equal_weights, assert_same_bits
 from harness.configs import SMALL_LLAMA, written
+from harness.network import full_state, is_matrix
 from harness.on_ranks import on_ranks
 from harness.oracle import reference_weights
 from harness.pool import RankPool
@@ -31,8 +32,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
 from dmuon import OwnerPlan
-from dmuon.check.model import is_matrix
-from dmuon.check.topologies import full_state
 from dmuon.cli.plan import main as plan_command
 from dmuon.dedicated.dedication import dedications
 from dmuon.planning import agreed_plan

@@ -20,7 +20,7 @@ from pathlib import Path
 AT_ONCE = 3
 POLL_SECONDS = 0.2
 NO_TESTS = 5  # pytest's exit status where nothing was selected
-PROGRAMS = ("bench", "check", "cli", "examples", "frameworks", "programs")  # folders of tests that start programs
+PROGRAMS = ("bench", "cli", "examples", "frameworks", "programs")  # folders of tests that start programs
 WITHOUT_RANKS = ("kernels", "model", "simulation", "solver")  # folders in which no test asks for ranks
 # In the order in which they start.
 PARTS = {

@@ -1,162 +1,171 @@
-"""Lines of the report, judged over all ranks and printed by the first one as they come."""
+"""What the ranks tell each other, and the lines of the report: judged over all ranks, printed by the first one."""
 
 from __future__ import annotations
 
+import base64
 import faulthandler
+import gc
+import json
 import os
+import pickle
 import re
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dmuon.check.ranks import Ranks
-from dmuon.comm.monitor import CollectiveError
+import dmuon
+from dmuon.platform.files import write_text
 
-Status = Literal["pass", "fail", "skip", "warn", "info"]
+_MINUTE = timedelta(minutes=1)
 
 
 class Stopped(Exception):
-    """A fault on some ranks only: they no longer run the same collectives, so nothing more can be checked."""
+    """An error on some ranks only: they no longer run the same collectives, so nothing more can be checked."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What one rank measured; it passes if ``value`` is at most ``limit``.
+class Ranks:
+    """All processes of the launch, or this one alone where nothing launched several.
 
-    Attributes:
-        text: for people. That of the worst rank is printed.
-        unit: how ``value`` is named when it is printed; empty where it is a count of what is wrong.
-        same: must be equal on all ranks, besides.
+    They exchange Python objects through the rendezvous store, which works where collectives fail.
+
+    Args:
+        backend: back end of process groups.
+        timeout: limit of their collectives; :meth:`gather` waits three times as long for the slowest rank, or a minute.
+
+    Raises:
+        RuntimeError, ValueError: the processes did not find each other.
     """
 
-    check: str
-    text: str
-    value: float
-    limit: float
-    unit: str = ""
-    same: str = ""
+    def __init__(self, backend: str, timeout: timedelta) -> None:
+        self.rank, self.world = 0, 1
+        self.timeout = timeout
+        self._store: Store = dist.HashStore()  # type: ignore[attr-defined]
+        if "RANK" in os.environ:
+            found = dist.rendezvous("env://", timeout=max(timeout, _MINUTE))  # type: ignore[attr-defined]
+            self._store, self.rank, self.world = next(found)
+        self._backend = backend
+        self._rounds = 0
+
+    @contextmanager
+    def process_group(self) -> Iterator[None]:
+        """The default group; with it end all others, each of which holds a communicator on NCCL."""
+        self._rounds += 1
+        store = PrefixStore(f"dmuon-check/group/{self._rounds}", self._store)  # names of groups recur
+        dist.init_process_group(self._backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout)
+        yield
+        gc.collect()  # the modules and the hooks of a dedicated model refer to each other
+        dist.destroy_process_group()
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's ``item``, by rank; all ranks make the same series of calls.
+
+        Raises:
+            RuntimeError: a rank did not come in time, or the store is gone with its process.
+        """
+        self._rounds += 1
+        keys = [f"dmuon-check/gather/{self._rounds}/{rank}" for rank in range(self.world)]
+        self._store.set(keys[self.rank], base64.b64encode(pickle.dumps(item)).decode())
+        self._store.wait(keys, max(3 * self.timeout, _MINUTE))
+        # These bytes were written by this program on another rank.
+        return [pickle.loads(base64.b64decode(self._store.get(key))) for key in keys]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the report; ``rank`` is the worst one."""
+    """One line of the report; of what a check has measured, it passes if ``value`` is at most ``limit``.
 
-    status: Status
+    Attributes:
+        unit: how ``value`` is named when it is printed; empty where it is a count of what is wrong.
+        where: on which topology, or of which ranks.
+    """
+
     check: str
-    where: str
     text: str
-    value: float | None = None
-    limit: float | None = None
-    rank: int | None = None
+    value: float = 0
+    limit: float = 0
+    unit: str = ""
+    status: Literal["pass", "fail", "skip", "warn", "info"] = "info"
+    where: str = ""
 
     def __str__(self) -> str:
         return f"{self.status:<6}{self.check:<13}{self.where:<38}{self.text}"
 
 
 class Board:
-    """Collects lines; every rank holds all of them, rank 0 prints.
+    """Collects lines; every rank holds all of them. Rank 0 prints them, and writes them to a file as they come.
 
     Args:
-        seconds: for one check; then the process ends with exit status 1, whatever it waits for.
-
-    Attributes:
-        tracebacks: of what checks raised on this rank.
+        path: where rank 0 writes, if anywhere: a run that hangs or dies leaves what came before.
     """
 
-    def __init__(self, ranks: Ranks, seconds: float) -> None:
+    def __init__(self, ranks: Ranks, path: Path | None = None) -> None:
         self.ranks = ranks
         self.lines: list[Line] = []
-        self.tracebacks: list[str] = []
-        self._seconds = seconds
+        self._path = path
 
     @property
     def failed(self) -> int:
-        """Lines that failed."""
+        """How many lines failed."""
         return sum(line.status == "fail" for line in self.lines)
 
-    def say(self, status: Status, check: str, where: str, text: str, **numbers: Any) -> None:
+    def add(self, line: Line) -> None:
         """Add a line; the same on all ranks."""
-        self._add(Line(status, check, where, text, **numbers))
-
-    def judge(self, check: str, where: str, work: Callable[[], list[Reading] | None]) -> bool:
-        """Run ``work`` on every rank and add a line per reading, if it has any; a fault is a line named ``check``.
-
-        Returns:
-            Whether ``work`` ended without a fault, on all ranks.
-
-        Raises:
-            Stopped: not all ranks had the same fault, or a collective failed.
-        """
-        fault: str | None = None
-        fatal = False
-        readings: list[Reading] = []
-        with self._time_limit(f"{check} {where}"):
-            try:
-                readings = work() or []
-            except Exception as error:
-                fault = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                fatal = isinstance(error, (CollectiveError, dist.DistError))
-                self.tracebacks.append(f"{check} {where}: {traceback.format_exc()}")
-                print(f"dmuon-check: rank {self.ranks.rank}: {check} {where}: {fault}", file=sys.stderr, flush=True)
-            everyone = self.ranks.gather((fault, fatal, readings))
-        faults = {rank: text for rank, (text, _, _) in enumerate(everyone) if text is not None}
-        if not faults:
-            for same in zip(*(theirs for _, _, theirs in everyone), strict=True):
-                self._add(_worst(same, where))
-            return True
-        rank, text = next(iter(faults.items()))
-        many = f"{len(faults)} of {len(everyone)} ranks, first " if len(everyone) > 1 else ""
-        self.say("fail", check, where, f"{many}rank {rank}: {text}", rank=rank)
-        kinds = {re.sub(r"\d+", "", said) for said in faults.values()}
-        if len(faults) < len(everyone) or len(kinds) > 1 or any(hopeless for _, hopeless, _ in everyone):
-            raise Stopped(f"{check} {where}")
-        return False
-
-    def _add(self, line: Line) -> None:
         self.lines.append(line)
         if self.ranks.rank == 0:
             print(line, flush=True)
+            if self._path is not None:
+                status = int(self.failed > 0) if line.check == "all" else None  # that is the last one
+                report = {"exit_status": status, "world": self.ranks.world, "lines": [*map(asdict, self.lines)]}
+                write_text(self._path, json.dumps(report, indent=1) + "\n")
 
-    @contextmanager
-    def _time_limit(self, doing: str) -> Iterator[None]:
-        timer = threading.Timer(self._seconds, _give_up, (self.ranks.rank, doing, self._seconds))
-        timer.daemon = True
-        timer.start()
+    def judge(self, check: str, where: str, work: Callable[[], list[Line]]) -> None:
+        """Run ``work`` on every rank and add a line for each that it returns; an error is a line named ``check``.
+
+        What takes much longer than one collective may ends the process, with the stacks of its threads and exit
+        status 1; torchrun then ends the others.
+
+        Raises:
+            Stopped: not all ranks had the same error, or a collective failed.
+        """
+        said: str | None = None
+        fatal = False
+        readings: list[Line] = []
+        seconds = 4 * self.ranks.timeout.total_seconds()
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
         try:
-            yield
-        finally:
-            timer.cancel()
+            readings = work()
+        except Exception as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            fatal = isinstance(error, (dmuon.CollectiveError, dist.DistError))
+            traceback.print_exc()
+            print(f"dmuon-check: rank {self.ranks.rank}: {check} {where}: {said}", file=sys.stderr, flush=True)
+        everyone = self.ranks.gather((said, fatal, readings))
+        faulthandler.cancel_dump_traceback_later()
+        errors = {rank: text for rank, (text, _, _) in enumerate(everyone) if text is not None}
+        if not errors:
+            for rows in zip(*(theirs for _, _, theirs in everyone), strict=True):
+                fails = [row for row in enumerate(rows) if not row[1].value <= row[1].limit]  # NaN fails
+                rank, line = max(fails or enumerate(rows), key=lambda row: row[1].value)
+                text = f"{line.text}; {line.unit} {line.value:.2g} (limit {line.limit:.2g})" if line.unit else line.text
+                text += f", on rank {rank}" if fails else ""
+                self.add(replace(line, status="fail" if fails else "pass", where=where, text=text))
+            return
+        rank, text = next(iter(errors.items()))
+        self.add(Line(check, f"on {len(errors)} ranks, first rank {rank}: {text}", status="fail", where=where))
+        kinds = {text and re.sub(r"\d+", "", text) for text, _, _ in everyone}
+        if len(kinds) > 1 or any(hopeless for _, hopeless, _ in everyone):
+            raise Stopped(f"{check} {where}")
 
-
-def _worst(readings: tuple[Reading, ...], where: str) -> Line:
-    """One line of the same reading on every rank: NaN is worst, then what exceeds its limit most."""
-    others = [rank for rank, reading in enumerate(readings) if reading.same != readings[0].same]
-    if others:
-        text = f"{readings[0].text}: rank {others[0]} has others than rank 0 ({len(others)} ranks in all)"
-        return Line("fail", readings[0].check, where, text, len(others), 0.0, others[0])
-    rank = max(range(len(readings)), key=lambda r: _excess(readings[r]))
-    worst = readings[rank]
-    passed = worst.value <= worst.limit
-    text = worst.text
-    if worst.unit:
-        text += f"; {worst.unit} {worst.value:.2g} (limit {worst.limit:.2g})"
-    if not passed:
-        text += f", on rank {rank}"
-    return Line("pass" if passed else "fail", worst.check, where, text, worst.value, worst.limit, rank)
-
-
-def _excess(reading: Reading) -> float:
-    excess = reading.value - reading.limit
-    return excess if excess == excess else float("inf")
-
-
-def _give_up(rank: int, doing: str, seconds: float) -> None:
-    print(f"dmuon-check: rank {rank}: {doing}: no end within {seconds:g} s", file=sys.stderr, flush=True)
-    faulthandler.dump_traceback()
-    os._exit(1)
+    def count(self) -> None:
+        """Add the last line, which counts those before."""
+        total = sum(line.status in ("pass", "fail") for line in self.lines)
+        text = f"{self.failed} of {total} failed" if self.failed else f"{total} checks"
+        self.add(Line("all", text, status="fail" if self.failed else "pass"))

@@ -2,193 +2,136 @@
 
     torchrun --nproc-per-node 8 --no-python dmuon-check
 
-Trains a small model on every topology that the ranks can form and compares it with one process; counts collectives,
-looks at who holds which bytes, and times a larger model beside FSDP2 with AdamW. Several machines: as any torchrun.
+Trains a small model on every topology that the ranks can form, compares it with one process, and counts collectives.
+Several machines: as any torchrun.
 
     dmuon-check --first-run
 
-on one machine, without torchrun: everything that can be learned of dmuon on its GPUs in ten minutes, kernels, late
-streams, memory and costs included, in one file. ``--device cpu`` runs the same without a GPU, on small sizes.
+on a machine with new GPUs: the same after kernels against fp64 and the replay of a CUDA graph, on ranks that it starts
+itself, one a GPU. All of it goes into one file. ``--device cpu`` runs it without a GPU, on small sizes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import warnings
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
-import dmuon
-from dmuon.check.environment import Machine, describe
-from dmuon.check.first_run import first_run, launch_of
-from dmuon.check.model import LARGE_VOCABULARY, Size
-from dmuon.check.ranks import Ranks
-from dmuon.check.report import Board, Stopped
-from dmuon.check.run import Settings, run_checks
-from dmuon.check.speed import Speed
-from dmuon.check.topologies import TOPOLOGIES
-from dmuon.cli.arguments import BAD_INPUT, FAILED, BadArgument, Parser, count, number, require_target, subset
-from dmuon.platform.files import write_text
+from dmuon.check.device import Machine, check_kernels, cuda_fault, describe
+from dmuon.check.reference import Reference, train_alone
+from dmuon.check.report import Board, Line, Ranks, Stopped
+from dmuon.check.training import TOPOLOGIES, Layout, check_layout, layout_of
+from dmuon.cli.arguments import FAILED, BadArgument, Parser, number, removed, require_target, subset
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_seconds = number("number of seconds from 1 to 1e6", lambda value: 1 <= value <= 1e6)
-_factor = number("number of at least 0", lambda value: value >= 0)
-_BUDGET = 570.0
-_LAUNCH = "torchrun --nproc-per-node 8 --no-python dmuon-check"
+_ALWAYS = "all dtypes and both residencies are tried; write fewer --topologies"
+_REMOVED = {
+    **dict.fromkeys(("--quick", "--reshard", "--keep", "--dtype", "--budget"), _ALWAYS),
+    **dict.fromkeys(("--width", "--layers", "--tokens"), "write bench/step.py, which times a step"),
+    "--limit": "leave it out: a difference beyond its limit is an error",
+    "--ranks": "write torchrun --nproc-per-node N --no-python dmuon-check --first-run",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0, 1 where a check failed, or 2 after a message on stderr. The same on all ranks."""
+    """Run the command; 0, 1 where a check failed, or 2 after a message on stderr."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    if arguments.first_run:
-        return _first_run(parser, arguments)
-    for name in ("budget", "ranks"):
-        if getattr(arguments, name) is not None:
-            parser.error(f"--{name} goes with --first-run only")
-    settings = _settings(parser, arguments)
-    seconds = settings.timeout.total_seconds()
-    try:
-        ranks = Ranks("nccl" if settings.device.type == "cuda" else "gloo", settings.timeout)
-    except (RuntimeError, ValueError, OSError) as error:
-        print(f"dmuon-check: the ranks did not come together: {error}", file=sys.stderr)
-        return BAD_INPUT
-    board = Board(ranks, 2 * seconds)
-    try:
-        return _run(board, settings, arguments.json)
-    except Exception as error:  # the ranks can no longer be brought together: end at once, and torchrun the others
-        print(f"dmuon-check: rank {ranks.rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        _end(FAILED)
-
-
-def _first_run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    for name in ("topologies", "reshard", "keep", "dtype", "limit", "quick", "width", "layers", "tokens"):
-        if getattr(arguments, name) != parser.get_default(name):
-            parser.error(f"--{name} does not go with --first-run; leave one of them out")
-    if "RANK" in os.environ:
-        parser.error("--first-run starts its own ranks; start it once, without torchrun")
-    path = Path(arguments.json or "dmuon-first-run.json")
-    try:
-        require_target("--json", path)
-        launch = launch_of(arguments.device or "cuda", torch.cuda.device_count(), arguments.ranks, arguments.timeout)
-    except ValueError as error:
-        parser.error(str(error))
-    return 0 if first_run(launch, arguments.budget or _BUDGET, path) else FAILED
-
-
-def _run(board: Board, settings: Settings, path: str | None) -> int:
-    fault, machine = _look_around(settings, path if board.ranks.rank == 0 else None)
-    answers = board.ranks.gather((fault, machine))
-    faults = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(answers) if reason]
-    if faults or any(m is None for _, m in answers):
-        if board.ranks.rank == 0:
-            print("dmuon-check: " + "; ".join(faults), file=sys.stderr)
-        return BAD_INPUT
-    hosts = describe(board, [m for _, m in answers])
-    if board.ranks.world == 1:
-        board.say("info", "environment", "1 rank", f"nothing travels here; over several ranks: {_LAUNCH}")
-    stopped = board.failed > 0  # ranks that are not alike would differ, or hang
-    if not stopped:
-        try:
-            run_checks(board, settings, hosts)
-        except Stopped as stop:
-            board.say("skip", "all further", "", f"the ranks no longer run the same collectives after {stop}")
-            stopped = True
-    failed, total = board.failed, sum(line.status in ("pass", "fail") for line in board.lines)
-    board.say("fail" if failed else "pass", "all", "", f"{failed} of {total} failed" if failed else f"{total} checks")
-    if path is not None and board.ranks.rank == 0:
-        lines = [asdict(line) for line in board.lines]
-        report = {"exit_status": FAILED if failed else 0, "world": board.ranks.world, "lines": lines}
-        write_text(Path(path), json.dumps(report, indent=1) + "\n")
-    if stopped:
-        _end(FAILED)
-    return FAILED if failed else 0
-
-
-def _look_around(settings: Settings, path: str | None) -> tuple[str | None, Machine | None]:
-    """What is wrong here, and what this rank runs on."""
+    kind = arguments.device or ("cuda" if arguments.first_run or torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and (fault := cuda_fault()):
+        parser.error(fault)
+    gpus = torch.cuda.device_count() if kind == "cuda" else 0
+    name = arguments.json or ("dmuon-first-run.json" if arguments.first_run else None)
+    path = Path(name) if name and os.environ.get("RANK", "0") == "0" else None
     if path is not None:
         try:
-            require_target("--json", Path(path))
+            require_target("--json", path)
         except BadArgument as error:
-            return str(error), None
-    device = settings.device
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        return f"no CUDA device {device.index}, {torch.cuda.device_count()} are here; start fewer ranks per host", None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what caches lack is a line of the report
-        return None, Machine.here(device, dmuon.__version__)
-
-
-def _end(status: int) -> NoReturn:
-    """Without destructors: those of process groups wait for ranks that may be gone."""
+            parser.error(str(error))
+    if arguments.first_run and "RANK" not in os.environ:
+        command = launch(gpus, sys.argv[1:] if argv is None else argv)
+        os.execv(command[0], command)
+    here, many = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shared = arguments.first_run and gpus == 1 and many > 1  # NCCL refuses two ranks on one GPU, gloo does not
+    if gpus and here >= gpus and not shared:
+        parser.error(f"no CUDA device {here}, {gpus} are here; start fewer ranks per host")
+    device = torch.device(kind, here % gpus) if gpus else torch.device(kind)
+    backend = "nccl" if gpus and not shared else "gloo"
+    try:
+        ranks = Ranks(backend, timedelta(seconds=arguments.timeout))
+    except (RuntimeError, ValueError, OSError) as error:
+        parser.error(f"the ranks did not come together: {error}")
+    board = Board(ranks, path)
+    try:
+        hosts = describe(board, ranks.gather(Machine.here(device, backend)))
+        if ranks.world == 1:
+            board.add(Line("environment", "several ranks: torchrun --nproc-per-node 8 --no-python dmuon-check"))
+        if not board.failed:  # ranks that are not alike would differ, or hang
+            if arguments.first_run:
+                check_kernels(board, device)
+            for layout, reference in _layouts(board, device, hosts, arguments.topologies):
+                with ranks.process_group():
+                    board.judge("training", str(layout), partial(check_layout, layout, reference))
+    except Stopped as stop:
+        board.add(Line("all further", f"the ranks no longer run the same collectives after {stop}", status="skip"))
+        board.count()
+    except Exception as error:  # the ranks can no longer be brought together: end at once, and torchrun the others
+        print(f"dmuon-check: rank {ranks.rank}: {type(error).__name__}: {error}", file=sys.stderr)
+    else:
+        board.count()
+        return FAILED if board.failed else 0
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(FAILED)  # without destructors: those of process groups wait for ranks that may be gone
+
+
+def launch(gpus: int, arguments: Sequence[str]) -> list[str]:
+    """The command of a first run: a rank for each of up to 8 GPUs; two on a single one, and on the CPU."""
+    ranks = f"--nproc-per-node={min(gpus, 8) if gpus > 1 else 2}"
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, "-m", "dmuon.cli.check", *arguments]
+
+
+def _layouts(
+    board: Board, device: torch.device, hosts: int, topologies: Sequence[str]
+) -> Iterator[tuple[Layout, Reference]]:
+    """What is tried, and what one process makes of it."""
+    references: dict[torch.dtype, Reference] = {}
+    for name in topologies:
+        layout = layout_of(name, board.ranks.world, hosts)
+        if isinstance(layout, str):
+            board.add(Line("parity", layout, status="skip", where=name))
+            continue
+        residencies = (
+            (False, True) if dict(layout.dims).get("shard", 1) > 1 else (True,)
+        )  # without shards nothing can be freed
+        layouts = [replace(layout, keep=keep) for keep in residencies]
+        if device.type != "cpu":  # where dmuon's choice for Newton-Schulz is fp16
+            layouts += [replace(each, ns_dtype=None) for each in layouts]
+        layouts.append(replace(layouts[0], dtype=torch.bfloat16))
+        for each in layouts:
+            if each.dtype not in references:
+                references[each.dtype] = train_alone(board.ranks.world, device, each.dtype)
+            yield each, references[each.dtype]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="dmuon-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ",".join(TOPOLOGIES)
     parser.add_argument("--first-run", action="store_true", help="on new GPUs: all there is to check, into one file")
-    parser.add_argument("--budget", type=_seconds, help=f"of --first-run, seconds in all (default: {_BUDGET:g})")
-    parser.add_argument("--ranks", type=count, help="of --first-run (default: one a GPU; 2 on one GPU, and on the CPU)")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda (NCCL) if there is one, else cpu (gloo)"
-    )
-    parser.add_argument(
-        "--topologies",
-        type=subset(TOPOLOGIES),
-        default=tuple(TOPOLOGIES),
-        help=f"default: {names}, as far as they fit the number of ranks",
-    )
-    parser.add_argument("--reshard", action="store_true", help="only with weights freed after forward")
-    parser.add_argument("--keep", action="store_true", help="only with weights kept after forward (default: both)")
-    parser.add_argument("--dtype", type=subset(_DTYPES), help="of owned weights in forward (default: fp32,bf16)")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write all lines there (of --first-run default: dmuon-first-run.json)"
-    )
-    parser.add_argument("--timeout", type=_seconds, default=60.0, help="seconds for a collective (default: 60)")
-    parser.add_argument("--limit", type=_factor, default=1.0, help="factor on the limits of differences (default: 1)")
-    parser.add_argument("--quick", action="store_true", help="fp32, weights freed after forward, no speed line")
-    parser.add_argument("--width", type=count, help="of the model of the speed line (default: 512, on CUDA 2048)")
-    parser.add_argument("--layers", type=count, help="of it (default: 4, on CUDA 8)")
-    parser.add_argument("--tokens", type=count, help="per rank and step of it (default: 512, on CUDA 8192)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda (NCCL) if there is any, else cpu")
+    fitting = f"default: {','.join(TOPOLOGIES)}, as far as they fit the number of ranks"
+    parser.add_argument("--topologies", type=subset(TOPOLOGIES), default=TOPOLOGIES, help=fitting)
+    parser.add_argument("--json", metavar="FILE", help="write all lines there (--first-run: dmuon-first-run.json)")
+    limit = number("number of seconds from 1 to 1e6", lambda value: 1 <= value <= 1e6)
+    parser.add_argument("--timeout", type=limit, default=60.0, help="seconds for a collective (default: 60)")
+    for name, instead in _REMOVED.items():
+        parser.add_argument(name, nargs="?", const="", type=removed(instead), help=argparse.SUPPRESS)
     return parser
-
-
-def _settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Settings:
-    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no CUDA device; take --device cpu")
-    device = torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
-    for name in ("keep", "dtype", "width", "layers", "tokens"):
-        if arguments.quick and getattr(arguments, name) != parser.get_default(name):
-            parser.error(f"--{name} does not go with --quick; leave one of them out")
-    dtypes = ("fp32",) if arguments.quick else arguments.dtype or tuple(_DTYPES)
-    keep = (False, True) if arguments.keep == arguments.reshard else (arguments.keep,)
-    width, layers, tokens = (2048, 8, 8192) if kind == "cuda" else (512, 4, 512)
-    width = arguments.width or width
-    size = Size(width, 4 * width, arguments.layers or layers, LARGE_VOCABULARY)
-    return Settings(
-        device=device,
-        topologies=arguments.topologies,
-        keep=(False,) if arguments.quick else keep,
-        dtypes=tuple(_DTYPES[name] for name in dtypes),
-        tolerance=arguments.limit,
-        timeout=timedelta(seconds=arguments.timeout),
-        speed=None if arguments.quick else Speed(size, arguments.tokens or tokens),
-    )
 
 
 if __name__ == "__main__":

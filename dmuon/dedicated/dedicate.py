@@ -30,10 +30,17 @@ from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication, dedication_of, dedications, places_in
-from dmuon.dedicated.initial_values import from_first_rank
+from dmuon.dedicated.initial_values import (
+    Initialize,
+    check_initialize,
+    from_first_rank,
+    is_on_meta,
+    put,
+    replacement,
+    values_of_meta,
+)
 from dmuon.dedicated.inspection import Inspected, Seat, describe
 from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, initial_master, parts_of, resting
-from dmuon.dedicated.meta_model import Initialize, check_initialize, is_on_meta, put, replacement, values_of_meta
 from dmuon.dedicated.nesting import own_buffers, own_parameters, taken_modules
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.refusals import (

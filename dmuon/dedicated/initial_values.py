@@ -1,15 +1,28 @@
-"""The first rank's values become everyone's when a model is dedicated."""
+"""The values that a model begins with: the first rank's become everyone's, also of a model on the meta device.
+
+Of the latter the first rank initializes some modules at a time, and each rank keeps its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dmuon.comm.context import Comm
+from dmuon.comm.waiting import run_awaited
+from dmuon.dedicated.nesting import own_modules, taken_modules
+from dmuon.model.blocks import canonical_fqn
+from dmuon.platform.torch_private import TorchDispatchMode, local_tensor, move_hooks, share_random_state
 
+Initialize = Callable[[nn.Module], object]
+_NAMED = 5  # at most in one message
 BUCKET_BYTES = 2**28  # most that travels at once, unless one tensor has more
 _ALIGN_BYTES = 16  # of each tensor in a bucket; its dtype needs less
 
@@ -65,3 +78,209 @@ def _ends(tensors: Sequence[Tensor]) -> list[int]:
     for tensor in tensors:
         ends.append((ends[-1] if ends else 0) + _padded(tensor))
     return ends
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether anything of ``model`` waits for its values."""
+    return any(tensor.is_meta for module in model.modules() for _, _, tensor in _held(module))
+
+
+def check_initialize(model: nn.Module, initialize: Initialize | None) -> None:
+    """Raise unless every module of ``model`` that is on the meta device can be initialized.
+
+    Raises:
+        TypeError, ValueError: naming modules and the remedy.
+    """
+    if initialize is not None and not callable(initialize):
+        raise TypeError(f"initialize must be a function of a module, got {type(initialize).__name__}")
+    waiting = [(name, module) for name, module in model.named_modules() if _waiting(module)]
+    if initialize is not None and not waiting:
+        raise ValueError(
+            "initialize is for models on the meta device, and nothing of this one is there: its values are kept; leave "
+            "initialize out"
+        )
+    for name, module in waiting:
+        if not all(param.is_meta for param in module.parameters(recurse=False)):
+            raise ValueError(
+                f"module {name or 'model'!r} has tensors on the meta device and parameters that are not, which "
+                "initializing would overwrite; move all of its tensors to one of them"
+            )
+    lacking = [
+        f"{canonical_fqn(name) or 'model'!r} ({type(module).__name__})"
+        for name, module in waiting
+        if not callable(getattr(module, "reset_parameters", None))
+    ]
+    if initialize is None and lacking:
+        more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+        raise ValueError(
+            f"modules {', '.join(lacking[:_NAMED])}{more} are on the meta device and have no reset_parameters(); give "
+            "dedicate_params(initialize=…) a function that initializes a module's own tensors, such as a transformers "
+            "model's _init_weights, or materialize the model first"
+        )
+
+
+def values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every tensor of ``model`` on the meta device, with the value (of its local part) that the first rank gave it.
+
+    The first rank materializes the tensors of some modules, NaN at first, and initializes these modules, in the order
+    of ``model.modules()``; what several modules hold has the value that the last one left. A method of a module, such
+    as a transformers model's ``_init_weights``, is called for modules without tensors, too: it is refused if it writes
+    to what is not there. No rank has more than a bucket of it, besides what the caller keeps. A value may be a part of
+    a bucket: copy what shall stay. Collective over the data-parallel ranks.
+
+    Raises:
+        RuntimeError: on the first rank: initializing a module failed, or changed what it holds.
+        CollectiveError: on the others, then.
+    """
+    of_model = isinstance(getattr(initialize, "__self__", None), nn.Module)
+    waiting = [
+        (name, module)
+        for name, module in own_modules(model, taken_modules(model))
+        if _waiting(module) or (of_model and not [*_held(module)] and is_on_meta(module))
+    ]
+    mesh = next((t.device_mesh for _, m in waiting for _, _, t in _waiting(m) if isinstance(t, DTensor)), None)
+    if mesh is not None and comm.position == 0:
+        share_random_state(mesh)
+    last = {id(tensor): module for _, module in waiting for _, _, tensor in _waiting(module)}
+    given: dict[int, Tensor] = {}  # on the first rank, until all modules that hold a tensor are initialized
+    untouched: list[str] = []
+    for some in _in_rounds(waiting, last):
+        complete = {id(t): t for _, module in some for _, _, t in _waiting(module) if last[id(t)] is module}
+
+        def work(some: Sequence[tuple[str, nn.Module]] = some) -> None:
+            if comm.position == 0:
+                for name, module in some:
+                    untouched.extend(_initialize(module, name, initialize, given, comm.device))
+
+        run_awaited(comm.group, comm.device, f"initializing {some[0][0] or 'the model'!r} and what follows", work)
+        sources = [local_tensor(given.get(key, tensor)) for key, tensor in complete.items()]
+        yield from zip(complete.values(), from_first_rank(sources, comm, "broadcast of initial values"), strict=True)
+        for key in complete:
+            given.pop(key, None)
+    if untouched:
+        more = f" and {len(untouched) - _NAMED} more" if len(untouched) > _NAMED else ""
+        warnings.warn(
+            f"initializing the model left {', '.join(map(repr, untouched[:_NAMED]))}{more} without values; what is not "
+            "loaded from a checkpoint is NaN (integers: their largest)",
+            stacklevel=2,
+        )
+
+
+def replacement(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:
+    """A tensor or parameter like ``tensor``, which is on the meta device, with ``value`` as its local part."""
+    with torch.no_grad():
+        fresh = torch.empty_like(tensor, device=device)
+        local_tensor(fresh).copy_(value)
+    if isinstance(tensor, nn.Parameter):
+        fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+        move_hooks(tensor, fresh)
+    fresh.__dict__.update(tensor.__dict__)
+    return fresh
+
+
+def put(model: nn.Module, replaced: dict[int, Tensor]) -> None:
+    """Let all modules hold what takes the place of a tensor, by its ``id``."""
+    for module in model.modules():
+        for store, name, tensor in _held(module):
+            if id(tensor) in replaced:
+                store[name] = replaced[id(tensor)]
+
+
+def _held(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
+    stores: list[dict[str, Tensor | None]] = [module._parameters, module._buffers]  # type: ignore[list-item]
+    for store in stores:
+        for name, tensor in list(store.items()):
+            if tensor is not None:
+                yield store, name, tensor
+
+
+def _waiting(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+    return [each for each in _held(module) if each[2].is_meta]
+
+
+def _in_rounds(
+    modules: Sequence[tuple[str, nn.Module]], last: dict[int, nn.Module]
+) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Modules in order, those of a round with at most a bucket of tensors that end there, unless one has more."""
+    some: list[tuple[str, nn.Module]] = []
+    nbytes = 0
+    for name, module in modules:
+        own = sum(local_tensor(t).nbytes for _, _, t in _waiting(module) if last[id(t)] is module)
+        if some and nbytes + own > BUCKET_BYTES:
+            yield some
+            some, nbytes = [], 0
+        some.append((name, module))
+        nbytes += own
+    if some:
+        yield some
+
+
+def _initialize(
+    module: nn.Module, name: str, initialize: Initialize | None, given: dict[int, Tensor], device: torch.device
+) -> list[str]:
+    """Give values to what ``module`` itself holds; returns the names of what got none.
+
+    Args:
+        given: by the ``id`` of what is on the meta device, what takes its place until it has been sent.
+    """
+    held = _waiting(module)
+    for store, key, tensor in held:
+        if id(tensor) not in given:
+            given[id(tensor)] = _blank(tensor, device)
+        store[key] = given[id(tensor)]
+    try:
+        with torch.no_grad(), _NothingIsLost():  # type: ignore[no-untyped-call]
+            if initialize is None:
+                module.reset_parameters()  # type: ignore[operator]
+            else:
+                initialize(module)
+        for store, key, tensor in held:
+            found = store.get(key)
+            if found is None or (found.shape, found.dtype, found.device) != (tensor.shape, tensor.dtype, device):
+                raise ValueError(f"{key!r} is not what it was: {tuple(tensor.shape)}, {tensor.dtype} on {device}")
+            given[id(tensor)] = found
+    except Exception as fault:
+        raise RuntimeError(
+            f"initializing module {name or 'model'!r} ({type(module).__name__}) failed: {fault}"
+        ) from fault
+    finally:
+        for store, key, tensor in held:
+            store[key] = tensor
+    prefix = f"{canonical_fqn(name)}." if name else ""
+    return [f"{prefix}{key}" for _, key, tensor in held if _is_blank(local_tensor(given[id(tensor)]))]
+
+
+class _NothingIsLost(TorchDispatchMode):
+    """Raises where something is written to a tensor on the meta device, which would forget it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args else None
+        if func.overloadpacket.__name__.endswith("_") and isinstance(target, Tensor) and target.is_meta:
+            raise RuntimeError(
+                "it writes to a tensor of another module, which is on the meta device still; give initialize=… a "
+                "function that writes to a module's own tensors, or materialize the model and initialize it first"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _blank(tensor: Tensor, device: torch.device) -> Tensor:
+    with torch.no_grad():
+        blank = torch.empty_like(tensor, device=device)
+        local_tensor(blank).fill_(_filling(tensor.dtype))
+    return nn.Parameter(blank, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+
+
+def _filling(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _is_blank(tensor: Tensor) -> bool:
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+        return False
+    return bool(
+        (
+            tensor.isnan() if tensor.is_floating_point() or tensor.is_complex() else tensor == _filling(tensor.dtype)
+        ).all()
+    )

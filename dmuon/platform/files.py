@@ -147,14 +147,6 @@ def _require_file(about: os.stat_result) -> None:
         raise UnreadableFile("not a file")  # a pipe would never end
 
 
-def read_tail(path: Path, most: int) -> str:
-    """The last ``most`` bytes of a text; empty where there is none."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-        return file.read(most).decode(errors="replace")
-    return ""
-
-
 def read_json(path: Path) -> Any:
     """What the file at ``path`` holds; a field that appears twice is refused.
 

@@ -31,7 +31,6 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _OLDEST = (2, 11)
-_CYCLES_PER_MS = 1.5e6  # of a GPU at 1.5 GHz
 
 # Renamed in PyTorch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -433,11 +432,6 @@ def count_holders(storages: Iterable[torch.UntypedStorage], params: Sequence[Ten
 def inside_transformation() -> bool:
     """Whether a transformation of ``torch.func`` (``grad``, ``vmap``, ``jvp``) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def sleep_on_stream(milliseconds: float) -> None:
-    """Queue a pause on the current CUDA stream; the host goes on. Its length is approximate: clocks vary."""
-    torch.cuda._sleep(int(milliseconds * _CYCLES_PER_MS))
 
 
 def outside_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:

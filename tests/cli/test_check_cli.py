@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness.limits import PROGRAM_SECONDS
 
-from dmuon.check.report import Board, Reading, Stopped
-from dmuon.check.topologies import TOPOLOGIES, Grid, grid_of
-from dmuon.cli.check import main
+from dmuon.check import device
+from dmuon.check.device import Machine, cuda_fault, describe
+from dmuon.check.report import Board, Line, Stopped
+from dmuon.check.training import TOPOLOGIES, Layout, layout_of
+from dmuon.cli.check import launch, main
 
-CHECKS = ["parity", "same bits", "clip", "accumulate", "placement", "memory", "collectives", "checkpoint"]
+CHECKS = ["parity", "clip", "same bits", "ownership", "collectives", "checkpoint"]
+COMMAND = (sys.executable, "-m", "dmuon.cli.check")
 
 
 def torchrun(world: int, *arguments: str, program: tuple[str, ...] = ("-m", "dmuon.cli.check")) -> Any:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    command = [sys.executable, *launch, *program, "--device", "cpu", *arguments]
+    return ran(sys.executable, *launch, *program, "--device", "cpu", *arguments)
+
+
+def ran(*command: str) -> Any:
     return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
 
 
@@ -34,90 +41,106 @@ def lines_of(output: str) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_pass_and_say_what_was_checked(tmp_path: Path) -> None:
+def test_a_first_run_starts_its_ranks_and_is_in_its_file(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    done = torchrun(2, "--quick", "--topologies", "1d,tp,hsdp", "--json", str(out))
+    done = ran(*COMMAND, "--first-run", "--device", "cpu", "--topologies", "1d,tp,hsdp", "--json", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = lines_of(done.stdout)
-    for grid in ("1d 2", "tp 1x2"):
-        assert [check for status, check, rest in lines if status == "pass" and rest.startswith(grid)] == CHECKS
-    assert next(rest for status, _, rest in lines if status == "skip").endswith(
-        "needs an even number of at least 4 ranks, here are 2"
-    )
-    assert lines[0][:2] == ("info", "environment")
+    assert lines[0][:2] == ("info", "environment") and "2 ranks" in lines[0][2]
+    assert sum(line[:2] == ("pass", "kernels") for line in lines) == 36
+    for where in ("1d 2 reshard fp32", "1d 2 keep fp32", "tp 1x2 keep fp32"):
+        assert [check for status, check, rest in lines if status == "pass" and rest.startswith(where)] == CHECKS
+    assert {check for _, check, rest in lines if "bf16" in rest} == set(CHECKS[:3])
+    skipped = next(rest for status, _, rest in lines if status == "skip")
+    assert skipped.startswith("hsdp") and skipped.endswith("needs at least 4 ranks and a multiple of 2, here are 2")
     report = json.loads(out.read_text())
     assert (report["exit_status"], report["world"]) == (0, 2)
     assert [(line["status"], line["check"]) for line in report["lines"]] == [line[:2] for line in lines]
     parity = next(line for line in report["lines"] if line["check"] == "parity")
-    assert 0 < parity["value"] <= parity["limit"] == 1e-5
+    assert 0 < parity["value"] <= parity["limit"] == 1e-3
 
 
 @pytest.mark.slow
 def test_four_ranks_pass_on_every_topology_that_fits() -> None:
-    done = torchrun(4, "--quick")
+    done = torchrun(4)
     assert done.returncode == 0, done.stdout + done.stderr
-    passed = {
-        rest[:26].split()[0] for status, check, rest in lines_of(done.stdout) if (status, check) == ("pass", "parity")
-    }
+    lines = lines_of(done.stdout)
+    passed = {rest[:26].split()[0] for status, check, rest in lines if (status, check) == ("pass", "checkpoint")}
     assert passed == {"1d", "hsdp", "ddp", "cp", "tp", "fsdp2", "fsdp2-hsdp", "fsdp2-tp"}
 
 
-@pytest.mark.slow
-def test_a_limit_that_cannot_be_kept_fails_on_all_ranks_with_number_limit_and_rank() -> None:
-    done = torchrun(2, "--quick", "--topologies", "ddp", "--limit", "0")
-    assert done.returncode == 1
-    failed = {check: rest for status, check, rest in lines_of(done.stdout) if status == "fail"}
-    assert {"parity", "accumulate", "all"} <= failed.keys()
-    assert re.search(r"\de-0[67] \(limit 0\), on rank \d", failed["parity"]), failed["parity"]
-    assert "same bits" not in failed
-
-
-FAULTY = """
+# What each rank runs before `main`, and the checks of which a line then fails.
+PLANTS = {
+    "parity": "reference.DECAY = 5.0",  # of the one process
+    "collectives": """
+expected = training.expected_traffic
+training.expected_traffic = lambda runtime: replace(expected(runtime), calls={"fill": 1})""",
+    "ownership": "training.is_matrix = lambda name: name.endswith('up.weight')",
+    "same bits": """
+unsharded = training._unsharded
+training._unsharded = lambda model: {n: t + int(os.environ["RANK"]) * 1e-7 for n, t in unsharded(model).items()}""",
+    "checkpoint": "training.set_state_dict = lambda *args, **kwargs: None",
+    "training": "raise_on(training.Training, 'ownership', '01')",
+    "all further": "raise_on(training.Training, 'ownership', '1')",
+}
+PROGRAM = """
 import os, sys
-import dmuon.check.run as run
+from dataclasses import replace
+import dmuon.check.reference as reference
+import dmuon.check.training as training
 from dmuon.cli.check import main
 
-def faulty(original):
+def raise_on(owner, name, ranks):
+    original = getattr(owner, name)
     def call(*args):
-        if os.environ["RANK"] == "1":
-            raise ArithmeticError("broken")
+        if os.environ["RANK"] in ranks:
+            raise ArithmeticError("planted")
         return original(*args)
-    return call
+    setattr(owner, name, call)
 
-run.train_alone = faulty(run.train_alone) if {alone} else run.train_alone
-run.Trial.accumulation = run.Trial.accumulation if {alone} else faulty(run.Trial.accumulation)
+{plant}
 sys.exit(main())
 """
 
 
-@pytest.mark.pitfall("P49")
-@pytest.mark.parametrize(
-    "where",
-    [pytest.param(where, marks=pytest.mark.slow) for where in ("reference", "accumulate")],
-    ids=["alone", "in-collective"],
-)
-def test_a_fault_on_one_rank_ends_all(tmp_path: Path, where: str) -> None:
-    script = tmp_path / "faulty.py"
-    script.write_text(FAULTY.format(alone=where == "reference"))
-    done = torchrun(2, "--quick", "--topologies", "1d", "--timeout", "10", program=(str(script),))
-    assert done.returncode == 1
-    assert f"rank 1: {where}" in done.stderr and "ArithmeticError: broken" in done.stderr
+@pytest.mark.pitfall("P11", "P49")
+@pytest.mark.slow
+@pytest.mark.parametrize("check", PLANTS)
+def test_what_is_wrong_fails_by_name_on_all_ranks(tmp_path: Path, check: str) -> None:
+    """An error on one rank alone ends all, within the time of a collective."""
+    script = tmp_path / "planted.py"
+    script.write_text(PROGRAM.format(plant=PLANTS[check]))
+    done = torchrun(2, "--topologies", "1d", "--timeout", "10", program=(str(script),))
+    assert done.returncode == 1, done.stdout + done.stderr
     lines = lines_of(done.stdout)
-    assert [check for status, check, _ in lines if status == "skip"] == ["all further"]
-    assert [check for status, check, _ in lines if status == "fail"] == [where, "all"]
+    assert check in {name for status, name, _ in lines if status in ("fail", "skip")}, lines
+    assert lines[-1][:2] == ("fail", "all")
+    if check in ("training", "all further"):
+        assert "rank 1: training 1d 2 reshard fp32: ArithmeticError: planted" in done.stderr
+        assert sum(name == "training" for _, name, _ in lines) == (2 if check == "training" else 1), "goes on, or ends"
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_with_its_stack(tmp_path: Path) -> None:
+    script = tmp_path / "hangs.py"
+    hang = "import time\ntraining.Training.parity = lambda self: time.sleep(1000) if os.environ['RANK'] == '1' else []"
+    script.write_text(PROGRAM.format(plant=hang))
+    out = tmp_path / "report.json"
+    done = torchrun(2, "--topologies", "1d", "--timeout", "5", "--json", str(out), program=(str(script),))
+    assert done.returncode == 1 and "Timeout (0:00:20)!" in done.stderr and "in check_layout" in done.stderr
+    report = json.loads(out.read_text())
+    assert report["exit_status"] is None and report["lines"], "what came before is in the file"
 
 
 def test_one_process_checks_what_it_can_and_says_how_to_launch(
     ended: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    arguments = ["--device", "cpu", "--topologies", "1d,ddp", "--width", "32", "--tokens", "32", "--layers", "1"]
-    done = ended(main, *arguments, "--dtype", "fp32", "--reshard")
+    done = ended(main, "--device", "cpu", "--topologies", "1d,ddp")
     lines = lines_of(done.out)
     assert done.status == 0
-    assert [check for status, check, rest in lines if status == "pass"] == [*CHECKS, "all"]
+    assert [check for status, check, _ in lines if status == "pass"] == [*CHECKS, *CHECKS[:3], "all"]
     assert "torchrun --nproc-per-node 8 --no-python dmuon-check" in done.out
-    assert any(check == "speed" and " ms a step" in rest for _, check, rest in lines)
 
 
 @pytest.mark.parametrize(
@@ -125,23 +148,18 @@ def test_one_process_checks_what_it_can_and_says_how_to_launch(
     [
         (("--topologies", "1d,ring"), "--topologies: 'ring' is not one of 1d, hsdp"),
         (("--topologies", ","), "--topologies: ',' is not one of"),
-        (("--dtype", "fp8"), "--dtype: 'fp8' is not one of fp32, bf16"),
-        (("--limit", "-1"), "'-1' is no number of at least 0"),
-        (("--limit", "nan"), "'nan' is no number of at least 0"),
         (("--timeout", "0"), "'0' is no number of seconds from 1"),
-        (("--timeout", "1e308"), "'1e308' is no number of seconds from 1"),
-        (("--width", "0"), "'0' is no positive integer"),
-        (("--quick", "--keep"), "--keep does not go with --quick"),
-        (("--quick", "--tokens", "9"), "--tokens does not go with --quick"),
-        (("--budget", "60"), "--budget goes with --first-run only"),
-        (("--ranks", "2"), "--ranks goes with --first-run only"),
-        (("--first-run", "--quick"), "--quick does not go with --first-run"),
-        (("--first-run", "--topologies", "1d"), "--topologies does not go with --first-run"),
-        (("--first-run", "--device", "cpu", "--json", "/absent/x.json"), "no such folder"),
-        (("--first-run", "--budget", "0"), "'0' is no number of seconds from 1"),
         (("--timeout", "1e308"), "'1e308' is no number of seconds from 1"),
         (("--device", "tpu"), "invalid choice: 'tpu'"),
         (("--device", "cpu", "--json", "/absent/x.json"), "no such folder"),
+        (("--first-run", "--device", "cpu", "--json", "/absent/x.json"), "no such folder"),
+        (("--quick",), "--quick: was removed; all dtypes and both residencies are tried; write fewer --topologies"),
+        (("--keep", "--device", "cpu"), "--keep: was removed; all dtypes"),
+        (("--dtype", "bf16"), "--dtype: was removed; all dtypes"),
+        (("--first-run", "--budget", "60"), "--budget: was removed; all dtypes"),
+        (("--tokens", "9"), "--tokens: was removed; write bench/step.py"),
+        (("--limit", "2"), "--limit: was removed; leave it out"),
+        (("--ranks", "2"), "--ranks: was removed; write torchrun --nproc-per-node N --no-python dmuon-check --first"),
     ],
 )
 def test_bad_options_are_named_before_anything_runs(
@@ -153,68 +171,106 @@ def test_bad_options_are_named_before_anything_runs(
     assert not lines_of(done.out)
 
 
-def test_a_first_run_under_torchrun_is_refused(ended: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    done = ended(main, "--first-run", "--device", "cpu")
-    assert done.status == 2 and "--first-run starts its own ranks; start it once, without torchrun" in done.err
+def test_a_first_run_has_a_rank_for_each_of_up_to_eight_gpus() -> None:
+    assert [launch(gpus, ["--first-run"])[4] for gpus in (0, 1, 2, 5, 16)] == [
+        f"--nproc-per-node={ranks}" for ranks in (2, 2, 2, 5, 8)
+    ]
+
+
+# -- what forbids a run -------------------------------------------------------------------------------------------
+
+GPU = Machine("2.13", "0.1", "NCCL 2.30", "H100", "a")
 
 
 class TwoRanks:
-    """Rank 0 of two; the other one says what it is told: a fault or none, and its readings."""
+    """Rank 0 of two; the other one says what it is told: an error or none, and its lines."""
 
     rank, world = 0, 2
 
-    def __init__(self, fault: str | None, readings: list[Reading]) -> None:
-        self._other = (fault, False, readings)
+    class timeout:
+        total_seconds = staticmethod(lambda: 10.0)
+
+    def __init__(self, error: str | None = None, lines: list[Line] | None = None) -> None:
+        self._other = (error, False, lines or [])
 
     def gather(self, item: Any) -> list[Any]:
         return [item, self._other]
 
 
-def fault_here() -> list[Reading]:
-    raise ValueError("rank 0 cannot")
+def board_of(error: str | None = None, *lines: Line) -> Board:
+    return Board(TwoRanks(error, [*lines]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("here", "there", "status", "rank"),
+    ("other", "status", "text"),
     [
-        (Reading("x", "here", 0.5, 1, "error"), Reading("x", "there", 2.0, 1, "error"), "fail", 1),  # the worst decides
-        (Reading("x", "here", 0.5, 1, "error"), Reading("x", "there", math.nan, 1, "error"), "fail", 1),
-        # Ranks that must be alike.
-        (Reading("x", "bits", 0, 0, same="a"), Reading("x", "bits", 0, 0, same="a"), "pass", 0),
-        pytest.param(
-            *(Reading("x", "bits", 0, 0, same=bits) for bits in "ab"), "fail", 1, marks=pytest.mark.pitfall("P11")
-        ),
+        ({}, "info", "torch 2.13, dmuon 0.1, NCCL 2.30, 1 host, 2 × H100"),
+        ({"device": "A100"}, "fail", "A100 on rank 1, H100 on rank 0; choose GPUs of one kind by CUDA_VISIBLE"),
+        ({"torch_version": "2.12"}, "fail", "ranks differ in torch version: 2.12 on rank 1, 2.13 on rank 0; install"),
+        ({"fault": f"{device._NO_BUILD} (gcc)"}, "fail", "rank 1: the kernel does not build (gcc); Triton needs a C"),
+        ({"fault": "compute capability 7.5"}, "warn", "rank 1: compute capability 7.5; cuBLAS and operations of torch"),
     ],
 )
-def test_a_line_is_judged_over_both_ranks(here: Reading, there: Reading, status: str, rank: int) -> None:
-    board = Board(TwoRanks(None, [there]), seconds=10)  # type: ignore[arg-type]
-    assert board.judge("x", "1d 2", lambda: [here])
+def test_what_forbids_the_run_is_named_with_its_remedy(other: dict[str, str], status: str, text: str) -> None:
+    board = board_of()
+    assert describe(board, [GPU, replace(GPU, **other)]) == 1  # type: ignore[arg-type]
+    line = board.lines[-1]
+    assert line.status == status and text in line.text
+    assert board.failed == (status == "fail")
+
+
+def test_why_cuda_does_not_start_is_named(ended: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 10010)")
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is built without CUDA; install" in str(cuda_fault())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    done = ended(main, "--first-run")
+    assert done.status == 2 and "The NVIDIA driver on your system is too old (found version 10010));" in done.err
+
+
+# -- lines ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "text"),
+    [
+        (0.5, 0.7, "there; error 0.7 (limit 1)"),
+        (0.5, 2.0, "there; error 2 (limit 1), on rank 1"),
+        (0.5, math.nan, "there; error nan (limit 1), on rank 1"),
+    ],
+)
+def test_the_worst_rank_decides(here: float, there: float, text: str) -> None:
+    board = board_of(None, Line("x", "there", there, 1, "error"))
+    board.judge("x", "1d 2", lambda: [Line("x", "here", here, 1, "error")])
     [line] = board.lines
-    assert line.status == status and (line.status == "pass" or line.rank == rank)
-    if not here.same:
-        assert line.text == f"there; error {there.value:.2g} (limit 1), on rank 1"
+    assert line.text == text and line.status == ("pass" if there < 1 else "fail")
 
 
-def test_the_same_fault_on_all_ranks_fails_one_line_and_goes_on() -> None:
-    board = Board(TwoRanks("ValueError: rank 1 cannot", []), seconds=10)  # type: ignore[arg-type]
-    assert not board.judge("x", "1d 2", fault_here)
-    assert (board.failed, board.lines[0].rank) == (1, 0)
+def test_the_same_error_on_all_ranks_fails_one_line_and_goes_on() -> None:
+    def fail() -> list[Line]:
+        raise ValueError("rank 0 cannot")
+
+    board = board_of("ValueError: rank 1 cannot")
+    board.judge("x", "1d 2", fail)
+    assert board.failed == 1 and board.lines[0].text == "on 2 ranks, first rank 0: ValueError: rank 0 cannot"
 
 
-def test_a_fault_on_some_ranks_only_stops() -> None:
-    board = Board(TwoRanks("ValueError: there", []), seconds=10)  # type: ignore[arg-type]
+def test_an_error_on_some_ranks_only_stops() -> None:
+    board = board_of("ValueError: there")
     with pytest.raises(Stopped):
         board.judge("x", "1d 2", list)
-    assert (board.failed, board.lines[0].rank) == (1, 1)
+    assert board.lines[0].text == "on 1 ranks, first rank 1: ValueError: there"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 64])
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_grids_use_every_rank(name: str, world: int) -> None:
+def test_layouts_use_every_rank(name: str, world: int) -> None:
     for hosts in (1, 2, 4):
-        grid = grid_of(name, world, hosts)
-        if isinstance(grid, Grid):
-            assert math.prod(extent for _, extent in grid.dims) == world
+        layout = layout_of(name, world, hosts)
+        if isinstance(layout, Layout):
+            assert math.prod(extent for _, extent in layout.dims) == world
         else:
-            assert grid.startswith("needs ")
+            assert layout.startswith("needs ")

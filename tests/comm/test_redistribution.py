@@ -187,6 +187,58 @@ def test_batches_of_parts_travel_to_their_owners_and_back(rank: int, world: int,
             assert torch.equal(arrived, 2 * sent[i]), f"case {case}: {parcels[i]}"
 
 
+@pytest.mark.pitfall("P04", "P14", "P79")
+@pytest.mark.parametrize(("world", "count"), [(3, 40), pytest.param(4, 800, marks=pytest.mark.slow)])
+@on_ranks()
+def test_parts_of_one_stack_arrive_as_parts_by_themselves_do(rank: int, world: int, count: int) -> None:
+    """Random batches; what this rank does not own of those with alike parts is a stack or two.
+
+    In some layouts ranks have nothing, or one copy of several.
+    """
+    domain: Domain = make_domain(range(world), torch.device("cpu"))
+    joined = 0
+    for case in range(count):
+        source = random.Random(case)
+        generator = torch.Generator().manual_seed(case)
+        layouts = [random_layout(source, world, (source.randint(1, 9), 3)) for _ in range(2)]
+        parcels = []
+        for _ in range(source.randint(2, 9)):
+            spread = spread_over_all(source.choice(layouts))
+            parcels.append(Parcel(source.randint(1, 3), spread, source.randrange(world)))
+        if source.random() < 0.5:
+            parcels.sort(key=lambda parcel: parcel.owner)  # so that neighbours travel together
+        wholes = [torch.randn(parcel.count, *parcel.layout.shape, generator=generator) for parcel in parcels]
+        parts = {
+            i: part_of_each(whole, p.layout.pieces[rank])
+            for i, (whole, p) in enumerate(zip(wholes, parcels, strict=True))
+        }
+        stacks = []
+        for layout in dict.fromkeys(layouts):
+            part = layout.pieces[rank]
+            alike = [i for i, p in enumerate(parcels) if p.layout == layout and p.owner != rank and part.numel]
+            middle = source.choice([0, len(alike) // 2])
+            stacks += [numbers for numbers in (alike[:middle], alike[middle:]) if numbers]
+        apart = {i: part for i, part in parts.items() if parcels[i].owner == rank}
+        held = apart | {numbers[0]: torch.cat([parts[i] for i in numbers]) for numbers in stacks}
+        like = torch.empty(0)
+        there = AllToAll([parcel.to_owner for parcel in parcels], domain, stacks)
+        found = Redistribution(there, held, like, "to owners").wait()
+        assert sorted(found) == sorted(apart)
+        assert all(torch.equal(whole, wholes[i]) for i, whole in found.items())
+        home = AllToAll([parcel.from_owner for parcel in parcels], domain, stacks)
+        back = Redistribution(home, {i: 2 * whole for i, whole in found.items()}, like, "back").wait()
+        for numbers in [*([i] for i in apart), *stacks]:
+            wanted = [i for i in numbers if rank in parcels[i].from_owner.receivers]  # of the owner's copy
+            runs = [back.pop(i) for i in numbers if i in back]
+            joined += len(wanted) - len(runs)
+            assert bool(runs) == bool(wanted)
+            if runs:
+                expected = torch.cat([2 * parts[i] for i in wanted])
+                assert torch.equal(torch.cat(runs), expected), f"case {case}: {parcels}, {stacks}"
+        assert not back
+    assert joined > count / 4
+
+
 @pytest.mark.pitfall("P26")
 @on_ranks(2)
 def test_several_gathers_may_be_under_way(rank: int, world: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dmuon.check import device as check
 from dmuon.kernels import Variant, drop_graphs, orthogonalize
 
 newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
@@ -263,6 +264,21 @@ def test_a_capture_that_failed_leaves_no_pool_behind(cuda: Cuda) -> None:
     cuda.fails = ""
     orthogonalize(matrices(k=3), variant=REPLAYED)
     assert len(cuda.named("replay")) == 1
+
+
+def test_the_first_run_tries_a_replay(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a hook of backward, after the last graph was dropped; where nothing replays it fails."""
+    readings = check.replays(torch.device("cpu"), 16, 48)
+    assert all(reading.value <= reading.limit for reading in readings)
+    assert len(cuda.named("replay")) == 4
+    cuda.fails = "run"
+    drop_graphs()
+    with pytest.raises(UserWarning, match="no CUDA graph"):
+        check.replays(torch.device("cpu"), 16, 48)
+    cuda.fails = ""
+    drop_graphs()
+    monkeypatch.setattr(Graph, "replay", lambda self: None)
+    assert any(not reading.value <= reading.limit for reading in check.replays(torch.device("cpu"), 16, 48))
 
 
 def test_an_update_in_a_graph_of_the_user_keeps_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from dmuon.cli.arguments import BadArgument, require_target
 from dmuon.planning.cost_cache import CostCache, CostCacheError
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.platform.files import UnreadableFile, read_bytes, read_tail, write_bytes, write_text
+from dmuon.platform.files import UnreadableFile, read_bytes, write_bytes, write_text
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what another user owns")
@@ -202,10 +202,3 @@ def test_a_file_larger_than_any_is_refused_unread(tmp_path: Path) -> None:
         read_bytes(Path("/proc/self/status"), 10)
     with pytest.raises(UnreadableFile, match="no such file"):
         read_bytes(tmp_path / "none")
-
-
-def test_the_end_of_a_long_text_is_read_alone(tmp_path: Path) -> None:
-    (tmp_path / "log").write_bytes(b"x" * 100_000 + b"\xffend")
-    assert read_tail(tmp_path / "log", 4) == "�end"
-    assert read_tail(tmp_path / "log", 10**6).endswith("x�end")
-    assert read_tail(tmp_path / "none", 4) == ""

@@ -55,7 +55,7 @@ FAULTS = {
         "scale_of_the_update_dropped": "for one in stack.unbind(0)], alpha=-lr« * scale→»)",
     },
     "tests/solver/test_heuristics.py tests/solver/test_planner.py": {
-        "greedy_forgets_loads": "load[rank], owned[rank] = «at→load[rank]», after",
+        "greedy_forgets_loads": "load[rank], owned[rank] = «finish→load[rank]», after",
     },
     f"tests/solver/test_planner.py {LIMITS}": {
         "bound_too_high": "return needed * «_SLACK→1.2» <= self.power * capacity",
@@ -78,7 +78,7 @@ FAULTS = {
     },
     REDISTRIBUTION: {
         "a_gather_is_not_waited_for": "«            self._pending.wait()\n→»            received = self._received",
-        "what_travels_is_the_wrong_part": "view: Tensor = tensor«→.flip(1)»[self._blocks[0][1]]",
+        "what_travels_is_the_wrong_part": "view: Tensor = tensor«→.flip(1)»[cut.blocks[0][1]]",
     },
     "tests/dedicated/test_faults.py -k digests_do_not_depend": {
         "digests_are_alike": "return «zlib.crc32(repr(lanes).encode()) & 0x7FFFFFFF→len(lanes)»",
@@ -109,7 +109,7 @@ FAULTS = {
         "another_owner_than_planned": "«position_in(placed.ranks, owner)→Position(0)»)",
     },
     f"{EXCHANGED} -k another_placement_is_planned_anew": {
-        "a_stale_layout_is_kept": "changed = changed or any(lies(p) != «laid→lies(p)» for p, laid in",
+        "a_stale_layout_is_kept": "if lies(param) != «as_before→lies(param)»:",
     },
     f"{CHECKPOINT} -k resume": {
         "loaded_momentum_is_not_stored": "row.local.«copy_(part)→zero_()»",

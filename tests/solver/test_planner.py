@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from instances import (
     ALMOST_FREE,
+    LLAMA_8B,
     LLAMA_70B,
     Case,
     decoder,
@@ -128,6 +129,23 @@ def test_a_plan_is_as_worked_out_by_hand(name: str) -> None:
     matrices, ranks, costs, options, expected = PLANNED[name]
     result = plan(matrices, ranks, costs, options)
     assert {field: getattr(result, field) for field in expected} == expected
+
+
+def test_a_block_with_one_matrix_per_rank_is_spread_over_all_ranks() -> None:
+    result = plan(make_matrices([32], blocks=8), 4, linear_costs(10))
+    for block, (largest, least) in result.block_balance.items():
+        assert largest == least == 64 * 64 * 4, block
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("sides", [(32, *LLAMA_8B), (28, 3584, 512, 18944)])
+def test_a_decoder_is_spread_as_far_as_its_matrices_allow(sides: tuple[int, int, int, int], ranks: int) -> None:
+    """Of each block the largest owner has an even share, or one matrix."""
+    matrices = decoder(*sides)
+    result = plan(matrices, ranks, CostTable.from_flops({m.shape for m in matrices}), GREEDY)
+    for block, (largest, _) in result.block_balance.items():
+        sizes = [m.nbytes for m in matrices if m.block == block]
+        assert largest <= 1.001 * max(sum(sizes) / ranks, *sizes), block
 
 
 @pytest.mark.pitfall("P52")

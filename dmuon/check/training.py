@@ -1,0 +1,298 @@
+"""Ways to lay the small model over all ranks, and what has to hold when it trains there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
+
+import dmuon
+from dmuon.check.reference import MAX_NORM, OPTIONS, STEPS, Network, Reference, batch, is_matrix, loss_of
+from dmuon.check.report import Line
+from dmuon.dedicated.dedication import dedications
+from dmuon.platform.torch_private import TorchDispatchMode, local_tensor
+from dmuon.report.accounting import expected_exchange, expected_traffic
+
+TOPOLOGIES = ("1d", "hsdp", "ddp", "cp", "tp", "tp-hsdp", "fsdp2", "fsdp2-hsdp", "fsdp2-tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A mesh, and how a model is spread over it.
+
+    Attributes:
+        dims: names and extents of mesh dimensions; ``tp`` is tensor parallel, the others are data parallel.
+        fsdp: FSDP2 shards what dmuon does not own.
+        dedicated: dmuon owns the matrices; otherwise FSDP2 shards them, and the optimizer exchanges them.
+        keep: unsharded weights stay after forward.
+        dtype: dtype of owned weights in forward and backward.
+        ns_dtype: dtype of Newton-Schulz; None is dmuon's choice.
+    """
+
+    name: str
+    dims: tuple[tuple[str, int], ...]
+    fsdp: bool = True
+    dedicated: bool = True
+    keep: bool = False
+    dtype: torch.dtype = torch.float32
+    ns_dtype: torch.dtype | None = torch.float32
+
+    def __str__(self) -> str:
+        grid = "x".join(str(extent) for _, extent in self.dims)
+        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        newton = "" if self.ns_dtype else " default NS"
+        return f"{self.name} {grid} {'keep' if self.keep else 'reshard'} {dtype}{newton}"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a training differs from one process by orders of sums only."""
+        return self.dtype == self.ns_dtype == torch.float32
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Limits of relative differences: of what training changed, and of the norm of gradients.
+
+        Newton-Schulz magnifies small singular values and their noise with them: on real gradients fp16 stays within
+        0.1, and bf16 products, whose noise differs by how a batch is divided, made 0.09.
+        """
+        return (1e-3, 1e-4) if self.is_exact else (0.25 if self.dtype == torch.bfloat16 else 0.1, 0.05)
+
+    def mine(self, rows: Tensor, mesh: DeviceMesh) -> Tensor:
+        """This rank's part of a global batch: tensor-parallel ranks have the same."""
+        for name, extent in self.dims:
+            if name != "tp":
+                rows = rows.chunk(extent)[mesh.get_local_rank(name)]
+        return rows
+
+
+def layout_of(name: str, world: int, hosts: int) -> Layout | str:
+    """The topology ``name`` over ``world`` ranks, with a replica per host if there are several; or why not."""
+    replicas = hosts if hosts > 1 and world % hosts == 0 and world > hosts else 2
+    one, half, tp = ("shard", world), ("shard", world // 2), ("tp", 2)
+    hsdp = (("replicate", replicas), ("shard", world // replicas))
+    # By name: the least number of ranks, and one that divides it.
+    least, divisor, layout = {
+        "1d": (1, 1, Layout(name, (one,))),
+        "hsdp": (4, replicas, Layout(name, hsdp)),
+        "ddp": (2, 1, Layout(name, (("replicate", world),), fsdp=False)),
+        "cp": (4, 2, Layout(name, (half, ("cp", 2)), fsdp=False)),
+        "tp": (2, 2, Layout(name, (half, tp), fsdp=world > 2)),
+        "tp-hsdp": (8, 4, Layout(name, (("replicate", 2), ("shard", world // 4), tp))),
+        "fsdp2": (2, 1, Layout(name, (one,), dedicated=False)),
+        "fsdp2-hsdp": (4, replicas, Layout(name, hsdp, dedicated=False)),
+        "fsdp2-tp": (4, 2, Layout(name, (half, tp), dedicated=False)),
+    }[name]
+    if world >= least and world % divisor == 0:
+        return layout
+    return f"needs at least {least} ranks and a multiple of {divisor}, here {'are' if world > 1 else 'is'} {world}"
+
+
+def lay(layout: Layout, model: Network, mesh: DeviceMesh) -> None:
+    """Split, dedicate (if the layout says so) and shard ``model``. Collective over all ranks."""
+    data = tuple(name for name, _ in layout.dims if name != "tp")
+    along = mesh[data] if len(data) < len(layout.dims) else mesh
+    if len(data) < len(layout.dims):
+        for block in model.blocks:  # columns that are gathered behind, columns, and rows
+            plan = {
+                "mix": ColwiseParallel(output_layouts=Replicate()),
+                "up": ColwiseParallel(use_local_output=False),
+                "down": RowwiseParallel(),
+            }
+            parallelize_module(block, mesh["tp"], plan)
+    if layout.dedicated:
+        policy = MixedPrecisionPolicy(param_dtype=layout.dtype)
+        dmuon.dedicate_params(model, along, reshard_after_forward=not layout.keep, mp_policy=policy, costs="flops")
+    if layout.fsdp:
+        for module in (*model.blocks, model):
+            dmuon.fully_shard(module, mesh=along, reshard_after_forward=not layout.keep and module is not model)
+
+
+class Training:
+    """A model and its optimizer. All methods are collective; those that check return what this rank measured.
+
+    Args:
+        mesh: mesh of the layout; several trainings share its groups.
+    """
+
+    def __init__(self, layout: Layout, mesh: DeviceMesh, reference: Reference, seed: int = 0) -> None:
+        self._layout, self._mesh, self._reference = layout, mesh, reference
+        self._steps = 0
+        self._model = Network(reference.device, seed)
+        lay(layout, self._model, mesh)
+        self._optimizer = dmuon.Muon(
+            self._model,
+            **OPTIONS,
+            ns_dtype=layout.ns_dtype,
+            distributed_config=None if layout.dedicated else dmuon.create_dtensor_config(costs="flops"),
+        )
+
+    def _backward(self, micro: int = 1) -> None:
+        """Gradients of this rank's part of the next global batch, in ``micro`` parts."""
+        rows = batch(dist.get_world_size(), self._steps, self._reference.device)
+        tokens, targets = (self._layout.mine(each, self._mesh).chunk(micro) for each in rows)
+        for i, (x, y) in enumerate(zip(tokens, targets, strict=True), 1):
+            if self._layout.dedicated:
+                dmuon.set_requires_gradient_sync(self._model, i == micro)
+            else:
+                assert isinstance(self._model, FSDPModule)
+                self._model.set_requires_gradient_sync(i == micro)
+            (loss_of(self._model, x, y, self._layout.dtype) / micro).backward()
+
+    def _step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._steps += 1
+
+    def parity(self) -> list[Line]:
+        """Weights of one process after steps of which the last accumulates and clips; the same bits on all ranks."""
+        while self._steps < STEPS - 1:
+            self._backward()
+            self._step()
+        self._backward(micro=2)
+        norm = float(dmuon.clip_grad_norm_(self._model.parameters(), MAX_NORM))
+        self._step()
+        error = abs(norm - self._reference.norm) / self._reference.norm
+        found = _unsharded(self._model)
+        first = {name: tensor.clone() for name, tensor in found.items()}
+        for tensor in first.values():
+            dist.broadcast(tensor, src=0)
+        other = _differing(found, first)
+        return [
+            self._difference(found),
+            Line("clip", f"norm {norm:.4f} of all gradients", error, self._layout.limits[1], "relative difference"),
+            Line("same bits", f"{other} of {len(found)} weights differ from those of rank 0", other),
+        ]
+
+    def _difference(self, found: dict[str, Tensor]) -> Line:
+        """How far weights are from those of one process, over how far training has moved them."""
+        errors: dict[str, float] = {}
+        for name, start in self._reference.initial.items():
+            if self._layout.is_exact or is_matrix(name):  # AdamW turns the noise of half precision into signs
+                expected = self._reference.trained[name].double()
+                errors[name] = float((found[name].double() - expected).norm() / (expected - start).norm())
+        worst = max(errors, key=errors.__getitem__)
+        what = f"largest difference over the change, in {worst},"
+        return Line("parity", "as one process", errors[worst], self._layout.limits[0], what)
+
+    def ownership(self) -> list[Line]:
+        """What a step sends; and every matrix is held once in each copy, and orthogonalized by one rank."""
+        self._backward()
+        self._step()  # nothing of the state dicts before it is under way in what follows
+        dedicated = self._layout.dedicated
+        traffic = Traffic(self._mesh.get_all_groups())  # which are FSDP2's: dmuon has its own
+        with traffic if dedicated else nullcontext():
+            self._backward()
+        with traffic:
+            self._step()
+        if dedicated:
+            per_step = expected_traffic(dedications(self._model)[0].runtime)
+            planned = [sum(per_step.calls.values()), sum(per_step.nbytes.values())]
+        else:
+            exchange = expected_exchange(self._optimizer)
+            planned = [exchange.calls, exchange.received_before + exchange.received_after + exchange.copied]
+        counted = _equal("collectives", "{} of {} bytes", [traffic.calls, traffic.nbytes], planned)
+        params = [param for name, param in self._model.named_parameters() if is_matrix(name)]
+        momentum = [self._optimizer.state[p]["momentum_buffer"] for p in params if p in self._optimizer.state]
+        here = [sum(local_tensor(tensor).numel() for tensor in tensors) for tensors in (params, momentum)]
+        held = torch.tensor([self._optimizer.last_step.ns_matrices, *here], device=self._reference.device)
+        dist.all_reduce(held)
+        copies = 1 if dedicated else dict(self._layout.dims).get("replicate", 1)
+        elements = copies * sum(param.numel() for param in params)
+        text = "all ranks orthogonalize {} matrices, and hold {} elements of weights and {} of momentum"
+        return [_equal("ownership", text, held.tolist(), [len(params), elements, elements]), counted]
+
+    def checkpoint(self) -> Line:
+        """State dicts into a fresh model: the same weights, and the same bits after another step."""
+        # Copies, as a file would hold: what is loaded is not shared with what was saved.
+        model_state, optimizer_state = tree_map_only(Tensor, torch.clone, get_state_dict(self._model, self._optimizer))
+        fresh = Training(self._layout, self._mesh, self._reference, seed=1)
+        set_state_dict(fresh._model, fresh._optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        fresh._steps = self._steps
+        loaded = _differing(_unsharded(fresh._model), _unsharded(self._model))
+        for training in (self, fresh):
+            training._backward()
+            training._step()
+        stepped = _differing(_unsharded(fresh._model), _unsharded(self._model))
+        text = f"{loaded} tensors differ in a fresh model after loading, {stepped} after one more step"
+        return Line("checkpoint", text, loaded + stepped)
+
+
+def _equal(check: str, text: str, found: list[int], planned: list[int]) -> Line:
+    wrong = found != planned
+    return Line(check, text.format(*found) + (f"; expected {planned}" if wrong else ""), int(wrong))
+
+
+def _unsharded(model: Network) -> dict[str, Tensor]:
+    """Whole tensors on every rank, by stock means. Collective."""
+    state = {name: t for name, t in get_model_state_dict(model).items() if isinstance(t, Tensor)}
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in state.items()}
+
+
+def _differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> int:
+    """How many tensors differ in their bits."""
+    return sum(not torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the collectives that this rank starts while it is entered.
+
+    All-reduces are left out: consistency checks, and averages of what nobody shards.
+
+    Args:
+        others: groups that are not counted.
+
+    Attributes:
+        calls: how many collectives there were.
+        nbytes: bytes of what they gather or reduce, of an all-to-all of what arrives.
+    """
+
+    def __init__(self, others: Iterable[dist.ProcessGroup]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = self.nbytes = 0
+        self._others = {group.group_name for group in others}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        counted = func.namespace == "c10d" and not name.startswith(("allreduce", "barrier"))
+        if counted and self._others.isdisjoint(map(_group_name, args)):
+            self.calls += 1
+            self.nbytes += _nbytes(args[0]) if name.startswith("alltoall") else max(map(_nbytes, args[:2]))
+        return func(*args, **(kwargs or {}))
+
+
+def _group_name(value: Any) -> str:
+    if not isinstance(value, torch.ScriptObject):
+        return ""
+    try:
+        name: str = dist.ProcessGroup.unbox(value).group_name
+    except RuntimeError:  # another kind of object, such as a reduction
+        return ""
+    return name
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def check_layout(layout: Layout, reference: Reference) -> list[Line]:
+    """Train, and measure on this rank what has to hold. Collective over all ranks."""
+    names, extents = zip(*layout.dims, strict=True)
+    mesh = init_device_mesh(reference.device.type, extents, mesh_dim_names=names)
+    training = Training(layout, mesh, reference)
+    lines = training.parity()
+    return [*lines, *training.ownership(), training.checkpoint()] if layout.is_exact else lines

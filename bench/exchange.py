@@ -77,7 +77,7 @@ from training.trainer import sharded
 
 import dmuon
 from dmuon.comm.copying import Copying
-from dmuon.comm.domain import Redistribution, make_domain
+from dmuon.comm.domain import AllToAll, Redistribution, make_domain
 from dmuon.exchanged import assignment
 from dmuon.planning.cost_lookup import link_ns_per_byte
 from dmuon.report.accounting import expected_exchange
@@ -253,8 +253,10 @@ class Replay:
     def __call__(self) -> None:
         for round_, parts in zip(self._rounds, self._parts, strict=True):
             like = torch.empty(0, dtype=round_.batches[0].dtype)
-            whole = Redistribution([p.to_owner for p in round_.parcels], parts, round_.domain, like, "replay").wait()
-            back = Redistribution([p.from_owner for p in round_.parcels], whole, round_.domain, like, "replay").wait()
+            ways = [p.to_owner for p in round_.parcels], [p.from_owner for p in round_.parcels]
+            there, back_again = (AllToAll(routes, round_.domain) for routes in ways)
+            whole = Redistribution(there, parts, like, "replay").wait()
+            back = Redistribution(back_again, whole, like, "replay").wait()
             if round_.copies.needed:
                 Copying(round_.copies, back, like, "replay").wait()
 

@@ -84,8 +84,10 @@ def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: time
     return Domain(members, position_in(members, rank), device, group, monitor, groups=groups)
 
 
-class Itinerary:
-    """What this rank sends and gets on some routes; worked out once for any number of redistributions.
+class AllToAll:
+    """What this rank sends and gets on some routes, by one uneven all-to-all; worked out once for any number of times.
+
+    Parts lie in what is sent and received by rank, and of one rank in the order of the routes.
 
     Args:
         stacks: routes whose parts here are given as one tensor, one after the other, by the number of the first; by
@@ -94,12 +96,13 @@ class Itinerary:
 
     Attributes:
         travels: anything goes from one rank to another.
-        held: numbers by which this rank gives parts.
-        kept: those of them of which it wants something itself.
+        outgoing, incoming: elements to and from each rank.
+        kept: numbers by which this rank gives what it wants something of itself.
     """
 
     def __init__(self, routes: Sequence[Route], domain: Domain, stacks: Iterable[Sequence[int]] = ()) -> None:
         here = domain.position
+        self.domain = domain
         self.travels = travels(routes)
         rows: dict[int, tuple[int, int]] = {}  # by number of the route: of which stack, and where in it
         for stack in stacks:
@@ -107,224 +110,191 @@ class Itinerary:
             for i in stack:
                 rows[i] = stack[0], begin
                 begin += routes[i].count
-        held = [i for i, route in enumerate(routes) if here in route.senders]
-        self.held = [*dict.fromkeys(rows[i][0] if i in rows else i for i in held)]
-        self.kept = {i for i in self.held if here in routes[i].receivers}
-        sends: list[tuple[Position, int, Piece, Piece]] = []
-        gets: list[tuple[Position, int, Piece]] = []
-        self._wanted: list[_Wanted] = []
-        for i, route in enumerate(routes):
-            own = route.senders.get(here)
-            for receiver in route.receivers if own is not None else ():
-                if receiver != here and own is not None:
-                    sends.append((receiver, i, own, route.piece(here, receiver)))
-                    assert i not in rows or route.piece(here, receiver) == own, "a stack travels as it is"
-            if here in route.receivers:
-                parts = [(sender, route.piece(sender, here)) for sender in route.senders]
-                gets += [(sender, i, piece) for sender, piece in parts if sender != here]
-                assert i not in rows or own is None, "a part of a stack stays on no rank"
-                if i not in rows:
-                    self._wanted.append(_Wanted(i, route, route.receivers[here], parts, here))
-        # Pieces lie by rank, and of one rank in the order of the routes.
-        sends.sort(key=lambda one: one[0])
-        gets.sort(key=lambda one: one[0])
-        sizes = [routes[i].count * piece.numel for _, i, _, piece in sends]
-        self._outgoing = _by_rank((one[0] for one in sends), sizes)
+        self.kept = [i for i, route in enumerate(routes) if here in route.senders and here in route.receivers]
+        self._plan_sends(routes, here, rows)
+        self._plan_wants(routes, here, rows)
+
+    def _plan_sends(self, routes: Sequence[Route], here: Position, rows: Mapping[int, tuple[int, int]]) -> None:
+        self.outgoing = [0] * self.domain.world
         self._sends: list[_Send] = []
-        for _, i, own, piece in sends:
-            count, (number, begin) = routes[i].count, rows.get(i, (i, 0))
+        sends = [(to, i) for i, r in enumerate(routes) if here in r.senders for to in r.receivers if to != here]
+        for receiver, i in sorted(sends):
+            own, piece, count = routes[i].senders[here], routes[i].piece(here, receiver), routes[i].count
+            assert i not in rows or piece == own, "a stack travels as it is"
+            self.outgoing[receiver] += count * piece.numel
+            number, begin = rows.get(i, (i, 0))
             last = self._sends[-1] if self._sends else None
             if i in rows and last is not None and (last.number, last.end) == (number, begin):
                 last.end += count
             else:
-                self._sends.append(_Send(number, begin, begin + count, _Cut.between(own, piece)))
-        lengths = [routes[i].count * piece.numel for _, i, piece in gets]
-        self._incoming = _by_rank((one[0] for one in gets), lengths)
-        self._lengths: list[int] = []
-        self._runs: list[_Run] = []
-        arrives = {wanted.number: wanted for wanted in self._wanted}
-        follows: tuple[int, int] | None = None  # of which stack, and where in it, the next one would join a run
-        for (sender, i, piece), length in zip(gets, lengths, strict=True):
-            if i in rows and rows[i] == follows:
-                self._lengths[-1] += length
-                self._runs[-1].count += routes[i].count
+                self._sends.append(_Send(number, begin, begin + count, piece.numel, _cut_between(own, piece)))
+        self._lengths = [(send.end - send.begin) * send.numel for send in self._sends]
+
+    def _plan_wants(self, routes: Sequence[Route], here: Position, rows: Mapping[int, tuple[int, int]]) -> None:
+        self.incoming = [0] * self.domain.world
+        self._sections: list[int] = []  # lengths of what arrives
+        wanted: dict[int, _Wanted] = {}
+        gets: list[tuple[Position, int]] = []
+        for i, route in enumerate(routes):
+            if here not in route.receivers:
+                continue
+            assert i not in rows or here not in route.senders, "a part of a stack stays on no rank"
+            gets += [(sender, i) for sender in route.senders if sender != here]
+            if i not in rows:
+                parts = {sender: _Part(route.piece(sender, here), route.count) for sender in route.senders}
+                if here in parts:
+                    parts[here].cut = _cut_between(route.senders[here], parts[here].piece)
+                piece = route.receivers[here]
+                is_one = [part.piece for part in parts.values()] == [piece]
+                wanted[i] = _Wanted((route.count, *piece.shape), parts, is_one, route.layout.split_dim)
+        run: _Part | None = None  # neighbours of one stack, perhaps of several senders
+        follows: tuple[int, int] | None = None  # of which stack, and where in it, the next one would join the run
+        for sender, i in sorted(gets):
+            piece, count = routes[i].piece(sender, here), routes[i].count
+            self.incoming[sender] += count * piece.numel
+            if run is not None and rows.get(i) == follows:
+                self._sections[-1] += count * piece.numel
+                run.count += count
             else:
-                if i in rows:
-                    self._runs.append(_Run(i, len(self._lengths), routes[i].count, piece.shape))
-                else:
-                    arrives[i].sections[sender] = len(self._lengths)
-                self._lengths.append(length)
-            follows = (rows[i][0], rows[i][1] + routes[i].count) if i in rows else None
+                run = _Part(piece, count) if i in rows else None
+                if run is not None:
+                    wanted[i] = _Wanted(piece.shape, {sender: run}, True, None)
+                wanted[i].parts[sender].section = len(self._sections)
+                self._sections.append(count * piece.numel)
+            follows = (rows[i][0], rows[i][1] + count) if i in rows else None
+        self._wanted = list(wanted.items())
 
     def pack(self, tensors: Mapping[int, Tensor], like: Tensor) -> Tensor:
         """What this rank sends, one after the other, of the tensors that it has by number."""
-        parts = [send.of(tensors[send.number]) for send in self._sends]
-        sent = like.new_empty(sum(self._outgoing.values()))
+        sent = like.new_empty(sum(self.outgoing))
+        slots, parts = [], []
+        for send, slot in zip(self._sends, sent.split(self._lengths), strict=True):
+            tensor = tensors[send.number]
+            if len(tensor) != send.end - send.begin:
+                tensor = tensor[send.begin : send.end]
+            parts.append(_cut(tensor, send.cut))
+            slots.append(slot.view(parts[-1].shape))
         if parts:
-            slots = sent.split([part.numel() for part in parts])
-            torch._foreach_copy_([slot.view(part.shape) for slot, part in zip(slots, parts, strict=True)], parts)
+            torch._foreach_copy_(slots, parts)
         return sent
-
-    def outgoing(self, world: int) -> list[int]:
-        """Elements that this rank sends to each one."""
-        return _listed(self._outgoing, world)
-
-    def incoming(self, world: int) -> list[int]:
-        """Elements that this rank gets from each one."""
-        return _listed(self._incoming, world)
 
     def unpack(self, received: Tensor | None, tensors: Mapping[int, Tensor], like: Tensor) -> dict[int, Tensor]:
         """What this rank wanted, by number; perhaps views of what it got or had."""
-        sections = () if received is None else received.split(self._lengths)
-        found = {wanted.number: wanted.of(sections, tensors.get(wanted.number), like) for wanted in self._wanted}
-        for run in self._runs:
-            found[run.number] = sections[run.section].view(run.count, *run.shape)
+        sections = () if received is None else received.split(self._sections)
+        found: dict[int, Tensor] = {}
+        for number, wanted in self._wanted:
+            parts: list[Tensor] = []
+            for part in wanted.parts.values():
+                if part.section is None:
+                    parts.append(_cut(tensors[number], part.cut))
+                else:
+                    parts.append(sections[part.section].view(part.count, *part.shape))
+            if wanted.is_one:
+                found[number] = parts[0]
+            elif parts and wanted.split_dim is not None:  # one kernel instead of one a piece
+                found[number] = torch.cat(parts, wanted.split_dim + 1)
+            else:
+                found[number] = whole = like.new_empty(wanted.shape)
+                for part, tensor in zip(wanted.parts.values(), parts, strict=True):
+                    for block, of_whole in part.blocks:
+                        whole[of_whole] = tensor[block]
         return found
+
+
+_Block = tuple[tuple[slice, ...], tuple[slice, ...]]  # in a piece, and in the whole
+
+
+@dataclass(slots=True)
+class _Cut:
+    """Part of each of some matrices: its shape, and its blocks, in itself and in the matrix."""
+
+    shape: tuple[int, ...]
+    blocks: list[_Block]
 
 
 @dataclass(slots=True)
 class _Send:
-    """Matrices that are sent one after the other: rows of what this rank has, of each the piece that goes out."""
+    """Matrices that are sent one after the other: rows of what this rank has by number, ``numel`` elements of each."""
 
     number: int
     begin: int
     end: int
+    numel: int
     cut: _Cut | None
 
-    def of(self, tensor: Tensor) -> Tensor:
-        part = tensor if len(tensor) == self.end - self.begin else tensor[self.begin : self.end]
-        return part if self.cut is None else self.cut.of(part)
+
+class _Part:
+    """What one rank has of what this rank wants: a section of what arrives, or else cut from what is here."""
+
+    def __init__(self, piece: Piece, count: int) -> None:
+        self.piece, self.count, self.shape, self.blocks = piece, count, piece.shape, _blocks(piece)
+        self.section: int | None = None
+        self.cut: _Cut | None = None
 
 
 @dataclass(slots=True)
-class _Run:
-    """Matrices of a stack that arrive one after the other: of ``number`` and the routes that follow it there."""
-
-    number: int
-    section: int
-    count: int
-    shape: tuple[int, ...]
-
-
 class _Wanted:
-    """Matrices of which this rank wants something, ``piece`` of each.
+    """Matrices of which this rank wants something, of ``shape`` together: made of parts by sender, or one of them."""
 
-    Attributes:
-        number: of the route.
-        sections: of what arrives, by sender.
-    """
-
-    def __init__(
-        self, number: int, route: Route, piece: Piece, parts: Sequence[tuple[Position, Piece]], here: Position
-    ) -> None:
-        self.number, self.here = number, here
-        self.sections: dict[Position, int] = {}
-        self._shape = (route.count, *piece.shape)
-        self._parts = [(sender, part, (route.count, *part.shape)) for sender, part in parts]
-        self._split_dim = route.layout.split_dim
-        self._is_one = len(parts) == 1 and parts[0][1] == piece
-        own = next((part for sender, part in parts if sender == here), None)
-        self._cut = None if own is None else _Cut.between(route.senders[here], own)
-
-    def of(self, sections: Sequence[Tensor], tensor: Tensor | None, like: Tensor) -> Tensor:
-        """``(count, …)``, of what arrived and of what this rank has, ``tensor``."""
-        parts = [self._part(sender, shape, sections, tensor) for sender, _, shape in self._parts]
-        if self._is_one:
-            return parts[0]
-        if parts and self._split_dim is not None:  # one kernel instead of one a piece
-            return torch.cat(parts, self._split_dim + 1)
-        whole = like.new_empty(self._shape)
-        for (_, piece, _), part in zip(self._parts, parts, strict=True):
-            for block, of_whole in piece.blocks():
-                whole[_each(of_whole)].copy_(part[_each(block)])
-        return whole
-
-    def _part(
-        self, sender: Position, shape: tuple[int, ...], sections: Sequence[Tensor], tensor: Tensor | None
-    ) -> Tensor:
-        if sender != self.here:
-            return sections[self.sections[sender]].view(shape)
-        assert tensor is not None
-        return tensor if self._cut is None else self._cut.of(tensor)
+    shape: tuple[int, ...]
+    parts: dict[Position, _Part]
+    is_one: bool
+    split_dim: int | None
 
 
-class _Cut:
-    """``piece`` of each matrix, from the whole."""
-
-    def __init__(self, piece: Piece) -> None:
-        self._shape = piece.shape
-        self._blocks = [(_each(block), _each(of_whole)) for block, of_whole in piece.blocks()]
-
-    @classmethod
-    def between(cls, source: Piece, piece: Piece) -> _Cut | None:
-        """What ``source`` has is the same, for which nothing is to do, or the whole."""
-        return None if piece == source else cls(piece)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """``(count, …)``. A view where it is one block."""
-        if len(self._blocks) == 1:
-            view: Tensor = tensor[self._blocks[0][1]]
-            return view
-        part = tensor.new_empty((len(tensor), *self._shape))
-        for block, of_whole in self._blocks:
-            part[block].copy_(tensor[of_whole])
-        return part
+def _cut_between(source: Piece, piece: Piece) -> _Cut | None:
+    """What ``source`` has is the same, for which nothing is to do, or the whole."""
+    if piece == source:
+        return None
+    return _Cut(piece.shape, _blocks(piece))
 
 
-def _by_rank(ranks: Iterable[Position], sizes: Sequence[int]) -> dict[int, int]:
-    total: dict[int, int] = {}
-    for rank, size in zip(ranks, sizes, strict=True):
-        total[rank] = total.get(rank, 0) + size
-    return total
+def _blocks(piece: Piece) -> list[_Block]:
+    """Of every matrix."""
+    return [((slice(None), *block), (slice(None), *of_whole)) for block, of_whole in piece.blocks()]
 
 
-def _listed(of_rank: Mapping[int, int], world: int) -> list[int]:
-    """What ``of_rank`` has of each rank; 0 where it has nothing."""
-    sizes = [0] * world
-    for rank, size in of_rank.items():
-        sizes[rank] = size
-    return sizes
+def _cut(tensor: Tensor, cut: _Cut | None) -> Tensor:
+    """``(count, …)``. A view where it is one block."""
+    if cut is None:
+        return tensor
+    if len(cut.blocks) == 1:
+        view: Tensor = tensor[cut.blocks[0][1]]
+        return view
+    part = tensor.new_empty((len(tensor), *cut.shape))
+    for block, of_whole in cut.blocks:
+        part[block] = tensor[of_whole]
+    return part
 
 
 class Redistribution:
-    """Matrices on their way, in one direction or the other, by one uneven all-to-all.
+    """Matrices on their way, in one direction or the other.
 
     Each rank sends what it has to those who want it. Collective over the domain, in one order on all ranks.
 
     Args:
-        routes: or what was worked out of them.
         tensors: by number, ``(count, …)`` of what this rank has, in the dtype of ``like``.
         like: has the dtype and device of what travels, also where this rank has no part of anything.
         what: names the redistribution, the same on all ranks.
-
-    Attributes:
-        travels: anything goes from one rank to another.
     """
 
-    def __init__(
-        self,
-        routes: Sequence[Route] | Itinerary,
-        tensors: Mapping[int, Tensor],
-        domain: Domain,
-        like: Tensor,
-        what: str,
-    ) -> None:
-        self._itinerary = routes if isinstance(routes, Itinerary) else Itinerary(routes, domain)
-        self.like = like
-        self.travels = self._itinerary.travels
-        held = {i: tensors[i] for i in self._itinerary.held}
-        self._kept = {i: tensor for i, tensor in held.items() if i in self._itinerary.kept}
-        self._pending = self._start(held, domain, what) if self.travels else None
-
-    def _start(self, tensors: Mapping[int, Tensor], domain: Domain, what: str) -> Pending:
-        self._sent = sent = self._itinerary.pack(tensors, self.like)
-        outgoing, incoming = (numels(domain.world) for numels in (self._itinerary.outgoing, self._itinerary.incoming))
-        self._received = received = self.like.new_empty(sum(incoming))
+    def __init__(self, plan: AllToAll, tensors: Mapping[int, Tensor], like: Tensor, what: str) -> None:
+        self._plan = plan
+        self._like = like
+        self._kept: dict[int, Tensor] = {}
+        for number in plan.kept:
+            self._kept[number] = tensors[number]
+        self._pending: Pending | None = None
+        if not plan.travels:
+            return
+        self._sent = sent = plan.pack(tensors, like)
+        self._received = received = like.new_empty(sum(plan.incoming))
+        incoming, outgoing, group = plan.incoming, plan.outgoing, plan.domain.group
 
         def launch() -> list[dist.Work | None]:
-            return [dist.all_to_all_single(received, sent, incoming, outgoing, group=domain.group, async_op=True)]
+            return [dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)]
 
-        return domain.monitor.start(domain.lane, what, launch)
+        self._pending = plan.domain.monitor.start(plan.domain.lane, what, launch)
 
     def wait(self) -> dict[int, Tensor]:
         """By number, ``(count, …)`` of what this rank wanted; perhaps views of what it had."""
@@ -333,29 +303,13 @@ class Redistribution:
             self._pending.wait()
             received = self._received
             del self._sent, self._received  # only now: the collective read and wrote them
-        wanted = self._itinerary.unpack(received, self._kept, self.like)
+        wanted = self._plan.unpack(received, self._kept, self._like)
         self._pending, self._kept = None, {}
         return wanted
-
-
-def redistribute(route: Route, tensor: Tensor | None, domain: Domain, like: Tensor, what: str) -> Tensor | None:
-    """Bring one matrix, of which this rank has ``tensor``, to those who want it. Collective over the domain.
-
-    Returns:
-        What this rank wanted, perhaps a view of ``tensor``; None if it wants nothing.
-    """
-    held = {} if tensor is None else {0: tensor[None]}
-    wanted = redistribute_all([route], held, domain, like, what)
-    return wanted[0][0] if wanted else None
 
 
 def redistribute_all(
     routes: Sequence[Route], tensors: Mapping[int, Tensor], domain: Domain, like: Tensor, what: str
 ) -> dict[int, Tensor]:
     """A :class:`Redistribution` from its start to its end. Collective over the domain."""
-    return Redistribution(routes, tensors, domain, like.new_empty(0), what).wait()
-
-
-def _each(block: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Of every matrix of a stack."""
-    return slice(None), *block
+    return Redistribution(AllToAll(routes, domain), tensors, like.new_empty(0), what).wait()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.copying import Copies, Copying, connect_copies
-from dmuon.comm.domain import redistribute, redistribute_all
+from dmuon.comm.domain import redistribute_all
 from dmuon.comm.process_groups import grid_of_groups, ranks_of, this_rank
 from dmuon.exchanged.assignment import plan, planned_owners, whole_parcel
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig
@@ -290,7 +290,9 @@ class GatherByLayout:
             return local
         placed = placed.whole
         parcel = whole_parcel(placed, dst_rank, "update")
-        return redistribute(parcel.to_owner, local, layouts.domains[placed.ranks], local, "gather of one matrix")
+        domain, what = layouts.domains[placed.ranks], "gather of one matrix"
+        wholes = redistribute_all([parcel.to_owner], {0: local[None]}, domain, local, what)
+        return wholes[0][0] if wholes else None
 
     def _single(self, update: Tensor, state: dict[str, Any]) -> tuple[Layouts, int]:
         last, _ = state.get(_SINGLE, (None, 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +21,8 @@ from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
-from dmuon.step.record import StepRecord
 from dmuon.step.residency import like_param
-from dmuon.step.rounds import Round
+from dmuon.step.rounds import Round, Step
 from dmuon.step.update import Done, apply, folded, orthogonalize_whole
 
 
@@ -42,6 +41,7 @@ class UserRound(Round):
     """
 
     exchanged = True
+    knows_shapes = False
     queue = 0  # one for all domains: the functions of every rank are called for all parameters in one order
 
     index: int
@@ -54,52 +54,56 @@ class UserRound(Round):
 
     def __post_init__(self) -> None:
         self._unproven = {batch.position for batch in self.batches}
-        self._gathered: dict[int, Result] = {}  # by number of the parameter
-        self._parts: dict[int, Result] = {}
 
-    def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
-        self._gathered, self._parts = {}, {}  # a step before may have failed
-        for batch in self.batches:
-            number, param = batch.position, batch.params[0]
-            if id(param) not in present:
-                continue
+    def run(self, step: Step) -> Iterator[bool]:
+        """Nothing is recorded: what is here of each matrix, only the functions know."""
+        group, timer = step.options[self.index], step.timer
+        batches = {batch.position: batch for batch in self.batches if batch.ids <= step.present}  # one parameter each
+        results: dict[int, Result] = {}
+        for number, batch in batches.items():
             with timer.phase("momentum"):
-                update = folded(group, batch, [True])
-                update = like_param(param, update.view(local_tensor(param).shape))
+                update = folded(group, batch, [(0, 1)])
+                update = like_param(batch.params[0], update.view(local_tensor(batch.params[0]).shape))
             with timer.phase("exchange"), self._named("gather_fn", number):
-                self._gathered[number] = self.functions.gather(number, update, self.owners[number])
+                results[number] = self.functions.gather(number, update, self.owners[number])
+            del update
+        yield False
 
-    def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
-        done = []
-        wholes = self._wholes(timer)
+        wholes = self._wholes(batches, results, timer)
         updates: dict[int, Tensor | None] = {}
-        for batch in self.batches:
-            number = batch.position
-            if number not in wholes:
-                continue
+        for number, batch in batches.items():
             whole = wholes.pop(number)
             updates[number] = None
             if whole is not None:
-                updates[number], one = _orthogonalized(group, batch, whole, timer)
-                done += one
+                updates[number], done = _orthogonalized(group, batch, whole, timer)
+                step.done += done
+            del whole
         with timer.phase("exchange"):  # not before this rank has computed: the functions may wait for other owners
-            for number in list(updates):
-                update = updates.pop(number)
+            for number in batches:
+                whole = updates.pop(number)
                 with self._named("redistribute_fn", number):
-                    self._parts[number] = self.functions.redistribute(number, update, self.owners[number])
-        return done
+                    results[number] = self.functions.redistribute(number, whole, self.owners[number])
+                del whole
+        yield True
 
-    def _wholes(self, timer: PhaseTimer) -> dict[int, Tensor | None]:
+        parts = self._parts(batches, results, timer)
+        self._unproven -= batches.keys()
+        for number, batch in batches.items():
+            assert batch.region is not None
+            update = batch.region.take(parts.pop(number).to(batch.dtype))
+            apply(group, batch, (0, 1), update, timer, scale=1.0)
+
+    def _wholes(
+        self, batches: Mapping[int, Batch], gathered: dict[int, Result], timer: PhaseTimer
+    ) -> dict[int, Tensor | None]:
         """What has been gathered, by number; None where another rank is the owner."""
         wholes: dict[int, Tensor | None] = {}
         fault: RuntimeError | None = None
-        for batch in self.batches:
-            number, param = batch.position, batch.params[0]
-            if number not in self._gathered:
-                continue
+        for number, batch in batches.items():
+            param = batch.params[0]
             with timer.phase("exchange"):
                 with self._named("gather_fn", number):
-                    whole = self._gathered.pop(number).wait()
+                    whole = gathered.pop(number).wait()
                 try:
                     wholes[number] = check_gathered(
                         whole,
@@ -114,31 +118,21 @@ class UserRound(Round):
         self._raise(fault, wholes)
         return wholes
 
-    def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
-        """Nothing is recorded: what is here of each matrix, only the functions know."""
+    def _parts(self, batches: Mapping[int, Batch], results: dict[int, Result], timer: PhaseTimer) -> dict[int, Tensor]:
+        """What has been redistributed, by number."""
         parts: dict[int, Tensor] = {}
         fault: RuntimeError | None = None
         with timer.phase("exchange"):
-            for batch in self.batches:
-                number = batch.position
-                if number not in self._parts:
-                    continue
+            for number, batch in batches.items():
                 with self._named("redistribute_fn", number):
-                    part = self._parts[number].wait()
+                    part = results.pop(number).wait()
                 shape = tuple(local_tensor(batch.params[0]).shape)
                 try:
                     parts[number] = check_part(part, name=self.names[number], rank=self.rank, local_shape=shape)
                 except RuntimeError as error:
                     fault = fault or error
-        self._raise(fault, self._parts)
-        self._unproven -= self._parts.keys()
-        self._parts = {}
-        for batch in self.batches:
-            if batch.position in parts:
-                part = parts.pop(batch.position)
-                assert batch.region is not None
-                update = batch.region.take(part.to(batch.dtype))
-                apply(group, batch, batch.params, update, timer, scale=1.0)
+        self._raise(fault, batches)
+        return parts
 
     def _named(self, function: str, number: int) -> AbstractContextManager[None]:
         """Communication that fails inside says where, as dmuon's own does."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.residency import dedicated_residencies
+from dmuon.dedicated.residency import Dedicated, dedicated_residencies
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
 from dmuon.kernels import Storage
@@ -49,7 +49,7 @@ from dmuon.step.adamw import AdamWUpdate
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.record import StepRecord
 from dmuon.step.residency import Alone, Residency, align_gradients, lay_out
-from dmuon.step.rounds import AloneRound, Round, drive
+from dmuon.step.rounds import AloneRound, Round, Schedule, Step
 from dmuon.step.update import Done
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
@@ -166,11 +166,13 @@ class Muon(torch.optim.Optimizer):
         self._wrapping = Wrapping(None, (), None)
         self._averagers = Averagers()
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
-        self._residencies: list[Residency] = []
+        self._residencies: list[Residency] = []  # the dedicated ones and the exchange among them
+        self._dedicated: list[Dedicated] = []
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
         self._rounds: list[Round] = []
         self._prefetch = 1
+        self._schedule = Schedule((), 1)
         self._early: EarlyUpdates | None = None
         self._done: list[Done] = []
         self._asked: MatrixRecord | None = None
@@ -268,19 +270,22 @@ class Muon(torch.optim.Optimizer):
         self._names = names_in(self.param_groups, self._origin.names)
         self._wrapping.note(self.param_groups)
         residencies = self._find_residencies(muon)
-        rounds, momentum = lay_out([group["params"] for group in self.param_groups], residencies)
+        rounds = lay_out([group["params"] for group in self.param_groups], residencies)
+        batches = [batch for round_ in rounds for batch in round_.batches]
+        momentum = {id(p): m for batch in batches for p, m in zip(batch.params, batch.momenta, strict=True)}
         self._momentum.lay_out(residencies, muon, self._names, momentum, self.state)
         for group in self.param_groups:
             keep_state_of_route(group, self.state)
         self._specs = {id(p): spec_of(p) for p in muon}
         self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
         self._residencies, self._rounds = residencies, rounds
-        updates = Counter(id(p) for round_ in rounds for batch in round_.batches for p in batch.params)
+        self._schedule = Schedule(rounds, self._prefetch)
+        updates = Counter(id(p) for batch in batches for p in batch.params)
         self._updates = {key: count for key, count in updates.items() if count > 1}
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
         self._early = self._listen() if self._origin.overlap else None
-        self._laid_out = self._param_ids()
+        self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]
         self._averagers.forget()
         tell_layout(why, rounds, self._prefetch)
 
@@ -320,13 +325,18 @@ class Muon(torch.optim.Optimizer):
         names = [self._names[id(p)] for p in others]
         exchange = exchange_for(self._origin.config, self._origin.copies, others, names, self._device, self._exchange)
         self._exchange, self._prefetch = exchange, 1 if exchange is None else exchange.prefetch
-        alone = others if exchange is None else exchange.alone()
-        return [*dedicated_residencies(muon), Alone([*idle, *alone]), *([] if exchange is None else [exchange])]
+        alone = [*idle, *(others if exchange is None else exchange.alone())]
+        self._dedicated = dedicated_residencies(muon)
+        return [*self._dedicated, *([Alone(alone)] if alone else []), *([] if exchange is None else [exchange])]
 
     def _options(self, groups: Sequence[int]) -> list[tuple[str, str]]:
         """What ranks compare of these groups, which need not have the same numbers on all ranks."""
-        described = describe([self.param_groups[i] for i in groups if i < len(self.param_groups)])
-        return [(f"{name} of group {i}", value) for i, options in enumerate(described) for name, value in options]
+        found: list[tuple[str, str]] = []
+        compared = [self.param_groups[i] for i in groups if i < len(self.param_groups)]
+        for number, options in enumerate(describe(compared)):
+            for name, value in options:
+                found.append((f"{name} of group {number}", value))
+        return found
 
     def _listen(self) -> EarlyUpdates | None:
         """Updates that start during backward; residencies hold them weakly."""
@@ -334,16 +344,17 @@ class Muon(torch.optim.Optimizer):
         if not alone:
             return None
         early = EarlyUpdates(alone, partial(_group_of, weakref.ref(self)), self._momentum.shown, self._device)
-        for residency in self._residencies:
-            residency.listen(early.landed)
+        for dedicated in self._dedicated:
+            dedicated.listen(early.landed)
         return early
 
-    def _param_ids(self) -> list[list[int]]:
-        return [[id(p) for p in group["params"]] for group in self.param_groups]
+    def _is_as_laid_out(self) -> bool:
+        """Whether groups hold the parameters for which everything was made."""
+        return [[*map(id, group["params"])] for group in self.param_groups] == self._laid_out
 
     def _follow(self) -> None:
         """Lay out anew if groups hold other parameters than before. Collective then, as building the optimizer is."""
-        if self._param_ids() != self._laid_out:
+        if not self._is_as_laid_out():
             self._lay_out("groups hold other parameters")
         for group in self.param_groups:  # of which something may have been unfrozen since
             keep_state_of_route(group, self.state)
@@ -402,16 +413,23 @@ class Muon(torch.optim.Optimizer):
         """
         if self._wrapping.follow(self.param_groups, self._names, self.state):
             self._lay_out("the model was wrapped")
-        if self._param_ids() != self._laid_out:
+        if not self._is_as_laid_out():
             self._names = names_in(self.param_groups, self._origin.names)
             self._averagers.forget()
             for group in self.param_groups:
                 keep_state_of_route(group, self.state)
         self._averagers.check(self.param_groups, self._names, by_user=self._origin.config is not None)
-        align_gradients((p for group in self.param_groups for p in group["params"]), self._names)
-        self._checked = check_edited(self.param_groups, self._checked)
+        align_gradients(self.param_groups, self._names)
+        described = describe(self.param_groups)
+        if described != self._checked:
+            check_edited(self.param_groups)
+            self._checked = described
         self._momentum.check(self.state)
-        return [AdamWUpdate.of(g, self.state, self._names) for g in self.param_groups if not g["use_muon"]]
+        of_adamw = []
+        for group in self.param_groups:
+            if not group["use_muon"]:
+                of_adamw.append(AdamWUpdate.of(group, self.state, self._names))
+        return of_adamw
 
     def _present(self, fault: Exception | None) -> set[int]:
         """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed.
@@ -419,54 +437,52 @@ class Muon(torch.optim.Optimizer):
         Raises:
             Exception: ``fault``, of this rank, of which those hear that vote with it.
         """
-        self._restore_specs()
-        changed, present = self._ask(self._param_ids() != self._laid_out, fault)
-        if changed:
-            self._lay_out("parameters were replaced, moved or laid out otherwise")
-            _, present = self._ask(False, None)
-        return present
-
-    def _ask(self, changed: bool, fault: Exception | None) -> tuple[bool, set[int]]:
-        """Whether something has changed since it was laid out, and ids of the matrices to update."""
-        present: set[int] = set()
-        try:
-            if not changed:  # rounds know groups by their numbers
-                check_scales(self.param_groups, self._rounds)
-        except Exception as error:
-            fault = fault or error
-        for residency in self._residencies:  # those that vote on it come last
+        if self._split:
+            self._restore_specs()
+        changed: bool = not self._is_as_laid_out()
+        for again in (False, True):
+            present: set[int] = set()
             try:
-                ids = residency.before_step(changed, fault)
-                changed = changed or ids is None
-                present |= ids or set()
+                if not changed:  # rounds know groups by their numbers
+                    check_scales(self.param_groups, self._rounds)
             except Exception as error:
                 fault = fault or error
-        if fault is not None:
-            raise fault
-        return changed, present
+            for residency in self._residencies:  # those that vote on it come last
+                try:
+                    ids = residency.before_step(changed, fault)
+                    changed = changed or ids is None
+                    present |= ids or set()
+                except Exception as error:
+                    fault = fault or error
+            if fault is not None:
+                raise fault
+            if again or not changed:
+                break
+            self._lay_out("parameters were replaced, moved or laid out otherwise")
+            changed = False
+        return present
 
     def _update(self, present: set[int], of_adamw: Sequence[AdamWUpdate]) -> None:
         """Run all rounds. What a round completes is published at once."""
         missing = dict(self._updates)
-        # Once for each group: reading a tensor's number waits for the accelerator.
-        options = [{**g, "lr": float(g["lr"])} if g["use_muon"] else g for g in self.param_groups]
+        options: list[dict[str, Any]] = []
+        for group in self.param_groups:
+            # Once for each group: reading a tensor's number waits for the accelerator.
+            options.append({**group, "lr": float(group["lr"])} if group["use_muon"] else group)
         with self._timer.phase("publish"):
-            for residency in self._residencies:
-                residency.begin_update(
-                    p for r in self._rounds for batch in r.batches for p in batch.params if id(p) in present
-                )
+            for dedicated in self._dedicated:
+                batches = [batch for round_ in self._rounds for batch in round_.batches]
+                dedicated.begin_update(p for batch in batches for p in batch.params if id(p) in present)
         asked, self._asked = self._asked, None
-        record = None if asked is None else StepRecord()
-
-        def update_others() -> None:
-            with self._timer.phase("adamw"):
-                for update in of_adamw:
-                    update.run()
-
-        for round_, done in drive(
-            self._rounds, lambda i: options[i], present, self._prefetch, self._timer, update_others, record
-        ):
-            self._done += done
+        step = Step(options, present, self._timer, None if asked is None else StepRecord(), self._done)
+        for round_ in self._schedule.drive(step):
+            if round_ is None:  # the last update is on its way
+                with self._timer.phase("adamw"):
+                    for update in of_adamw:
+                        update.run()
+                continue
+            if not self._dedicated:
+                continue
             of_round = [p for batch in round_.batches for p in batch.params]
             if missing:
                 for param in of_round:
@@ -474,13 +490,15 @@ class Muon(torch.optim.Optimizer):
                         missing[id(param)] -= 1
                 of_round = [p for p in of_round if not missing.get(id(p))]
             with self._timer.phase("publish"):
-                for residency in self._residencies:
-                    residency.updated(of_round)
+                for dedicated in self._dedicated:
+                    dedicated.updated(of_round)
         with self._timer.phase("publish"):
-            for residency in self._residencies:
-                residency.end_update()
-        if asked is not None and record is not None:
-            asked.fill(record, self._residencies, self._names)
+            for dedicated in self._dedicated:
+                dedicated.end_update()
+        if self._exchange is not None:
+            self._exchange.end_update()
+        if asked is not None and step.record is not None:
+            asked.fill(step.record, self._residencies, self._names)
         if self._early is not None:
             self._early.forget()
 
@@ -514,8 +532,8 @@ class Muon(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients that wait for a synchronizing backward are dropped too."""
-        for residency in self._residencies:
-            residency.drop_gradients()
+        for dedicated in self._dedicated:
+            dedicated.drop_gradients()
         if self._early is not None:
             self._early.forget()
         super().zero_grad(set_to_none)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -58,20 +58,22 @@ def options_of(group: Mapping[str, Any]) -> tuple[str, ...]:
     return MUON_OPTIONS if group["use_muon"] else ADAMW_OPTIONS
 
 
-def describe(groups: Sequence[Mapping[str, Any]]) -> Description:
+def describe(groups: Iterable[Mapping[str, Any]]) -> Description:
     """All options that ranks must agree on, of each group, as ``(name, value)``.
 
     It is exact, hashable and the same in every process: numbers are written so that none is lost, whatever type they
     have; a function is called by its name. A tensor has its value if it is on the CPU; no device is waited for.
     """
-    return tuple(
-        tuple(
-            (name, _described(group.get(name)))
-            for name in ("use_muon", *options_of(group), *_UNSUPPORTED, *sorted(_ELSEWHERE.keys() & group.keys()))
-            if name not in _UNSUPPORTED or group.get(name)
-        )
-        for group in groups
-    )
+    described = []
+    for group in groups:
+        of_group = []
+        route = MUON_OPTIONS if group["use_muon"] else ADAMW_OPTIONS
+        for name in ("use_muon", *route, *_UNSUPPORTED, *sorted(_ELSEWHERE.keys() & group.keys())):
+            value = group[name] if name in group else None  # noqa: SIM401 (AdamW's groups have a slower get)
+            if name not in _UNSUPPORTED or value:
+                of_group.append((name, _described(value)))
+        described.append(tuple(of_group))
+    return tuple(described)
 
 
 def _described(value: Any) -> str:
@@ -149,19 +151,17 @@ def _check_muon_options(group: Mapping[str, Any]) -> None:
     update_scale(group["adjust_lr_fn"], (2, 2))
 
 
-def check_edited(groups: Sequence[Mapping[str, Any]], checked: Description) -> Description:
-    """Refuse what somebody put into the groups of an optimizer; ``checked`` was found to be in order.
+def check_edited(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what somebody put into the groups of an optimizer.
 
     Raises:
         TypeError, ValueError: names group and option.
     """
-    described = describe(groups)
-    for index, group in enumerate(groups if described != checked else ()):
+    for index, group in enumerate(groups):
         try:
             check_options(group, wait=False)
         except (TypeError, ValueError) as fault:
             raise type(fault)(f"group {index} of the optimizer was edited: {fault}") from None
-    return described
 
 
 def check_names(group: Mapping[str, Any]) -> None:

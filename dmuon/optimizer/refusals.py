@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from dmuon.dedicated.dedication import averaged_by_dmuon
-from dmuon.exchanged.user_round import UserRound
 from dmuon.kernels import is_capturing, update_scale
 from dmuon.platform.torch_private import current_backward
 from dmuon.step.rounds import Round
@@ -51,5 +50,5 @@ def check_scales(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round]) -
     """
     for round_ in rounds:
         scale = groups[round_.index]["adjust_lr_fn"]
-        for batch in round_.batches if callable(scale) and not isinstance(round_, UserRound) else ():
+        for batch in round_.batches if callable(scale) and round_.knows_shapes else ():
             update_scale(scale, batch.scaled_shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import Storage
 from dmuon.layout.parcels import travels
 from dmuon.optimizer.muon import Muon
-from dmuon.step.batches import make_batches
-from dmuon.step.rounds import ExchangedRound, prefetch_windows
-from dmuon.step.update import begin_dtype, sent_normalized, wire_dtype
+from dmuon.platform.streams import PhaseTimer
+from dmuon.step.batches import Batch, make_batches
+from dmuon.step.rounds import ExchangedRound, Round, Schedule, Step
+from dmuon.step.update import numerics_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +139,14 @@ def expected_traffic(
             count("publish", 1, buffer.layout.column, parts, _itemsize(buffer))
             count("reduce", reductions, buffer.layout.column, parts, buffer.reduce_dtype.itemsize)
     if comm.tensor is not None:
-        _count_exchanges(runtime, {"ns_dtype": ns_dtype, "ns_steps": ns_steps}, calls, nbytes)
+        group = {"ns_coefficients": "classic", "ns_dtype": ns_dtype, "ns_steps": ns_steps}
+        _count_exchanges(runtime, group, calls, nbytes)
     return Traffic(dict(calls), dict(nbytes))
 
 
 def _count_exchanges(runtime: Runtime, group: Mapping[str, Any], calls: Counter[str], nbytes: Counter[str]) -> None:
     residency = Dedicated(runtime, [])
-    batches, _ = make_batches(residency.tasks(), torch.device("meta"))
+    batches = make_batches(residency.tasks(), torch.device("meta"))
     for round_ in residency.rounds([batches]):
         if not isinstance(round_, ExchangedRound):
             continue
@@ -181,46 +183,53 @@ def expected_exchange(optimizer: Muon) -> ExchangeBudget:
     )
 
 
+class _Alive:
+    """Bytes of the exchange that exist at once, and the most of them so far."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def change(self, by: int, meanwhile: int = 0) -> None:
+        """``meanwhile`` more exist for a moment."""
+        self.now += by
+        self.most = max(self.most, self.now + meanwhile)
+
+
+class _CountedRound(Round):
+    """Counts the bytes that a round holds, where the round would send."""
+
+    index = 0
+    batches: Sequence[Batch] = ()
+    exchanged = True
+
+    def __init__(self, one: _RoundBytes, domain: int, alive: _Alive) -> None:
+        self.queue = domain
+        self._one = one
+        self._alive = alive
+
+    def run(self, step: Step) -> Iterator[bool]:
+        one, alive = self._one, self._alive
+        alive.change(one.gathering, one.parts - one.own_parts)
+        yield False
+        alive.change(-one.gathering, one.own_parts + one.received + one.whole)
+        alive.change(one.scattering)
+        held = one.scattering
+        if one.goes_on:
+            if not one.at_once:
+                yield False
+            alive.change(0, one.copied - one.answered)
+            held = one.copied + one.uncopied
+            alive.change(held - one.scattering)
+        yield True
+        alive.change(-held)
+
+
 def _most_in_flight(rounds: Sequence[_RoundBytes], domains: Sequence[int], prefetch: int) -> int:
-    """As :func:`dmuon.step.rounds.drive` goes through the rounds."""
-    most = 0
-    gathering: dict[int, int] = {}  # rounds under way to the owners
-    scattered: dict[int, int] = {}  # and back, of which parts go on to copies later
-    arriving: dict[int, int] = {}  # where they are wanted
-    begun: set[int] = set()
-    windows = prefetch_windows(domains, prefetch)
-
-    def note(more: int) -> None:
-        nonlocal most
-        most = max(most, sum(gathering.values()) + sum(scattered.values()) + sum(arriving.values()) + more)
-
-    def forward(turns: Sequence[int]) -> None:
-        for turn in turns:
-            note(rounds[turn].copied - rounds[turn].answered)
-            del scattered[turn]
-            arriving[turn] = rounds[turn].copied + rounds[turn].uncopied
-
-    for i, one in enumerate(rounds):
-        for j in windows[i]:
-            if j not in begun:
-                begun.add(j)
-                gathering[j] = rounds[j].gathering
-                note(rounds[j].parts - rounds[j].own_parts)
-        del gathering[i]
-        note(one.own_parts + one.received + one.whole)
-        before = [j for j in scattered if domains[j] == domains[i]]
-        (scattered if one.goes_on else arriving)[i] = one.scattering
-        note(0)
-        if one.goes_on and one.at_once:
-            forward([i])
-        for j in [j for j in arriving if j != i]:
-            del arriving[j]
-        forward(before)
-        if not prefetch:
-            forward([*scattered])
-            arriving.clear()
-    forward([*scattered])
-    return most
+    alive = _Alive()
+    counted = [_CountedRound(one, domain, alive) for one, domain in zip(rounds, domains, strict=True)]
+    for _ in Schedule(counted, prefetch).drive(Step([{}], frozenset(), PhaseTimer(torch.device("cpu")))):
+        pass
+    return alive.most
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +277,9 @@ class _RoundBytes:
     def of(cls, round_: ExchangedRound, group: Mapping[str, Any], like: Tensor) -> _RoundBytes:
         """``like``: of the dtype and on the device of its momentum."""
         position = round_.domain.position
-        there = begin_dtype(group, like) if sent_normalized(group, like) else like.dtype
-        itemsize, back = there.itemsize, wire_dtype(group, like.dtype, like.device).itemsize
+        numerics = numerics_of(group, like.dtype, like.device)
+        there = numerics.begins if numerics.sent_normalized else like.dtype
+        itemsize, back = there.itemsize, numerics.ends.itemsize
         nbytes: Counter[str] = Counter()
         for parcel in round_.parcels:
             gather, scatter = parcel.to_owner, parcel.from_owner

@@ -30,7 +30,7 @@ from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch
 from dmuon.step.rounds import Round
-from dmuon.step.update import variant_for, wire_dtype
+from dmuon.step.update import numerics_of, variant_for
 
 _Held = Mapping[GlobalRank, int]
 
@@ -113,7 +113,7 @@ def matrix_rows(model: nn.Module, optimizer: Muon | None, dedicated: Sequence[De
 
 def is_laid_out(optimizer: Muon) -> bool:
     """Whether owners are known of what is in its groups: a copy, or one whose groups were edited, decides in a step."""
-    return optimizer._param_ids() == optimizer._laid_out
+    return optimizer._is_as_laid_out()
 
 
 def rank_sums(rows: Sequence[MatrixRow]) -> dict[GlobalRank, RankSums]:
@@ -168,7 +168,7 @@ def _owned(
     runtime, plan = dedication.runtime, dedication.plan
     planned = {m.name: m for m in plan.matrices}
     shares = _shares(plan, Counter(_Kind(plan.owners[m.name], (m.rows, m.cols), m.pool) for m in plan.matrices))
-    own = {(id(param), number or 0): call for call in calls for param, number in _labels(call.batch)}
+    own = {(id(param), number or 0): call for call in calls for param, number in call.batch.labels}
     groups = {} if optimizer is None else {id(p): g for g in optimizer.param_groups for p in g["params"]}
     rows = []
     for buffer in runtime.buffers:
@@ -224,7 +224,7 @@ def _travels_of_part(buffer: OwnedBuffer, matrix: OwnedMatrix, part: Part, group
     if comm.column is not None and part.at.s == comm.at.s:
         nbytes += part.numel * (weight + buffer.reduce_dtype.itemsize)
     if part.parcel is not None and comm.tensor is not None and part.owner == comm.position and group is not None:
-        back = wire_dtype(group, matrix.master.dtype, comm.device)
+        back = numerics_of(group, matrix.master.dtype, comm.device).ends
         nbytes += _exchanged_bytes(part.parcel, comm.tensor.position, matrix.master.dtype, back)
     return nbytes
 
@@ -269,7 +269,7 @@ def _others(optimizer: Muon, calls: Sequence[_Call], names: Mapping[int, str]) -
             held=held,
             travels=None if whole else _travels_of_batch(batch, optimizer.param_groups[call.round_.index]),
         )
-        labels = [(param, None) for param in batch.params] if whole else _labels(batch)
+        labels = [(param, None) for param in batch.params] if whole else batch.labels
         rows += [replace(row, tensor=names[id(param)], number=number) for param, number in labels]
     return rows
 
@@ -308,10 +308,6 @@ def _elsewhere(optimizer: Muon, names: Mapping[int, str]) -> Iterator[MatrixRow]
             yield from (replace(row, number=number) for number in numbers)
 
 
-def _labels(batch: Batch) -> list[tuple[Tensor, int | None]]:
-    return batch.labels(0, len(batch.params))
-
-
 def _lies(batch: Batch, *, whole: bool) -> str:
     placed = _placed(batch.params[0])
     if whole:
@@ -347,7 +343,7 @@ def _travels_of_batch(batch: Batch, group: Mapping[str, Any]) -> int:
     """Of each matrix."""
     if not isinstance(batch, SharedBatch):
         return 0
-    back = wire_dtype(group, batch.dtype, batch.device)
+    back = numerics_of(group, batch.dtype, batch.device).ends
     return _exchanged_bytes(batch.parcel, batch.domain.position, batch.dtype, back) // batch.parcel.count
 
 

@@ -89,7 +89,7 @@ class AdamWUpdate:
     def run(self) -> None:
         """Update parameters and state."""
         if self.rows:
-            params, grads, averages, squares, steps = (list(column) for column in zip(*self.rows, strict=True))
+            params, grads, averages, squares, steps = map(list, zip(*self.rows, strict=True))
             beta1, beta2 = self.group["betas"]
             adamw(
                 params,

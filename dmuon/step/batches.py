@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class Task:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Matrices of one shape, which lie alike.
+    """Matrices of one shape, which lie alike. What every step would ask of them is worked out once.
 
     Attributes:
         momenta: this rank's momentum of each parameter, shaped as the local tensor.
@@ -76,6 +76,14 @@ class Batch:
         transposed: matrices are stored ``(in, out)``.
         numbers: of the matrices in each parameter that is more than one; several only if it is the only one.
         stacked: the momentum of parameters that are one matrix each, ``(k, …)``; ``momenta`` are its parts.
+        is_split: parameters are more than one matrix each, and what is taken out of them may be copies.
+        count: matrices, on whichever ranks they lie.
+        each: matrices of one parameter.
+        whole: what :meth:`runs` gives if nothing is missing.
+        ids: of the parameters.
+        labels: parameter of each matrix, and its number in that if it is more than one matrix.
+        scaled_shape: ``(out, in)`` of each whole matrix, by which learning rates are scaled.
+        dtype, device: of the momentum.
     """
 
     params: list[Tensor]
@@ -87,41 +95,47 @@ class Batch:
     transposed: bool
     numbers: tuple[int, ...]
     stacked: Tensor | None
+    is_split: bool = field(init=False)
+    count: int = field(init=False)
+    each: int = field(init=False)
+    whole: list[tuple[int, int]] = field(init=False)
+    ids: frozenset[int] = field(init=False)
+    labels: list[tuple[Tensor, int | None]] = field(init=False)
+    scaled_shape: tuple[int, int] = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    device: torch.device = field(init=False)
 
-    @property
-    def count(self) -> int:
-        """Matrices, on whichever ranks they lie."""
-        return len(self.params) * len(self.numbers)
-
-    @property
-    def scaled_shape(self) -> tuple[int, int]:
-        """``(out, in)`` of each whole matrix, by which learning rates are scaled."""
-        m, n = self.shape
-        return (n, m) if self.transposed else (m, n)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the momentum."""
-        return self.momenta[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.momenta[0].device
+    def __post_init__(self) -> None:
+        self.is_split = self.region is not None
+        numbers = self.numbers if self.is_split else [None]
+        self.each = len(self.numbers)
+        self.count = len(self.params) * self.each
+        self.whole = [(0, len(self.params))]
+        self.ids = frozenset(map(id, self.params))
+        self.labels = [(param, number) for param in self.params for number in numbers]
+        self.scaled_shape = self.shape[::-1] if self.transposed else self.shape
+        self.dtype, self.device = self.momenta[0].dtype, self.momenta[0].device
 
     def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of the matrices, 2-D each, in tensors that lie as some of the parameters do.
 
-        Views where that is possible; :meth:`put` writes changes back where it is not.
+        Views where that is possible; :meth:`put` writes changes back where :attr:`is_split`.
         """
-        local = [local_tensor(tensor) for tensor in tensors]
+        local = list(map(local_tensor, tensors))
         if self.region is None:
             return local
         return [matrix for tensor in local for matrix in self.region.take(tensor).unbind(0)]
 
+    def gradients(self, start: int, end: int) -> list[Tensor]:
+        """:meth:`matrices` of the gradients of parameters ``start`` to ``end``; zeros where this rank has none."""
+        found = []
+        for param in self.params[start:end]:
+            found.append(torch.zeros_like(param) if param.grad is None else param.grad)
+        return self.matrices(found)
+
     def put(self, tensors: Sequence[Tensor], matrices: Sequence[Tensor]) -> None:
         """Write ``matrices``, which :meth:`matrices` gave and which were changed, back to where they came from."""
-        if self.region is None:
-            return
+        assert self.region is not None
         count = self.region.count
         for i, tensor in enumerate(tensors):
             if count:
@@ -130,7 +144,7 @@ class Batch:
     def momentum(self, start: int, end: int) -> Tensor:
         """Of parameters ``start`` to ``end``, ``(k, …)`` of this rank's parts.
 
-        A view where that is possible; :meth:`put_momentum` writes changes back where it is not.
+        A view where that is possible; :meth:`put_momentum` writes changes back where :attr:`is_split`.
         """
         if self.stacked is not None:
             return self.stacked[start:end]
@@ -140,42 +154,23 @@ class Batch:
 
     def put_momentum(self, start: int, end: int, momentum: Tensor) -> None:
         """Write ``momentum``, which :meth:`momentum` gave and which was changed, back to where it came from."""
-        if self.region is not None:
-            matrices = list(momentum.unbind(0))
-            if end - start > 1:
-                self._put_all(start, end, matrices)
-            else:
-                self.put(self.momenta[start:end], matrices)
+        matrices = list(momentum.unbind(0))
+        if end - start > 1:  # a concatenation is a copy, whatever its parts were
+            copied, matrices = matrices, self.matrices(self.momenta[start:end])
+            torch._foreach_copy_(matrices, copied)
+        self.put(self.momenta[start:end], matrices)
 
-    def _put_all(self, start: int, end: int, matrices: Sequence[Tensor]) -> None:
-        """A concatenation is a copy, whatever its parts were."""
-        targets = self.matrices(self.momenta[start:end])
-        torch._foreach_copy_(targets, list(matrices))
-        self.put(self.momenta[start:end], targets)
-
-    def runs(self, present: Sequence[bool]) -> list[tuple[int, int]]:
-        """Longest ranges ``(start, end)`` of parameters that are all ``present``; one range if nothing is missing."""
+    def runs(self, present: Set[int]) -> list[tuple[int, int]]:
+        """Longest ranges ``(start, end)`` of parameters whose ids are ``present``; one range if nothing is missing."""
+        if self.ids <= present:
+            return self.whole
         ranges: list[tuple[int, int]] = []
-        for index, is_present in enumerate(present):
-            if is_present and ranges and ranges[-1][1] == index:
+        for index, param in enumerate(self.params):
+            if id(param) in present and ranges and ranges[-1][1] == index:
                 ranges[-1] = ranges[-1][0], index + 1
-            elif is_present:
+            elif id(param) in present:
                 ranges.append((index, index + 1))
         return ranges
-
-    def rows(self, start: int, end: int) -> slice:
-        """The matrices of parameters ``start`` to ``end``."""
-        return slice(start * len(self.numbers), end * len(self.numbers))
-
-    def labels(self, start: int, end: int) -> list[tuple[Tensor, int | None]]:
-        """Parameter of each of these matrices, and its number in that if it is more than one matrix."""
-        return self.labels_of(self.params[start:end])
-
-    def labels_of(self, params: Sequence[Tensor]) -> list[tuple[Tensor, int | None]]:
-        """:meth:`labels` of some of the parameters."""
-        if self.region is None:
-            return [(param, None) for param in params]
-        return [(param, number) for param in params for number in self.numbers]
 
 
 @dataclass(slots=True, eq=False)
@@ -200,22 +195,21 @@ class Bundle:
     Attributes:
         numbers: of the batches in the round.
         joint: all of their parameters, one after the other. It is not orthogonalized as one: only its parts are alike.
+        counts: matrices of each batch.
         owned: by this rank.
     """
 
     numbers: tuple[int, ...]
     joint: Batch
+    counts: list[int]
     owned: bool
 
 
-def make_bundles(batches: Mapping[int, Batch], owned: Collection[int]) -> tuple[list[Bundle], dict[int, Tensor]]:
+def make_bundles(batches: Mapping[int, Batch], owned: Collection[int]) -> list[Bundle]:
     """Bundles of ``batches``, by number in the round; where they are of several, their momentum is new: zeros.
 
     Args:
         owned: by this rank. They are apart from the others: what it keeps for itself must not keep what it sends.
-
-    Returns:
-        The bundles, and by ``id`` of the parameter this rank's momentum where it is new.
     """
     alike: dict[object, list[int]] = {}
     for number, batch in batches.items():
@@ -225,14 +219,11 @@ def make_bundles(batches: Mapping[int, Batch], owned: Collection[int]) -> tuple[
             kind = (like.shape, like.dtype, batch.params[0].dtype, like.device, batch.shape, batch.transposed)
         alike.setdefault((kind, number in owned), []).append(number)
     bundles: list[Bundle] = []
-    momentum: dict[int, Tensor] = {}
     for numbers in alike.values():
         members = [batches[number] for number in numbers]
         joint = members[0] if len(members) == 1 else _joined(members)
-        if joint is not members[0]:
-            momentum.update(zip(map(id, joint.params), joint.momenta, strict=True))
-        bundles.append(Bundle(tuple(numbers), joint, numbers[0] in owned))
-    return bundles, momentum
+        bundles.append(Bundle(tuple(numbers), joint, [batch.count for batch in members], numbers[0] in owned))
+    return bundles
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:
@@ -247,18 +238,16 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     return Batch(params, momenta, first.position, first.shape, {}, None, first.transposed, first.numbers, stacked)
 
 
-def make_batches(tasks: Iterable[Task], device: torch.device | None = None) -> tuple[list[Batch], dict[int, Tensor]]:
-    """Batches of ``tasks``, whose parameters share their options, with momentum of zeros in fp32 (or wider).
+def make_batches(tasks: Iterable[Task], device: torch.device | None = None) -> list[Batch]:
+    """Batches of ``tasks`` by position, whose parameters share options, with momentum of zeros in fp32 (or wider).
+
+    Of parameters that are one matrix each it is one tensor for each batch.
 
     Args:
         device: of the momentum; ``None`` is that of the parameters, ``meta`` allocates nothing.
-
-    Returns:
-        The batches by position, and by ``id`` of the parameter this rank's momentum of it, shaped as the local tensor.
-        Of parameters that are one matrix each these are views of one tensor for each batch.
     """
     batches: list[Batch] = []
-    momentum: dict[int, Tensor] = {}
+    momentum: dict[int, Tensor] = {}  # of parameters that are several matrices, by ``id``
     alike: dict[object, list[Task]] = {}
     for task in sorted(tasks, key=lambda task: task.position):
         param, local = task.param, local_tensor(task.param)
@@ -277,12 +266,11 @@ def make_batches(tasks: Iterable[Task], device: torch.device | None = None) -> t
             params = [task.param for task in some]
             if first.region is None:
                 rows = _zeros((len(some), *local.shape), local, device)
-                momentum.update(zip(map(id, params), rows, strict=True))
                 batches.append(_batch(some[0], params, list(rows), None, first.numbers, rows))
             else:
                 momenta = [momentum[id(param)] for param in params]
                 batches.append(_batch(some[0], params, momenta, first.region, first.numbers, None))
-    return sorted(batches, key=lambda batch: batch.position), momentum
+    return sorted(batches, key=lambda batch: batch.position)
 
 
 def _of_stack(task: Task, momentum: Tensor) -> Iterator[Batch]:

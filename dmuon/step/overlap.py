@@ -111,7 +111,8 @@ class EarlyUpdates:
         grads = [g.to(batch.dtype) for g in batch.matrices([p.grad for p in batch.params if p.grad is not None])]
         momentum = batch.momentum(0, len(batch.params))
         torch._foreach_lerp_(list(momentum.unbind(0)), grads, 1 - group["momentum"])
-        batch.put_momentum(0, len(batch.params), momentum)
+        if batch.is_split:
+            batch.put_momentum(0, len(batch.params), momentum)
         self.taken += 1
         return early.ready
 

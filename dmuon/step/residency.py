@@ -6,6 +6,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.torch_private import local_tensor, share_spec, spec_like
 from dmuon.solver import unmeasured_batch
 from dmuon.step.batches import Batch, Task, make_batches
-from dmuon.step.rounds import AloneRound, ExchangedRound, Round
+from dmuon.step.rounds import AloneRound, Round
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +47,8 @@ MOMENTUM = "momentum_buffer"  # in the optimizer's state
 class Residency(ABC):
     """Some of an optimizer's matrices, which live in one way.
 
-    It says what this rank takes part in orthogonalizing (:meth:`tasks`), how that travels (:meth:`rounds`), and follows
-    the step: :meth:`before_step`, :meth:`begin_update`, :meth:`updated` after every round, :meth:`end_update`. The
-    defaults are those of matrices that need no attention, and that lie as torch says.
+    It says what this rank takes part in orthogonalizing (:meth:`tasks`), how that travels (:meth:`rounds`), and which
+    of it a step updates (:meth:`before_step`). The defaults are those of matrices that lie as torch says.
 
     Attributes:
         params: the matrices, whether or not this rank has a task of them.
@@ -66,9 +67,6 @@ class Residency(ABC):
         Args:
             batches: made of :meth:`tasks`, for each group of the optimizer.
         """
-
-    def listen(self, landed: Callable[[Sequence[Tensor]], None]) -> None:
-        """Call the method ``landed`` with parameters whose gradients were reduced, as long as its object lives."""
 
     def compare(self, options: Options, groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
         """Let ranks that share parameters compare who is in which group, and its options, with votes that they send.
@@ -113,18 +111,6 @@ class Residency(ABC):
         """
         return {id(param) for param in self.params if param.grad is not None}
 
-    def begin_update(self, params: Iterable[Tensor]) -> None:
-        """The weights of ``params``, of whatever residency, are about to change."""
-
-    def updated(self, params: Iterable[Tensor]) -> None:
-        """The weights of ``params``, of whatever residency, have their new values on this rank."""
-
-    def end_update(self) -> None:
-        """All weights have their new values on this rank."""
-
-    def drop_gradients(self) -> None:
-        """Forget gradients that wait for a synchronizing backward."""
-
     def shared(self) -> list[Sharing]:
         """Which of the matrices ranks have together; those who do come to it in one order."""
         return []
@@ -168,9 +154,10 @@ class Alone(Residency):
         self._frozen = [param for param in self.params if not param.requires_grad]
 
     def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
-        if any(param.requires_grad for param in self._frozen) or any(lies(param) != laid for param, laid in self._laid):
-            return None
-        return super().before_step(changed, fault)
+        for param in self._frozen:
+            if param.requires_grad:
+                return None
+        return with_gradients(self._laid)
 
     def tasks(self) -> list[Task]:
         tasks = []
@@ -193,30 +180,29 @@ class Alone(Residency):
         return [AloneRound(index, batch) for index, of_group in enumerate(batches) for batch in of_group]
 
 
-def lay_out(
-    groups: Sequence[Sequence[Tensor]], residencies: Iterable[Residency]
-) -> tuple[list[Round], dict[int, Tensor]]:
-    """The rounds of a step, and this rank's momentum by ``id`` of the parameter, zero.
+def with_gradients(laid: Iterable[tuple[Tensor, tuple[Any, ...]]]) -> set[int] | None:
+    """Ids of the parameters that have one; None if any of them lies otherwise than it did."""
+    present: set[int] = set()
+    for param, as_before in laid:
+        if lies(param) != as_before:
+            return None
+        if param.grad is not None:
+            present.add(id(param))
+    return present
+
+
+def lay_out(groups: Sequence[Sequence[Tensor]], residencies: Iterable[Residency]) -> list[Round]:
+    """The rounds of a step, whose batches have momentum of zeros.
 
     Args:
         groups: the parameters of each group of the optimizer.
     """
-    momentum: dict[int, Tensor] = {}
     rounds: list[Round] = []
     for residency in residencies:
         tasks = residency.tasks()
-        batches: list[list[Batch]] = []
-        for params in groups:
-            members = set(map(id, params))
-            of_group, of_params = make_batches(task for task in tasks if id(task.param) in members)
-            batches.append(of_group)
-            momentum.update(of_params)
-        of_residency = residency.rounds(batches)
-        for round_ in of_residency:
-            if isinstance(round_, ExchangedRound):
-                momentum.update(round_.bundle())
-        rounds += of_residency
-    return rounds, momentum
+        members = [set(map(id, params)) for params in groups]
+        rounds += residency.rounds([make_batches(task for task in tasks if id(task.param) in ids) for ids in members])
+    return rounds
 
 
 def memberships(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> list[tuple[str, str]]:
@@ -327,7 +313,7 @@ def laid_out(param: Tensor, value: Any, name: str, *, gathering: bool = False) -
     return like_param(param, part)
 
 
-def align_gradients(params: Iterable[Tensor], names: Mapping[int, str]) -> None:
+def align_gradients(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> None:
     """Lay gradients out as their parameters: autograd leaves some DTensors Partial, or sharded otherwise.
 
     Sparse ones, which no module has announced, become dense, and whole ones of sharded parameters are cut.
@@ -339,7 +325,7 @@ def align_gradients(params: Iterable[Tensor], names: Mapping[int, str]) -> None:
         ValueError: one cannot be its parameter's. The others are laid out: other ranks may take part in that.
     """
     fault: str | None = None
-    for param in params:
+    for param in chain.from_iterable(map(itemgetter("params"), groups)):
         grad = param.grad
         if grad is None:
             continue

@@ -1,9 +1,20 @@
-"""Rounds of a step: batches that travel together, and how the next ones travel while one is orthogonalized."""
+"""Rounds of a step: batches that travel together, and how the next ones travel while one is orthogonalized.
+
+Timeline of three rounds of one domain with ``prefetch=1``, of which the updates go on to copies. A round is a generator
+that stops where something of it is under way::
+
+    round 0   fold, gather ─┐   orthogonalize, scatter ──────────────┐ copies ──────────┐ apply
+    round 1   fold, gather ─┼────────────────────────┐ orthogonalize, scatter ──────────┼─┐ copies …
+    round 2                 └ fold, gather ──────────┼──────────────────┐ orthogonalize …
+
+The gather of the next round is on its way while one computes, and so are the scatter and the copies of those before.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any
@@ -12,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.copying import Copies, Copying
-from dmuon.comm.domain import Itinerary, Redistribution
+from dmuon.comm.domain import AllToAll, Redistribution
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
 from dmuon.step.record import StepRecord
@@ -20,16 +31,32 @@ from dmuon.step.update import (
     Done,
     Orthogonalized,
     apply,
-    begin_dtype,
     folded,
     folded_norms,
     normalized_parts,
+    numerics_of,
     orthogonalize,
     orthogonalize_whole,
-    sent_normalized,
-    wire_dtype,
 )
 from dmuon.step.whole_norms import WholeNorms, join
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One step of an optimizer.
+
+    Attributes:
+        options: of each group.
+        present: ids of the parameters of which some rank has a gradient.
+        record: is told of every update.
+        done: what was orthogonalized here so far.
+    """
+
+    options: Sequence[Mapping[str, Any]]
+    present: Set[int]
+    timer: PhaseTimer
+    record: StepRecord | None = None
+    done: list[Done] = field(default_factory=list)
 
 
 class Round(ABC):
@@ -38,35 +65,27 @@ class Round(ABC):
     Attributes:
         index: of the batches' group of the optimizer.
         batches: in one order on all ranks that share them.
-        exchanged: ``start`` sends something, for which ``compute`` waits.
+        exchanged: something travels.
         queue: rounds of one domain, which are counted on their own when the next ones start ahead.
-        last_leg: what is under way arrives where it is wanted; otherwise :meth:`forward` sends it on.
+        knows_shapes: those of whole matrices, by which the batches' learning rates are scaled.
     """
 
     index: int
     batches: Sequence[Batch]
     exchanged: bool
     queue: int = 0
-    last_leg: bool = True
+    knows_shapes: bool = True
+
+    def fold(self, step: Step) -> WholeNorms | None:
+        """Before any round runs: gradients go into momentum, if norms of whole matrices must be joined first."""
 
     @abstractmethod
-    def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
-        """Fold gradients into momentum, and send what others orthogonalize.
+    def run(self, step: Step) -> Iterator[bool]:
+        """Update the weights. It yields where something was sent that it waits for when it goes on.
 
-        Args:
-            present: ids of the parameters of which some rank has a gradient.
+        The first time, that is what others orthogonalize; then what this rank has orthogonalized, and perhaps what of
+        it goes on to copies. The value says whether it sends nothing more.
         """
-
-    @abstractmethod
-    def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
-        """Orthogonalize what this rank owns, and send it."""
-
-    def forward(self, timer: PhaseTimer) -> None:
-        """Send on what has come, if others wait for it."""
-
-    @abstractmethod
-    def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
-        """Update this rank's parts of the weights, after :meth:`forward`; ``record`` is told of it."""
 
 
 class AloneRound(Round):
@@ -82,36 +101,27 @@ class AloneRound(Round):
         self.index = index
         self.batches = [batch]
         self.early: Callable[[Mapping[str, Any], Batch], Orthogonalized | None] | None = None
-        self._ready: list[tuple[int, int, Orthogonalized]] = []
 
-    def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
-        pass
-
-    def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
-        batch = self.batches[0]
-        early = None if self.early is None else self.early(group, batch)
-        if early is not None:
-            self._ready = [(0, len(batch.params), early)]
-        else:
-            self._ready = []
-            for start, end in batch.runs([p.grad is not None for p in batch.params]):
-                momentum = batch.momentum(start, end)
-                ready = orthogonalize(group, batch, (start, end), momentum, timer)
-                batch.put_momentum(start, end, momentum)
-                self._ready.append((start, end, ready))
-        return [ready.done for _, _, ready in self._ready]
-
-    def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
-        batch, ready = self.batches[0], self._ready
-        self._ready = []
-        for start, end, one in ready:
-            apply(group, batch, batch.params[start:end], one.update, timer, record=record)
+    def run(self, step: Step) -> Iterator[bool]:
+        group, batch = step.options[self.index], self.batches[0]
+        ready = None if self.early is None else self.early(group, batch)
+        updates = [] if ready is None else [(batch.whole[0], ready)]
+        for run_of in batch.runs(step.present) if ready is None else ():
+            momentum = batch.momentum(*run_of)
+            updates.append((run_of, orthogonalize(group, batch, run_of, momentum, step.timer)))
+            if batch.is_split:
+                batch.put_momentum(*run_of, momentum)
+        for run_of, one in updates:
+            step.done.append(one.done)
+            apply(group, batch, run_of, one.update, step.timer, record=step.record)
+        return iter(())
 
 
 class ExchangedRound(Round):
     """Batches of several owners in one domain: their pieces travel to these in one all-to-all, and back in another.
 
-    Where there are copies, updates go from the owner's one on to the others.
+    Where there are copies, updates go from the owner's one on to the others. Batches of which this rank has small parts
+    that are alike are treated together, and get new momentum for that.
 
     Attributes:
         domain: the ranks that take part.
@@ -127,108 +137,95 @@ class ExchangedRound(Round):
         self.parcels = [batch.parcel for batch in batches]
         self.exchanged = any(len(parcel.holders) > 1 for parcel in self.parcels)
         self._what = what
-        self.bundles = [Bundle((i,), batch, i in self._owned) for i, batch in self._held.items()]
-        self._present: list[list[bool]] = []
+        self._ids = frozenset[int]().union(*(batch.ids for batch in batches))
+        self._like = torch.empty(0, dtype=batches[0].dtype, device=batches[0].device)
+        here = self.domain.position
+        owned = {i for i, parcel in enumerate(self.parcels) if parcel.owner == here}
+        held = {i: batch for i, batch in enumerate(self.batches) if here in batch.parcel.spread.parts}
+        self.bundles: list[Bundle] = make_bundles(held, owned)
         self._norms: WholeNorms | None = None
-        self._gathering: Redistribution | None = None
-        self._scattering: Redistribution | None = None
-        self._copying: Copying | None = None
 
-    def bundle(self) -> dict[int, Tensor]:
-        """Treat batches together whose parts here are small and alike; returns their momentum, which is new."""
-        self.bundles, momentum = make_bundles(self._held, self._owned)
-        return momentum
-
-    def fold(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> WholeNorms | None:
-        """Before :meth:`start`: where parts travel normalized, fold gradients into momentum. The norms must be joined.
-
-        Args:
-            present: as for :meth:`start`.
-        """
-        self._gathering = self._scattering = self._copying = self._norms = None  # a step before may have failed
-        self.last_leg = True
-        self._present = [[id(p) in present for p in batch.params] for batch in self.batches]
-        like = self._like()
-        if not (self.exchanged and any(map(any, self._present)) and sent_normalized(group, like)):
-            return None  # a round of one rank's own matrices is unknown to the others
+    def fold(self, step: Step) -> WholeNorms | None:
+        self._norms = None  # a step before may have failed
+        group = step.options[self.index]
+        # A round of one rank's own matrices is unknown to the others.
+        if not self.exchanged or not numerics_of(group, self._like.dtype, self._like.device).sent_normalized:
+            return None
+        if step.present.isdisjoint(self._ids):
+            return None
         norms: dict[int, Tensor] = {}
-        with timer.phase("momentum"):
+        with step.timer.phase("momentum"):
             for bundle in self.bundles:
-                found = folded_norms(group, bundle.joint, self._of_params(bundle))
-                norms |= zip(bundle.numbers, found.split(self._counts(bundle)), strict=True)
-            self._norms = WholeNorms(self.parcels, self.domain, norms, like.device)
+                found = folded_norms(group, bundle.joint, bundle.joint.runs(step.present))
+                norms |= zip(bundle.numbers, found.split(bundle.counts), strict=True)
+            self._norms = WholeNorms(self.parcels, self.domain, norms, self._like.device)
         return self._norms
 
-    def start(self, group: Mapping[str, Any], present: Collection[int], timer: PhaseTimer) -> None:
-        if not any(map(any, self._present)):
+    def run(self, step: Step) -> Iterator[bool]:
+        if step.present.isdisjoint(self._ids):
             return
+        group, timer = step.options[self.index], step.timer
+        numerics = numerics_of(group, self._like.dtype, self._like.device)
+        norms, self._norms = None if self._norms is None else self._norms.of_batches(), None
         parts: dict[int, Tensor] = {}
-        like = self._like()
-        norms = None if self._norms is None else self._norms.of_batches()
         with timer.phase("momentum"):
             for bundle in self.bundles:
+                runs = bundle.joint.runs(step.present)
                 if norms is None:
-                    update = folded(group, bundle.joint, self._of_params(bundle))
+                    update = folded(group, bundle.joint, runs)
                 else:
                     of_bundle = torch.cat([norms[i] for i in bundle.numbers])
-                    update = normalized_parts(group, bundle.joint, self._of_params(bundle), of_bundle)
+                    update = normalized_parts(group, bundle.joint, runs, of_bundle)
                 if bundle.owned:
-                    parts |= zip(bundle.numbers, update.split(self._counts(bundle)), strict=True)
+                    parts |= zip(bundle.numbers, update.split(bundle.counts), strict=True)
                 else:
                     parts[bundle.numbers[0]] = update
+                del update  # of which only what is kept outlives the packing
         with timer.phase("exchange"):
-            what = f"gather of {self._what}"
-            like = like if norms is None else like.to(begin_dtype(group, like))
-            self._gathering = Redistribution(self._to_owners, parts, self.domain, like, what)
+            like = self._like if norms is None else self._like.to(numerics.begins)
+            gathering = Redistribution(self._to_owners, parts, like, f"gather of {self._what}")
+        del parts
+        yield False
 
-    def compute(self, group: Mapping[str, Any], timer: PhaseTimer) -> list[Done]:
-        if self._gathering is None:
-            return []
         with timer.phase("exchange"):
-            whole = self._gathering.wait()
-        norms = None if self._norms is None else self._norms.of_batches()
-        self._gathering = self._norms = None
-        done = []
+            whole = gathering.wait()
+        del gathering
         for i in list(whole):
             batch = self.batches[i]
-            ready = orthogonalize_whole(group, batch, whole.pop(i), timer, norms=None if norms is None else norms[i])
+            of_batch = None if norms is None else norms[i]
+            ready = orthogonalize_whole(group, batch, whole.pop(i), timer, norms=of_batch)
             whole[i] = ready.update
-            done += _of_present(ready.done, batch, self._present[i])
-        like = self._like()
-        like = like.to(wire_dtype(group, like.dtype, like.device))
+            runs = batch.runs(step.present)
+            step.done += [ready.done] if runs == batch.whole else _of_runs(ready.done, batch, runs)
+            del ready
         with timer.phase("exchange"):
-            what = f"scatter of {self._what}"
-            self._scattering = Redistribution(self._from_owners, whole, self.domain, like, what)
-        self.last_leg = not self.copies.needed
-        if not self._scattering.travels:
-            self.forward(timer)
-        return done
+            like = self._like.to(numerics.ends)
+            arriving: Redistribution | Copying
+            arriving = Redistribution(self._from_owners, whole, like, f"scatter of {self._what}")
+        del whole
+        if self.copies.needed:
+            if self._from_owners.travels:
+                yield False
+            with timer.phase("exchange"):
+                arriving = Copying(self.copies, arriving.wait(), like, f"copies of {self._what}")
+        yield True
 
-    def forward(self, timer: PhaseTimer) -> None:
-        if self.last_leg or self._scattering is None:
-            return
-        self.last_leg = True
-        with timer.phase("exchange"):
-            updates, like = self._scattering.wait(), self._scattering.like
-            self._scattering = None
-            self._copying = Copying(self.copies, updates, like, f"copies of {self._what}")
-
-    def finish(self, group: Mapping[str, Any], timer: PhaseTimer, record: StepRecord | None) -> None:
-        arriving = self._copying or self._scattering
-        if arriving is None:
-            return
         with timer.phase("exchange"):
             updates = arriving.wait()
-        self._scattering = self._copying = None
+        del arriving
         for bundle in self.bundles:
-            parts = [updates.pop(i) for i in bundle.numbers if i in updates]
-            joint, present = bundle.joint, self._of_params(bundle)
-            if all(present):
-                apply(group, joint, joint.params, parts, timer, record=record)
-            elif any(present):
-                update = parts[0] if len(parts) == 1 else torch.cat(parts)
-                for start, end in joint.runs(present):
-                    apply(group, joint, joint.params[start:end], update[joint.rows(start, end)], timer, record=record)
+            arrived = []
+            for i in bundle.numbers:
+                if i in updates:
+                    arrived.append(updates.pop(i))
+            joint, runs = bundle.joint, bundle.joint.runs(step.present)
+            if runs == joint.whole:
+                apply(group, joint, runs[0], arrived, timer, record=step.record)
+            elif runs:
+                update = arrived[0] if len(arrived) == 1 else torch.cat(arrived)
+                for start, end in runs:
+                    rows = update[start * joint.each : end * joint.each]
+                    apply(group, joint, (start, end), rows, timer, record=step.record)
 
     @cached_property
     def copies(self) -> Copies:
@@ -236,53 +233,29 @@ class ExchangedRound(Round):
         return Copies(self.parcels, self.domain)
 
     @cached_property
-    def _to_owners(self) -> Itinerary:
-        return Itinerary([parcel.to_owner for parcel in self.parcels], self.domain, self._stacks)
+    def _to_owners(self) -> AllToAll:
+        return AllToAll([parcel.to_owner for parcel in self.parcels], self.domain, self._stacks)
 
     @cached_property
-    def _from_owners(self) -> Itinerary:
+    def _from_owners(self) -> AllToAll:
         stacks = [] if self.copies.needed else self._stacks  # these go on batch by batch
-        return Itinerary([parcel.from_owner for parcel in self.parcels], self.domain, stacks)
+        return AllToAll([parcel.from_owner for parcel in self.parcels], self.domain, stacks)
 
     @property
     def _stacks(self) -> list[tuple[int, ...]]:
         """What travels as it is folded."""
         return [bundle.numbers for bundle in self.bundles if not bundle.owned]
 
-    @cached_property
-    def _owned(self) -> set[int]:
-        """Numbers of the batches of this rank."""
-        return {i for i, parcel in enumerate(self.parcels) if parcel.owner == self.domain.position}
-
-    @cached_property
-    def _held(self) -> dict[int, Batch]:
-        """The batches of which this rank has parts, by number."""
-        return {i: batch for i, batch in enumerate(self.batches) if self.domain.position in batch.parcel.spread.parts}
-
-    def _counts(self, bundle: Bundle) -> list[int]:
-        return [self.batches[i].count for i in bundle.numbers]
-
-    def _of_params(self, bundle: Bundle) -> list[bool]:
-        """Which of its parameters have a gradient somewhere."""
-        return [present for i in bundle.numbers for present in self._present[i]]
-
     def __str__(self) -> str:
         """What all ranks of the domain must agree on before data travels."""
         parcels = [(parcel.count, parcel.layout.shape, parcel.owner) for parcel in self.parcels]
         return f"{self._what} as (count, shape, owner) {parcels}"
 
-    def _like(self) -> Tensor:
-        return torch.empty(0, dtype=self.batches[0].dtype, device=self.batches[0].device)
 
-
-def _of_present(done: Done, batch: Batch, present: Sequence[bool]) -> list[Done]:
+def _of_runs(done: Done, batch: Batch, runs: Sequence[tuple[int, int]]) -> list[Done]:
     """``done`` without the matrices that no rank has a gradient of: these travelled along, and are not updated."""
-    if all(present):
-        return [done]
-    parts = []
-    for start, end in batch.runs(present):
-        parts.append(Done(batch.labels(start, end), done.shape, done.variant, done.norms[batch.rows(start, end)]))
-    return parts
+    rows = [slice(start * batch.each, end * batch.each) for start, end in runs]
+    return [Done(done.matrices[some], done.shape, done.variant, done.norms[some]) for some in rows]
 
 
 def exchanged_rounds(
@@ -348,74 +321,80 @@ def _packed(batches: Sequence[SharedBatch], small_numel: int, nbytes: int) -> li
     return packs
 
 
-def drive(
-    rounds: Sequence[Round],
-    group_at: Callable[[int], Mapping[str, Any]],
-    present: Collection[int],
-    prefetch: int,
-    timer: PhaseTimer,
-    meanwhile: Callable[[], None],
-    record: StepRecord | None = None,
-) -> Iterator[tuple[Round, list[Done]]]:
-    """Run all rounds; yields each with what it did here, when its weights are up to date.
-
-    The gathers of up to ``prefetch`` rounds that come later are on their way while one computes, and the scatter of the
-    one before; with none of them, every collective ends before the next thing begins. Collectives start in one order on
-    all ranks that share them, whatever other rounds these ranks have.
+class Schedule:
+    """The rounds of a step, and which of them have started when each one computes; worked out once for all steps.
 
     Args:
         prefetch: counts for the rounds of each domain on its own.
-        meanwhile: what else is to do, while the last scatter is on its way.
-        record: is told of every update.
     """
-    exchanged = [r for r in rounds if r.exchanged]
-    windows = prefetch_windows([r.queue for r in exchanged], prefetch)
-    started: set[int] = set()
-    turn = 0  # of the next round to exchange
-    leaving: list[tuple[Round, list[Done]]] = []
-    folded = [r.fold(group_at(r.index), present, timer) for r in rounds if isinstance(r, ExchangedRound)]
-    if norms := [of_round for of_round in folded if of_round is not None]:
-        with timer.phase("exchange"):
-            join(norms)
 
-    def start(turns: Iterable[int]) -> None:
-        for coming in turns:
-            if coming not in started:
-                started.add(coming)
-                exchanged[coming].start(group_at(exchanged[coming].index), present, timer)
+    def __init__(self, rounds: Sequence[Round], prefetch: int) -> None:
+        self.rounds = rounds
+        self.prefetch = prefetch
+        self._exchanged = [round_ for round_ in rounds if round_.exchanged]
+        windows = iter(prefetch_windows([round_.queue for round_ in self._exchanged], prefetch))
+        turn = 0  # of the next round to exchange
+        self._turns: list[tuple[Round, Sequence[int]]] = []
+        for round_ in rounds:
+            ahead: Sequence[int] = range(turn, min(turn + prefetch, len(self._exchanged)))
+            self._turns.append((round_, next(windows) if round_.exchanged else ahead))
+            turn += round_.exchanged
 
-    def finished(round_: Round, done: list[Done]) -> tuple[Round, list[Done]]:
-        round_.forward(timer)
-        round_.finish(group_at(round_.index), timer, record)
-        return round_, done
+    def drive(self, step: Step) -> Iterator[Round | None]:
+        """Run all rounds; yields each when its weights are up to date, and None once while the last ones are under way.
 
-    for round_ in rounds:
-        if round_.exchanged:
-            start(windows[turn])
-            turn += 1
-            done = round_.compute(group_at(round_.index), timer)
+        The gathers of up to ``prefetch`` rounds that come later are on their way while one computes, and the scatter of
+        the one before; with none of them, every collective ends before the next thing begins. Collectives start in one
+        order on all ranks that share them, whatever other rounds these ranks have.
+        """
+        norms = []
+        for round_ in self._exchanged:
+            of_round = round_.fold(step)
+            if of_round is not None:
+                norms.append(of_round)
+        if norms:
+            with step.timer.phase("exchange"):
+                join(norms)
+        started: dict[int, Iterator[bool]] = {}  # by turn
+        is_last: dict[int, bool] = {}  # whether it sends nothing more
+        leaving: list[int] = []  # turns of those that have computed
+        turn = 0
+        for round_, window in self._turns:
+            for coming in window:
+                if coming not in started:
+                    started[coming] = self._exchanged[coming].run(step)
+                    next(started[coming], None)
+            if not round_.exchanged:
+                for _ in round_.run(step):
+                    pass
+                yield round_
+                continue
+            is_last[turn] = next(started[turn], True)
             # A round of whatever domain computes while updates arrive. They are sent on when the next round of their
             # own domain has computed: so a domain's collectives have one order on all its ranks.
-            for pair in [pair for pair in leaving if pair[0].last_leg]:
-                leaving.remove(pair)
-                yield finished(*pair)
-            for earlier, _ in leaving:
-                if earlier.queue == round_.queue:
-                    earlier.forward(timer)
-            leaving.append((round_, done))
-            if not prefetch:
-                yield finished(*leaving.pop())
-        else:
-            start(range(turn, min(turn + prefetch, len(exchanged))))
-            round_.start(group_at(round_.index), present, timer)
-            done = round_.compute(group_at(round_.index), timer)
-            round_.finish(group_at(round_.index), timer, record)
-            yield round_, done
-    for pair in leaving:
-        pair[0].forward(timer)
-    meanwhile()
-    for pair in leaving:
-        yield finished(*pair)
+            before, leaving = leaving, []
+            for earlier in before:
+                if is_last[earlier]:
+                    next(started[earlier], None)
+                    yield self._exchanged[earlier]
+                else:
+                    leaving.append(earlier)
+            for earlier in leaving:
+                if self._exchanged[earlier].queue == round_.queue:
+                    is_last[earlier] = next(started[earlier], True)
+            leaving.append(turn)
+            if not self.prefetch:
+                for _ in started[leaving.pop()]:
+                    pass
+                yield round_
+            turn += 1
+        for earlier in leaving:
+            if not is_last[earlier]:
+                next(started[earlier], None)
+        yield None
+        for earlier in leaving:
+            next(started[earlier], None)
+            yield self._exchanged[earlier]
 
 
 def prefetch_windows(domains: Sequence[int], prefetch: int) -> list[list[int]]:

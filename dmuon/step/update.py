@@ -59,6 +59,42 @@ class Orthogonalized:
     update: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """In which dtypes Newton–Schulz runs with which coefficients, for momentum of one dtype on one device.
+
+    Attributes:
+        begins: the dtype that its first step takes.
+        ends: that of its last step, in which updates travel, also where tensors are wider: so it is the same on all
+            ranks, of whose CPUs only some may multiply it.
+        sent_normalized: parts are divided by norms of the whole before they travel, since that halves their bytes.
+    """
+
+    sequence: Polynomial
+    storage: Storage
+    begins: torch.dtype
+    ends: torch.dtype
+    sent_normalized: bool
+
+
+def numerics_of(group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Numerics:
+    """As the options of a group say."""
+    coefficients = group["ns_coefficients"]
+    if not isinstance(coefficients, str):  # lists among them cannot be remembered
+        coefficients = tuple(tuple(one) if isinstance(one, Sequence) else one for one in coefficients)
+    return _numerics(coefficients, group["ns_steps"], group["ns_dtype"], dtype, device)
+
+
+@lru_cache(maxsize=256)
+def _numerics(
+    coefficients: Any, steps: int, ns_dtype: Storage | None, dtype: torch.dtype, device: torch.device
+) -> Numerics:
+    storage = storage_dtype(dtype, device, ns_dtype)
+    begins, ends = first_dtype(storage), storage_spans(storage, steps)[-1][0]
+    halved = dtype == torch.float32 and begins in HALF
+    return Numerics(coefficient_sequence(coefficients, steps), storage, begins, ends, halved)
+
+
 def orthogonalize(
     group: Mapping[str, Any], batch: Batch, run_of: tuple[int, int], momentum: Tensor, timer: PhaseTimer
 ) -> Orthogonalized:
@@ -68,20 +104,22 @@ def orthogonalize(
         run_of: range of the batch's parameters.
         momentum: theirs, ``(k, m, n)``.
     """
-    params = batch.params[run_of[0] : run_of[1]]
-    choice = _Choice.of(group, batch, len(momentum), momentum.dtype, momentum.device)
+    start, end = run_of
+    numerics = numerics_of(group, momentum.dtype, momentum.device)
+    variant = variant_for(group, batch.shape, batch.variants, len(momentum), momentum.dtype, momentum.device)
     with timer.phase("momentum"):
         x, norms = normalized_momentum(
-            batch.matrices([_grad(p) for p in params]),
+            batch.gradients(start, end),
             momentum,
             beta=group["momentum"],
             nesterov=group["nesterov"],
-            storage=choice.storage,
+            storage=numerics.storage,
             eps=group["eps"],
         )
     with timer.phase("ns"):
-        update = run(x, choice.variant, choice.sequence, choice.storage)
-    return Orthogonalized(Done(batch.labels(*run_of), batch.shape, choice.variant, norms), update)
+        update = run(x, variant, numerics.sequence, numerics.storage)
+    labels = batch.labels[start * batch.each : end * batch.each]
+    return Orthogonalized(Done(labels, batch.shape, variant, norms), update)
 
 
 def orthogonalize_whole(
@@ -92,82 +130,82 @@ def orthogonalize_whole(
     Args:
         norms: if they are divided by these already.
     """
-    choice = _Choice.of(group, batch, len(x), batch.dtype, x.device)
+    numerics = numerics_of(group, batch.dtype, x.device)
+    variant = variant_for(group, batch.shape, batch.variants, len(x), batch.dtype, x.device)
     with timer.phase("momentum"):
         if norms is None:
-            normal, norms = normalized(x, storage=choice.storage, eps=group["eps"])
+            normal, norms = normalized(x, storage=numerics.storage, eps=group["eps"])
         else:
-            normal = x.to(carrier_dtype(x.device, choice.storage))
+            normal = x.to(carrier_dtype(x.device, numerics.storage))
     with timer.phase("ns"):
-        update = run(normal, choice.variant, choice.sequence, choice.storage)
-    return Orthogonalized(Done(batch.labels(0, len(batch.params)), batch.shape, choice.variant, norms), update)
+        update = run(normal, variant, numerics.sequence, numerics.storage)
+    return Orthogonalized(Done(batch.labels, batch.shape, variant, norms), update)
 
 
-def folded(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> Tensor:
+def folded(group: Mapping[str, Any], batch: Batch, runs: Sequence[tuple[int, int]]) -> Tensor:
     """This rank's parts of what is to be orthogonalized, ``(k, …)``. A gradient that this rank lacks counts as zero.
 
     Args:
-        present: per parameter, whether any rank has a gradient; the result is zero for those that none has.
+        runs: of parameters of which any rank has a gradient; the result is zero for the others.
     """
     parts = []
-    for start, end in batch.runs(present):
+    for start, end in runs:
         momentum = batch.momentum(start, end)
-        update = momentum_update(_grads(batch, start, end), momentum, **_fold_options(group))
-        batch.put_momentum(start, end, momentum)
-        parts.append((batch.rows(start, end), update))
-    return _with_zeros(parts, batch, present, batch.dtype)
+        grads = batch.gradients(start, end)
+        parts.append(momentum_update(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"]))
+        if batch.is_split:
+            batch.put_momentum(start, end, momentum)
+    return parts[0] if runs == batch.whole else _with_zeros(parts, batch, runs, batch.dtype)
 
 
-def folded_norms(group: Mapping[str, Any], batch: Batch, present: Sequence[bool]) -> Tensor:
+def folded_norms(group: Mapping[str, Any], batch: Batch, runs: Sequence[tuple[int, int]]) -> Tensor:
     """Fold gradients as :func:`folded` does; return only the norms of this rank's parts, fp64 ``(k,)``."""
     norms = torch.zeros(batch.count, dtype=torch.float64, device=batch.device)
-    for start, end in batch.runs(present):
+    for start, end in runs:
         momentum = batch.momentum(start, end)
-        norms[batch.rows(start, end)] = momentum_norms(_grads(batch, start, end), momentum, **_fold_options(group))
-        batch.put_momentum(start, end, momentum)
+        grads = batch.gradients(start, end)
+        of_run = momentum_norms(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"])
+        norms[start * batch.each : end * batch.each] = of_run
+        if batch.is_split:
+            batch.put_momentum(start, end, momentum)
     return norms
 
 
-def normalized_parts(group: Mapping[str, Any], batch: Batch, present: Sequence[bool], norms: Tensor) -> Tensor:
-    """What :func:`folded` gives over the norms of the whole matrices, ``(k,)``, in the dtype of :func:`begin_dtype`.
+def normalized_parts(group: Mapping[str, Any], batch: Batch, runs: Sequence[tuple[int, int]], norms: Tensor) -> Tensor:
+    """What :func:`folded` gives over the norms of the whole matrices, ``(k,)``, as Newton–Schulz begins with it.
 
     The gradients were folded by :func:`folded_norms`.
     """
-    storage = storage_dtype(batch.dtype, batch.device, group["ns_dtype"])
-    options = {**_fold_options(group), "storage": storage, "eps": group["eps"]}
+    numerics = numerics_of(group, batch.dtype, batch.device)
     parts = []
-    for start, end in batch.runs(present):
-        rows, grads = batch.rows(start, end), _grads(batch, start, end)
-        parts.append((rows, normalized_update(grads, batch.momentum(start, end), norms[rows], **options)))
-    return _with_zeros(parts, batch, present, first_dtype(storage))
+    for start, end in runs:
+        parts.append(
+            normalized_update(
+                batch.gradients(start, end),
+                batch.momentum(start, end),
+                norms[start * batch.each : end * batch.each],
+                beta=group["momentum"],
+                nesterov=group["nesterov"],
+                storage=numerics.storage,
+                eps=group["eps"],
+            )
+        )
+    return parts[0] if runs == batch.whole else _with_zeros(parts, batch, runs, numerics.begins)
 
 
-def _grads(batch: Batch, start: int, end: int) -> list[Tensor]:
-    """This rank's parts of the gradients of parameters ``start`` to ``end``; zeros where it has none."""
-    return batch.matrices([torch.zeros_like(p) if p.grad is None else p.grad for p in batch.params[start:end]])
-
-
-def _fold_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {"beta": group["momentum"], "nesterov": group["nesterov"]}
-
-
-def _with_zeros(
-    parts: Sequence[tuple[slice, Tensor]], batch: Batch, present: Sequence[bool], dtype: torch.dtype
-) -> Tensor:
+def _with_zeros(parts: Sequence[Tensor], batch: Batch, runs: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
     """All of a batch, of its parts that are not zero."""
-    if len(parts) == 1 and all(present):
-        return parts[0][1]
     like = batch.momentum(0, len(batch.params))
     out = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    for rows, update in parts:
-        out[rows] = update
+    for (start, end), update in zip(runs, parts, strict=True):
+        out[start * batch.each : end * batch.each] = update
     return out
 
 
 def apply(
     group: Mapping[str, Any],
     batch: Batch,
-    params: Sequence[Tensor],
+    run_of: tuple[int, int],
     update: Tensor | Sequence[Tensor],
     timer: PhaseTimer,
     *,
@@ -177,13 +215,18 @@ def apply(
     """Subtract ``update``, ``(k, …)``, shaped as this rank's parts, from the weights; ``lr`` must be a float.
 
     Args:
+        run_of: range of the batch's parameters.
         update: or several that are ``k`` together.
         scale: factor on the learning rate; None: as the shape of the whole matrices says.
         record: is told of update and weights.
     """
+    start, end = run_of
     with timer.phase("apply"):
         # As the fused pass takes them, and without a view where that is so; torch's in-place operations need none here.
-        weights = [p if type(p) in _PLAIN else p.detach() for p in map(local_tensor, params)]
+        weights = []
+        for param in batch.params[start:end]:
+            local = local_tensor(param)
+            weights.append(local if type(local) in _PLAIN else local.detach())
         matrices = batch.matrices(weights)
         if scale is None:
             scale = update_scale(group["adjust_lr_fn"], batch.scaled_shape)
@@ -194,49 +237,13 @@ def apply(
             weight_decay=group["weight_decay"],
             scale=scale,
         )
-        batch.put(weights, matrices)
+        if batch.is_split:
+            batch.put(weights, matrices)
         if record is not None:
             stacks = [update] if isinstance(update, Tensor) else update
             parts = [part for stack in stacks for part in stack.unbind(0)]
-            record.note(batch.labels_of(params), batch.shape, group["lr"] * scale, parts, matrices)
-
-
-def begin_dtype(group: Mapping[str, Any], like: Tensor) -> torch.dtype:
-    """The dtype in which Newton–Schulz begins with matrices whose momentum is as ``like``."""
-    return first_dtype(storage_dtype(like.dtype, like.device, group["ns_dtype"]))
-
-
-def sent_normalized(group: Mapping[str, Any], like: Tensor) -> bool:
-    """Whether parts are divided by norms of the whole before they travel: where that halves their bytes."""
-    return like.dtype == torch.float32 and begin_dtype(group, like) in HALF
-
-
-def wire_dtype(group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which updates travel: that of Newton–Schulz's last step, also where tensors are wider.
-
-    So it is the same on all ranks, of whose CPUs only some may multiply it.
-    """
-    return storage_spans(storage_dtype(dtype, device, group["ns_dtype"]), group["ns_steps"])[-1][0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """How Newton–Schulz runs."""
-
-    sequence: Polynomial
-    storage: Storage
-    variant: Variant
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any], batch: Batch, k: int, dtype: torch.dtype, device: torch.device) -> _Choice:
-        sequence = coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
-        storage = storage_dtype(dtype, device, group["ns_dtype"])
-        return cls(sequence, storage, variant_for(group, batch.shape, batch.variants, k, dtype, device))
-
-
-def _grad(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return param.grad
+            labels = batch.labels[start * batch.each : end * batch.each]
+            record.note(labels, batch.shape, group["lr"] * scale, parts, matrices)
 
 
 def variant_for(
@@ -252,10 +259,9 @@ def variant_for(
     Args:
         planned: by batch size, as the plan says; a batch runs as the largest that is no larger.
     """
-    sequence = coefficient_sequence(group["ns_coefficients"], group["ns_steps"])
-    smaller = [size for size in planned if size <= k]
-    storage = storage_dtype(dtype, device, group["ns_dtype"])
-    return _variant(planned[max(smaller)] if smaller else "", shape, k, sequence, storage, device)
+    numerics = numerics_of(group, dtype, device)
+    largest = max(filter(k.__ge__, planned), default=0)
+    return _variant(planned.get(largest, ""), shape, k, numerics.sequence, numerics.storage, device)
 
 
 @lru_cache(maxsize=4096)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from dmuon import create_dtensor_config
 from dmuon.comm import copying, process_groups
 from dmuon.comm.copying import Copies, Copying, connect_copies
-from dmuon.comm.domain import Domain, Itinerary, Redistribution, make_domain
+from dmuon.comm.domain import AllToAll, Domain, Redistribution, make_domain
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.parcels import Parcel, spread_over_all
 from dmuon.layout.shards import Piece, ShardLayout, layout_of
@@ -168,12 +168,12 @@ def test_batches_of_parts_travel_to_their_owners_and_back(rank: int, world: int,
         pieces = [parcel.layout.pieces[rank] for parcel in parcels]
         like = torch.empty(0, dtype=dtype)
         sent = {i: part_of_each(wholes[i], piece) for i, piece in enumerate(pieces) if piece.numel}
-        collected = Redistribution([p.to_owner for p in parcels], sent, domain, like, "a test").wait()
+        collected = Redistribution(AllToAll([p.to_owner for p in parcels], domain), sent, like, "a test").wait()
         assert sorted(collected) == [i for i, parcel in enumerate(parcels) if parcel.owner == rank]
         for i, whole in collected.items():
             assert torch.equal(whole, wholes[i]), f"case {case}: {parcels[i]}"
         twice = {i: 2 * whole for i, whole in collected.items()}
-        back = Redistribution([p.from_owner for p in parcels], twice, domain, like, "a test").wait()
+        back = Redistribution(AllToAll([p.from_owner for p in parcels], domain), twice, like, "a test").wait()
         connect_copies(domain, [parcel.spread for parcel in parcels])
         transport = source.choice(["broadcast", "single"])
         with patch.object(copying, "choose_transport", lambda *_: transport):  # noqa: B023
@@ -221,12 +221,12 @@ def test_parts_of_one_stack_arrive_as_parts_by_themselves_do(rank: int, world: i
         apart = {i: part for i, part in parts.items() if parcels[i].owner == rank}
         held = apart | {numbers[0]: torch.cat([parts[i] for i in numbers]) for numbers in stacks}
         like = torch.empty(0)
-        there = Itinerary([parcel.to_owner for parcel in parcels], domain, stacks)
-        found = Redistribution(there, held, domain, like, "to owners").wait()
+        there = AllToAll([parcel.to_owner for parcel in parcels], domain, stacks)
+        found = Redistribution(there, held, like, "to owners").wait()
         assert sorted(found) == sorted(apart)
         assert all(torch.equal(whole, wholes[i]) for i, whole in found.items())
-        home = Itinerary([parcel.from_owner for parcel in parcels], domain, stacks)
-        back = Redistribution(home, {i: 2 * whole for i, whole in found.items()}, domain, like, "back").wait()
+        home = AllToAll([parcel.from_owner for parcel in parcels], domain, stacks)
+        back = Redistribution(home, {i: 2 * whole for i, whole in found.items()}, like, "back").wait()
         for numbers in [*([i] for i in apart), *stacks]:
             wanted = [i for i in numbers if rank in parcels[i].from_owner.receivers]  # of the owner's copy
             runs = [back.pop(i) for i in numbers if i in back]
@@ -250,7 +250,10 @@ def test_several_gathers_may_be_under_way(rank: int, world: int) -> None:
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         gatherings = [
             Redistribution(
-                [parcel.to_owner], {0: part_of_each(whole, layout.pieces[rank])}, domain, whole.new_empty(0), f"{i}"
+                AllToAll([parcel.to_owner], domain),
+                {0: part_of_each(whole, layout.pieces[rank])},
+                whole.new_empty(0),
+                f"{i}",
             )
             for i, (whole, parcel) in enumerate(zip(wholes, parcels, strict=True))
         ]
@@ -267,7 +270,7 @@ def test_copies_are_not_gathered(rank: int, world: int) -> None:
     layout = layout_of((4, 3), (world,), [Replicate()])
     parcel = Parcel(1, spread_over_all(layout), 1)
     whole = numbered((1, 4, 3))
-    gathering = Redistribution([parcel.to_owner], {0: whole}, domain, whole.new_empty(0), "copies")
+    gathering = Redistribution(AllToAll([parcel.to_owner], domain), {0: whole}, whole.new_empty(0), "copies")
     assert not domain.monitor._lanes, "a collective was started"
     found = gathering.wait()
     assert found.keys() == ({0} if rank == 1 else set())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmuon.platform.streams import PhaseTimer
-from dmuon.step.rounds import Round, drive, prefetch_windows
+from dmuon.step.rounds import Round, Schedule, Step, prefetch_windows
 
 Event = tuple[str, str]  # what happens, and to which round
 
@@ -31,21 +31,14 @@ class Recorded(Round):
         self.queue = ord(name[0])
         self._events = events
 
-    def start(self, *_: Any) -> None:
+    def run(self, step: Step) -> Iterator[bool]:
         self._events.append(("gather", self.name))
-
-    def compute(self, *_: Any) -> list[Any]:
+        yield False
         self._events.append(("scatter", self.name))
-        self.last_leg = not self.copied
-        return []
-
-    def forward(self, *_: Any) -> None:
-        if not self.last_leg:
+        if self.copied:
+            yield False
             self._events.append(("copies", self.name))
-        self.last_leg = True
-
-    def finish(self, *_: Any) -> None:
-        assert self.last_leg
+        yield True
         self._events.append(("finish", self.name))
 
 
@@ -61,10 +54,8 @@ def driven(domains: str, prefetch: int, copied: str = "") -> list[Event]:
     for domain in domains:
         rounds.append(Recorded(f"{domain}{count[domain]}", events, domain in copied))
         count[domain] += 1
-    done = [
-        round_
-        for round_, _ in drive(rounds, lambda _: {}, set(), prefetch, PhaseTimer(torch.device("cpu")), lambda: None)
-    ]
+    step = Step([{}], set(), PhaseTimer(torch.device("cpu")))
+    done = [round_ for round_ in Schedule(rounds, prefetch).drive(step) if round_ is not None]
     assert sorted(r.name for r in done) == sorted(r.name for r in rounds)
     return events
 

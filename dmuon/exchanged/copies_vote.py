@@ -50,20 +50,21 @@ class CopiesVote:
     Args:
         position: of this rank in the domain.
         params: by the ranks that have the same part of them, on all lines of the domain.
+
+    Attributes:
+        nothing: what a rank says that is on no line.
     """
 
     def __init__(self, position: Position, params: Mapping[Copies, Sequence[Tensor]]) -> None:
         self.lines = sorted(params)
+        self.nothing = [_NOTHING] * (_OF_LINE * len(self.lines))
         self._params = [params[line] for line in self.lines]
         self._own = [number for number, line in enumerate(self.lines) if position in line]
         self._last: HostCopy | None = None
 
-    def __len__(self) -> int:
-        return _OF_LINE * len(self.lines)
-
     def numbers(self) -> list[int]:
         """What this rank adds to its vote."""
-        said = [_NOTHING] * len(self)
+        said = [*self.nothing]
         if not self._own:
             return said
         checksums = HostCopy(torch.stack([_checksum(self._norms(number)) for number in self._own]))

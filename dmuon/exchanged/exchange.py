@@ -32,7 +32,7 @@ from dmuon.layout.topology import GlobalRank, Ranks, listed
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
-from dmuon.step.residency import Options, Residency, Sharing, lies, memberships
+from dmuon.step.residency import Options, Residency, Sharing, lies, memberships, with_gradients
 from dmuon.step.rounds import Round, exchanged_rounds, longest_first
 
 
@@ -175,6 +175,22 @@ class Exchanged:
     count: int = 1
 
 
+class _Ballot:
+    """What this rank says in one domain before a step.
+
+    Attributes:
+        ids: of the parameters that its ranks share.
+        groups: numbers of those whose options are compared.
+        copies: of which gradients are compared.
+    """
+
+    def __init__(self, domain: Domain, ids: list[int]) -> None:
+        self.domain = domain
+        self.ids = ids
+        self.groups: list[int] = []
+        self.copies = CopiesVote(domain.position, {})
+
+
 @dataclass(eq=False, repr=False)
 class Exchange(Residency):
     """The assignment of an optimizer's matrices to ranks. Made anew when parameters or layouts change.
@@ -199,13 +215,11 @@ class Exchange(Residency):
     copies: Mapping[int, dist.ProcessGroup]
 
     def __post_init__(self) -> None:
-        self._laid = [lies(p) for p in self.params]
-        self._ids = [[*map(id, members)] for _, members in self.domains]
+        self._laid = [(param, lies(param)) for param in self.params]
         self._rank = this_rank()
         self._options: weakref.WeakMethod[Options] | None = None
-        self._compared: list[list[int]] = [[] for _ in self.domains]  # by domain, which groups
         self._loading: list[tuple[dist.ProcessGroup, set[int]]] = []
-        self._copies = [CopiesVote(domain.position, {}) for domain, _ in self.domains]
+        self._ballots = [_Ballot(domain, [*map(id, members)]) for domain, members in self.domains]
 
     @property
     def prefetch(self) -> int:
@@ -222,14 +236,14 @@ class Exchange(Residency):
     def compare(self, options: Options, groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
         """In each domain, of the groups that hold its matrices, or other parameters over just the same ranks."""
         self._options = weakref.WeakMethod(options)
-        self._compared, self._loading, self._copies = [], [], []
+        self._loading = []
         self._labels = names
         layouts = () if self.layouts is None else self.layouts.placed
         placed = {id(param): one.whole for param, one in zip(self.params, layouts, strict=False) if one is not None}
-        for domain, members in self.domains:
-            ids = {id(p) for p in members}
+        for ballot in self._ballots:
+            domain, ids = ballot.domain, set(ballot.ids)
             shared = [[p for p in group if id(p) in ids or self._ranks_of(p) == domain.ranks] for group in groups]
-            self._compared.append([i for i, params in enumerate(shared) if params])
+            ballot.groups = [i for i, params in enumerate(shared) if params]
             self._loading.append((domain.group, ids.union(id(p) for params in shared for p in params)))
             domain.monitor.note_options(memberships(shared, names))
             copies: dict[Copies, list[Tensor]] = {}
@@ -237,7 +251,7 @@ class Exchange(Residency):
                 one = placed.get(id(param)) or self._placed(param)
                 for line in () if one is None or one.ranks != domain.ranks else lines_of(one.layout):
                     copies.setdefault(line, []).append(param)
-            self._copies.append(CopiesVote(domain.position, copies))
+            ballot.copies = CopiesVote(domain.position, copies)
 
     def _placed(self, param: Tensor) -> ParameterLayout | None:
         """Where a parameter lies that AdamW takes; None where it does not tell."""
@@ -269,20 +283,28 @@ class Exchange(Residency):
             RuntimeError: layouts changed on some ranks only, another rank takes no step, or copies of the same part
                 differ in whether they have a gradient.
         """
-        changed = changed or any(lies(p) != laid for p, laid in zip(self.params, self._laid, strict=True))
-        present = {id(p) for p in self.params if p.grad is not None}
+        found = with_gradients(self._laid)
+        changed, present = changed or found is None, found or set()
         options = None if self._options is None else self._options()
         # All domains, whatever happens: their ranks wait for this one.
         voted = set(present)
-        for (domain, _), ids, groups, copies in zip(self.domains, self._ids, self._compared, self._copies, strict=True):
-            if options is not None:
-                domain.monitor.note_options(options(groups))
-            flags = [*(key in present for key in ids), *copies.numbers()]
-            vote = Vote(flags, domain.monitor.digest, changed, None if fault is None else self._rank)
+        for ballot in self._ballots:
+            domain, ids, copies = ballot.domain, ballot.ids, ballot.copies
+            said = copies.nothing
             try:
-                verdict = domain.vote(vote)
-                self._check_vote(domain, changed, verdict)
-                if not changed and verdict.fault is None:
+                if options is not None:
+                    domain.monitor.note_options(options(ballot.groups))
+                said = copies.numbers() if said else said
+            except Exception as error:
+                fault = fault or error
+            flags = [*map(present.__contains__, ids), *said]
+            try:
+                verdict = domain.vote(
+                    Vote(flags, domain.monitor.digest, changed, None if fault is None else self._rank)
+                )
+                if not verdict.same_change or verdict.fault not in (None, self._rank):
+                    raise self._refusal(domain, changed, verdict)
+                if said and not changed and verdict.fault is None:
                     self._check_copies(domain, copies, verdict.flags[len(ids) :])
             except Exception as error:
                 fault = fault or error
@@ -292,19 +314,18 @@ class Exchange(Residency):
             raise fault
         return None if changed else voted
 
-    def _check_vote(self, domain: Domain, changed: bool, verdict: Verdict) -> None:
+    def _refusal(self, domain: Domain, changed: bool, verdict: Verdict) -> RuntimeError:
         ranks = listed(domain.ranks, " ")
         if not verdict.same_change:
             where = "this rank" if changed else "another rank, and not on this one"
-            raise RuntimeError(
+            return RuntimeError(
                 f"rank {self._rank}: parameters of the optimizer or their layouts have changed on {where}, of ranks "
                 f"{ranks}; change them on all of them before the same step"
             )
-        if verdict.fault not in (None, self._rank):
-            raise RuntimeError(
-                f"rank {self._rank}: rank {verdict.fault}, one of ranks {ranks}, cannot take this step, and so none of "
-                "them takes it; its message says why"
-            )
+        return RuntimeError(
+            f"rank {self._rank}: rank {verdict.fault}, one of ranks {ranks}, cannot take this step, and so none of "
+            "them takes it; its message says why"
+        )
 
     def _check_copies(self, domain: Domain, copies: CopiesVote, maxima: Sequence[int]) -> None:
         """All ranks of the domain see the same ``maxima``, and so exchange what differs, or none does."""
@@ -325,12 +346,13 @@ class Exchange(Residency):
         )
 
     def end_update(self) -> None:
+        """All weights have their new values on this rank."""
         for domain, _ in self.domains:
             domain.monitor.end_step()
 
     def vote_sizes(self) -> list[int]:
         """By domain, how many numbers a rank says in a vote."""
-        return [len(ids) + len(copies) for ids, copies in zip(self._ids, self._copies, strict=True)]
+        return [len(ballot.ids) + len(ballot.copies.nothing) for ballot in self._ballots]
 
 
 @dataclass(eq=False, repr=False)

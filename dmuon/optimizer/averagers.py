@@ -48,8 +48,12 @@ class Averagers:
         Raises:
             RuntimeError: DistributedDataParallel holds a trained parameter that its reducer does not know.
         """
-        if self._frozen is not None and not any(param.requires_grad for param in self._frozen):
-            return
+        if self._frozen is not None:
+            for param in self._frozen:
+                if param.requires_grad:
+                    break
+            else:
+                return
         params = [param for group in groups for param in group["params"]]
         alone = [] if by_user else [param for param in params if not isinstance(param, DTensor)]
         if not dist.is_initialized() or dist.get_world_size() == 1:

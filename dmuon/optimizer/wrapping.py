@@ -102,7 +102,11 @@ class Wrapping:
     @property
     def is_uneven(self) -> bool:
         """Whether parameters are in a ``Join`` context."""
-        return any(takes_uneven_inputs(module) for ref in self._ddp if (module := ref()) is not None)
+        for ref in self._ddp:
+            module = ref()
+            if module is not None and takes_uneven_inputs(module):
+                return True
+        return False
 
     def follow(self, groups: _Groups, names: Mapping[int, str], state: MutableMapping[Any, dict[str, Any]]) -> bool:
         """Look once more. Puts new parameters into ``groups`` and ``state``; tells whether anything was found.
@@ -113,11 +117,13 @@ class Wrapping:
         Raises:
             RuntimeError: the model trains other parameters than those in ``groups``.
         """
-        moved = {
-            key: module._parameters.get(name)
-            for key, (param, ref, name) in self._sites.items()
-            if (module := ref()) is not None and module._parameters.get(name) is not param
-        }
+        moved: dict[int, Tensor | None] = {}
+        for key, (param, ref, name) in self._sites.items():
+            module = ref()
+            if module is not None and module._parameters.get(name) is not param:
+                moved[key] = module._parameters.get(name)
+        if not moved and (self._copies is None or self._wraps == len(ddp_wraps())):
+            return False
         cut = _cut_since(moved, groups) if moved else []
         if moved and not cut:
             self._require_held(moved, groups, names)

@@ -27,9 +27,9 @@ from common.results import write_report
 
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
-from dmuon.simulation.hardware import HARDWARE
-from dmuon.simulation.wave_model import describe, wave_costs
 from dmuon.solver import CostTable, Matrix, SolveOptions, baseline, plan
+from dmuon.tools.simulation.hardware import HARDWARE
+from dmuon.tools.simulation.wave_model import describe, wave_costs
 
 RANKS = (2, 3, 8, 16, 64, 256, 1024)
 

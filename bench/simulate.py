@@ -20,7 +20,7 @@ from common.results import write_json
 from common.scaling import Grid, scaling
 from common.validation import report, validate
 
-from dmuon.simulation.hardware import HARDWARE
+from dmuon.tools.simulation.hardware import HARDWARE
 
 _FIT = Path(__file__).parent / "results" / "simulation-fit.json"
 _RESULT = Path(__file__).parent / "results" / "simulation-cpu-2ranks.json"

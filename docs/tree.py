@@ -16,8 +16,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- the tree, by docs/tree.py -->", "<!-- end of the tree -->"
 PACKAGES = (
     "dmuon/platform", "dmuon/model", "dmuon/layout", "dmuon/comm", "dmuon/planning", "dmuon/step", "dmuon/dedicated",
-    "dmuon/exchanged", "dmuon/optimizer", "dmuon/report", "dmuon/integrations", "dmuon/check", "dmuon/simulation",
-    "dmuon/cli", "solver", "kernels",
+    "dmuon/exchanged", "dmuon/optimizer", "dmuon/report", "dmuon/integrations", "dmuon/tools/check",
+    "dmuon/tools/simulation", "dmuon/tools/cli", "solver", "kernels",
 )  # fmt: skip
 
 

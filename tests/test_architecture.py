@@ -20,6 +20,7 @@ FLOORS = (  # a package imports from the floors below its own; packages of one f
     {"report", "integrations"},
     {"check", "simulation"},
     {"cli"},
+    {"tools"},  # only a docstring
 )
 ALONE = {"kernels", "solver"}  # import nothing of dmuon; others see only what their __init__ exports
 SIMULATION = {"simulation", "planning", "model", "platform"}
@@ -80,7 +81,9 @@ def needs_optional(module: str) -> bool:
 
 
 def package_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
+    """The package of a module; of what lies in ``dmuon.tools``, the one below that."""
+    parts = module.removeprefix("dmuon.tools.").removeprefix("dmuon.").split(".")
+    return "" if module == "dmuon" else parts[0]
 
 
 def floor_of(package: str) -> int:
@@ -111,6 +114,15 @@ def test_imports_only_go_down() -> None:
         if (why := fault(importer, target))
     ]
     assert not faults, "\n".join(faults)
+
+
+def test_a_training_program_loads_no_tools() -> None:
+    graph, seen, waiting = edges(), {"dmuon"}, ["dmuon"]
+    while waiting:
+        new = graph.get(waiting.pop(), set()) - seen
+        seen |= new
+        waiting += new
+    assert len(seen) > 50 and not [module for module in seen if module.startswith("dmuon.tools")]
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:

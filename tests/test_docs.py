@@ -155,7 +155,7 @@ def programs(words: list[str]) -> Iterator[tuple[str, list[str]]]:
         if re.fullmatch(r"(bench|tests|docs|examples)/\S+\.py", word):
             yield word, options
         elif re.fullmatch(r"dmuon-\w+", word):
-            yield f"dmuon/cli/{word.removeprefix('dmuon-')}.py", options
+            yield f"dmuon/tools/cli/{word.removeprefix('dmuon-')}.py", options
         elif word == "-m" and words[i + 1].startswith("dmuon."):
             yield words[i + 1].replace(".", "/") + ".py", options
 
@@ -220,7 +220,7 @@ def test_public_names_are_in_the_reference() -> None:
 def test_options_of_programs_are_in_the_reference(program: str) -> None:
     page = (DOCS / "reference" / "command-line.md").read_text()
     section = page.split(f"## dmuon-{program}")[1].split("\n## ")[0]
-    source = (ROOT / "dmuon" / "cli" / f"{program}.py").read_text()
+    source = (ROOT / "dmuon" / "tools" / "cli" / f"{program}.py").read_text()
     assert set(re.findall(r"`(--[\w-]+)", section)) == set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', source))
 
 

@@ -17,11 +17,11 @@ from common.published import CASES, Case
 from common.validation import PROGRAMS as MEASURED
 from common.validation import MeasuredNetwork, alpha_beta, predicted_s, workload
 from dmuon.model.config import read_model
-from dmuon.simulation.hardware import Collective, Topology
-from dmuon.simulation.scenario import Machine, Scenario, Workload, plan_owners
-from dmuon.simulation.step import step_s
-from dmuon.simulation.wave_model import wave_costs
 from dmuon.solver import CostTable, Matrix, Rank, SolveOptions, plan
+from dmuon.tools.simulation.hardware import Collective, Topology
+from dmuon.tools.simulation.scenario import Machine, Scenario, Workload, plan_owners
+from dmuon.tools.simulation.step import step_s
+from dmuon.tools.simulation.wave_model import wave_costs
 
 RESULTS = Path(__file__).parents[1] / "results"
 _CONTENTION = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)

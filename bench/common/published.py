@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dmuon.simulation.hardware import Hardware, hardware
-from dmuon.simulation.step import Program
+from dmuon.tools.simulation.hardware import Hardware, hardware
+from dmuon.tools.simulation.step import Program
 
 _X_SQUARE = (
     "github.com/X-Square-Robot/dmuon, README.md at commit 001f5826527b: medians on 128 A800, sequences of 4096 tokens; "

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from dmuon.model.config import read_model
-from dmuon.simulation.hardware import HARDWARE, Hardware, Topology
-from dmuon.simulation.prediction import ERROR, recommend, verdict
-from dmuon.simulation.scenario import Machine, Scenario, Workload, is_expert, plan_owners
-from dmuon.simulation.wave_model import wave_costs
 from dmuon.solver import Matrix, Rank, SolveOptions
+from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology
+from dmuon.tools.simulation.prediction import ERROR, recommend, verdict
+from dmuon.tools.simulation.scenario import Machine, Scenario, Workload, is_expert, plan_owners
+from dmuon.tools.simulation.wave_model import wave_costs
 
 _MANY_EXPERT_ELEMENTS = 10**11  # beyond these a node does not hold all experts
 

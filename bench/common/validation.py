@@ -35,9 +35,9 @@ from common.programs import (
 from common.ranks import over_ranks, share, timed
 from common.results import origin, without_home
 from dmuon.planning.cost_lookup import find_costs
-from dmuon.simulation.hardware import Collective, Link, Network, Ring, Topology, Travel
-from dmuon.simulation.scenario import Block, Machine, Scenario, Workload
-from dmuon.simulation.step import step_s
+from dmuon.tools.simulation.hardware import Collective, Link, Network, Ring, Topology, Travel
+from dmuon.tools.simulation.scenario import Block, Machine, Scenario, Workload
+from dmuon.tools.simulation.step import step_s
 
 KEEP = "dedicated keep"
 PROGRAMS = {

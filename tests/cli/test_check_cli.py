@@ -15,17 +15,17 @@ import pytest
 import torch
 from harness.limits import PROGRAM_SECONDS
 
-from dmuon.check import device
-from dmuon.check.device import Machine, cuda_fault, describe
-from dmuon.check.report import Board, Line, Stopped
-from dmuon.check.training import TOPOLOGIES, Layout, layout_of
-from dmuon.cli.check import launch, main
+from dmuon.tools.check import device
+from dmuon.tools.check.device import Machine, cuda_fault, describe
+from dmuon.tools.check.report import Board, Line, Stopped
+from dmuon.tools.check.training import TOPOLOGIES, Layout, layout_of
+from dmuon.tools.cli.check import launch, main
 
 CHECKS = ["parity", "clip", "same bits", "ownership", "collectives", "checkpoint"]
-COMMAND = (sys.executable, "-m", "dmuon.cli.check")
+COMMAND = (sys.executable, "-m", "dmuon.tools.cli.check")
 
 
-def torchrun(world: int, *arguments: str, program: tuple[str, ...] = ("-m", "dmuon.cli.check")) -> Any:
+def torchrun(world: int, *arguments: str, program: tuple[str, ...] = ("-m", "dmuon.tools.cli.check")) -> Any:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     return ran(sys.executable, *launch, *program, "--device", "cpu", *arguments)
 
@@ -86,9 +86,9 @@ training._unsharded = lambda model: {n: t + int(os.environ["RANK"]) * 1e-7 for n
 PROGRAM = """
 import os, sys
 from dataclasses import replace
-import dmuon.check.reference as reference
-import dmuon.check.training as training
-from dmuon.cli.check import main
+import dmuon.tools.check.reference as reference
+import dmuon.tools.check.training as training
+from dmuon.tools.cli.check import main
 
 def raise_on(owner, name, ranks):
     original = getattr(owner, name)

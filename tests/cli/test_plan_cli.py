@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from harness.configs import LLAMA_8B, QWEN_MOE, written
 
-from dmuon.cli.plan import main
 from dmuon.planning.cost_cache import CacheKey, CostCache, Timing
 from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.tools.cli.plan import main
 
 CONFIG = LLAMA_8B | {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from harness.configs import written
 
-from dmuon.cli import profile
-from dmuon.cli.profile import main
 from dmuon.kernels import newton_schulz_flops
 from dmuon.planning import profiler
 from dmuon.planning.cost_cache import CostCache, Timing, user_cache_path
 from dmuon.planning.device_key import NsOptions, device_key
+from dmuon.tools.cli import profile
+from dmuon.tools.cli.profile import main
 
 CPU = torch.device("cpu")
 TINY = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmuon.check import device as check
 from dmuon.kernels import Variant, drop_graphs, orthogonalize
+from dmuon.tools.check import device as check
 
 newton_schulz = importlib.import_module("dmuon.kernels.newton_schulz")
 replay = importlib.import_module("dmuon.kernels.replay")

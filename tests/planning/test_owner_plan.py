@@ -32,11 +32,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
 from dmuon import OwnerPlan
-from dmuon.cli.plan import main as plan_command
 from dmuon.dedicated.dedication import dedications
 from dmuon.planning import agreed_plan
 from dmuon.planning.cost_lookup import FoundCosts
 from dmuon.solver import CostTable, Matrix, SolveOptions
+from dmuon.tools.cli.plan import main as plan_command
 
 # Batches of several matrices pay here, and the FLOPs that the planner would go by otherwise say that they do not.
 BATCHED = CostTable({(13, 13): {1: 60, 2: 70, 4: 80}, (13, 29): {1: 100, 2: 110}})

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from dmuon.cli.arguments import BadArgument, require_target
 from dmuon.planning.cost_cache import CostCache, CostCacheError
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.files import UnreadableFile, read_bytes, write_bytes, write_text
+from dmuon.tools.cli.arguments import BadArgument, require_target
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what another user owns")

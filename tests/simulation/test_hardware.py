@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from dmuon.simulation.hardware import HARDWARE, hardware
+from dmuon.tools.simulation.hardware import HARDWARE, hardware
 
 PRESETS = sorted(HARDWARE)
 FLAT_NAMES = (

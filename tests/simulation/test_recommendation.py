@@ -12,11 +12,11 @@ import pytest
 from harness.configs import LLAMA_8B, written
 
 from dmuon.model.config import read_model
-from dmuon.simulation import prediction
-from dmuon.simulation.hardware import HARDWARE, Topology
-from dmuon.simulation.prediction import ERROR, Recommendation, recommend
-from dmuon.simulation.scenario import Machine, Scenario, Workload
 from dmuon.solver import CostTable, Matrix, SolveOptions, plan
+from dmuon.tools.simulation import prediction
+from dmuon.tools.simulation.hardware import HARDWARE, Topology
+from dmuon.tools.simulation.prediction import ERROR, Recommendation, recommend
+from dmuon.tools.simulation.scenario import Machine, Scenario, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = HARDWARE["h200"]

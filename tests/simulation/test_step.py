@@ -11,11 +11,11 @@ import pytest
 from harness.configs import LLAMA_8B, written
 
 from dmuon.model.config import read_model
-from dmuon.simulation.hardware import HARDWARE, Collective, Link, Network, Ring, Topology, Travel
-from dmuon.simulation.prediction import report
-from dmuon.simulation.scenario import Block, Machine, Scenario, Workload, plan_owners
-from dmuon.simulation.step import Message, Program, messages, newton_schulz_s, step_s
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
+from dmuon.tools.simulation.hardware import HARDWARE, Collective, Link, Network, Ring, Topology, Travel
+from dmuon.tools.simulation.prediction import report
+from dmuon.tools.simulation.scenario import Block, Machine, Scenario, Workload, plan_owners
+from dmuon.tools.simulation.step import Message, Program, messages, newton_schulz_s, step_s
 
 PROGRAMS: tuple[Program, ...] = get_args(Program)
 SECOND = 10**9

@@ -17,8 +17,8 @@ from dmuon.kernels import (
 )
 from dmuon.kernels import variant as variant_module
 from dmuon.planning.device_key import NsOptions
-from dmuon.simulation.hardware import HARDWARE
-from dmuon.simulation.wave_model import _kernels, _update_ns, wave_costs
+from dmuon.tools.simulation.hardware import HARDWARE
+from dmuon.tools.simulation.wave_model import _kernels, _update_ns, wave_costs
 
 DEVICES = {name: machine.device for name, machine in HARDWARE.items()}
 H200 = DEVICES["h200"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness.configs import LLAMA_8B, QWEN_MOE, SMALL_LLAMA, written
 
-from dmuon.simulation.scenario import Workload
+from dmuon.tools.simulation.scenario import Workload
 
 MOE = QWEN_MOE | {
     "hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 4, "num_hidden_layers": 1,

@@ -12,28 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from dmuon.cli.arguments import (
-    BadArgument,
-    Parser,
-    count,
-    number,
-    positive,
-    removed,
-    require_target,
-    seconds,
-    subset,
-)
-from dmuon.cli.figures import draw_plan
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
 from dmuon.planning.cost_lookup import FoundCosts, fastest_variants
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.files import save_png
-from dmuon.simulation.hardware import HARDWARE, Hardware, Topology, hardware
-from dmuon.simulation.prediction import recommend, report
-from dmuon.simulation.scenario import Machine, Scenario, Workload, is_expert, plan_owners
-from dmuon.simulation.step import step_s
-from dmuon.simulation.wave_model import describe, wave_costs
 from dmuon.solver import (
     BASELINES,
     CostTable,
@@ -46,6 +29,23 @@ from dmuon.solver import (
     SolveOptions,
     baseline,
 )
+from dmuon.tools.cli.arguments import (
+    BadArgument,
+    Parser,
+    count,
+    number,
+    positive,
+    removed,
+    require_target,
+    seconds,
+    subset,
+)
+from dmuon.tools.cli.figures import draw_plan
+from dmuon.tools.simulation.hardware import HARDWARE, Hardware, Topology, hardware
+from dmuon.tools.simulation.prediction import recommend, report
+from dmuon.tools.simulation.scenario import Machine, Scenario, Workload, is_expert, plan_owners
+from dmuon.tools.simulation.step import step_s
+from dmuon.tools.simulation.wave_model import describe, wave_costs
 
 _percent = number("percentage from 0 to below 100", lambda value: 0 <= value < 100)
 _DEFAULT_DEVICE = "h200"

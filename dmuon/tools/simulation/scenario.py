@@ -11,8 +11,8 @@ from pathlib import Path
 from dmuon.model.blocks import MatrixShape
 from dmuon.model.config import ModelConfig, expert_count, matrices_of
 from dmuon.platform.options import is_integer
-from dmuon.simulation.hardware import Hardware, Network, Topology
 from dmuon.solver import CostTable, Matrix, Plan, Rank, SolveOptions, plan
+from dmuon.tools.simulation.hardware import Hardware, Network, Topology
 
 # -- what a model computes ------------------------------------------------------------------------------------------
 

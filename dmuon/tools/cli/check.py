@@ -24,11 +24,11 @@ from pathlib import Path
 
 import torch
 
-from dmuon.check.device import Machine, check_kernels, cuda_fault, describe
-from dmuon.check.reference import Reference, train_alone
-from dmuon.check.report import Board, Line, Ranks, Stopped
-from dmuon.check.training import TOPOLOGIES, Layout, check_layout, layout_of
-from dmuon.cli.arguments import FAILED, BadArgument, Parser, number, removed, require_target, subset
+from dmuon.tools.check.device import Machine, check_kernels, cuda_fault, describe
+from dmuon.tools.check.reference import Reference, train_alone
+from dmuon.tools.check.report import Board, Line, Ranks, Stopped
+from dmuon.tools.check.training import TOPOLOGIES, Layout, check_layout, layout_of
+from dmuon.tools.cli.arguments import FAILED, BadArgument, Parser, number, removed, require_target, subset
 
 _ALWAYS = "all dtypes and both residencies are tried; write fewer --topologies"
 _REMOVED = {
@@ -94,7 +94,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def launch(gpus: int, arguments: Sequence[str]) -> list[str]:
     """The command of a first run: a rank for each of up to 8 GPUs; two on a single one, and on the CPU."""
     ranks = f"--nproc-per-node={min(gpus, 8) if gpus > 1 else 2}"
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, "-m", "dmuon.cli.check", *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        ranks,
+        "-m",
+        "dmuon.tools.cli.check",
+        *arguments,
+    ]
 
 
 def _layouts(

@@ -35,8 +35,8 @@ from dmuon.kernels import (
 from dmuon.planning.device_key import NsOptions
 from dmuon.planning.profiler import useful_batch_sizes
 from dmuon.platform.options import is_integer
-from dmuon.simulation.hardware import Device
 from dmuon.solver import CostTable, Shape
+from dmuon.tools.simulation.hardware import Device
 
 _TILE = 128  # judgement: a usual tile of cuBLAS; small matrices get smaller ones, but there launches dominate
 _ELEMENT = 2  # bytes of fp16 and bf16

@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dmuon.simulation.hardware import Collective, Group, Topology
-from dmuon.simulation.scenario import MASTER_BYTES, Block, Scenario, batches, is_expert, stored_shapes
-from dmuon.simulation.wave_model import UPDATE_BYTES
+from dmuon.tools.simulation.hardware import Collective, Group, Topology
+from dmuon.tools.simulation.scenario import MASTER_BYTES, Block, Scenario, batches, is_expert, stored_shapes
+from dmuon.tools.simulation.wave_model import UPDATE_BYTES
 
 # -- messages -------------------------------------------------------------------------------------------------------
 

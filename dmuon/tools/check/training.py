@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._pytree import tree_map_only
 
 import dmuon
-from dmuon.check.reference import MAX_NORM, OPTIONS, STEPS, Network, Reference, batch, is_matrix, loss_of
-from dmuon.check.report import Line
 from dmuon.dedicated.dedication import dedications
 from dmuon.platform.torch_private import TorchDispatchMode, local_tensor
 from dmuon.report.accounting import expected_exchange, expected_traffic
+from dmuon.tools.check.reference import MAX_NORM, OPTIONS, STEPS, Network, Reference, batch, is_matrix, loss_of
+from dmuon.tools.check.report import Line
 
 TOPOLOGIES = ("1d", "hsdp", "ddp", "cp", "tp", "tp-hsdp", "fsdp2", "fsdp2-hsdp", "fsdp2-tp")
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 
-from dmuon.cli.arguments import FAILED, BadArgument, Parser, count, require_target, seconds
-from dmuon.cli.figures import cost_table, draw_costs
 from dmuon.kernels import MIXED, PRESETS, Storage, Variant
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import (
@@ -30,6 +28,8 @@ from dmuon.planning.device_key import NsOptions, device_key, options_of
 from dmuon.planning.profiler import MAX_BATCH, build_kernels, measure, settled, timing_bar, useful_batch_sizes
 from dmuon.platform.files import save_png
 from dmuon.solver import Shape
+from dmuon.tools.cli.arguments import FAILED, BadArgument, Parser, count, require_target, seconds
+from dmuon.tools.cli.figures import cost_table, draw_costs
 
 _DTYPES: Mapping[str, Storage] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "mixed": MIXED}
 _SAMPLE = 5  # entries that --check times again

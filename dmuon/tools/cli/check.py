@@ -3,7 +3,6 @@
     torchrun --nproc-per-node 8 --no-python dmuon-check
 
 Trains a small model on every topology that the ranks can form, compares it with one process, and counts collectives.
-Several machines: as any torchrun.
 
     dmuon-check --first-run
 
@@ -94,16 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def launch(gpus: int, arguments: Sequence[str]) -> list[str]:
     """The command of a first run: a rank for each of up to 8 GPUs; two on a single one, and on the CPU."""
     ranks = f"--nproc-per-node={min(gpus, 8) if gpus > 1 else 2}"
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        ranks,
-        "-m",
-        "dmuon.tools.cli.check",
-        *arguments,
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks]
+    return [*torchrun, "-m", "dmuon.tools.cli.check", *arguments]
 
 
 def _layouts(

@@ -69,13 +69,14 @@ def reduce(transport: Transport, region: Tensor, parts: Parts, line: Line) -> tu
     Returns:
         Where this rank's own part arrives, and the works.
     """
+    average = dist.ReduceOp.AVG
     own = parts.get(line.position, region[:0])
     if transport == "single":
         result = torch.empty_like(own)  # which outlives the region
-        work = reduce_scatter_single(result, region, op=dist.ReduceOp.AVG, group=line.group, async_op=True)
+        work = reduce_scatter_single(result, region, op=average, group=line.group, async_op=True)
         return result, [work]
     launches = [
-        partial(dist.reduce, part, line.ranks[position], dist.ReduceOp.AVG, group=line.group, async_op=True)
+        partial(dist.reduce, part, line.ranks[position], average, group=line.group, async_op=True)
         for position, part in parts.items()
     ]
     return own, in_one_launch(line.group, region.device, launches)

@@ -232,7 +232,7 @@ class Monitor:
         lanes = [str(self._number)]
         for name, lane in sorted(self._journal.lanes.items()):
             lanes.append(f"{name} {lane.digest}")
-        return zlib.crc32("\n".join(lanes).encode()) & 0x7FFFFFFF
+        return zlib.crc32(repr(lanes).encode()) & 0x7FFFFFFF
 
     def noted(self) -> dict[str, str]:
         """What :attr:`digest` sums up, in words: options, and the last one of each lane."""

@@ -80,7 +80,7 @@ FAULTS = {
         "a_gather_is_not_waited_for": "«            self._pending.wait()\n→»            received = self._received",
         "what_travels_is_the_wrong_part": "view: Tensor = tensor«→.flip(1)»[cut.blocks[0][1]]",
     },
-    "tests/dedicated/test_faults.py -k digests_do_not_depend": {
+    "tests/dedicated/test_faults.py -k digests_tell_models": {
         "digests_are_alike": "return «zlib.crc32(repr(lanes).encode()) & 0x7FFFFFFF→len(lanes)»",
     },
     "tests/dedicated/test_trajectory.py -k unusual_forwards_equal_single_process": {

@@ -11,6 +11,7 @@ Behind a failure groups are not used again: what some ranks have started there m
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Hashable, Iterable
 
@@ -35,8 +36,16 @@ def forget_groups() -> None:
         groups_made().clear()
 
 
-def leave(works: Iterable[dist.Work]) -> None:
-    """Keep collectives that nobody will wait for, until they end."""
+def leave(works: Iterable[dist.Work], *, patience: float) -> None:
+    """Keep collectives that nobody will wait for, until they end.
+
+    Args:
+        patience: seconds in which they should; what lasts longer, and what it uses, is kept until others are left.
+    """
+    works = list(works)
+    deadline = time.monotonic() + patience
+    while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
+        time.sleep(0.001)
     _left[:] = [work for work in [*_left, *works] if not work.is_completed()]
 
 

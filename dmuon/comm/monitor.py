@@ -21,6 +21,7 @@ from dmuon.layout.topology import GlobalRank
 OPTION, LANE = "option ", "lane "  # what begins the names of what a monitor has noted
 LATE = "A rank was killed, raised elsewhere, or is late: see the logs of the others"
 _EXIT_SECONDS = 2.0
+_LEAVE_SECONDS = 0.5  # for what was published last by a model that nobody uses any more
 _REMEDY = "run the same blocks, backwards and steps in the same order on every rank"
 _OPTIONS_REMEDY = (
     "give every rank's optimizer the same options (a scheduler that goes by a rank's own loss does not), and freeze "
@@ -175,7 +176,7 @@ class Monitor:
     def leave(self, works: Sequence[dist.Work]) -> None:
         """Nobody will wait for these. An accelerator's back end keeps what they use by itself."""
         if streams_of(self._device) is None:
-            leave(works)
+            leave(works, patience=_LEAVE_SECONDS if self._journal.broken is None else 0.0)
 
     def synchronize(self) -> None:
         """The host waits for the current stream of the device, if it has streams."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.dedicated.buffer import GradState
 from dmuon.dedicated.matrix import OwnedMatrix, Part
-from dmuon.dedicated.owned_state import own_part, state_of
+from dmuon.dedicated.owned_state import lies_as, own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime, runtime_of
 from dmuon.layout.matrices import Region
@@ -175,8 +175,15 @@ class Dedicated(Residency):
             return state_of(local_tensor(momentum), matrix, f"{matrix.fqn}.{MOMENTUM}")
 
     def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
-        is_part = type(momentum) is Tensor and momentum.shape != param.shape
-        return momentum if is_part else own_part(momentum, self._runtime.matrix_of(param))
+        matrix = self._runtime.matrix_of(param)
+        if type(momentum) is Tensor and momentum.shape != param.shape:
+            return momentum  # what the master holds
+        if type(momentum) is OwnedTensor and not lies_as(momentum, matrix.rest):  # shown of another matrix
+            for source in self._runtime.matrices():
+                if momentum.fqn == f"{source.fqn}.{MOMENTUM}" and momentum.owners == source.owners:
+                    momentum = state_of(local_tensor(momentum), source, momentum.fqn)
+                    break
+        return own_part(momentum, matrix)
 
     def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
         return [(self._runtime.comm.control, self._runtime.param_ids())]

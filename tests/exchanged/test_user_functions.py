@@ -424,7 +424,7 @@ FAULTS: dict[str, tuple[Functions, type[Exception], str]] = {
     "failing": (
         (raising(RuntimeError("no link\nwith a long stack")), scatter),
         dmuon.CollectiveError,
-        r"^rank \d, step 0: gather_fn of parameter 'parameter 0 of group 0' failed: no link\. The others",
+        r"^rank \d, step 0: gather_fn of parameter 'parameter 0 of group 0' failed: no link\. A rank was killed",
     ),
 }
 

@@ -191,7 +191,7 @@ class OwnedBuffer:
         self.storages = [tensor.untyped_storage() for tensor in (self._buffer, self._assembled)]
         self._wholes = [matrix.full for matrix in self.matrices]
         self._holders: int | None = None  # of all these, before anything was computed with them
-        self._is_held = False
+        self._is_held = self._told = False  # whether somebody holds the weights, and whether a warning told
         self.was_read = False  # somebody may hold weights: a forward ran, and they were not freed since
         for storage in self.storages:
             storage.resize_(0)
@@ -333,7 +333,8 @@ class OwnedBuffer:
             return True
         gc.collect()  # what is garbage would hold them for a while
         self._is_held = count_holders(self.storages, self._wholes) > (self._holders or 0)
-        if self._is_held:
+        if self._is_held and not self._told:
+            self._told = True
             _log.warning(
                 "block %r: something beside dmuon refers to its whole weights (hooks on saved tensors inside the "
                 "block, or a weight or a view of one that was kept), so they stay in memory until it lets them go",

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from harness.fragments import run_fragments
@@ -52,14 +51,6 @@ FRAGMENTS = [block for block in BLOCKS if block.language == "python" and block n
 
 def prose(page: Path) -> str:
     return FENCE.sub("", page.read_text())
-
-
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- code ----------------------------------------------------------------------------------------------------------
@@ -202,11 +193,6 @@ def test_the_readme_is_short() -> None:
 
 
 # -- what pages say of the code ------------------------------------------------------------------------------------
-
-
-def test_the_tree_is_that_of_the_repository() -> None:
-    page = (DOCS / "architecture.md").read_text()
-    assert page == module_at(DOCS / "tree.py").with_tree(page), "run python docs/tree.py"
 
 
 def test_public_names_are_in_the_reference() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from dmuon.model.blocks import MatrixShape
+from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.routing import route_to_blocks
 from dmuon.platform.files import UnreadableFile, read_json
 from dmuon.platform.options import is_integer
@@ -22,10 +23,11 @@ from dmuon.platform.options import is_integer
 def read_model(path: str | Path) -> list[MatrixShape]:
     """List every matrix inside the blocks of a model: what Muon owns by default, so no embeddings and no output head.
 
-    Reads Hugging Face ``config.json`` files of the model types llama, mistral, qwen2, qwen3 and gpt2, and ``towers`` (a
-    list of transformer stacks under ``"towers"``), with the names and parts that dedication gives to the matrices of
-    these models as ``transformers`` 5 builds them. Other model types are built by ``transformers`` on the meta device,
-    where it is installed. Experts are one matrix per expert and projection, and fused tensors are listed part by part.
+    Reads Hugging Face ``config.json`` files of the model types llama, mistral, qwen2, qwen3, qwen3_moe, deepseek_v3
+    and gpt2, and ``towers`` (a list of transformer stacks under ``"towers"``), with the names and parts that
+    dedication gives to the matrices of these models as ``transformers`` 5 builds them. Other model types are built by
+    ``transformers`` on the meta device, where it is installed. Experts are one matrix per expert and projection, and
+    fused tensors are listed part by part.
 
     Args:
         path: the file, or a folder that holds it as ``config.json``.
@@ -40,7 +42,7 @@ def read_model(path: str | Path) -> list[MatrixShape]:
 def matrices_of(config: ModelConfig) -> list[MatrixShape]:
     """The matrices of :func:`read_model`, of a file that is read already."""
     kind = config.data.get("model_type")
-    names = ", ".join(sorted((*_DECODERS, "gpt2", "towers")))
+    names = ", ".join(sorted((*_DECODERS, *_WITH_EXPERTS, "gpt2", "towers")))
     if not isinstance(kind, str):
         raise ValueError(f"{config.path}: field 'model_type' is {kind!r}; use one of {names}")
     if kind == "towers":
@@ -52,6 +54,8 @@ def matrices_of(config: ModelConfig) -> list[MatrixShape]:
     if kind in _DECODERS:
         sizes = _sizes(config)
         return list(_stack("model.layers", config.integer("num_hidden_layers"), sizes, _ATTENTION + _GATED))
+    if kind in _WITH_EXPERTS:
+        return list(_WITH_EXPERTS[kind](config))
     transformers = transformers_or_none()
     if transformers is None:
         raise ValueError(
@@ -167,12 +171,27 @@ _GPT2: _Table = (  # as Conv1D stores them: (in, out)
     ("mlp.c_proj.weight", "inner", "hidden"),
 )
 
+_SHARED: _Table = (  # experts that every token meets
+    ("mlp.shared_experts.gate_proj.weight", "shared", "hidden"),
+    ("mlp.shared_experts.up_proj.weight", "shared", "hidden"),
+    ("mlp.shared_experts.down_proj.weight", "hidden", "shared"),
+)
+_WHOLE_QUERIES: _Table = (("self_attn.q_proj.weight", "queries", "hidden"),)
+_FACTORED_QUERIES: _Table = (
+    ("self_attn.q_a_proj.weight", "rank", "hidden"),
+    ("self_attn.q_b_proj.weight", "queries", "rank"),
+)
+
 
 def _stack(name: str, layers: int, sizes: Mapping[str, int], table: _Table) -> Iterator[MatrixShape]:
     """The matrices of ``layers`` alike blocks."""
     for layer in range(layers):
-        for matrix, rows, cols in table:
-            yield MatrixShape(f"{name}.{layer}.{matrix}", sizes[rows], sizes[cols], f"{name}.{layer}")
+        yield from _block(f"{name}.{layer}", sizes, table)
+
+
+def _block(block: str, sizes: Mapping[str, int], table: _Table) -> Iterator[MatrixShape]:
+    for matrix, rows, cols in table:
+        yield MatrixShape(f"{block}.{matrix}", sizes[rows], sizes[cols], block)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
@@ -183,6 +202,71 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     width = config.integer("head_dim", hidden // heads)
     keys = config.integer("num_key_value_heads", heads) * width
     return {"hidden": hidden, "inner": config.integer("intermediate_size"), "queries": heads * width, "keys": keys}
+
+
+def _several(block: str, name: str, shape: tuple[int, ...], spec: MatrixSpec) -> Iterator[MatrixShape]:
+    """The matrices of a tensor that is made of several."""
+    for matrix, rows, cols in spec.named(f"{block}.{name}", shape):
+        yield MatrixShape(matrix, rows, cols, block)
+
+
+def _experts(config: ModelConfig, block: str, hidden: int) -> Iterator[MatrixShape]:
+    """The router and the experts of a block, which ``transformers`` stacks."""
+    experts, inner = expert_count(config), config.integer("moe_intermediate_size")
+    yield MatrixShape(f"{block}.mlp.gate.weight", experts, hidden, block)
+    yield from _several(block, "mlp.experts.gate_up_proj", (experts, 2 * inner, hidden), MatrixSpec((inner, inner)))
+    yield from _several(block, "mlp.experts.down_proj", (experts, hidden, inner), MatrixSpec())
+
+
+def _qwen3_moe(config: ModelConfig) -> Iterator[MatrixShape]:
+    sizes = _sizes(config)
+    step, dense = config.integer("decoder_sparse_step", 1), config.data.get("mlp_only_layers") or []
+    config.check(
+        "mlp_only_layers", isinstance(dense, list) and all(map(is_integer, dense)), "a list of integers", dense
+    )
+    for layer in range(config.integer("num_hidden_layers")):
+        block = f"model.layers.{layer}"
+        yield from _block(block, sizes, _ATTENTION)
+        if layer in dense or (layer + 1) % step:
+            yield from _block(block, sizes, _GATED)
+        else:
+            yield from _experts(config, block, sizes["hidden"])
+
+
+def _deepseek_v3(config: ModelConfig) -> Iterator[MatrixShape]:
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    rope, plain = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
+    value, latent = config.integer("v_head_dim"), config.integer("kv_lora_rank")
+    factored = config.data.get("q_lora_rank", 0) is not None  # null says that the query projection is not
+    sizes = {
+        "hidden": hidden,
+        "inner": config.integer("intermediate_size"),
+        "queries": heads * (plain + rope),
+        "rank": config.integer("q_lora_rank") if factored else 0,
+        "values": heads * value,
+        "shared": config.integer("moe_intermediate_size") * config.integer("n_shared_experts", 0, least=0),
+    }
+    config.check("moe_layer_freq", config.integer("moe_layer_freq", 1) == 1, "1", config.data.get("moe_layer_freq"))
+    dense = config.integer("first_k_dense_replace", least=0)
+    for layer in range(config.integer("num_hidden_layers")):
+        block = f"model.layers.{layer}"
+        yield from _block(block, sizes, _FACTORED_QUERIES if factored else _WHOLE_QUERIES)
+        compressed, expanded = MatrixSpec((latent, rope)), MatrixSpec((plain, value), repeats=heads)
+        yield from _several(block, "self_attn.kv_a_proj_with_mqa.weight", (latent + rope, hidden), compressed)
+        yield from _several(block, "self_attn.kv_b_proj.weight", (heads * (plain + value), latent), expanded)
+        yield MatrixShape(f"{block}.self_attn.o_proj.weight", hidden, sizes["values"], block)
+        if layer < dense:
+            yield from _block(block, sizes, _GATED)
+            continue
+        yield from _experts(config, block, hidden)
+        if sizes["shared"]:
+            yield from _block(block, sizes, _SHARED)
+
+
+_WITH_EXPERTS: Mapping[str, Callable[[ModelConfig], Iterator[MatrixShape]]] = {
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek_v3,
+}
 
 
 def _towers(config: ModelConfig) -> Iterator[MatrixShape]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,6 @@ DEEPSEEK = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
     "n_shared_experts": 1,
 }  # fmt: skip
-
-
-by_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers knows the type")
 
 
 def read(folder: Path, config: Any) -> list[MatrixShape]:
@@ -50,7 +46,6 @@ def test_gpt2_lists_fused_qkv_as_three_squares(tmp_path: Path) -> None:
     assert Counter(shape for *_, a, b in first for shape in [(a, b)])[(768, 768)] == 4
 
 
-@by_transformers
 def test_qwen_moe_counts_experts_and_routers_as_matrices(tmp_path: Path) -> None:
     matrices = read(tmp_path, QWEN_MOE)
     outside = 2 * 151936 * 2048 + 48 * (2 * 2048 + 2 * 128) + 2048
@@ -62,21 +57,18 @@ def test_qwen_moe_counts_experts_and_routers_as_matrices(tmp_path: Path) -> None
     assert names["model.layers.7.mlp.experts.gate_up_proj[255]"] == (768, 2048)
 
 
-@by_transformers
 def test_the_number_of_experts_may_have_its_new_name(tmp_path: Path) -> None:
     config = {**QWEN_MOE, "num_local_experts": QWEN_MOE["num_experts"]}
     del config["num_experts"]
     assert read(tmp_path, config) == read(tmp_path, QWEN_MOE)
 
 
-@by_transformers
 def test_qwen_moe_honours_dense_layers(tmp_path: Path) -> None:
     config = {**QWEN_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     per_block = Counter(m.block for m in read(tmp_path, config))
     assert [per_block[f"model.layers.{i}"] for i in range(4)] == [7, 389, 7, 7]
 
 
-@by_transformers
 def test_deepseek_has_671_billion_parameters_with_dense_first_layers(tmp_path: Path) -> None:
     matrices = read(tmp_path, DEEPSEEK)
     assert elements(matrices) + 2 * 129280 * 7168 == pytest.approx(671.0e9, rel=1e-3)
@@ -85,7 +77,6 @@ def test_deepseek_has_671_billion_parameters_with_dense_first_layers(tmp_path: P
     assert per_block["model.layers.3"] == 7 + 1 + 3 * 256 + 3
 
 
-@by_transformers
 def test_deepseek_without_a_query_rank_has_one_query_projection(tmp_path: Path) -> None:
     names = {m.name: m.rows for m in read(tmp_path, {**DEEPSEEK, "q_lora_rank": None, "num_hidden_layers": 1})}
     assert names["model.layers.0.self_attn.q_proj.weight"] == 128 * 192
@@ -136,7 +127,7 @@ def test_owners_are_balanced_whatever_the_layers_are_called(tmp_path: Path, conf
     ("config", "says"),
     [
         ([1], "holds list, not an object"),
-        ({}, r"config.json: field 'model_type' is None; use one of gpt2, llama"),
+        ({}, r"config.json: field 'model_type' is None; use one of deepseek_v3, gpt2"),
         ({**LLAMA_8B, "model_type": "mamba"}, "'mamba'; use one of .*install transformers, .* dmuon-profile --shapes"),
         ({**LLAMA_8B, "model_type": ["llama"]}, "'model_type' is"),
         ({"model_type": "llama"}, "field 'hidden_size' is missing; set it to an integer"),
@@ -144,7 +135,9 @@ def test_owners_are_balanced_whatever_the_layers_are_called(tmp_path: Path, conf
         ({**LLAMA_8B, "num_hidden_layers": 0}, "field 'num_hidden_layers' is 0; set it to at least 1"),
         ({**LLAMA_8B, "intermediate_size": True}, "'intermediate_size' is True"),
         ({**LLAMA_8B, "num_attention_heads": 3000}, "field 'num_attention_heads' is 3000; set it to a divisor of 4096"),
-        (QWEN_MOE, "'qwen3_moe'; use one of .*install transformers"),
+        ({**DEEPSEEK, "q_lora_rank": "x"}, "'q_lora_rank' is 'x'"),
+        ({**DEEPSEEK, "moe_layer_freq": 2}, "'moe_layer_freq' is 2; set it to 1"),
+        ({**QWEN_MOE, "mlp_only_layers": "3"}, "'mlp_only_layers' is '3'; set it to a list of integers"),
         (towers(), r"'towers' is \[\]; set it to a non-empty list of objects"),
         (towers({}), r"'towers\[0\].name' is missing"),
         (towers(TOWER, TOWER), r"'towers\[1\].name' repeats 'vision'"),

@@ -266,6 +266,9 @@ class Muon(torch.optim.Optimizer):
         if self._early is not None:
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
+        left = {key for ids in self._laid_out or [] for key in ids} - held  # ids that others may get from now on
+        for key in left & self._origin.names.keys():
+            del self._origin.names[key]
         self._names = names_in(self.param_groups, self._origin.names)
         self._wrapping.note(self.param_groups)
         residencies = self._find_residencies(muon)

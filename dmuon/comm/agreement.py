@@ -129,12 +129,13 @@ class Election:
             found = _told_apart(self._group, noted, (f"{LANE}vote", OPTION, _RAN, f"{LANE}step"))
         if not found:
             self._monitor.disagree("which ones is not known", of_options=False)
-        one = found[0]
-        value, first = ("nothing more" if said is None else said for said in (one.value, one.first))
-        self._monitor.disagree(
-            f"{value!r} on rank {one.rank} where rank {ranks_of(self._group)[0]} has {first!r}",
-            of_options=one.name.startswith(OPTION),
-        )
+        of_options = found[0].name.startswith(OPTION)
+        told = []
+        for one in found if of_options else found[:1]:  # an option may differ in consequence of one that was changed
+            if one.name.startswith(OPTION) == of_options:
+                value, first = ("nothing more" if said is None else said for said in (one.value, one.first))
+                told.append(f"{value!r} on rank {one.rank} where rank {ranks_of(self._group)[0]} has {first!r}")
+        self._monitor.disagree(", ".join(told), of_options=of_options)
 
 
 def agree(group: dist.ProcessGroup, error: Exception | str | None, payload: Any = None) -> list[Any]:

@@ -198,7 +198,7 @@ def one_sided(rank: int, world: int, change: Callable[[Network], None], seed: in
     ("change", "seed", "message"),
     [
         (new_head, None, "other parameters in the model, whose gradients dmuon averages"),
-        (adapter, None, r"requires_grad of 'head\."),
+        (adapter, None, r"requires_grad of 'head\.0\.weight'=True"),
         (no_norm, None, r"requires_grad of 'norm\.weight'=False"),
         (nothing, 7, r"parameter 'head\.weight' has other values on other ranks"),
     ],

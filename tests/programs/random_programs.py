@@ -40,7 +40,7 @@ import dmuon
 
 WIDTH, BATCH, TOLERANCE = 8, 8, 2e-4
 CHUNK = 25  # programs in one call of the pool
-SECONDS = 15.0  # of one program at the most, on a busy machine
+SECONDS = 8.0  # of one program at the most, on a busy machine
 
 
 @dataclass(frozen=True)

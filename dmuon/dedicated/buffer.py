@@ -191,7 +191,7 @@ class OwnedBuffer:
         self.storages = [tensor.untyped_storage() for tensor in (self._buffer, self._assembled)]
         self._wholes = [matrix.full for matrix in self.matrices]
         self._holders: int | None = None  # of all these, before anything was computed with them
-        self._is_held = self._told = False  # whether somebody holds the weights, and whether a warning told
+        self._told = False  # a warning said that somebody held the weights
         self.was_read = False  # somebody may hold weights: a forward ran, and they were not freed since
         for storage in self.storages:
             storage.resize_(0)
@@ -318,7 +318,7 @@ class OwnedBuffer:
         finally:  # what failed has ended, too
             self._origin.await_users()
             if not self._is_held_by_others():
-                self.was_read = self._is_held = False
+                self.was_read = False
                 for storage in self.storages:
                     storage.resize_(0)
             self.state, self.generation = BufferState.FREED, -1
@@ -329,18 +329,18 @@ class OwnedBuffer:
         """Whether a graph, or anybody else, refers to the weights; says so once."""
         if self.keep or not self.was_read or count_holders(self.storages, self._wholes) <= (self._holders or 0):
             return False  # weights that are kept go only where graphs are void
-        if self._is_held or sys.exc_info()[1] is not None:  # an error refers to what it was raised among
+        if self._told or sys.exc_info()[1] is not None:  # an error refers to what it was raised among
             return True
-        gc.collect()  # what is garbage would hold them for a while
-        self._is_held = count_holders(self.storages, self._wholes) > (self._holders or 0)
-        if self._is_held and not self._told:
-            self._told = True
-            _log.warning(
-                "block %r: something beside dmuon refers to its whole weights (hooks on saved tensors inside the "
-                "block, or a weight or a view of one that was kept), so they stay in memory until it lets them go",
-                self.name,
-            )
-        return self._is_held
+        gc.collect()  # once: what is garbage would hold them for a while
+        if count_holders(self.storages, self._wholes) <= (self._holders or 0):
+            return False
+        self._told = True
+        _log.warning(
+            "block %r: something beside dmuon refers to its whole weights (hooks on saved tensors inside the "
+            "block, or a weight or a view of one that was kept), so they stay in memory until it lets them go",
+            self.name,
+        )
+        return True
 
     def _refuse_users(self) -> None:
         for user, purpose in self.users.items():

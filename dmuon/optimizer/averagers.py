@@ -55,6 +55,7 @@ class Averagers:
             else:
                 return
         params = [param for group in groups for param in group["params"]]
+        self._told &= set(map(id, params))  # others may get the ids of those that are gone
         alone = [] if by_user else [param for param in params if not isinstance(param, DTensor)]
         if not dist.is_initialized() or dist.get_world_size() == 1:
             alone = []

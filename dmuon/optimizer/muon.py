@@ -267,8 +267,9 @@ class Muon(torch.optim.Optimizer):
             self._early.forget()  # they read momentum that is about to be replaced
         muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         left = {key for ids in self._laid_out or [] for key in ids} - held  # ids that others may get from now on
-        for key in left & self._origin.names.keys():
-            del self._origin.names[key]
+        for known in (self._origin.names, self._origin.copies):
+            for key in left & known.keys():
+                del known[key]
         self._names = names_in(self.param_groups, self._origin.names)
         self._wrapping.note(self.param_groups)
         residencies = self._find_residencies(muon)

@@ -334,3 +334,19 @@ def test_siblings_that_share_a_weight_are_not_dedicated_apart(rank: int, world: 
     dmuon.dedicate_params(one, mesh, costs="flops")
     with pytest.raises(ValueError, match=rf"parameter '{tied}' is one of a module that was dedicated before"):
         dmuon.dedicate_params(other, mesh, costs="flops")
+
+
+@pytest.mark.pitfall("P86")
+@on_ranks(2)
+def test_what_was_told_of_a_parameter_is_forgotten_with_it(rank: int, world: int) -> None:
+    """A late one may have its id, and would be trained by one rank's batch without a word."""
+    model = build()
+    optimizer = dmuon.Muon(model, **OPTIONS)
+    loss_of(model, *batch(0)).backward()
+    optimizer.step()
+    head = {id(p) for p in model.head.parameters()}
+    assert head <= optimizer._averagers._told
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) not in head]
+    optimizer.step()
+    assert optimizer._averagers._told and not head & optimizer._averagers._told

@@ -114,13 +114,14 @@ class Momentum:
 
     Attributes:
         shown: by ``id`` of the parameter, what ``state`` shows. Its version counts the edits of the momentum.
+        replaced: what :meth:`check` has found, and :meth:`adopt` has not taken over yet.
     """
 
     def __init__(self) -> None:
         self.shown: dict[int, Tensor] = {}
         self._rows: list[_Row] = []
         self._names: Mapping[int, str] = {}
-        self._replaced: list[tuple[_Row, Tensor | None]] = []
+        self.replaced: list[tuple[_Row, Tensor | None]] = []
         self._residencies: list[Residency] = []
 
     def lay_out(
@@ -156,7 +157,7 @@ class Momentum:
             if value is not None:
                 kept.append((row, value))
         _store(kept)
-        self._residencies, self._rows, self._names, self._replaced = list(residencies), rows, names, []
+        self._residencies, self._rows, self._names, self.replaced = list(residencies), rows, names, []
         self.shown.clear()
         self._show([row for row in rows if MOMENTUM in state.get(row.param, ()) or row.is_trained], state)
 
@@ -170,19 +171,19 @@ class Momentum:
         Raises:
             ValueError: it cannot be its parameter's.
         """
-        self._replaced = []
+        self.replaced = []
         for row in self._rows:
             value, shown = state.get(row.param, {}).get(MOMENTUM), self.shown.get(id(row.param))
             if value is not shown or (shown is None and row.is_trained):
                 row.check(value)
-                self._replaced.append((row, value))
+                self.replaced.append((row, value))
 
     def adopt(self, state: _State) -> None:
         """Take over what :meth:`check` has found; zeros where momentum was cleared.
 
         Collective for DTensors that lie otherwise than their parameters.
         """
-        replaced, self._replaced = self._replaced, []
+        replaced, self.replaced = self.replaced, []
         _store(replaced)
         self._show([row for row, _ in replaced], state)  # not the others: what is shown of them counts its edits
 

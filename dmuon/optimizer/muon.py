@@ -162,6 +162,7 @@ class Muon(torch.optim.Optimizer):
         self._names: dict[int, str] = {}  # by id of the parameter
         self._specs: dict[int, MatrixSpec] = {}  # of Muon's parameters, by id
         self._split: list[tuple[Tensor, MatrixSpec]] = []  # those that are not just one matrix
+        self._batched: list[Tensor] = []  # parameters of which this rank orthogonalizes something
         self._updates: dict[int, int] = {}  # by id, batches of a parameter that has several: one update each
         self._wrapping = Wrapping(None, (), None)
         self._averagers = Averagers()
@@ -176,7 +177,8 @@ class Muon(torch.optim.Optimizer):
         self._early: EarlyUpdates | None = None
         self._done: list[Done] = []
         self._asked: MatrixRecord | None = None
-        self._checked: Description = ()  # options that were found to be in order
+        self._checked: list[Description] = []  # options of each group, which were found to be in order
+        self._scaled = False  # a user's function says how much of an update is taken
         self._steps = 0
 
     def _find_device(self) -> None:
@@ -283,6 +285,7 @@ class Muon(torch.optim.Optimizer):
         self._split = [(p, self._specs[id(p)]) for p in muon if self._specs[id(p)] != MatrixSpec()]
         self._residencies, self._rounds = residencies, rounds
         self._schedule = Schedule(rounds, self._prefetch)
+        self._batched = [*{id(p): p for batch in batches for p in batch.params}.values()]
         updates = Counter(id(p) for batch in batches for p in batch.params)
         self._updates = {key: count for key, count in updates.items() if count > 1}
         for residency in residencies:
@@ -335,10 +338,10 @@ class Muon(torch.optim.Optimizer):
     def _options(self, groups: Sequence[int]) -> list[tuple[str, str]]:
         """What ranks compare of these groups, which need not have the same numbers on all ranks."""
         found: list[tuple[str, str]] = []
-        compared = [self.param_groups[i] for i in groups if i < len(self.param_groups)]
-        for number, options in enumerate(describe(compared)):
-            for name, value in options:
-                found.append((f"{name} of group {number}", value))
+        for number, index in enumerate(groups):
+            if index < len(self.param_groups):
+                for name, value in describe(self.param_groups[index]):
+                    found.append((f"{name} of group {number}", value))
         return found
 
     def _listen(self) -> EarlyUpdates | None:
@@ -353,7 +356,10 @@ class Muon(torch.optim.Optimizer):
 
     def _is_as_laid_out(self) -> bool:
         """Whether groups hold the parameters for which everything was made."""
-        return [[*map(id, group["params"])] for group in self.param_groups] == self._laid_out
+        held = []
+        for group in self.param_groups:  # in every step
+            held.append([*map(id, group["params"])])
+        return held == self._laid_out
 
     def _follow(self) -> None:
         """Lay out anew if groups hold other parameters than before. Collective then, as building the optimizer is."""
@@ -378,9 +384,7 @@ class Muon(torch.optim.Optimizer):
                 CUDA graph is being captured, or if the model has other parameters by now.
             TypeError, ValueError: options, state or gradients that cannot be used.
         """
-        check_moment(
-            self._device, copied=bool(self._origin.copies), params=self._names.keys(), uneven=self._wrapping.is_uneven
-        )
+        check_moment(self._device, self._wrapping, copied=bool(self._origin.copies), params=self._names.keys())
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -399,7 +403,8 @@ class Muon(torch.optim.Optimizer):
         self._steps += 1
         self._timer.reset()
         self._done = []
-        self._momentum.adopt(self.state)
+        if self._momentum.replaced:
+            self._momentum.adopt(self.state)
         if self._early is not None:
             self._early.join()
         with torch.autocast(self._device.type, enabled=False):  # a step may be called inside one
@@ -423,10 +428,11 @@ class Muon(torch.optim.Optimizer):
                 keep_state_of_route(group, self.state)
         self._averagers.check(self.param_groups, self._names, by_user=self._origin.config is not None)
         align_gradients(self.param_groups, self._names)
-        described = describe(self.param_groups)
+        described = [*map(describe, self.param_groups)]
         if described != self._checked:
             check_edited(self.param_groups)
             self._checked = described
+            self._scaled = any(callable(group.get("adjust_lr_fn")) for group in self.param_groups)
         self._momentum.check(self.state)
         of_adamw = []
         for group in self.param_groups:
@@ -446,7 +452,7 @@ class Muon(torch.optim.Optimizer):
         for again in (False, True):
             present: set[int] = set()
             try:
-                if not changed:  # rounds know groups by their numbers
+                if self._scaled and not changed:  # rounds know groups by their numbers
                     check_scales(self.param_groups, self._rounds)
             except Exception as error:
                 fault = fault or error
@@ -469,13 +475,16 @@ class Muon(torch.optim.Optimizer):
         """Run all rounds. What a round completes is published at once."""
         missing = dict(self._updates)
         options: list[dict[str, Any]] = []
+        outdated: list[Tensor] = []
         for group in self.param_groups:
             # Once for each group: reading a tensor's number waits for the accelerator.
             options.append({**group, "lr": float(group["lr"])} if group["use_muon"] else group)
         with self._timer.phase("publish"):
+            for param in self._batched if self._dedicated else ():
+                if id(param) in present:
+                    outdated.append(param)
             for dedicated in self._dedicated:
-                batches = [batch for round_ in self._rounds for batch in round_.batches]
-                dedicated.begin_update(p for batch in batches for p in batch.params if id(p) in present)
+                dedicated.begin_update(outdated)
         asked, self._asked = self._asked, None
         step = Step(options, present, self._timer, None if asked is None else StepRecord(), self._done)
         for round_ in self._schedule.drive(step):
@@ -486,15 +495,14 @@ class Muon(torch.optim.Optimizer):
                 continue
             if not self._dedicated:
                 continue
-            of_round = [p for batch in round_.batches for p in batch.params]
+            updated: list[Tensor] = []
+            for batch in round_.batches:
+                updated.extend(batch.params)
             if missing:
-                for param in of_round:
-                    if id(param) in missing:
-                        missing[id(param)] -= 1
-                of_round = [p for p in of_round if not missing.get(id(p))]
+                updated = _completed(updated, missing)
             with self._timer.phase("publish"):
                 for dedicated in self._dedicated:
-                    dedicated.updated(of_round)
+                    dedicated.updated(updated)
         with self._timer.phase("publish"):
             for dedicated in self._dedicated:
                 dedicated.end_update()
@@ -540,6 +548,17 @@ class Muon(torch.optim.Optimizer):
         if self._early is not None:
             self._early.forget()
         super().zero_grad(set_to_none)
+
+
+def _completed(params: Iterable[Tensor], missing: dict[int, int]) -> list[Tensor]:
+    """Those of ``params`` that lack no update any more; ``missing`` counts them, by ``id``, and is counted down."""
+    done = []
+    for param in params:
+        if id(param) in missing:
+            missing[id(param)] -= 1
+        if not missing.get(id(param)):
+            done.append(param)
+    return done
 
 
 def _group_of(optimizer: weakref.ref[Muon], index: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -53,7 +53,7 @@ _TYPO = 0.85  # likeness from which an unknown name is taken for a mistake: "bet
 _COMPARED = {"use_muon", *MUON_OPTIONS, *ADAMW_OPTIONS, *_UNSUPPORTED, *_ELSEWHERE}
 _CONSTANT = {bool, int, float, str, type(None), torch.dtype}  # others may change in place, or must not be kept alive
 
-Description = tuple[tuple[tuple[str, str], ...], ...]
+Description = tuple[tuple[str, str], ...]  # of one group: name and value of its options
 
 
 def options_of(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -61,26 +61,32 @@ def options_of(group: Mapping[str, Any]) -> tuple[str, ...]:
     return MUON_OPTIONS if group["use_muon"] else ADAMW_OPTIONS
 
 
-def describe(groups: Iterable[Mapping[str, Any]]) -> Description:
-    """All options that ranks must agree on, of each group, as ``(name, value)``.
+def describe(group: Mapping[str, Any]) -> Description:
+    """All options of a group that ranks must agree on.
 
     It is exact, hashable and the same in every process: numbers are written so that none is lost, whatever type they
     have; a function is called by its name. A tensor has its value if it is on the CPU; no device is waited for.
     """
-    described = []
-    for group in groups:  # asked in every backward and step
-        options: list[tuple[str, type, Any]] = []
-        for name, value in group.items():
-            if name in _COMPARED:
-                options.append((name, type(value), value if type(value) in _CONSTANT else _described(value)))
-        described.append(_in_words(tuple(options)))
-    return tuple(described)
+    options: list[tuple[str, Any, Any]] = []
+    for name, value in group.items():  # in every backward and step
+        if name in _COMPARED:
+            kind: Any = type(value)
+            if kind is tuple and _CONSTANT.issuperset(map(type, value)):
+                kind = tuple(map(type, value))  # betas
+            elif kind not in _CONSTANT:
+                kind, value = None, _described(value)
+            options.append((name, kind, value))
+    return _in_words(tuple(options))
 
 
 @functools.lru_cache(maxsize=64)
-def _in_words(options: tuple[tuple[str, type, Any], ...]) -> tuple[tuple[str, str], ...]:
-    """Of one group; options that are no constants are in words already. Most steps have those of the step before."""
-    words = {name: _described(value) if kind in _CONSTANT else value for name, kind, value in options}
+def _in_words(options: tuple[tuple[str, Any, Any], ...]) -> Description:
+    """What an earlier step has asked for already, most often.
+
+    Args:
+        options: name, type (since True, 1 and 1.0 are equal) and value; without a type those that are in words.
+    """
+    words = {name: value if kind is None else _described(value) for name, kind, value in options}
     group = {name: value for name, _, value in options}
     names = ("use_muon", *options_of(group), *_UNSUPPORTED, *sorted(_ELSEWHERE.keys() & group.keys()))
     return tuple((name, words.get(name, "None")) for name in names if name not in _UNSUPPORTED or group.get(name))

@@ -9,17 +9,18 @@ import torch
 
 from dmuon.dedicated.dedication import averaged_by_dmuon
 from dmuon.kernels import is_capturing, update_scale
+from dmuon.optimizer.wrapping import Wrapping
 from dmuon.platform.torch_private import current_backward
 from dmuon.step.rounds import Round
 
 
-def check_moment(device: torch.device, *, copied: bool, params: Set[int], uneven: bool) -> None:
+def check_moment(device: torch.device, wrapping: Wrapping, *, copied: bool, params: Set[int]) -> None:
     """Refuse a step where it would be recorded, be early, or wait for ranks that take none.
 
     Args:
+        wrapping: of the model, which may let ranks leave a loop early.
         copied: DDP averages gradients.
         params: ids of what the optimizer trains.
-        uneven: it lets ranks leave a loop early.
 
     Raises:
         RuntimeError: says what to do.
@@ -35,7 +36,7 @@ def check_moment(device: torch.device, *, copied: bool, params: Set[int], uneven
             f"Muon.step() was called inside backward, in which {who} has not averaged all gradients yet; call step() "
             "when backward() has returned"
         )
-    if uneven:
+    if wrapping.ddp and wrapping.is_uneven():
         raise RuntimeError(
             "Muon.step() was called inside DistributedDataParallel.join(): ranks that run out of batches leave that "
             "loop, and the others would wait for them in every step; give all ranks the same number of batches"

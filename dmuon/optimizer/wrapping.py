@@ -75,6 +75,9 @@ class Wrapping:
         groups: of the optimizer.
         copies: of plain parameters, over which group DDP copies them; what is found is added. None where that does
             not matter.
+
+    Attributes:
+        ddp: modules that DDP has made around parameters of the groups.
     """
 
     def __init__(self, params: object, groups: _Groups, copies: dict[int, dist.ProcessGroup] | None) -> None:
@@ -82,7 +85,7 @@ class Wrapping:
         self._copies = copies
         self._sites: dict[int, _Site] = {}  # by ``id`` of the parameter
         self._wraps = -1  # as many as there were when copies were looked for
-        self._ddp: list[weakref.ref[nn.parallel.DistributedDataParallel]] = []  # which hold parameters of the groups
+        self.ddp: list[weakref.ref[nn.parallel.DistributedDataParallel]] = []
         self._find_copies(groups)
 
     def note(self, groups: _Groups) -> None:
@@ -99,10 +102,9 @@ class Wrapping:
         found = sites_of(others)[1] if others else {}
         self._sites |= {key: (held[key], weakref.ref(at[0][0]), at[0][1]) for key, at in found.items()}
 
-    @property
     def is_uneven(self) -> bool:
         """Whether parameters are in a ``Join`` context."""
-        for ref in self._ddp:
+        for ref in self.ddp:
             module = ref()
             if module is not None and takes_uneven_inputs(module):
                 return True
@@ -173,7 +175,7 @@ class Wrapping:
             held = {id(p) for group in groups for p in group["params"]}
             around = [m for m in ([] if model is None else model.modules()) if _is_ddp(m)]
             around = around or [m for m in gc.get_objects() if _is_ddp(m)]
-            self._ddp = [weakref.ref(m) for m in around if any(id(p) in held for p in m.parameters())]
+            self.ddp = [weakref.ref(m) for m in around if any(id(p) in held for p in m.parameters())]
         return found
 
 

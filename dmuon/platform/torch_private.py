@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from math import prod
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -180,8 +181,11 @@ def in_one_launch(
     group: dist.ProcessGroup, device: torch.device, launches: Sequence[Callable[[], dist.Work | None]]
 ) -> list[dist.Work | None]:
     """Start asynchronous collectives of one group: on NCCL by one group call, elsewhere one after the other."""
-    if len(launches) < 2 or backend_of(group, device) != "nccl":
-        return [launch() for launch in launches]
+    if len(launches) < 2 or group._get_backend(device).name() != "nccl":
+        works = []
+        for launch in launches:
+            works.append(launch())
+        return works
     c10d: Any = dist.distributed_c10d
     try:
         with c10d._coalescing_manager(group, device, async_ops=True) as coalesced:
@@ -311,9 +315,10 @@ def unwrapped_for_ddp(param: Tensor) -> bool:
     return hasattr(param, "_st_info")
 
 
-def accumulation_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]]:
-    """What ``register_post_accumulate_grad_hook`` has left on ``param``."""
-    return param._post_accumulate_grad_hooks or {}
+# What ``register_post_accumulate_grad_hook`` has left on a parameter, by number; None if that is nothing.
+accumulation_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = attrgetter(
+    "_post_accumulate_grad_hooks"
+)
 
 
 def move_hooks(source: Tensor, target: Tensor) -> None:
@@ -361,18 +366,19 @@ def current_backward() -> int | None:
     return None if task == -1 else task
 
 
-def on_backward_end(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward pass that runs now has computed its last gradient."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Runs a function when the backward pass that runs now has computed its last gradient.
+on_backward_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack
 
+# The innermost pair of hooks around what this thread computes; None if there is none.
+saved_tensor_hooks: Callable[[], SavedTensorHooks | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
+)
 
-def saved_tensor_hooks() -> SavedTensorHooks | None:
-    """The innermost pair of hooks around what this thread computes; None if there is none."""
-    top: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return top
+# Takes the innermost pair off.
+pop_saved_tensor_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def may_push_saved_tensor_hooks() -> bool:
@@ -385,15 +391,8 @@ def push_saved_tensor_hooks(pair: SavedTensorHooks) -> None:
     torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
-def pop_saved_tensor_hooks() -> None:
-    """Take the innermost pair off."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """The same of all tensors that share the storage, also while it has no memory."""
-    number: int = storage._cdata
-    return number
+# A number that is the same of all tensors that share a storage, also while that has no memory.
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 def spec_of_dtensor(tensor: Tensor) -> DTensorSpec | None:
@@ -429,9 +428,8 @@ def count_holders(storages: Iterable[torch.UntypedStorage], params: Sequence[Ten
     return count
 
 
-def inside_transformation() -> bool:
-    """Whether a transformation of ``torch.func`` (``grad``, ``vmap``, ``jvp``) is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+# The transformation of ``torch.func`` (``grad``, ``vmap``, ``jvp``) that is running; None outside of one.
+inside_transformation: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
 
 
 def outside_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:

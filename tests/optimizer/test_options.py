@@ -140,15 +140,17 @@ def by_shape(shape: tuple[int, int], factor: float = 1.0) -> float:
         ("adjust_lr_fn", functools.partial(by_shape, factor=1.0), functools.partial(by_shape, factor=2.0)),
         ("adjust_lr_fn", by_shape, "original"),
         ("nesterov", True, False),
+        ("adamw_betas", (0.0, 0.95), (math.nextafter(0.0, 1.0), 0.95)),
     ],
-    ids=["lr", "lr in fp32", "ns_steps", "ns_dtype", "ns_coefficients", "partial", "adjust_lr_fn", "nesterov"],
+    ids=["lr", "lr in fp32", "ns_steps", "ns_dtype", "ns_coefficients", "partial", "adjust_lr_fn", "nesterov", "betas"],
 )
 def test_a_description_tells_values_apart(name: str, first: Any, second: Any) -> None:
     descriptions = []
     for value in (first, second):
         optimizer = dmuon.Muon(build(), **{**OPTIONS, name: value})
-        assert describe(optimizer.param_groups) == describe(copy.deepcopy(optimizer).param_groups)
-        descriptions.append(describe(optimizer.param_groups))
+        described = [*map(describe, optimizer.param_groups)]
+        assert described == [*map(describe, copy.deepcopy(optimizer).param_groups)]
+        descriptions.append(described)
     assert descriptions[0] != descriptions[1]
 
 

@@ -1,27 +1,39 @@
-"""Owner-centric distributed Muon for PyTorch."""
+"""Owner-centric distributed Muon for PyTorch.
 
-from dmuon import kernels, solver
-from dmuon.comm.context import CommOptions
-from dmuon.comm.monitor import CollectiveError
-from dmuon.dedicated.dedicate import dedicate_params, fully_shard, owned_parameters
-from dmuon.dedicated.dedication import no_sync, set_requires_all_reduce, set_requires_gradient_sync, summon_full_params
-from dmuon.exchanged.config import DistributedConfig
-from dmuon.exchanged.generators import (
-    create_auto_config,
-    create_devicemesh_config,
-    create_dtensor_config,
-    create_processgroup_config,
-)
-from dmuon.model.matrix_spec import MatrixSpec
-from dmuon.optimizer.clip import clip_grad_norm_, clip_grad_value_
-from dmuon.optimizer.groups import param_groups
-from dmuon.optimizer.muon import Muon
-from dmuon.optimizer.record import MatrixRecord
-from dmuon.optimizer.stats import StepStats
-from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.report.explain import explain
-from dmuon.report.stragglers import rebalanced_plan
-from dmuon.step.record import MatrixStats
+A public name is loaded when it is first used, with what it needs and nothing else: who trains loads no reports, and who
+plans on a laptop no runtime.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # tests/test_import.py holds these against _HOMES
+    from dmuon import kernels, solver
+    from dmuon.comm.context import CommOptions
+    from dmuon.comm.monitor import CollectiveError
+    from dmuon.dedicated.dedicate import dedicate_params, fully_shard, owned_parameters
+    from dmuon.dedicated.dedication import (
+        no_sync,
+        set_requires_all_reduce,
+        set_requires_gradient_sync,
+        summon_full_params,
+    )
+    from dmuon.exchanged.config import DistributedConfig
+    from dmuon.exchanged.generators import (
+        create_auto_config,
+        create_devicemesh_config,
+        create_dtensor_config,
+        create_processgroup_config,
+    )
+    from dmuon.model.matrix_spec import MatrixSpec
+    from dmuon.optimizer.clip import clip_grad_norm_, clip_grad_value_
+    from dmuon.optimizer.groups import param_groups
+    from dmuon.optimizer.muon import Muon
+    from dmuon.optimizer.record import MatrixRecord, StepStats
+    from dmuon.planning.owner_plan import OwnerPlan
+    from dmuon.report.explain import explain
+    from dmuon.report.stragglers import rebalanced_plan
+    from dmuon.step.record import MatrixStats
 
 __version__ = "0.1.0"
 
@@ -54,3 +66,39 @@ __all__ = [
     "solver",
     "summon_full_params",
 ]
+
+_MODULES = {  # where names are defined that are no modules themselves
+    "comm.context": "CommOptions",
+    "comm.monitor": "CollectiveError",
+    "dedicated.dedicate": "dedicate_params fully_shard owned_parameters",
+    "dedicated.dedication": "no_sync set_requires_all_reduce set_requires_gradient_sync summon_full_params",
+    "exchanged.config": "DistributedConfig",
+    "exchanged.generators": (
+        "create_auto_config create_devicemesh_config create_dtensor_config create_processgroup_config"
+    ),
+    "model.matrix_spec": "MatrixSpec",
+    "optimizer.clip": "clip_grad_norm_ clip_grad_value_",
+    "optimizer.groups": "param_groups",
+    "optimizer.muon": "Muon",
+    "optimizer.record": "MatrixRecord StepStats",
+    "planning.owner_plan": "OwnerPlan",
+    "report.explain": "explain",
+    "report.stragglers": "rebalanced_plan",
+    "step.record": "MatrixStats",
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+if not TYPE_CHECKING:  # which would take any name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        """PEP 562: Python asks for what is not here yet."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = import_module(f"{__name__}.{_HOMES.get(name, name)}")
+        globals()[name] = getattr(home, name) if name in _HOMES else home
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -141,9 +141,14 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 
 
 def test_imports_stand_at_the_top() -> None:
-    """Elsewhere only optional packages are imported, and modules that need one; nothing for type checkers alone."""
+    """Elsewhere only optional packages are imported, and modules that need one; nothing for type checkers alone.
+
+    The public face is no such module: it loads a name when that is first used.
+    """
     faults = []
     for name, path in MODULES.items():
+        if name == "dmuon":
+            continue
         tree = parsed(path)
         top = {id(node) for node in tree.body}
         for node in ast.walk(tree):

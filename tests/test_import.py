@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from harness.limits import PROGRAM_SECONDS
+
+import dmuon
 
 IMPORT = """
     {before}
@@ -19,6 +23,10 @@ IMPORT = """
                for n, v in vars(eval(m)).items()}}
     generator = torch.get_rng_state()
     import dmuon
+    assert not [name for name in sys.modules if name.startswith("dmuon.")]
+    from dmuon import *
+    assert all(name in dir(dmuon) and globals()[name] is getattr(dmuon, name) for name in dmuon.__all__)
+    assert not hasattr(dmuon, "Moun")
     assert not dist.is_initialized()
     assert tasks() == threads and not multiprocessing.active_children()
     assert dict(os.environ) == environment
@@ -49,6 +57,8 @@ PROGRAMS = {
     from dmuon.solver import plan, CostTable, Matrix
     p = plan([Matrix(str(i), 4, 4, "b") for i in range(4)], 2, CostTable({(4, 4): {1: 5}}))
     assert p.makespan_ns == 10
+    others = {name.split(".")[1] for name in sys.modules if name.startswith("dmuon.")}
+    assert others == {"solver"}, others
     """,
 }
 
@@ -98,6 +108,19 @@ def assert_silent(ended: list[object]) -> None:
 def test_import_has_no_side_effects(ended: dict[str, list[object]]) -> None:
     """It prints nothing either."""
     assert_silent(ended["import"])
+
+
+def test_type_checkers_see_where_public_names_are_loaded_from() -> None:
+    tree = ast.parse(Path(dmuon.__file__).read_text())
+    typed = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.name: node.module.removeprefix("dmuon").removeprefix(".") or alias.name
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }
+    homes = dict(vars(dmuon)["_HOMES"])
+    assert seen == homes | {name: name for name in ("kernels", "solver")} and sorted(seen) == dmuon.__all__
 
 
 @pytest.mark.pitfall("P51", "P47")

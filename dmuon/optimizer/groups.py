@@ -25,7 +25,6 @@ from dmuon.optimizer.options import check_names, check_options
 from dmuon.optimizer.wrapping import replicated_by_ddp
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import flattened_by_fsdp1, local_tensor, unwrapped_for_ddp
-from dmuon.step.residency import Residency
 
 _FLATTENED = (
     "was flattened by FullyShardedDataParallel (FSDP1), whose shards are no parts of a matrix; use torch's fully_shard "
@@ -311,25 +310,42 @@ def names_in(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> d
     return named
 
 
+def restore_specs(specs: Iterable[tuple[Tensor, MatrixSpec]]) -> None:
+    """Torch moves a module of DTensors by swapping what they hold, and swaps away what was remembered of them."""
+    for param, spec in specs:
+        if not is_remembered(param):
+            remember_spec(param, spec)
+
+
+def carry_over(
+    groups: Sequence[Mapping[str, Any]],
+    before: Sequence[Sequence[int]],
+    names: dict[int, str],
+    specs: Mapping[int, MatrixSpec],
+) -> None:
+    """Give a parameter that was put in the place of another one its name and matrices, which are the same.
+
+    Args:
+        before: ids of the parameters that the groups held.
+        names: by ``id``; changed.
+        specs: of those parameters, by ``id``.
+    """
+    for group, ids in zip(groups, before, strict=False):
+        for param, old in zip(group["params"], ids, strict=False) if len(ids) == len(group["params"]) else ():
+            if id(param) == old:
+                continue
+            if id(param) not in names and old in names:
+                names[id(param)] = names.pop(old)
+            if old in specs:
+                remember_spec(param, specs[old])
+
+
 def inside_ddp(model: nn.Module) -> nn.Module:
     """The module that a ``DistributedDataParallel`` wraps; any other module itself."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner: nn.Module = model.module
         return inner
     return model
-
-
-def warn_of_left_out(groups: Iterable[Mapping[str, Any]], residencies: Iterable[Residency]) -> None:
-    """Say that parameters have a gradient and are in none of an optimizer's groups."""
-    held = {id(p) for group in groups for p in group["params"]}
-    names = [name for residency in residencies for name in residency.left_out(held)]
-    if names:
-        _log.warning(
-            "Muon: %d parameters have a gradient and are in no group, so this optimizer does not train them: %s; "
-            "another optimizer must, or pass the model, or dmuon.param_groups(model)",
-            len(names),
-            ", ".join(map(repr, names[:6])) + (", …" if len(names) > 6 else ""),
-        )
 
 
 def _ordered(params: Set[Any]) -> list[Tensor]:

@@ -5,42 +5,35 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any, overload
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.residency import Dedicated, dedicated_residencies
+from dmuon.dedicated.residency import Dedicated
 from dmuon.exchanged.config import DistributedConfig
-from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
+from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.kernels import Storage
 from dmuon.model.exclusion import Exclude
-from dmuon.model.matrix_spec import MatrixSpec, fault_of, is_remembered, remember_spec, spec_of
+from dmuon.model.matrix_spec import MatrixSpec, spec_of
 from dmuon.model.routing import Select
-from dmuon.optimizer.averagers import Averagers
-from dmuon.optimizer.copies import Origin, copyable_origin, copyable_state, origin_of_copy
 from dmuon.optimizer.groups import (
     as_group,
+    carry_over,
     check_group,
     groups_from,
     names_in,
     names_of,
+    restore_specs,
     routed_groups,
-    warn_of_left_out,
 )
-from dmuon.optimizer.loading import keep_state_of_route
-from dmuon.optimizer.momentum import Momentum
 from dmuon.optimizer.notices import tell_first_step, tell_layout
-from dmuon.optimizer.options import Description, check_edited, describe
-from dmuon.optimizer.record import MatrixRecord
-from dmuon.optimizer.refusals import check_moment, check_scales
-from dmuon.optimizer.stats import StepStats, step_stats
-from dmuon.optimizer.wrapping import Wrapping, replicated_by_ddp
+from dmuon.optimizer.options import Description, check_edited, check_scales, describe
+from dmuon.optimizer.record import MatrixRecord, StepStats, step_stats
+from dmuon.optimizer.state import Momentum, Origin, copyable_origin, copyable_state, keep_state_of_route, origin_of_copy
+from dmuon.optimizer.wrapping import Averagers, Wrapping, check_moment, find_residencies, replicated_by_ddp
 from dmuon.platform import host
 from dmuon.platform.options import check_flag
 from dmuon.platform.streams import PhaseTimer
@@ -48,7 +41,7 @@ from dmuon.platform.torch_private import local_tensor, outside_compile
 from dmuon.step.adamw import AdamWUpdate
 from dmuon.step.overlap import EarlyUpdates
 from dmuon.step.record import StepRecord
-from dmuon.step.residency import Alone, Residency, align_gradients, lay_out
+from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
 from dmuon.step.update import Done
 
@@ -136,15 +129,14 @@ class Muon(torch.optim.Optimizer):
             "ns_dtype": ns_dtype,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        of_adamw: dict[str, Any] = {
+        adamw: dict[str, Any] = {
             "lr": lr if adamw_lr is None else adamw_lr,
             "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
             "betas": adamw_betas,
             "eps": adamw_eps,
         }
-        self._origin = Origin(
-            defaults, of_adamw, names_of(params), replicated_by_ddp(params), distributed_config, overlap_backward
-        )
+        copies = replicated_by_ddp(params)
+        self._origin = Origin(defaults, adamw, names_of(params), copies, distributed_config, overlap_backward)
         self._start_empty()
         self._built = False  # torch adds the first groups one by one
         # Schedulers look here for what they may cycle.
@@ -153,7 +145,7 @@ class Muon(torch.optim.Optimizer):
         )
         self._built = True
         self._find_device()
-        self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else self._origin.copies)
+        self._wrapping = Wrapping(params, self.param_groups, None if distributed_config else copies)
         self._lay_out("it was built")
         self._register_hooks()
 
@@ -167,13 +159,13 @@ class Muon(torch.optim.Optimizer):
         self._wrapping = Wrapping(None, (), None)
         self._averagers = Averagers()
         self._laid_out: list[list[int]] | None = None  # per group, ids of the parameters for which the rest was made
-        self._residencies: list[Residency] = []  # the dedicated ones and the exchange among them
-        self._dedicated: list[Dedicated] = []
+        self._residencies: list[Residency] = []
+        self._dedicated: list[Dedicated] = []  # those among them, and the exchange
         self._exchange: Exchange | None = None
         self._momentum = Momentum()
         self._rounds: list[Round] = []
         self._prefetch = 1
-        self._schedule = Schedule((), 1)
+        self._schedule = Schedule((), self._prefetch)
         self._early: EarlyUpdates | None = None
         self._done: list[Done] = []
         self._asked: MatrixRecord | None = None
@@ -202,11 +194,6 @@ class Muon(torch.optim.Optimizer):
         """
         origin = copyable_origin(self._origin, self.param_groups)
         return {**super().__getstate__(), "state": copyable_state(self.state), "origin": origin}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        twin.__setstate__(deepcopy(self.__getstate__(), memo))
-        return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, or as torch calls it after a load. A copy lays itself out in its first step or load."""
@@ -261,20 +248,24 @@ class Muon(torch.optim.Optimizer):
         the first step; that of parameters that no group holds any more is forgotten.
         """
         self._find_device()
-        self._carry_names()
+        restore_specs(self._split)
+        carry_over(self.param_groups, self._laid_out or [], self._origin.names, self._specs)
         held = {id(p) for group in self.param_groups for p in group["params"]}
         for gone in [p for p in self.state if id(p) not in held]:
             del self.state[gone]
-        if self._early is not None:
-            self._early.forget()  # they read momentum that is about to be replaced
-        muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         left = {key for ids in self._laid_out or [] for key in ids} - held  # ids that others may get from now on
         for known in (self._origin.names, self._origin.copies):
             for key in left & known.keys():
                 del known[key]
+        if self._early is not None:
+            self._early.forget()  # they read momentum that is about to be replaced
+        muon = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
         self._names = names_in(self.param_groups, self._origin.names)
         self._wrapping.note(self.param_groups)
-        residencies = self._find_residencies(muon)
+        residencies = find_residencies(muon, self._names, self._origin, self._device, self._exchange)
+        self._dedicated = [residency for residency in residencies if isinstance(residency, Dedicated)]
+        self._exchange = next((residency for residency in residencies if isinstance(residency, Exchange)), None)
+        self._prefetch = 1 if self._exchange is None else self._exchange.prefetch
         rounds = lay_out([group["params"] for group in self.param_groups], residencies)
         batches = [batch for round_ in rounds for batch in round_.batches]
         momentum = {id(p): m for batch in batches for p, m in zip(batch.params, batch.momenta, strict=True)}
@@ -290,50 +281,16 @@ class Muon(torch.optim.Optimizer):
         self._updates = {key: count for key, count in updates.items() if count > 1}
         for residency in residencies:
             residency.compare(self._options, [group["params"] for group in self.param_groups], self._names)
-        self._early = self._listen() if self._origin.overlap else None
+        self._early = None
+        alone = [round_ for round_ in rounds if isinstance(round_, AloneRound)]
+        if self._origin.overlap and alone:
+            group_of = partial(_group_of, weakref.ref(self))
+            self._early = EarlyUpdates(alone, group_of, self._momentum.shown, self._device)
+            for dedicated in self._dedicated:  # which hold it weakly
+                dedicated.listen(self._early.landed)
         self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]
         self._averagers.forget()
         tell_layout(why, rounds, self._prefetch)
-
-    def _restore_specs(self) -> None:
-        """Torch moves a module of DTensors by swapping what they hold, and swaps away what was remembered of them."""
-        for param, spec in self._split:
-            if not is_remembered(param):
-                remember_spec(param, spec)
-
-    def _carry_names(self) -> None:
-        """A parameter that was put in the place of another one has its name, and is made of the same matrices."""
-        self._restore_specs()
-        names = self._origin.names
-        for group, before in zip(self.param_groups, self._laid_out or [], strict=False):
-            if len(before) == len(group["params"]):
-                for param, old in zip(group["params"], before, strict=True):
-                    if id(param) == old:
-                        continue
-                    if id(param) not in names and old in names:
-                        names[id(param)] = names.pop(old)
-                    if old in self._specs:
-                        remember_spec(param, self._specs[old])
-
-    def _find_residencies(self, muon: list[Tensor]) -> list[Residency]:
-        """Where the parameters in ``muon`` live. Collective, as building the optimizer is.
-
-        What cannot be laid out leaves the optimizer as it was, so that a caller may take it out again.
-        """
-        others = [p for p in muon if not isinstance(p, OwnedTensor)]
-        # Frozen, or without elements, which only a configuration tells from the shard of a matrix.
-        plain = self._origin.config is None
-        idle = [p for p in others if not p.requires_grad or (p.numel() == 0 and (plain or isinstance(p, DTensor)))]
-        without = set(map(id, idle))
-        others = [p for p in others if id(p) not in without]
-        for fault in filter(None, map(fault_of, others)):
-            raise ValueError(fault)
-        names = [self._names[id(p)] for p in others]
-        exchange = exchange_for(self._origin.config, self._origin.copies, others, names, self._device, self._exchange)
-        self._exchange, self._prefetch = exchange, 1 if exchange is None else exchange.prefetch
-        alone = [*idle, *(others if exchange is None else exchange.alone())]
-        self._dedicated = dedicated_residencies(muon)
-        return [*self._dedicated, *([Alone(alone)] if alone else []), *([] if exchange is None else [exchange])]
 
     def _options(self, groups: Sequence[int]) -> list[tuple[str, str]]:
         """What ranks compare of these groups, which need not have the same numbers on all ranks."""
@@ -343,16 +300,6 @@ class Muon(torch.optim.Optimizer):
                 for name, value in describe(self.param_groups[index]):
                     found.append((f"{name} of group {number}", value))
         return found
-
-    def _listen(self) -> EarlyUpdates | None:
-        """Updates that start during backward; residencies hold them weakly."""
-        alone = [round_ for round_ in self._rounds if isinstance(round_, AloneRound)]
-        if not alone:
-            return None
-        early = EarlyUpdates(alone, partial(_group_of, weakref.ref(self)), self._momentum.shown, self._device)
-        for dedicated in self._dedicated:
-            dedicated.listen(early.landed)
-        return early
 
     def _is_as_laid_out(self) -> bool:
         """Whether groups hold the parameters for which everything was made."""
@@ -390,15 +337,14 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         fault: Exception | None = None
-        of_adamw: list[AdamWUpdate] = []
+        adamw_updates: list[AdamWUpdate] = []
         try:
-            of_adamw = self._check()
+            adamw_updates = self._check()
         except Exception as error:  # ranks that share matrices with this one must hear of it
             fault = error
         present = self._present(fault)
         # From here on nothing is refused.
         if not self._steps:
-            warn_of_left_out(self.param_groups, self._residencies)
             tell_first_step(self.param_groups, self._residencies, self._rounds)
         self._steps += 1
         self._timer.reset()
@@ -408,7 +354,7 @@ class Muon(torch.optim.Optimizer):
         if self._early is not None:
             self._early.join()
         with torch.autocast(self._device.type, enabled=False):  # a step may be called inside one
-            self._update(present, of_adamw)
+            self._update(present, adamw_updates)
         if self._device.type == "cpu" and self._steps % _STEPS_BETWEEN_TRIMS == 0:
             host.give_back_memory()
         return loss
@@ -434,11 +380,11 @@ class Muon(torch.optim.Optimizer):
             self._checked = described
             self._scaled = any(callable(group.get("adjust_lr_fn")) for group in self.param_groups)
         self._momentum.check(self.state)
-        of_adamw = []
+        adamw_updates = []
         for group in self.param_groups:
             if not group["use_muon"]:
-                of_adamw.append(AdamWUpdate.of(group, self.state, self._names))
-        return of_adamw
+                adamw_updates.append(AdamWUpdate.of(group, self.state, self._names))
+        return adamw_updates
 
     def _present(self, fault: Exception | None) -> set[int]:
         """Ids of the matrices to update: any rank has a gradient. Lays out anew if something has changed.
@@ -447,7 +393,7 @@ class Muon(torch.optim.Optimizer):
             Exception: ``fault``, of this rank, of which those hear that vote with it.
         """
         if self._split:
-            self._restore_specs()
+            restore_specs(self._split)
         changed: bool = not self._is_as_laid_out()
         for again in (False, True):
             present: set[int] = set()
@@ -471,9 +417,9 @@ class Muon(torch.optim.Optimizer):
             changed = False
         return present
 
-    def _update(self, present: set[int], of_adamw: Sequence[AdamWUpdate]) -> None:
+    def _update(self, present: set[int], adamw_updates: Sequence[AdamWUpdate]) -> None:
         """Run all rounds. What a round completes is published at once."""
-        missing = dict(self._updates)
+        missing = Counter(self._updates)
         options: list[dict[str, Any]] = []
         outdated: list[Tensor] = []
         for group in self.param_groups:
@@ -490,19 +436,18 @@ class Muon(torch.optim.Optimizer):
         for round_ in self._schedule.drive(step):
             if round_ is None:  # the last update is on its way
                 with self._timer.phase("adamw"):
-                    for update in of_adamw:
+                    for update in adamw_updates:
                         update.run()
-                continue
-            if not self._dedicated:
-                continue
-            updated: list[Tensor] = []
-            for batch in round_.batches:
-                updated.extend(batch.params)
-            if missing:
-                updated = _completed(updated, missing)
-            with self._timer.phase("publish"):
-                for dedicated in self._dedicated:
-                    dedicated.updated(updated)
+            elif self._dedicated:
+                updated: list[Tensor] = []
+                for batch in round_.batches:
+                    updated.extend(batch.params)
+                if missing:
+                    missing.subtract(map(id, updated))
+                    updated = [param for param in updated if missing[id(param)] <= 0]
+                with self._timer.phase("publish"):
+                    for dedicated in self._dedicated:
+                        dedicated.updated(updated)
         with self._timer.phase("publish"):
             for dedicated in self._dedicated:
                 dedicated.end_update()
@@ -548,17 +493,6 @@ class Muon(torch.optim.Optimizer):
         if self._early is not None:
             self._early.forget()
         super().zero_grad(set_to_none)
-
-
-def _completed(params: Iterable[Tensor], missing: dict[int, int]) -> list[Tensor]:
-    """Those of ``params`` that lack no update any more; ``missing`` counts them, by ``id``, and is counted down."""
-    done = []
-    for param in params:
-        if id(param) in missing:
-            missing[id(param)] -= 1
-        if not missing.get(id(param)):
-            done.append(param)
-    return done
 
 
 def _group_of(optimizer: weakref.ref[Muon], index: int) -> dict[str, Any]:

@@ -26,7 +26,11 @@ _log = logger(__name__)
 def tell_first_step(
     groups: Iterable[Mapping[str, Any]], residencies: Sequence[Residency], rounds: Sequence[Round]
 ) -> None:
-    """Once, by one of the ranks that share matrices: where they live, and what costs more than it should."""
+    """Once, by one of the ranks that share matrices: where they live, and what costs more than it should.
+
+    What none of the groups has is told on every rank.
+    """
+    _warn_of_left_out(groups, residencies)
     if not _speaks(residencies):
         return
     for line in taken_whole(residencies):
@@ -48,6 +52,19 @@ def tell_first_step(
     )
     for line in advice(residencies, rounds):
         _log.info("%s", line)
+
+
+def _warn_of_left_out(groups: Iterable[Mapping[str, Any]], residencies: Iterable[Residency]) -> None:
+    """Say that parameters have a gradient and are in none of an optimizer's groups."""
+    held = {id(p) for group in groups for p in group["params"]}
+    names = [name for residency in residencies for name in residency.left_out(held)]
+    if names:
+        _log.warning(
+            "Muon: %d parameters have a gradient and are in no group, so this optimizer does not train them: %s; "
+            "another optimizer must, or pass the model, or dmuon.param_groups(model)",
+            len(names),
+            ", ".join(map(repr, names[:6])) + (", …" if len(names) > 6 else ""),
+        )
 
 
 def tell_layout(why: str, rounds: Sequence[Round], prefetch: int) -> None:

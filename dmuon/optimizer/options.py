@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dmuon.kernels import MIXED, check_storage, coefficient_sequence, storage_dtype, update_scale
 from dmuon.platform.options import check_flag, is_integer
+from dmuon.step.rounds import Round
 
 MUON_OPTIONS = (
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype", "adjust_lr_fn",
@@ -211,3 +212,15 @@ def _number(value: numbers.Real) -> float:
         return float(value)
     except OverflowError:  # an integer beyond all floats
         return math.inf
+
+
+def check_scales(groups: Sequence[Mapping[str, Any]], rounds: Iterable[Round]) -> None:
+    """Ask a user's ``adjust_lr_fn`` for all shapes before any weight changes.
+
+    Raises:
+        Exception: whatever it raises; ValueError, if it returns no factor.
+    """
+    for round_ in rounds:
+        scale = groups[round_.index]["adjust_lr_fn"]
+        for batch in round_.batches if callable(scale) and round_.knows_shapes else ():
+            update_scale(scale, batch.scaled_shape)

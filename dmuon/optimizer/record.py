@@ -1,8 +1,9 @@
-"""A record of one step, matrix by matrix, which whoever asked for it reads when it likes."""
+"""What a step did, in numbers: of this rank, and matrix by matrix for whoever asked for a record of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,54 @@ import torch.distributed as dist
 from dmuon.comm.norm import all_reduce
 from dmuon.step.record import MatrixStats, StepRecord, Terms, stats_of, totals
 from dmuon.step.residency import Residency
+from dmuon.step.update import Done
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What the last ``step()`` did on this rank.
+
+    Attributes:
+        ns_matrices: matrices that were orthogonalized.
+        ns_batches: batched Newton-Schulz calls that took.
+        seconds: per phase: ``momentum``, ``ns``, ``apply``, ``publish``, ``adamw``; ``exchange`` of what several
+            ranks hold; ``momentum in backward`` and ``ns in backward`` with ``overlap_backward``.
+        overlapped: batches among them that ran during backward and were still right.
+        variants: per shape, small side first, how Newton-Schulz ran: form, restarts, back end, matrices at once.
+        nonfinite: the matrices whose momentum holds NaN or infinity; their weights do now too, nobody else's.
+    """
+
+    ns_matrices: int
+    ns_batches: int
+    seconds: dict[str, float]
+    overlapped: int
+    variants: dict[tuple[int, int], str]
+    nonfinite: tuple[str, ...]
+
+
+def step_stats(done: Sequence[Done], seconds: dict[str, float], overlapped: int, names: Mapping[int, str]) -> StepStats:
+    """Of the updates ``done``. Waits for an accelerator.
+
+    Args:
+        names: of parameters, by ``id``.
+    """
+    variants: dict[tuple[int, int], str] = {}
+    nonfinite = []
+    for one in done:
+        small, large = sorted(one.shape)
+        variants[small, large] = str(one.variant)
+        finite = one.norms.isfinite().tolist()
+        nonfinite += [label for label, ok in zip(one.matrices, finite, strict=True) if not ok]
+    return StepStats(
+        ns_matrices=sum(len(one.matrices) for one in done),
+        ns_batches=len(done),
+        seconds=seconds,
+        overlapped=overlapped,
+        variants=dict(sorted(variants.items())),
+        nonfinite=tuple(
+            names.get(id(p), "a parameter that no group holds") + ("" if i is None else f"[{i}]") for p, i in nonfinite
+        ),
+    )
 
 
 class MatrixRecord:

@@ -1,23 +1,43 @@
-"""What users do to a model before or after they build its optimizer: DDP copies parameters, FSDP2 replaces them."""
+"""What users do to a model before or after they build its optimizer: DDP copies parameters, FSDP2 replaces them.
+
+So it is here that an optimizer finds where its matrices live, and who averages the gradients of each trained
+parameter over ranks: exactly one that is known, or the user hears of it.
+"""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
 from typing import Any, TypeGuard
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
+from dmuon.dedicated.dedication import averaged_by_dmuon
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.residency import dedicated_residencies
+from dmuon.exchanged.exchange import Exchange, exchange_for
+from dmuon.kernels import is_capturing
+from dmuon.model.matrix_spec import fault_of
 from dmuon.model.module_tree import sites_of
+from dmuon.optimizer.state import Origin
 from dmuon.platform.log import logger
-from dmuon.platform.torch_private import ddp_wraps, reduced_by_ddp, replicate_group, takes_uneven_inputs
-from dmuon.step.residency import like_param, part_like
+from dmuon.platform.torch_private import (
+    current_backward,
+    ddp_wraps,
+    left_by_ddp,
+    managed_by_fsdp,
+    reduced_by_ddp,
+    replicate_group,
+    takes_uneven_inputs,
+)
+from dmuon.step.residency import Alone, Residency, like_param, part_like
 
 _Groups = Iterable[Mapping[str, Any]]
 _Site = tuple[Tensor, weakref.ref[nn.Module], str]  # a parameter, a module that holds it, and its name there
@@ -215,3 +235,145 @@ def _cut(new: Tensor, old: Tensor, value: Any, name: str) -> Any:
     if not isinstance(value, Tensor) or value.shape != old.shape or not value.ndim:
         return value
     return like_param(new, part_like(new, value, name).clone())
+
+
+# -- where matrices live ----------------------------------------------------------------------------------------------
+
+
+def find_residencies(
+    params: Sequence[Tensor], names: Mapping[int, str], origin: Origin, device: torch.device, last: Exchange | None
+) -> list[Residency]:
+    """Where the parameters of Muon live: those that dmuon owns first, and what is exchanged last.
+
+    Collective, as building the optimizer is.
+
+    Args:
+        names: by ``id``.
+        device: in case that there are no parameters.
+        last: how the optimizer exchanged some before.
+
+    Raises:
+        ValueError: some cannot be laid out.
+    """
+    others = [p for p in params if not isinstance(p, OwnedTensor)]
+    # Frozen, or without elements, which only a configuration tells from the shard of a matrix.
+    plain = origin.config is None
+    idle = [p for p in others if not p.requires_grad or (p.numel() == 0 and (plain or isinstance(p, DTensor)))]
+    without = set(map(id, idle))
+    others = [p for p in others if id(p) not in without]
+    for fault in filter(None, map(fault_of, others)):
+        raise ValueError(fault)
+    exchange = exchange_for(origin.config, origin.copies, others, [names[id(p)] for p in others], device, last)
+    alone = [*idle, *(others if exchange is None else exchange.alone())]
+    dedicated = dedicated_residencies(params)
+    return [*dedicated, *([Alone(alone)] if alone else []), *([] if exchange is None else [exchange])]
+
+
+# -- who averages gradients -------------------------------------------------------------------------------------------
+#
+# FSDP2 and autograd do it for DTensors, DDP for what its reducer was given, and dmuon for all that a dedicated model
+# holds. A rank has a parameter to itself where there is one process, or where the user says so by a configuration.
+# Whole parameters beside those that tensor parallelism cuts have the same gradients on all of its ranks.
+
+_NAMED = 3
+_log = logger(__name__)
+
+
+class Averagers:
+    """What was found out about the parameters of one optimizer as they are laid out."""
+
+    def __init__(self) -> None:
+        self._frozen: list[Tensor] | None = None  # those that nobody would average; None before anyone has looked
+        self._told: set[int] = set()
+
+    def forget(self) -> None:
+        """Parameters are laid out anew."""
+        self._frozen = None
+
+    def check(self, groups: Iterable[Mapping[str, Any]], names: Mapping[int, str], *, by_user: bool) -> None:
+        """Look once for each layout, and when something is trained that was frozen and that nobody averages.
+
+        Args:
+            names: of the parameters, by ``id``.
+            by_user: a configuration was given.
+
+        Raises:
+            RuntimeError: DistributedDataParallel holds a trained parameter that its reducer does not know.
+        """
+        if self._frozen is not None:
+            for param in self._frozen:
+                if param.requires_grad:
+                    break
+            else:
+                return
+        params = [param for group in groups for param in group["params"]]
+        self._told &= set(map(id, params))  # others may get the ids of those that are gone
+        alone = [] if by_user else [param for param in params if not isinstance(param, DTensor)]
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            alone = []
+        if alone:
+            known = replicated_by_any(alone).keys() | averaged_by_dmuon()
+            alone = [param for param in alone if id(param) not in known]
+        trained = [param for param in alone if param.requires_grad and id(param) not in self._told]
+        if trained:
+            _tell(trained, {id(p) for p in params if isinstance(p, DTensor) and not isinstance(p, OwnedTensor)}, names)
+            self._told.update(map(id, trained))
+        self._frozen = [param for param in alone if not param.requires_grad]
+
+
+def _tell(trained: Sequence[Tensor], dtensors: set[int], names: Mapping[int, str]) -> None:
+    gc.collect()
+    modules = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
+    left = {id(param) for module in modules for param in left_by_ddp(module)}
+    unknown = [names[id(param)] for param in trained if id(param) in left]
+    if unknown:
+        raise RuntimeError(
+            f"DistributedDataParallel does not average the gradients of {_listed(unknown)}: frozen when it wrapped "
+            "the model, or later than that. Wrap it when they are there and trained; if your program averages them "
+            "itself, let DDP ignore them (DistributedDataParallel._set_params_and_buffers_to_ignore_for_model)"
+        )
+    sharded = {id(p) for m in modules if isinstance(m, FSDPModule) for p in managed_by_fsdp(m)}
+    if dtensors and not dtensors & sharded:
+        return
+    _log.warning(
+        "Muon: nobody is known to average the gradients of %s over the %d ranks, so that each rank trains them by its "
+        "own batch: shard or wrap what holds them (fully_shard, DistributedDataParallel), or call "
+        "dmuon.dedicate_params; if your program averages them, or ranks shall differ, say so by "
+        "distributed_config=dmuon.create_dtensor_config()",
+        _listed([names[id(param)] for param in trained]),
+        dist.get_world_size(),
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more parameters" if len(names) > _NAMED else ""
+    return ", ".join(map(repr, names[:_NAMED])) + more
+
+
+def check_moment(device: torch.device, wrapping: Wrapping, *, copied: bool, params: Set[int]) -> None:
+    """Refuse a step where it would be recorded, be early, or wait for ranks that take none.
+
+    Args:
+        wrapping: of the model, which may let ranks leave a loop early.
+        copied: DDP averages gradients.
+        params: ids of what the optimizer trains.
+
+    Raises:
+        RuntimeError: says what to do.
+    """
+    if is_capturing(device):
+        raise RuntimeError(
+            "Muon.step() was called while a CUDA graph is being captured, which would replay this step's learning "
+            "rate, votes and addresses for ever; capture forward and backward alone, and call step() outside"
+        )
+    if current_backward() is not None and (copied or averaged_by_dmuon() & params):
+        who = "DistributedDataParallel" if copied else "dmuon"
+        raise RuntimeError(
+            f"Muon.step() was called inside backward, in which {who} has not averaged all gradients yet; call step() "
+            "when backward() has returned"
+        )
+    if wrapping.ddp and wrapping.is_uneven():
+        raise RuntimeError(
+            "Muon.step() was called inside DistributedDataParallel.join(): ranks that run out of batches leave that "
+            "loop, and the others would wait for them in every step; give all ranks the same number of batches"
+        )

@@ -21,7 +21,7 @@ from harness.toy import OPTIONS, batch, build, train
 from torch import Tensor
 
 import dmuon
-from dmuon.optimizer import refusals
+from dmuon.optimizer import wrapping
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
 
@@ -438,7 +438,7 @@ def test_a_step_in_a_graph_of_the_user_is_refused(monkeypatch: pytest.MonkeyPatc
     optimizer = dmuon.Muon(model, **OPTIONS)
     loss_of(model, *batch(0)).backward()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    monkeypatch.setattr(refusals, "is_capturing", lambda device: True)
+    monkeypatch.setattr(wrapping, "is_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match=r"while a CUDA graph is being captured.*call step\(\) outside"):
         optimizer.step()
     assert_equal_weights({n: p.detach() for n, p in model.named_parameters()}, before, 0.0)

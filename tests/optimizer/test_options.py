@@ -17,8 +17,8 @@ from harness.toy import OPTIONS, build, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dmuon
-from dmuon.optimizer.loading import loading_fault
 from dmuon.optimizer.options import check_options, describe
+from dmuon.optimizer.state import loading_fault
 
 NONSENSE = [
     (0, "lr", -5.0), (0, "lr", math.inf), (0, "lr", math.nan), (0, "lr", 10**400), (0, "lr", torch.tensor(-1.0)),

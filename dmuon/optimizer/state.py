@@ -1,4 +1,4 @@
-"""The momentum of an optimizer's matrices: what its state shows of it, and its way into and out of state dicts."""
+"""The state of an optimizer, momentum and AdamW's moments: what users see of it, state dicts, and copies."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from dmuon.comm.agreement import differences
 from dmuon.comm.process_groups import ranks_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.state_dict import describe
+from dmuon.exchanged.config import DistributedConfig
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.layout.topology import listed
-from dmuon.optimizer.loading import adamw_state, completed, loading_fault, savable
+from dmuon.model.matrix_spec import remember_spec, spec_of
+from dmuon.optimizer.options import check_options
 from dmuon.platform.log import logger
+from dmuon.platform.options import is_number
 from dmuon.platform.torch_private import local_tensor
-from dmuon.step.adamw import MOMENTS
-from dmuon.step.residency import MOMENTUM, Residency, misfit, needs_gather
+from dmuon.step.adamw import MOMENTS, as_step, new_adamw_state
+from dmuon.step.residency import MOMENTUM, Residency, laid_out, misfit, needs_gather
 
 _log = logger(__name__)
 
@@ -294,3 +297,165 @@ class Momentum:
                 fault = fault or f"{what} is {one.first} on rank {first} and {one.value} on rank {one.rank}"
         if fault is not None:
             raise ValueError(fault)
+
+
+# -- state dicts on their way in ------------------------------------------------------------------------------------
+
+_ADAMW_STATE = ("step", *MOMENTS)
+
+
+def loading_fault(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why an optimizer with ``groups`` cannot load ``state_dict``, apart from the tensors in it; None if it can."""
+    saved, states = state_dict.get("param_groups"), state_dict.get("state")
+    if (
+        not (isinstance(saved, (list, tuple)) and isinstance(states, Mapping))
+        or not all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in saved)
+        or not all(isinstance(states.get(key, {}), Mapping) for group in saved for key in group["params"])
+    ):
+        return "the state dict has no param_groups and state; pass what an optimizer's state_dict() returned"
+    fault = _group_mismatch(saved, groups)
+    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=False)):
+        fault = fault or _option_fault(index, {**completed(theirs, ours), "params": ours["params"]})
+        if fault is None and not ours["use_muon"]:
+            faults = (_state_fault(states.get(key, {})) for key in theirs["params"])
+            fault = next((f"group {index}: {found}" for found in faults if found is not None), None)
+    return fault
+
+
+def _group_mismatch(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> str | None:
+    counts = [sum(len(g["params"]) for g in some) for some in (saved, groups)]
+    if counts[0] != counts[1]:
+        return f"the saved optimizer has {counts[0]} parameters, this one {counts[1]}; build it over the same model"
+    if len(saved) != len(groups):
+        return f"the saved optimizer has {len(saved)} groups, this one {len(groups)}; build it with the same groups"
+    for index, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+        sizes = len(theirs["params"]), len(ours["params"])
+        if sizes[0] != sizes[1]:
+            return f"group {index} has {sizes[0]} parameters in the saved optimizer and {sizes[1]} in this one"
+        if theirs.get("use_muon", ours["use_muon"]) != ours["use_muon"]:
+            return f"group {index} has use_muon={theirs['use_muon']} in the saved optimizer, the opposite in this one"
+    return None
+
+
+def _option_fault(index: int, group: Mapping[str, Any]) -> str | None:
+    try:
+        check_options(group)
+    except (TypeError, ValueError) as fault:
+        return f"group {index} of the saved optimizer: {fault}"
+    return None
+
+
+def _state_fault(state: Mapping[str, Any]) -> str | None:
+    missing = [name for name in _ADAMW_STATE if state.get(name) is None]
+    if 0 < len(missing) < len(_ADAMW_STATE):
+        return f"{missing[0]} is missing in the saved state, which has others; remove these too, or save it again"
+    step = state.get("step", 0.0)
+    if (step.numel() != 1) if isinstance(step, Tensor) else not is_number(step):
+        return f"step in the saved state is {step!r}, not one number"
+    return None
+
+
+def completed(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group; what it lacks, such as options that torch's own optimizers do not know, is as it was."""
+    return {**{name: value for name, value in group.items() if name != "params"}, **saved}
+
+
+def savable(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group for a state dict, without a function, which files cannot hold: who loads it keeps its own."""
+    return {name: value for name, value in group.items() if name != "adjust_lr_fn" or not callable(value)}
+
+
+def adamw_state(
+    saved: Mapping[str, Any], param: Tensor, present: Mapping[str, Any], name: str
+) -> dict[str, Any] | None:
+    """The state that ``param`` gets of ``saved``, laid out as it lies; None if that has none and it needs none.
+
+    Torch would let two optimizers, of which one has loaded the other's state dict, share memory. Collective where a
+    DTensor lies otherwise.
+
+    Args:
+        present: its state before, which may be what is loaded, filled in place.
+        name: of ``param``, quoted.
+    """
+    if saved.get("step") is None:
+        return {**saved, **new_adamw_state(param)} if param.requires_grad else None  # what is frozen gets no state
+    state = {**saved, "step": as_step(saved["step"], param)}
+    for key in MOMENTS:
+        value = saved[key]
+        state[key] = laid_out(param, value, f"{key} of {name}", gathering=True)
+        if value is not present.get(key) and local_tensor(value).data_ptr() == local_tensor(state[key]).data_ptr():
+            state[key] = state[key].clone()
+    return state
+
+
+def keep_state_of_route(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+    """Forget what parameters have from a group of the other route, and begin the state of AdamW's."""
+    for param in group["params"]:
+        for name in _ADAMW_STATE if group["use_muon"] else (MOMENTUM,):
+            if param in state:
+                state[param].pop(name, None)
+        if not group["use_muon"] and param.requires_grad and not state.get(param):
+            state[param].update(new_adamw_state(param))
+
+
+# -- copies of optimizers whose parameters one process has to itself ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """What an optimizer was built with, as far as its groups and its state do not tell.
+
+    Attributes:
+        muon, adamw: options of groups that give none.
+        names: of parameters, by ``id``, as far as they are known.
+        copies: over which group DDP copies a parameter, by ``id``.
+        config: as given.
+        overlap: updates start during backward.
+    """
+
+    muon: dict[str, Any]
+    adamw: dict[str, Any]
+    names: dict[int, str]
+    copies: dict[int, dist.ProcessGroup]
+    config: DistributedConfig | None
+    overlap: bool
+
+
+def copyable_origin(origin: Origin, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """``origin`` without ids, which no copy shares.
+
+    Raises:
+        RuntimeError: the optimizer communicates, and process groups live in one process.
+    """
+    params: list[Tensor] = [param for group in groups for param in group["params"]]
+    for param in params:
+        if isinstance(param, (OwnedTensor, DTensor)) or id(param) in origin.copies or origin.config is not None:
+            name = param.fqn if isinstance(param, OwnedTensor) else origin.names.get(id(param), "its first one")
+            raise RuntimeError(
+                f"an optimizer of parameters that ranks share, such as {name!r}, cannot be copied or pickled: save "
+                "optimizer.state_dict(), and load it into an optimizer that was built as this one was, over a model of "
+                "its own"
+            )
+    return {
+        "muon": origin.muon,
+        "adamw": origin.adamw,
+        "names": [(param, origin.names[id(param)]) for param in params if id(param) in origin.names],
+        "specs": [(param, spec_of(param)) for group in groups if group["use_muon"] for param in group["params"]],
+        "overlap": origin.overlap,
+    }
+
+
+def origin_of_copy(copied: Mapping[str, Any]) -> Origin:
+    """What :func:`copyable_origin` made, after it was copied or unpickled."""
+    for param, spec in copied["specs"]:
+        remember_spec(param, spec)
+    names = {id(param): name for param, name in copied["names"]}
+    return Origin(copied["muon"], copied["adamw"], names, {}, None, copied["overlap"])
+
+
+def copyable_state(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+    """``state`` with momentum that stands alone: each view would be pickled with the whole stack that it shows."""
+    return {
+        param: {name: value.clone() if name == MOMENTUM else value for name, value in values.items()}
+        for param, values in state.items()
+    }

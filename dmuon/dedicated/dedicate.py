@@ -56,9 +56,8 @@ from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Topology
 from dmuon.model.blocks import BlockPredicate, canonical_fqn
-from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import remember_spec
-from dmuon.model.routing import Route, Select, notice, route_to_blocks
+from dmuon.model.routing import Exclude, Route, Select, notice, route_to_blocks
 from dmuon.planning.agreed_plan import Costs, Speeds, check_options, describe_source, make_plan
 from dmuon.planning.owner_plan import OwnerPlan, PlanSource
 from dmuon.platform.host import HostShare, warn_if_oversubscribed

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.nn as nn
+
+from dmuon.model.makeup import EMBEDDINGS, INPUT_EMBEDDING, RECURRENT, Holder, Makeup
 
 _CHANNELS = 8  # images have fewer. Wider layers may join what comes later, where a decoder is registered first
 INPUT_LAYER, OUTPUT_LAYER = "input layer", "output layer"
@@ -46,6 +48,34 @@ class Layer:
 def _size(module: nn.Module, names: Iterable[str], otherwise: int) -> int:
     sizes = (getattr(module, name, None) for name in names)
     return next((size for size in sizes if isinstance(size, int)), otherwise)
+
+
+def layers_of(
+    model: nn.Module,
+    params: Sequence[tuple[str, nn.Parameter, Sequence[Holder]]],
+    makeups: Mapping[int, Makeup],
+    embeddings: Mapping[int, str],
+) -> tuple[list[Layer], set[int], set[int]]:
+    """What :func:`find_end_layers` asks for: layers in the order of the model, widths of embeddings, known heads."""
+    order = {id(module): i for i, module in enumerate(model.modules())}
+    layers: list[tuple[int, Layer]] = []
+    embedded: set[int] = set()
+    heads: set[int] = set()
+    for _, param, sites in params:
+        for module, _ in sites:
+            if isinstance(module, RECURRENT):
+                embedded |= {module.hidden_size, 2 * module.hidden_size}
+            if isinstance(module, EMBEDDINGS):
+                embedded.add(param.shape[-1])  # of an embedding of one's own, which may have vectors too
+            elif param.ndim > 1 and makeups[id(param)].is_layer:
+                layer = Layer.of(module, param)
+                if embeddings.get(id(param)) == INPUT_EMBEDDING:
+                    embedded.add(layer.gives)
+                    continue
+                layers.append((order[id(module)], layer))
+                if id(param) in embeddings:
+                    heads.add(id(param))
+    return [layer for _, layer in sorted(layers, key=lambda item: item[0])], embedded, heads
 
 
 def find_end_layers(layers: Sequence[Layer], embedded: Collection[int], heads: Collection[int]) -> dict[int, str]:
@@ -153,3 +183,17 @@ def _is_beside(layer: Layer, last: Layer, layers: Sequence[Layer]) -> bool:
         return layer.gives != layer.takes
     others = {size for other in layers if other is not layer for size in (other.takes, other.gives)}
     return layer.gives < layer.takes and layer.gives not in others
+
+
+def with_known_widths(
+    bare: Sequence[tuple[str, nn.Parameter]], widths: Collection[int]
+) -> list[tuple[str, nn.Parameter]]:
+    """Those that lead from features to features: others may be tables of positions, or states.
+
+    Args:
+        widths: of layers. So many features have bare matrices as well, if several have them.
+    """
+    sides = {(fqn.rpartition(".")[2], side) for fqn, param in bare for side in param.shape[-2:]}
+    shared = {side for side, count in Counter(side for _, side in sides).items() if count > 1}
+    known = shared.union(*({width * share for share in (1, *SHARES)} for width in widths))
+    return [(fqn, param) for fqn, param in bare if known.issuperset(param.shape[-2:])]

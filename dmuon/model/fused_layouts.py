@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch.nn as nn
@@ -87,6 +88,15 @@ def blocked(*lengths: str) -> Layout:
 
     def layout(owner: nn.Module, rows: int) -> MatrixSpec:
         return MatrixSpec(tuple(size(owner, length) for length in lengths))
+
+    return layout
+
+
+def first_or(*lengths: str) -> Layout:
+    """The first of these parts alone, as some layers have it, or all of them."""
+
+    def layout(owner: nn.Module, rows: int) -> MatrixSpec:
+        return MatrixSpec() if rows == size(owner, lengths[0]) else blocked(*lengths)(owner, rows)
 
     return layout
 
@@ -182,24 +192,6 @@ def _linear_attention_gates(owner: nn.Module, rows: int) -> MatrixSpec:
     return _repeated((shared, shared), rows, heads)
 
 
-def _grouped_queries(owner: nn.Module, rows: int) -> MatrixSpec:
-    """Of each head of keys: the queries that share it, itself, and its values."""
-    head = size(owner, "head_dim")
-    return _repeated((size(owner, "heads_per_kv") * head, head, head), rows, None)
-
-
-def _latent(owner: nn.Module, rows: int) -> MatrixSpec:
-    """Of keys and values together, and of the rotated part of keys, which some layers do without."""
-    latent = size(owner, "kv_lora_rank")
-    return MatrixSpec() if rows == latent else MatrixSpec((latent, size(owner, "qk_rope_head_dim")))
-
-
-def _compressed(owner: nn.Module, rows: int) -> MatrixSpec:
-    """Of two windows that overlap, or of one."""
-    head = size(owner, "head_dim")
-    return MatrixSpec() if rows == head else MatrixSpec((head, head))
-
-
 def _focal(owner: nn.Module, rows: int) -> MatrixSpec:
     """Queries, context, and a gate for each focal level and the global one."""
     levels = size(owner, "focal_level") + 1
@@ -278,15 +270,18 @@ def _experts_transposed(owner: nn.Module) -> bool:
 _HF, _TIMM, _TITAN, _DIFFUSERS = "transformers.", "timm.", "torchtitan.", "diffusers."
 
 _HEAD = ("head_dim", "head_dim", "head_dim")  # queries, keys and values of a head
+_KEYS_VALUES = ("num_key_value_heads*head_dim", "num_key_value_heads*head_dim")
+_WINDOWS = first_or("head_dim", "head_dim")  # which overlap, or one
 _STATE = ("time_step_rank", "ssm_state_size", "ssm_state_size")
 _SSM = ("n_groups*ssm_state_size", "n_groups*ssm_state_size", "num_heads")
 
 
-def _rule(path: str, classes: str, layout: Layout, package: str = "") -> Rule:
-    return Rule(path, tuple(classes.split()), layout, package)
+def _rule(paths: str, classes: str, layout: Layout, package: str = "") -> list[Rule]:
+    """Rules alike for each of the paths; blanks stand between these, and between classes."""
+    return [Rule(path, tuple(classes.split()), layout, package) for path in paths.split()]
 
 
-RULES: tuple[Rule, ...] = (
+_TABLE = (
     # torch, and copies of nanoGPT
     _rule("in_proj_weight", "MultiheadAttention", blocked("embed_dim", "embed_dim", "embed_dim"), "torch."),
     _rule("c_attn.weight", "CausalSelfAttention", blocked("n_embd", "n_embd", "n_embd")),
@@ -295,15 +290,10 @@ RULES: tuple[Rule, ...] = (
     _rule("c_attn.weight", "Attention", equal(3), "transformers.models.openai."),
     _rule("att_proj.weight", "BarkSelfAttention", equal(3)),
     _rule("Wqkv.weight", "ModernBertAttention MptAttention", equal(3)),
-    _rule(
-        "Wqkv.weight", "DbrxAttention",
-        blocked("hidden_size", "num_key_value_heads*head_dim", "num_key_value_heads*head_dim"),
-    ),
+    _rule("Wqkv.weight", "DbrxAttention", blocked("hidden_size", *_KEYS_VALUES)),
     _rule(
         "qkv_proj.weight", "Phi3Attention Phi4MultimodalAttention",
-        blocked(
-            "num_attention_heads|num_heads*head_dim", "num_key_value_heads*head_dim", "num_key_value_heads*head_dim"
-        ),
+        blocked("num_attention_heads|num_heads*head_dim", *_KEYS_VALUES),
     ),
     _rule("qkv.weight", "Exaone4_5_VisionAttention", blocked("q_dim", "kv_dim", "kv_dim")),
     _rule("qkv.weight", "*Attention", equal(3), _HF),
@@ -342,7 +332,7 @@ RULES: tuple[Rule, ...] = (
         per_head("key_dim", "key_dim", "attention_ratio*key_dim"),
     ),
     _rule("keys_values.linear.weight", "LevitAttentionSubsample", per_head("key_dim", "attention_ratio*key_dim")),
-    _rule("wqkv.weight", "FusedQKVLinear", _grouped_queries),
+    _rule("wqkv.weight", "FusedQKVLinear", per_head("heads_per_kv*head_dim", "head_dim", "head_dim")),
     # queries beside their gates
     _rule(
         "q_proj.weight", "Qwen3NextAttention Qwen3_5*Attention Qwen4ExpTextAttention",
@@ -350,14 +340,12 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule("q_gate_proj.weight", "AXK2Attention", per_head("qk_head_dim", "v_head_dim", heads="num_heads")),
     # keys and values
-    _rule("kv_a_proj_with_mqa.weight", "*", _latent),
+    _rule("kv_a_proj_with_mqa.weight wkv_a.weight", "*", first_or("kv_lora_rank", "qk_rope_head_dim")),
     _rule("kv_b_proj.weight", "*", per_head("qk_nope_head_dim", "v_head_dim", heads="num_heads|num_attention_heads")),
-    _rule("wkv_a.weight", "*", _latent),
     _rule("wkv_b.weight", "*", per_head("qk_nope_head_dim", "v_head_dim", heads="num_heads|n_heads|n_local_heads")),
     _rule("kv_proj.weight", "JetMoeAttention", equal(2)),
     _rule("to_kv.weight", "GraniteSpeech*Attention EvollaSequenceCompressorAttention", equal(2), _HF),
-    _rule("kv_proj.weight", "DeepseekV4*Indexer DeepseekV4*Compressor", _compressed, _HF),
-    _rule("gate_proj.weight", "DeepseekV4*Indexer DeepseekV4*Compressor", _compressed, _HF),
+    _rule("kv_proj.weight gate_proj.weight", "DeepseekV4*Indexer DeepseekV4*Compressor", _WINDOWS, _HF),
     _rule("kv_proj.weight", "DeepseekV4Attention", whole),
     # gates beside what they gate
     _rule("gate_up_proj.weight", "*", equal(2), _HF),
@@ -377,11 +365,12 @@ RULES: tuple[Rule, ...] = (
     _rule("up_conv.weight", "GraniteSpeech*ConvModule", equal(2), _HF),
     _rule("pointwise_lin1.weight", "GraniteSpeech5*ConvolutionModule", equal(2), _HF),
     _rule("ext_pw_conv_1d.weight", "Phi4MultimodalAudioGluPointWiseConv", equal(2)),
-    _rule("linear_start.weight", "*LightConv1d", equal(2), _HF),
-    _rule("linear_start.linear.weight", "*LightConv1d", equal(2), _HF),
+    _rule("linear_start.weight linear_start.linear.weight", "*LightConv1d", equal(2), _HF),
     _rule("conv.weight", "Wav2Vec2*AdapterLayer WavLMAdapterLayer Data2VecAudioAdapterLayer", equal(2), _HF),
-    _rule("residual_conv.weight", "SeamlessM4T*AdapterLayer Wav2Vec2Bert*AdapterLayer", equal(2), _HF),
-    _rule("self_attn_conv.weight", "SeamlessM4T*AdapterLayer Wav2Vec2Bert*AdapterLayer", equal(2), _HF),
+    _rule(
+        "residual_conv.weight self_attn_conv.weight", "SeamlessM4T*AdapterLayer Wav2Vec2Bert*AdapterLayer",
+        equal(2), _HF,
+    ),
     # shifts, scales and gates of adaptive norms
     _rule("adaln_linear.weight", "EsmFold2AtomLayer", equal(6)),
     _rule("adaln_proj.weight", "*", equal("num_chunks"), _HF),
@@ -409,31 +398,21 @@ RULES: tuple[Rule, ...] = (
     _rule("in_proj_qkvz.weight", "Qwen3Next*", _linear_attention, _HF),
     _rule("in_proj_ba.weight", "Qwen3Next*", _linear_attention_gates, _HF),
     _rule("in_proj_qkv.weight", "*GatedDeltaNet", blocked("key_dim", "key_dim", "value_dim"), _HF),
-    _rule("in_proj_z.weight", "*GatedDeltaNet", whole, _HF),
-    _rule("in_proj_a.weight", "*GatedDeltaNet", whole, _HF),
-    _rule("in_proj_b.weight", "*GatedDeltaNet", whole, _HF),
+    _rule("in_proj_z.weight in_proj_a.weight in_proj_b.weight", "*GatedDeltaNet", whole, _HF),
     _rule("in_proj.weight", "BarkMLP *VectorQuantize", whole, _HF),
     _rule("proj_up_gate.weight", "xLSTM*", whole, _HF),
     _rule("patch_embedding_projection.weight", "BltLocal*", whole, _HF),
     # experts, and other stacks
     _rule("gate_up_proj", "*Experts", _experts_gate_up, _HF),
-    _rule("down_proj", "*Experts", _experts_whole, _HF),
-    _rule("up_proj", "*Experts", _experts_whole, _HF),
-    _rule("gate_proj", "*Experts", _experts_whole, _HF),
-    _rule("w1", "DbrxExpertGLU", groups("moe_num_experts")),
-    _rule("v1", "DbrxExpertGLU", groups("moe_num_experts")),
-    _rule("w2", "DbrxExpertGLU", groups("moe_num_experts")),  # (in, out) of each expert, one below the other
-    _rule("weight", "*ParallelExperts", whole, _HF),
-    _rule("weight", "*FlexibleLinear", whole, _HF),
+    _rule("down_proj up_proj gate_proj", "*Experts", _experts_whole, _HF),
+    _rule("w1 v1 w2", "DbrxExpertGLU", groups("moe_num_experts")),  # w2: (in, out) of each, one below the other
+    _rule("weight", "*ParallelExperts *FlexibleLinear", whole, _HF),
     _rule("weight", "DeepseekV4GroupedLinear", groups("n_groups")),
     _rule("weight", "GroupedLinearLayer", transposed_stack, _HF),
-    _rule("input_gate_weight", "RecurrentGemmaRglru", transposed_stack),
-    _rule("recurrent_gate_weight", "RecurrentGemmaRglru", transposed_stack),
-    _rule("mlp1_weight", "GptOssGroupedExperts", in_turn(2)),
-    _rule("mlp1_weight_EGD", "GptOssGroupedExperts", in_turn(2)),
-    _rule("mlp2_weight", "GptOssGroupedExperts", whole),
-    _rule("mlp2_weight_EDF", "GptOssGroupedExperts", whole),
-    *(_rule(name, "GroupedExperts", whole) for name in ("w1", "w2", "w3", "w1_EFD", "w2_EDF", "w3_EFD")),
+    _rule("input_gate_weight recurrent_gate_weight", "RecurrentGemmaRglru", transposed_stack),
+    _rule("mlp1_weight mlp1_weight_EGD", "GptOssGroupedExperts", in_turn(2)),
+    _rule("mlp2_weight mlp2_weight_EDF", "GptOssGroupedExperts", whole),
+    _rule("w1 w2 w3 w1_EFD w2_EDF w3_EFD", "GroupedExperts", whole),
     # diffusers: queries, keys and values, also of attention whose projections were fused after it was built
     _rule("to_qkv.weight", "*", equal_if("use_differential", True, 5, 3), _DIFFUSERS),
     _rule("to_kv.weight", "*", equal_if("use_differential", True, 3, 2), _DIFFUSERS),
@@ -447,7 +426,7 @@ RULES: tuple[Rule, ...] = (
     _rule("qkv.weight", "MMAudio*", in_turn(3), _DIFFUSERS),
     _rule("qkv.weight", "*", equal(3), _DIFFUSERS),
     _rule("kv_linear.weight", "MultiHeadCrossAttention", equal(2), _DIFFUSERS),
-    *(_rule(f"{stream}_attn_qkv.weight", "JoyImage*", equal(3), _DIFFUSERS) for stream in ("img", "txt")),
+    _rule("img_attn_qkv.weight txt_attn_qkv.weight", "JoyImage*", equal(3), _DIFFUSERS),
     _rule("img_qkv_proj.weight", "PRXAttention", equal(3), _DIFFUSERS),
     _rule("txt_kv_proj.weight", "PRXAttention", equal(2), _DIFFUSERS),
     # diffusers: gates beside what they gate
@@ -495,7 +474,7 @@ RULES: tuple[Rule, ...] = (
     _rule("adaLN_modulation.#.weight", "HiDreamImageOutEmbed", equal(2), _DIFFUSERS),
     _rule("adaLN_modulation.#.weight", "ZImage*Block BriaFibo2TransformerBlock", equal(4), _DIFFUSERS),
     _rule("adaln_modulation.weight", "Ideogram4TransformerBlock", equal(4), _DIFFUSERS),
-    *(_rule(f"{stream}_mod.#.weight", "QwenImage*Block", equal(6), _DIFFUSERS) for stream in ("img", "txt")),
+    _rule("img_mod.#.weight txt_mod.#.weight", "QwenImage*Block", equal(6), _DIFFUSERS),
     _rule("img_mod.#.weight", "NucleusMoEImageTransformerBlock", equal(4), _DIFFUSERS),
     _rule("text_modulation.out_layer.weight", "Kandinsky*Block", equal(6), _DIFFUSERS),
     _rule("visual_modulation.out_layer.weight", "Kandinsky6SRTransformerBlock", equal(6), _DIFFUSERS),
@@ -511,7 +490,7 @@ RULES: tuple[Rule, ...] = (
     _rule("context_mlp.#.weight", "Kandinsky3ConditionalGroupNorm", equal(2), _DIFFUSERS),
     _rule("cond_embeds_mapper.weight", "ConvNextBlock", equal(2), _DIFFUSERS),
     _rule("scale_bias.weight", "T5FiLMLayer", equal(2), _DIFFUSERS),
-    *(_rule(f"mapper{kind}.weight", "SDCascadeTimestepBlock", equal(2), _DIFFUSERS) for kind in ("", "_sca", "_crp")),
+    _rule("mapper.weight mapper_sca.weight mapper_crp.weight", "SDCascadeTimestepBlock", equal(2), _DIFFUSERS),
     # timm
     _rule("qkv.conv.weight", "LiteMLA", per_head("dim", "dim", "dim"), _TIMM),
     _rule("qkv.c.weight", "SHSA", blocked("qk_dim", "qk_dim", "pdim"), _TIMM),
@@ -526,9 +505,11 @@ RULES: tuple[Rule, ...] = (
     _rule("f.weight", "FocalModulation", listed("input_split"), _TIMM),
     _rule("fc1.weight", "GatedConvBlock", listed("split_indices"), _TIMM),
     _rule("fc1.weight", "GatedMlp", _gated_by_halves, _TIMM),
-    *(_rule(f"qkv{layer}.weight", "*", _timm_qkv, _TIMM) for layer in ("", ".linear", ".conv", ".c")),
-    *(_rule(f"kv{layer}.weight", "*", _timm_kv, _TIMM) for layer in ("", ".linear", ".conv", ".c")),
+    _rule("qkv.weight qkv.linear.weight qkv.conv.weight qkv.c.weight", "*", _timm_qkv, _TIMM),
+    _rule("kv.weight kv.linear.weight kv.conv.weight kv.c.weight", "*", _timm_kv, _TIMM),
     _rule("in_proj.weight", "ParallelScalingBlock DiffParallelScalingBlock", listed("in_split"), _TIMM),
     _rule("qkv_proj.weight", "LinearSelfAttention", blocked("1", "embed_dim", "embed_dim"), _TIMM),
     _rule("fc1.weight", "GluMlp", equal(2), _TIMM),
 )  # fmt: skip
+
+RULES: tuple[Rule, ...] = tuple(chain.from_iterable(_TABLE))

@@ -1,9 +1,12 @@
-"""What one parameter is to Muon: which matrices it consists of, or why it is none."""
+"""What one parameter is to Muon, by the modules that hold it: which matrices, several that look like one, or none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
 
 import torch.nn as nn
 from torch import Tensor
@@ -12,9 +15,186 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from dmuon.model.families import is_depthwise, known_spec, stored_form
+from dmuon.model.fused_layouts import RULES, Rule, Unknown
 from dmuon.model.matrix_spec import MatrixSpec
-from dmuon.model.module_tree import Holder, ModuleTree
+
+Holder = tuple[nn.Module, str]  # a module, and the name under which it holds another one or a parameter
+
+# What stands between a layer and the module that was written to hold it: of compiled, checkpointed and adapted layers.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"})
+_DEPTH = 4
+
+
+class ModuleTree:
+    """What holds each module; several may, such as a model and a list that a framework keeps of its layers."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._holders: dict[int, list[Holder]] = {}
+        for module in modules:
+            for name, child in module.__dict__.get("_modules", {}).items():  # none before Module.__init__
+                if child is not None:
+                    self._holders.setdefault(id(child), []).append((module, name))
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModuleTree:
+        return cls(model.modules())
+
+    def above(self, module: nn.Module, name: str) -> list[Holder]:
+        """``module`` and what holds it, upwards, each with the path from it to the parameter ``name``.
+
+        Wrappers around layers are left out of paths, and are nobody themselves.
+        """
+        level = [(module, name)]
+        found: list[Holder] = []
+        for _ in range(_DEPTH):
+            found += level
+            level = [
+                (holder, f"{attribute}.{path}") for module, path in level for holder, attribute in self._holding(module)
+            ]
+        return found
+
+    def _holding(self, module: nn.Module) -> Iterator[Holder]:
+        for holder, attribute in self._holders.get(id(module), ()):
+            if attribute in _WRAPPERS:
+                yield from self._holding(holder)
+            else:
+                yield holder, attribute
+
+
+def longest_path(holders: Iterable[Holder]) -> str:
+    """Of the paths to one parameter."""
+    return max((path for _, path in holders), key=lambda path: path.count("."))
+
+
+def sites_of(parameters: Iterable[Tensor]) -> tuple[ModuleTree, dict[int, tuple[Holder, ...]]]:
+    """The modules of parameters that came without a model, found among all modules that live.
+
+    A parameter remembers no module, but a module holds its parameters, and the collector of garbage knows every module.
+
+    Returns:
+        The tree of all modules, and by ``id`` of each parameter the modules that hold it under a name; nothing for one
+        that no module holds.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    modules = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
+    sites: dict[int, list[Holder]] = {}
+    for module in modules:
+        for name, parameter in module.__dict__.get("_parameters", {}).items():
+            if id(parameter) in wanted and parameter is not None:
+                sites.setdefault(id(parameter), []).append((module, name))
+    return ModuleTree(modules), {key: tuple(found) for key, found in sites.items()}
+
+
+# -- which matrices a tensor is made of, by the class of its module ----------------------------------------------------
+
+_BY_PATH: dict[str, list[Rule]] = {}
+for _rule in RULES:
+    _BY_PATH.setdefault(_rule.path, []).append(_rule)
+
+
+def known_spec(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) -> MatrixSpec | None:
+    """The matrices of the parameter ``name`` of ``module``, from its class and attributes and those above it.
+
+    Nothing of any framework is imported: classes are known by their names and packages. What they say must agree with
+    the shape of the parameter, and with the sizes that the module names.
+
+    Returns:
+        ``None`` if nothing is known of it, or if what is known does not agree.
+    """
+    form = stored_form(module, name, param)
+    if form is None:
+        return None
+    rows = param.shape[1] if param.ndim == 3 and not form.flattened else _outputs(form, param.shape)
+    found = _listed(tree, module, name)
+    if found is None:
+        return _halves_of_glu(tree, module, name, param, form)
+    owner, rule = found
+    try:
+        spec = rule.layout(owner, rows)
+        spec = replace(spec, transposed=spec.transposed or form.transposed, flattened=spec.flattened or form.flattened)
+        spec.matrix_shape(param.shape)
+    except (Unknown, ValueError):
+        return None
+    return spec
+
+
+def is_listed(tree: ModuleTree, module: nn.Module, name: str) -> bool:
+    """Whether it is known what the class holds there, be the sizes as they should or not."""
+    return _listed(tree, module, name) is not None
+
+
+def _listed(tree: ModuleTree, module: nn.Module, name: str) -> tuple[nn.Module, Rule] | None:
+    for owner, path in reversed(tree.above(module, name)):
+        numbered = ".".join("#" if part.isdigit() else part for part in path.split("."))
+        for rule in _BY_PATH.get(numbered, ()):
+            if _is_of(owner, rule):
+                return owner, rule
+    return None
+
+
+def _halves_of_glu(
+    tree: ModuleTree, module: nn.Module, name: str, param: Tensor, form: MatrixSpec
+) -> MatrixSpec | None:
+    """Of a layer that comes before ``nn.GLU`` in a ``Sequential``: what is gated, and its gates."""
+    if name != "weight" or form.num_heads != 1 or not isinstance(module, (nn.Linear, _ConvNd)):
+        return None
+    features = {-1} if isinstance(module, nn.Linear) else {1, 1 - param.ndim}
+    for holder, path in tree.above(module, name):
+        if not isinstance(holder, nn.Sequential) or path.count(".") != 1:
+            continue
+        layers = [layer for layer in holder if not isinstance(layer, (nn.Dropout, nn.Identity))]
+        following = dict(zip(map(id, layers), layers[1:], strict=False)).get(id(module))
+        if isinstance(following, nn.GLU) and following.dim in features and param.shape[0] % 2 == 0:
+            return replace(form, parts=(param.shape[0] // 2,) * 2)
+    return None
+
+
+def stored_form(module: nn.Module, name: str, param: Tensor) -> MatrixSpec | None:
+    """How a layer stores its weight if nothing is fused in it; ``None`` for what is no matrix and no stack of them.
+
+    A kernel of several groups is one matrix for each: the groups share no input.
+    """
+    if isinstance(module, _ConvTransposeNd):
+        return None  # (in, out / groups, …): no dimension of it is the output alone
+    if isinstance(module, _ConvNd):
+        if name != "weight" or param.ndim < 3 or is_depthwise(module):
+            return None
+        return MatrixSpec(flattened=True, num_heads=module.groups)
+    if param.ndim == 2:
+        return MatrixSpec(transposed=name == "weight" and is_transposed_linear(module))
+    return MatrixSpec() if param.ndim == 3 else None
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Whether each output of a convolution has an input of its own, so that its kernel is no matrix."""
+    return isinstance(module, _ConvNd) and module.in_channels == module.groups
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether a layer stores its weight ``(in, out)``: ``Conv1D`` of GPT-2."""
+    return any(base.__name__ == "Conv1D" for base in type(module).__mro__) and not isinstance(module, _ConvNd)
+
+
+def _outputs(form: MatrixSpec, shape: Sequence[int]) -> int:
+    if form.flattened:
+        return shape[0]
+    return shape[1] if form.transposed else shape[0]
+
+
+def _is_of(owner: nn.Module, rule: Rule) -> bool:
+    """Whether ``owner`` is of one of the rule's classes, or made from one, as FSDP2 and users do."""
+    return any(
+        fnmatchcase(base.__name__, pattern) and _is_from(base, rule.package)
+        for base in type(owner).__mro__
+        for pattern in rule.classes
+    )
+
+
+def _is_from(base: type, package: str) -> bool:
+    return not package or f"{base.__module__}.".startswith(package)
+
+
+# -- which matrices, or why none --------------------------------------------------------------------------------------
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # their weights have as many dimensions as what they normalize
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -142,3 +322,120 @@ def reparametrized(module: nn.Module, name: str) -> str | None:
         if isinstance(hook, (WeightNorm, SpectralNorm)) and name.startswith(f"{hook.name}_"):
             return type(hook).__name__
     return None
+
+
+# -- what looks like several of which nothing is known: names are refused, sizes alone are told ------------------------
+
+# A name decides only together with a shape that is not square, and never says where the parts lie.
+_FUSED = (
+    *("qkv", "c_attn", "query_key_value", "queries_keys_values"),
+    *("key_value", "keys_values", "to_kv", "kv_proj", "kv_a_proj", "kv_b_proj", "wkv_a", "wkv_b"),
+    *("gate_up", "up_gate", "w12", "w13", "w1_w3"),
+    "in_proj",  # of state spaces: gates, inputs, states and time steps
+)
+_CONDITIONING = ("adaln", "modulation", "scale_shift", "shift_scale")  # of models of one's own: told, not refused
+_SHARES = (2, 3, 4)  # gate and up, or keys and values; queries, keys and values; those and a gate
+
+
+def refusal(tree: ModuleTree, module: nn.Module, name: str, param: Tensor, fqn: str) -> str | None:
+    """Why a tensor of unknown make is not orthogonalized as it is, and what to write; ``None`` if it may be.
+
+    Args:
+        fqn: the name of the parameter from its model, or what is known of that.
+    """
+    form = _form(module, name, param)
+    if form is None or not _is_meant(tree, module, name, param, form):
+        return None
+    stored = ", transposed=True" if form.transposed else ", flattened=True" if form.flattened else ""
+    layers = fqn.split(".")
+    tail = ".".join(layers[1 + max((i for i, layer in enumerate(layers) if layer.isdigit()), default=-1) :])
+    pattern = fqn if tail == fqn else f"*.{tail}"
+    return (
+        f"of shape {tuple(param.shape)} looks like several projections fused into one tensor, and dmuon does not know "
+        "how this class lays them out; orthogonalizing it whole is not what Muon does to its parts. Say which these "
+        f"are: select=lambda fqn, module, param: dmuon.MatrixSpec(parts=(…){stored}) if fqn.endswith({tail!r}) else "
+        f"... (repeats=heads if each head has such parts; dmuon.MatrixSpec({stored.lstrip(', ')}) if it is one "
+        f"matrix), or keep it on AdamW: exclude=[{pattern!r}]"
+    )
+
+
+def looks_fused(tree: ModuleTree, module: nn.Module, name: str, param: Tensor) -> bool:
+    """Whether a tensor of unknown make is named so, or has as many outputs as several parts that another one takes."""
+    form = _form(module, name, param)
+    if form is None:
+        return False
+    if _is_meant(tree, module, name, param, form) or _is_named(tree, module, name, param, form, _CONDITIONING):
+        return True
+    if param.ndim == 3 and not form.flattened:
+        return _is_halved(module, name, param)
+    return isinstance(module, nn.Linear) and any(
+        path.count(".") == 1 and _is_shared_out(parent, module) for parent, path in tree.above(module, name)
+    )
+
+
+def _form(module: nn.Module, name: str, param: Tensor) -> MatrixSpec | None:
+    form = stored_form(module, name, param)
+    return None if form is None or form.num_heads != 1 or "bias" in name else form
+
+
+def _is_meant(tree: ModuleTree, module: nn.Module, name: str, param: Tensor, form: MatrixSpec) -> bool:
+    """Whether who wrote the class must have meant several matrices, be it listed with other sizes or named so."""
+    return (
+        is_listed(tree, module, name) or _is_named(tree, module, name, param, form, _FUSED) or _is_of_glu(tree, module)
+    )
+
+
+def _is_named(
+    tree: ModuleTree, module: nn.Module, name: str, param: Tensor, form: MatrixSpec, hints: tuple[str, ...]
+) -> bool:
+    if (param.ndim == 2 or form.flattened) and param.shape[0] == prod(param.shape[1:]):
+        return False
+    names = [name] if name != "weight" else _names(tree, module)
+    return any(hint in held.lower() for hint in hints for held in names)
+
+
+def _names(tree: ModuleTree, module: nn.Module) -> list[str]:
+    """What a layer is called, and what modules are called in which it is the only one, such as one with its norm."""
+    found = []
+    for parent, path in tree.above(module, "weight"):
+        name, _, rest = path.partition(".")
+        inner = parent._modules[name].modules() if rest else ()  # type: ignore[union-attr]
+        if rest == "weight" or sum(isinstance(layer, (nn.Linear, _ConvNd)) for layer in inner) == 1:
+            found.append(name)
+    return found
+
+
+def _is_of_glu(tree: ModuleTree, module: nn.Module) -> bool:
+    """Whether it is the layer of a gated linear unit that has no other one for its gates."""
+    if not isinstance(module, nn.Linear) or module.out_features % 2:
+        return False
+    for unit, path in tree.above(module, "weight"):
+        if path.count(".") == 1 and "glu" in type(unit).__name__.lower():
+            others = [layer for layer in _linears(unit) if layer is not module]
+            alike = any((m.in_features, m.out_features) == (module.in_features, module.out_features) for m in others)
+            return not alike and not any(layer.in_features == module.out_features for layer in others)
+    return False
+
+
+def _is_shared_out(parent: nn.Module, module: nn.Linear) -> bool:
+    """Whether a later layer below ``parent`` takes an equal part of what this one gives, and none takes all."""
+    linears = _linears(parent)
+    if any(layer.in_features == module.out_features and layer is not module for layer in linears):
+        return False
+    later = {(layer.in_features, layer.out_features) for layer in linears[linears.index(module) + 1 :]}
+    return any((module.out_features / share, module.in_features) in later for share in _SHARES)
+
+
+def _linears(parent: nn.Module) -> list[nn.Linear]:
+    return [layer for layer in parent.modules() if isinstance(layer, nn.Linear)]
+
+
+def _is_halved(module: nn.Module, name: str, param: Tensor) -> bool:
+    """Whether another stack of the module takes half of what a stack gives, whichever way they are stored."""
+    others = [p for n, p in module._parameters.items() if p is not None and p.ndim == 3 and n != name]
+    for out, into in ((1, 2), (2, 1)):
+        taken = {(other.shape[into], other.shape[out]) for other in others}
+        whole = any(takes == param.shape[out] for takes, _ in taken)
+        if (param.shape[out] / 2, param.shape[into]) in taken and not whole:
+            return True
+    return False

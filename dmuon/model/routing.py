@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from types import EllipsisType
 
 import torch.nn as nn
@@ -21,23 +21,28 @@ from dmuon.model.blocks import (
     own_blocks,
     stacked_blocks,
 )
-from dmuon.model.end_layers import INPUT_LAYER, OUTPUT_LAYER, SHARES, Layer, find_end_layers, find_input_convolution
-from dmuon.model.exclusion import Exclude, exclusion
-from dmuon.model.fused_hints import refusal
+from dmuon.model.end_layers import (
+    INPUT_LAYER,
+    OUTPUT_LAYER,
+    find_end_layers,
+    find_input_convolution,
+    layers_of,
+    with_known_widths,
+)
 from dmuon.model.makeup import (
     EMBEDDINGS,
-    INPUT_EMBEDDING,
-    RECURRENT,
     Makeup,
+    ModuleTree,
     declared_embeddings,
     makeup_of,
+    refusal,
     reparametrized,
 )
 from dmuon.model.matrix_spec import MatrixSpec
-from dmuon.model.module_tree import ModuleTree
 
 UNINITIALIZED = "of a lazy module has no shape yet; run one forward before this, which gives it one"
-
+Exclude = Callable[[str, nn.Module, nn.Parameter], bool] | Sequence[str]
+_Predicate = Callable[[str, nn.Module, nn.Parameter], bool]
 Select = Callable[[str, nn.Module, nn.Parameter], "bool | MatrixSpec | EllipsisType"]
 _Blocks = Sequence[nn.Module] | BlockPredicate | None
 _Sites = tuple[tuple[nn.Module, str], ...]
@@ -209,7 +214,7 @@ def _route(
     stacks = stacked_blocks(model, {id(module) for sites in fit for module, _ in sites}) or None
     found = stacks if blocks is None else given_blocks(model, blocks)
     whole = found is not None and [block for _, block in found] == [model]  # which leaves nothing outside
-    layers, embedded, heads = _layers(model, params, makeups, embeddings)
+    layers, embedded, heads = layers_of(model, params, makeups, embeddings)
     if blocks is not None and not whole:
         within, left = _INSIDE, _outside(params, found or [])
     elif stacks is not None:
@@ -219,7 +224,7 @@ def _route(
     hidden = _hidden(params, makeups, embeddings, within, left)
     bare = [(fqn, p) for fqn, p, _ in ours if makeups[id(p)].bare and id(p) not in left]
     if found is None or any(muon for muon, _ in hidden.values()):
-        bare = _with_widths(bare, embedded.union(*({layer.takes, layer.gives} for layer in layers)))
+        bare = with_known_widths(bare, embedded.union(*({layer.takes, layer.gives} for layer in layers)))
     if not bare and not any(muon for muon, _ in hidden.values()):
         inputs = [id(p) for _, p, _ in ours if left.get(id(p)) == INPUT_LAYER and makeups[id(p)].unfit is None]
         hidden |= dict.fromkeys(inputs, (True, f"{INPUT_LAYER} of a model without hidden layers"))
@@ -286,18 +291,6 @@ def _refuse_none(routes: Sequence[Route], blocks: _Blocks, *, default_takes: boo
     raise ValueError(f"no matrix was selected for Muon: {why}")
 
 
-def _with_widths(bare: Sequence[tuple[str, nn.Parameter]], widths: Collection[int]) -> list[tuple[str, nn.Parameter]]:
-    """Those that lead from features to features: others may be tables of positions, or states.
-
-    Args:
-        widths: of layers. So many features have bare matrices as well, if several have them.
-    """
-    sides = {(fqn.rpartition(".")[2], side) for fqn, param in bare for side in param.shape[-2:]}
-    shared = {side for side, count in Counter(side for _, side in sides).items() if count > 1}
-    known = shared.union(*({width * share for share in (1, *SHARES)} for width in widths))
-    return [(fqn, param) for fqn, param in bare if known.issuperset(param.shape[-2:])]
-
-
 def _embedding_ids(model: nn.Module) -> dict[int, str]:
     """``id(param) -> reason`` for embeddings, what is tied to them, and declared input and output embeddings."""
     reasons: dict[int, str] = {}
@@ -350,31 +343,6 @@ def _counted(param: nn.Parameter, spec: MatrixSpec) -> str:
 def _outside(params: Sequence[_Named], blocks: Sequence[NamedModule]) -> dict[int, str]:
     inside = blocks_by_module(blocks)
     return {id(p): "outside blocks" for _, p, sites in params if any(id(module) not in inside for module, _ in sites)}
-
-
-def _layers(
-    model: nn.Module, params: Sequence[_Named], makeups: Mapping[int, Makeup], embeddings: Mapping[int, str]
-) -> tuple[list[Layer], set[int], set[int]]:
-    """What :func:`find_end_layers` asks for: layers in the order of the model, widths of embeddings, known heads."""
-    order = {id(module): i for i, module in enumerate(model.modules())}
-    layers: list[tuple[int, Layer]] = []
-    embedded: set[int] = set()
-    heads: set[int] = set()
-    for _, param, sites in params:
-        for module, _ in sites:
-            if isinstance(module, RECURRENT):
-                embedded |= {module.hidden_size, 2 * module.hidden_size}
-            if isinstance(module, EMBEDDINGS):
-                embedded.add(param.shape[-1])  # of an embedding of one's own, which may have vectors too
-            elif param.ndim > 1 and makeups[id(param)].is_layer:
-                layer = Layer.of(module, param)
-                if embeddings.get(id(param)) == INPUT_EMBEDDING:
-                    embedded.add(layer.gives)
-                    continue
-                layers.append((order[id(module)], layer))
-                if id(param) in embeddings:
-                    heads.add(id(param))
-    return [layer for _, layer in sorted(layers, key=lambda item: item[0])], embedded, heads
 
 
 def _why_never(param: nn.Parameter, sites: _Sites, embeddings: Mapping[int, str]) -> str | None:
@@ -462,3 +430,47 @@ def _parametrized_alike(module: nn.Module) -> list[str]:
 def _why_fused(tree: ModuleTree, fqn: str, param: nn.Parameter, sites: _Sites) -> str | None:
     faults = (refusal(tree, module, name, param, fqn) for module, name in sites)
     return next((f"parameter {fqn!r} {fault}" for fault in faults if fault is not None), None)
+
+
+# -- what a user keeps on AdamW, leaving the rest to the default rule ------------------------------------------------
+
+
+def exclusion(exclude: Exclude | None, names: Sequence[str]) -> _Predicate:
+    """``exclude`` as a function that says whether it names a parameter.
+
+    Args:
+        exclude: such a function, or patterns of names as in a shell, where ``*`` stands for anything, dots too. A
+            pattern names parameters and modules; a module means all that is in it.
+        names: of all parameters. A pattern that names none is a mistake.
+
+    Raises:
+        TypeError, ValueError: neither, or a pattern that names nothing.
+    """
+    if exclude is None:
+        return lambda fqn, module, param: False
+    if callable(exclude):
+        return _checked(exclude)
+    if isinstance(exclude, str) or not isinstance(exclude, Sequence) or not all(isinstance(p, str) for p in exclude):
+        raise TypeError(
+            f"exclude must be a function of (fqn, module, param) or a list of patterns of names, got {exclude!r}"
+        )
+    patterns = list(exclude)
+    for pattern in patterns:
+        if not any(_names(pattern, name) for name in names):
+            raise ValueError(f"exclude: the pattern {pattern!r} names no parameter and no module of the model")
+    return lambda fqn, module, param: any(_names(pattern, fqn) for pattern in patterns)
+
+
+def _checked(exclude: _Predicate) -> _Predicate:
+    def predicate(fqn: str, module: nn.Module, param: nn.Parameter) -> bool:
+        answer = exclude(fqn, module, param)
+        if not isinstance(answer, bool):
+            raise TypeError(f"exclude({fqn!r}, …) returned {answer!r}; return True to keep it on AdamW, or False")
+        return answer
+
+    return predicate
+
+
+def _names(pattern: str, fqn: str) -> bool:
+    parts = fqn.split(".")
+    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))

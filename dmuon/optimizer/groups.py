@@ -15,12 +15,19 @@ from torch.nn.parameter import is_lazy
 from dmuon.dedicated.dedication import dedication_of, dedications, undedicated
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.model.blocks import canonical_fqn
-from dmuon.model.exclusion import Exclude
-from dmuon.model.fused_hints import refusal
-from dmuon.model.makeup import EMBEDDINGS, Makeup, declared_embeddings, makeup_of
+from dmuon.model.makeup import (
+    EMBEDDINGS,
+    Holder,
+    Makeup,
+    ModuleTree,
+    declared_embeddings,
+    longest_path,
+    makeup_of,
+    refusal,
+    sites_of,
+)
 from dmuon.model.matrix_spec import MatrixSpec, is_remembered, remember_spec, spec_of
-from dmuon.model.module_tree import Holder, ModuleTree, longest_path, sites_of
-from dmuon.model.routing import UNINITIALIZED, Route, Select, notice, route_parameters
+from dmuon.model.routing import UNINITIALIZED, Exclude, Route, Select, notice, route_parameters
 from dmuon.optimizer.options import check_names, check_options
 from dmuon.optimizer.wrapping import replicated_by_ddp
 from dmuon.platform.log import logger

@@ -16,9 +16,8 @@ from dmuon.dedicated.residency import Dedicated
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.kernels import Storage
-from dmuon.model.exclusion import Exclude
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
-from dmuon.model.routing import Select
+from dmuon.model.routing import Exclude, Select
 from dmuon.optimizer.groups import (
     as_group,
     carry_over,

@@ -12,10 +12,8 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.process_groups import this_rank
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.residency import Dedicated
-from dmuon.model.fused_hints import looks_fused
-from dmuon.model.makeup import makeup_of
+from dmuon.model.makeup import ModuleTree, longest_path, looks_fused, makeup_of, sites_of
 from dmuon.model.matrix_spec import spec_of
-from dmuon.model.module_tree import ModuleTree, longest_path, sites_of
 from dmuon.platform.log import logger
 from dmuon.step.residency import Alone, Residency
 from dmuon.step.rounds import AloneRound, Round

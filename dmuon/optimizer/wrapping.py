@@ -24,8 +24,8 @@ from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.residency import dedicated_residencies
 from dmuon.exchanged.exchange import Exchange, exchange_for
 from dmuon.kernels import is_capturing
+from dmuon.model.makeup import sites_of
 from dmuon.model.matrix_spec import fault_of
-from dmuon.model.module_tree import sites_of
 from dmuon.optimizer.state import Origin
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import (

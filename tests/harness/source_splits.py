@@ -15,7 +15,7 @@ from typing import Any
 import torch.nn as nn
 from torch.nn.modules.conv import _ConvNd
 
-from dmuon.model.families import is_depthwise
+from dmuon.model.makeup import is_depthwise
 from dmuon.model.routing import route_parameters
 
 _SPLITS = frozenset({"chunk", "split", "unbind", "split_with_sizes", "tensor_split"})

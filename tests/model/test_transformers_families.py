@@ -15,10 +15,8 @@ from harness.tiny_configs import TINY
 import dmuon
 from dmuon.model.blocks import blocks_by_module, stacked_blocks
 from dmuon.model.config import read_model
-from dmuon.model.families import known_spec, stored_form
-from dmuon.model.fused_hints import looks_fused
+from dmuon.model.makeup import ModuleTree, known_spec, looks_fused, stored_form
 from dmuon.model.matrix_spec import MatrixSpec
-from dmuon.model.module_tree import ModuleTree
 from dmuon.model.routing import route_to_blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra 'frameworks')")

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from dmuon.dedicated.dedication import dedications, no_sync
-from dmuon.integrations.whole_state import WholeModel, WholeOptimizer, require_whole
+from dmuon.integrations import WholeModel, WholeOptimizer, require_whole
 
 _SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 

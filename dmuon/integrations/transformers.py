@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from dmuon.dedicated.dedication import require_dedicated
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.integrations.whole_state import WholeOptimizer, require_whole
+from dmuon.integrations import WholeOptimizer, require_whole
 from dmuon.step.residency import like_param, part_like
 
 

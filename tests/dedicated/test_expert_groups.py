@@ -28,7 +28,7 @@ import dmuon
 from dmuon.dedicated.buffer import BufferState
 from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.integrations.whole_state import require_whole
+from dmuon.integrations import require_whole
 from dmuon.platform.torch_private import local_tensor
 
 WIDTH, EXPERTS, LAYERS, TOKENS, VOCAB = 8, 4, 2, 5, 17

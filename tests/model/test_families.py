@@ -10,8 +10,8 @@ from harness.families import HEADS, Conv1D, bare, experts, of
 from harness.trees import D, H, linear, node
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from dmuon import MatrixSpec
 from dmuon.model.makeup import ModuleTree, known_spec, looks_fused, refusal, sites_of, stored_form
-from dmuon.model.matrix_spec import MatrixSpec
 
 HF = "transformers.models.any.modeling_any"
 

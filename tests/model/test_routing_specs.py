@@ -14,13 +14,13 @@ from harness.trees import D, H, linear, llama, node, stack
 from torch.distributed.tensor import Replicate
 
 import dmuon
+from dmuon import MatrixSpec
 from dmuon.layout.matrices import numbered
 from dmuon.layout.shards import layout_of
-from dmuon.model.matrix_spec import MatrixSpec
-from dmuon.model.routing import Route, route_to_blocks
+from dmuon.model.routing import route_to_blocks
 
 
-def routes(layer: Callable[[], nn.Module], **options: Any) -> dict[str, Route]:
+def routes(layer: Callable[[], nn.Module], **options: Any) -> dict[str, Any]:
     """Of the first of two blocks, by the names inside it."""
     found = route_to_blocks(node(h=stack(layer)), **options)
     return {r.fqn.removeprefix("h.0."): r for r in found if r.fqn.startswith("h.0.")}
@@ -121,7 +121,7 @@ def test_the_remedies_of_a_refusal_work_as_they_are_written(
 
 
 def test_select_overrides_what_is_known() -> None:
-    def chosen(answer: Any, layer: Callable[[], nn.Module] = attention) -> Route:
+    def chosen(answer: Any, layer: Callable[[], nn.Module] = attention) -> Any:
         name = "attn.query_key_value.weight" if layer is attention else "attn.qkv.weight"
         return routes(layer, select=lambda fqn, *_: answer if fqn.endswith(name) else ...)[name]
 

@@ -13,10 +13,9 @@ from harness.row_groups import row_groups
 from harness.tiny_configs import TINY
 
 import dmuon
-from dmuon.model.blocks import blocks_by_module, stacked_blocks
+from dmuon import MatrixSpec
 from dmuon.model.config import read_model
 from dmuon.model.makeup import ModuleTree, known_spec, looks_fused, stored_form
-from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.routing import route_to_blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra 'frameworks')")
@@ -150,7 +149,7 @@ def test_nothing_of_any_family_looks_fused_and_is_unknown(monkeypatch: pytest.Mo
             if "is shared by blocks" not in str(refused):
                 left.append((kind, str(refused)))
         tree = ModuleTree.of(model)
-        inside = blocks_by_module(stacked_blocks(model, {id(m) for m in model.modules()}))
+        inside = {id(m) for stack in model.modules() if isinstance(stack, nn.ModuleList) for m in stack.modules()}
         for prefix, module in model.named_modules():
             if id(module) not in inside:
                 continue

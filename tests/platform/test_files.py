@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dmuon.planning.cost_cache import CostCache, CostCacheError
-from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.platform.files import UnreadableFile, read_bytes, write_bytes, write_text
-from dmuon.tools.cli.arguments import BadArgument, require_target
+from dmuon import OwnerPlan
+from dmuon.platform.files import read_bytes, write_bytes
+from dmuon.tools.cli.arguments import require_target
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what another user owns")
@@ -36,10 +35,10 @@ def test_a_new_file_has_what_the_umask_leaves_and_an_old_one_keeps_its_mode(
 ) -> None:
     before = os.umask(umask)
     try:
-        write_text(tmp_path / "new", "1")
+        write_bytes(tmp_path / "new", b"1")
         (tmp_path / "old").touch(0o600)
         (tmp_path / "old").chmod(0o640)
-        write_text(tmp_path / "old", "2")
+        write_bytes(tmp_path / "old", b"2")
     finally:
         os.umask(before)
     assert (mode_of(tmp_path / "new"), mode_of(tmp_path / "old")) == (mode, 0o640)
@@ -56,7 +55,7 @@ def test_what_the_users_own_links_lead_to_is_written_and_the_links_stay(tmp_path
     (tmp_path / "folder").symlink_to("far")
     (tmp_path / "far" / "second").symlink_to("../folder/plan.json")
     (tmp_path / "first").symlink_to(tmp_path / "folder" / "second")
-    write_text(tmp_path / "first", "new")
+    write_bytes(tmp_path / "first", b"new")
     assert target.read_text() == "new" and not target.is_symlink()
     assert (tmp_path / "first").is_symlink() and (tmp_path / "far" / "second").is_symlink()
     assert sorted(os.listdir(tmp_path / "far")) == ["plan.json", "second"]
@@ -78,10 +77,10 @@ def test_a_link_that_another_user_planted_is_refused_by_name(tmp_path: Path, mod
     os.lchown(link, NOBODY, NOBODY)
     path = link / "plan.json" if of_a_folder else link
     with pytest.raises(OSError, match=f"leads through {link}, a link of another user in a folder that others may"):
-        write_text(path, "new")
+        write_bytes(path, b"new")
     assert (precious / "plan.json").read_text() == "precious" and os.listdir(precious) == ["plan.json"]
     shared.chmod(0o755)  # then whoever owns the folder has made the link
-    write_text(path, "new")
+    write_bytes(path, b"new")
     assert (precious / "plan.json").read_text() == "new"
 
 
@@ -108,8 +107,8 @@ def test_what_is_no_file_is_neither_replaced_nor_written(tmp_path: Path, make: C
     make(path)
     before = os.lstat(path), os.stat("/dev/null").st_ino
     with pytest.raises(OSError, match=r"no regular file(, and is not replaced)?; name a file.*out"):
-        write_text(path, "new")
-    with pytest.raises(BadArgument, match=r"--json .*(no regular file|is a folder)"):
+        write_bytes(path, b"new")
+    with pytest.raises(Exception, match=r"--json .*(no regular file|is a folder)"):
         require_target("--json", path)
     after = os.lstat(path), os.stat("/dev/null").st_ino
     assert (after[0].st_ino, after[0].st_mode, after[1]) == (before[0].st_ino, before[0].st_mode, before[1])
@@ -158,10 +157,10 @@ def test_a_name_of_any_length_and_a_path_without_a_folder_can_be_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("é" * 127, "x" * 255, "plan.json"):
-        write_text(Path(name), "new")
+        write_bytes(Path(name), b"new")
         assert Path(name).read_text() == "new"
     with pytest.raises(FileNotFoundError, match=r"no/plan\.json"):
-        write_text(Path("no/plan.json"), "new")
+        write_bytes(Path("no/plan.json"), b"new")
 
 
 # -- what is read --------------------------------------------------------------------------------------------------
@@ -170,7 +169,6 @@ def test_a_name_of_any_length_and_a_path_without_a_folder_can_be_written(
 READERS: dict[str, Callable[[Path], object]] = {
     "bytes": read_bytes,
     "plan": OwnerPlan.load,
-    "cost cache": CostCache.load,
 }
 
 
@@ -193,12 +191,12 @@ def test_a_file_larger_than_any_is_refused_unread(tmp_path: Path) -> None:
     path.touch()
     os.truncate(path, 1 << 40)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for reader, error in ((read_bytes, ValueError), (OwnerPlan.load, ValueError), (CostCache.load, CostCacheError)):
-        with pytest.raises(error, match="larger than 67108864 bytes"):
+    for reader in READERS.values():
+        with pytest.raises(ValueError, match="larger than 67108864 bytes"):
             reader(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 1 << 15, "KiB"
     assert read_bytes(Path("/proc/self/status")), "which says that it is empty"
     with pytest.raises(ValueError, match="larger than 10 bytes"):
         read_bytes(Path("/proc/self/status"), 10)
-    with pytest.raises(UnreadableFile, match="no such file"):
+    with pytest.raises(ValueError, match="no such file"):
         read_bytes(tmp_path / "none")

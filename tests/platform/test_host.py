@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
 import threading
 import time
 import warnings
-import weakref
 import zlib
 
 import pytest
@@ -19,7 +17,7 @@ from harness.toy import build
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.platform.host import HostShare, keep_for_ever, let_threads_rest, warn_if_oversubscribed
+from dmuon.platform.host import HostShare, let_threads_rest, warn_if_oversubscribed
 
 
 def place(threads: int, cpus: range, host: str = "a") -> HostShare:
@@ -73,18 +71,6 @@ def test_threads_that_run_are_waited_for() -> None:
         thread.start()
     let_threads_rest(60.0)
     assert len(ended) == 2
-
-
-@pytest.mark.pitfall("P68")
-def test_what_is_kept_for_ever_is_never_freed() -> None:
-    class Thing: ...
-
-    thing = Thing()
-    alive = weakref.ref(thing)
-    keep_for_ever(thing)
-    del thing
-    gc.collect()
-    assert alive() is not None
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.platform.log import RankLogger
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,9 +74,8 @@ def test_one_rank_says_once_what_is_owned_or_exchanged_and_at_what_cost(rank: in
     elements = sum(p.numel() for name, p in build().named_parameters() if p.ndim == 2 and "blocks" in name)
     [what] = [text for text in said if f"9 matrices of {elements:,} elements over 2 ranks" in text]
     assert ("dedicated" in what) == (way == "dedicated") and ("exchange" in what) == (way != "dedicated")
-    [plan] = [residency.loads() for residency in optimizer._residencies if residency.loads()]
-    slowest, mean = max(plan[0]) / 1e6, sum(plan[0]) / 2e6
-    assert f"{slowest:.3f} ms on the slowest, {mean:.3f} ms on average" in what
+    times = re.search(r"([\d.]+) ms on the slowest, ([\d.]+) ms on average", what)
+    assert times is not None and float(times[1]) >= float(times[2]) >= float(times[1]) / world
     assert way == "ddp" or "estimated from FLOPs" in what
     counts = {"dedicated": (9, 0), "sharded": (0, 9), "ddp": (0, 9)}[way]
     owns, exchanges = counts
@@ -89,10 +88,15 @@ def test_one_rank_says_once_what_is_owned_or_exchanged_and_at_what_cost(rank: in
 @pytest.mark.slow
 @on_ranks(2)
 def test_silence_costs_nothing(rank: int, world: int) -> None:
-    """Below WARNING no message is made, at set-up nor in a step."""
+    """Below WARNING no record is made, at set-up nor in a step."""
     made: list[str] = []
-    original = RankLogger.process
-    RankLogger.process = lambda self, msg, kwargs: made.append(msg) or original(self, msg, kwargs)  # type: ignore
+    factory = logging.getLogRecordFactory()
+
+    def noted(name: str, *given: Any, **options: Any) -> logging.LogRecord:
+        made.extend([name] if name.startswith("dmuon") else [])
+        return factory(name, *given, **options)
+
+    logging.setLogRecordFactory(noted)
     try:
         with heard(logging.WARNING):
             for way in ("dedicated", "sharded"):
@@ -100,7 +104,7 @@ def test_silence_costs_nothing(rank: int, world: int) -> None:
                 train(model, optimizer, range(2), rank, world)
                 optimizer.load_state_dict(optimizer.state_dict())
     finally:
-        RankLogger.process = original  # type: ignore[method-assign]
+        logging.setLogRecordFactory(factory)
     assert made == []
 
 

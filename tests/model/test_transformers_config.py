@@ -151,7 +151,9 @@ def test_transformers_agrees_with_our_own_reading(tmp_path: Path, kind: str) -> 
     transformers = pytest.importorskip("transformers")
     path = written(tmp_path, SIZES | {"model_type": kind})
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **SIZES))
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**SIZES | {"model_type": kind})
+        )
     named = {n: p.shape for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n}
     assert {m.name: (m.rows, m.cols) for m in read_model(path)} == named
 

@@ -290,7 +290,7 @@ class OwnedMatrix:
             local_tensor(before).add_(local_tensor(grad))
         else:
             self.rest.raw_grad = grad
-        for hook in list((accumulation_hooks(self.rest) or {}).values()) if has_hooks else ():
+        for hook in list(accumulation_hooks(self.rest).values()) if has_hooks else ():
             hook(self.rest)
 
     def _replaced(self, grad: OwnedTensor, result: object) -> OwnedTensor:

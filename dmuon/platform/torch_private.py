@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from math import prod
-from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -315,10 +314,9 @@ def unwrapped_for_ddp(param: Tensor) -> bool:
     return hasattr(param, "_st_info")
 
 
-# What ``register_post_accumulate_grad_hook`` has left on a parameter, by number; None if that is nothing.
-accumulation_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = attrgetter(
-    "_post_accumulate_grad_hooks"
-)
+def accumulation_hooks(param: Tensor) -> dict[int, Callable[[Tensor], None]]:
+    """What ``register_post_accumulate_grad_hook`` has left on ``param``."""
+    return param._post_accumulate_grad_hooks or {}
 
 
 def move_hooks(source: Tensor, target: Tensor) -> None:
@@ -366,19 +364,18 @@ def current_backward() -> int | None:
     return None if task == -1 else task
 
 
-# Runs a function when the backward pass that runs now has computed its last gradient.
-on_backward_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward pass that runs now has computed its last gradient."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack
 
-# The innermost pair of hooks around what this thread computes; None if there is none.
-saved_tensor_hooks: Callable[[], SavedTensorHooks | None] = partial(
-    torch._C._autograd._top_saved_tensors_default_hooks, False
-)
 
-# Takes the innermost pair off.
-pop_saved_tensor_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+def saved_tensor_hooks() -> SavedTensorHooks | None:
+    """The innermost pair of hooks around what this thread computes; None if there is none."""
+    top: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top
 
 
 def may_push_saved_tensor_hooks() -> bool:
@@ -391,8 +388,15 @@ def push_saved_tensor_hooks(pair: SavedTensorHooks) -> None:
     torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
-# A number that is the same of all tensors that share a storage, also while that has no memory.
-storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+def pop_saved_tensor_hooks() -> None:
+    """Take the innermost pair off."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """The same of all tensors that share the storage, also while it has no memory."""
+    number: int = storage._cdata
+    return number
 
 
 def spec_of_dtensor(tensor: Tensor) -> DTensorSpec | None:
@@ -428,8 +432,9 @@ def count_holders(storages: Iterable[torch.UntypedStorage], params: Sequence[Ten
     return count
 
 
-# The transformation of ``torch.func`` (``grad``, ``vmap``, ``jvp``) that is running; None outside of one.
-inside_transformation: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
+def inside_transformation() -> bool:
+    """Whether a transformation of ``torch.func`` (``grad``, ``vmap``, ``jvp``) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def outside_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -18,6 +18,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from harness.forks import load_all
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
@@ -358,6 +359,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 @contextmanager
 def replaced(functions: Mapping[Any, Any]) -> Iterator[None]:
     """Put others into the place of functions, under every name that ``torch.distributed`` and dmuon have for them."""
+    load_all()
     by_id = {id(old): new for old, new in functions.items()}
     places = []
     for name, module in list(sys.modules.items()):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from harness.assertions import Raised, raised_by
+from harness.assertions import Raised, raised_by, says_what_to_do
 from harness.dedicated_toy import dedicate, default_mesh, refused
 from harness.network import Block, Network, tensor_parallel
 from harness.pool import RankPool
@@ -138,6 +138,7 @@ def test_a_fault_on_one_rank_ends_all_of_them(faults: list[dict[str, Raised]], k
     first, second = (of_rank[kind] for of_rank in faults)
     assert first.matches(ValueError, match) and ("rank 1" in first.message or kind == "other order"), first
     assert second.matches(error, match), f"the rank at fault raises the original: {second}"
+    assert says_what_to_do(first.message) or "mine" in match, f"without a remedy: {first.message}"
 
 
 # -- a fault in one data-parallel group of several ----------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.assertions import Raised, raised_by
+from harness.assertions import Raised, raised_by, says_what_to_do
 from harness.dedicated_toy import dedicate, dedicated, default_mesh, refused
 from harness.network import Network
 from harness.pool import RankPool
@@ -283,6 +283,7 @@ def test_mistakes_raise_on_every_rank_and_move_nothing(mistakes: list[dict[str, 
     _, error, match = EVERYWHERE[name]
     for of_rank in mistakes:
         assert of_rank[name].matches(error, match), of_rank[name]
+        assert says_what_to_do(of_rank[name].message), f"without a remedy: {of_rank[name].message}"
 
 
 def mesh_outlived_its_group(rank: int, world: int) -> None:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,3 +76,23 @@ def raised_by(use: Callable[[], Any]) -> Raised:
     except Exception as error:
         return Raised(type(error), str(error))
     return Raised(type(None), "")
+
+
+@cache
+def documented_messages() -> list[re.Pattern[str]]:
+    """What docs/troubleshooting.md quotes; ``…`` stands for what varies."""
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    first_cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    quoted = [message for cell in first_cells for message in re.findall(r"`([^`]+)`", cell) if len(message) > 8]
+    return [re.compile(".*".join(re.escape(part.strip()) for part in m.split("…")), re.DOTALL) for m in quoted]
+
+
+REMEDIES = "build|call|count|dedicate_params|exclude|give|leave|make|measure|pass|sort|split|train|write"
+# What is wrong says here what would be right.
+EVIDENT = ("must be|must return", "unexpected keyword", "none of", "one per stage", "has one owner", "part here is")
+
+
+def says_what_to_do(message: str) -> bool:
+    """Whether a refusal names its remedy, needs none, or stands in docs/troubleshooting.md."""
+    patterns = [rf"[;:,] (then )?({REMEDIES})\b", *EVIDENT, *documented_messages()]
+    return any(re.search(pattern, message) is not None for pattern in patterns)

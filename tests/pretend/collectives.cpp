@@ -29,8 +29,7 @@ std::pair<c10::Stream, bool> stream_of(const void* group, c10::Device device) {
   return {found->second, fresh};
 }
 
-// What gloo does in its own thread. Waiting for it is the host's, since streams here run at once; what it then says to
-// the listener is what NCCL does: the current stream goes on after the communicator's.
+// What gloo does in its own thread. Waiting for it is the host's, since streams here run at once.
 class Flight final : public c10d::Work {
  public:
   Flight(c10::intrusive_ptr<c10d::Work> inner, c10::Stream stream, std::vector<at::Tensor> results)
@@ -152,7 +151,6 @@ void collective(const c10::OperatorHandle& op, Stack* stack) {
     queued.block(stream);
   }
   const c10::StreamGuard guard(stream);
-  launched(schema.name(), device, reads, writes);
   op.callBoxed(stack);
   auto inner = stack->back().toCustomClass<c10d::Work>();
   if (first_use) {

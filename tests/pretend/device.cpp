@@ -18,19 +18,11 @@ namespace pretend {
 
 namespace {
 
-std::atomic<Report> listener{nullptr};
 std::atomic<int64_t> last_stream{0};
-std::atomic<int64_t> last_event{0};
 thread_local c10::DeviceIndex device_of_thread = 0;
 thread_local c10::StreamId streams_of_thread[kDevices] = {};
 
 } // namespace
-
-void report(Event event, c10::Device device, c10::StreamId stream, int64_t a, int64_t b) {
-  if (Report told = listener.load()) {
-    told(event, device.index(), stream, a, b);
-  }
-}
 
 c10::Device current_device() {
   return c10::Device(kType, device_of_thread);
@@ -54,7 +46,6 @@ struct Block {
 
 void free_block(void* context) {
   Block* block = static_cast<Block*>(context);
-  report(kFreed, block->stream.device(), block->stream.id(), reinterpret_cast<int64_t>(block->address), block->bytes);
   if (!block->adopted) {
     std::free(block->address);
   }
@@ -63,7 +54,6 @@ void free_block(void* context) {
 
 c10::DataPtr own(void* address, size_t bytes, c10::Device device, c10::Storage adopted) {
   const c10::Stream stream = current_stream(device);
-  report(kAllocated, device, stream.id(), reinterpret_cast<int64_t>(address), bytes);
   return {address, new Block{address, bytes, stream, std::move(adopted)}, &free_block, device};
 }
 
@@ -152,7 +142,6 @@ void resize(c10::StorageImpl* storage, size_t bytes) {
 namespace {
 
 struct Recorded {
-  int64_t number;
   std::chrono::steady_clock::time_point time;
 };
 
@@ -184,11 +173,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override {
     return c10::Stream(c10::Stream::DEFAULT, device.has_index() ? device : current_device());
   }
-  c10::Stream getNewStream(c10::Device device, int priority) const override {
-    const c10::Device there = device.has_index() ? device : current_device();
-    const int64_t id = ++last_stream;
-    report(kStreamCreated, there, id, priority);
-    return c10::Stream(c10::Stream::UNSAFE, there, id);
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return c10::Stream(c10::Stream::UNSAFE, device.has_index() ? device : current_device(), ++last_stream);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool urgent) const override {
     return getNewStream(device, urgent ? -1 : 0);
@@ -200,31 +186,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) {
-      *event = new Recorded{++last_event, {}};
+      *event = new Recorded{};
     }
     Recorded* recorded = static_cast<Recorded*>(*event);
     recorded->time = std::chrono::steady_clock::now();
-    report(kRecordEvent, stream.device(), stream.id(), recorded->number);
   }
-  void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) {
-      report(kWaitEvent, stream.device(), stream.id(), static_cast<Recorded*>(event)->number);
-    }
-  }
+  void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override {
     return true;
   }
   void destroyEvent(void* event, c10::DeviceIndex index) const noexcept override {
     if (event != nullptr) {
-      report(kDestroyEvent, c10::Device(kType, index), 0, static_cast<Recorded*>(event)->number);
       delete static_cast<Recorded*>(event);
     }
   }
-  void synchronizeEvent(void* event) const override {
-    if (event != nullptr) {
-      report(kSynchronizeEvent, current_device(), 0, static_cast<Recorded*>(event)->number);
-    }
-  }
+  void synchronizeEvent(void*) const override {}
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
     TORCH_CHECK(first != nullptr && second != nullptr, "pretend: both events must have been recorded");
     const auto passed = static_cast<Recorded*>(second)->time - static_cast<Recorded*>(first)->time;
@@ -233,19 +209,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream&) const override {
     return true;
   }
-  void synchronizeStream(const c10::Stream& stream) const override {
-    report(kSynchronizeStream, stream.device(), stream.id());
-  }
-  void synchronizeDevice(c10::DeviceIndex index) const override {
-    report(kSynchronizeDevice, c10::Device(kType, index), 0);
-  }
-  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    if (data.get_deleter() == &free_block) {
-      const Block* block = static_cast<const Block*>(data.get_context());
-      const int64_t address = reinterpret_cast<int64_t>(block->address);
-      report(kRecordStream, stream.device(), stream.id(), address, block->bytes);
-    }
-  }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeDevice(c10::DeviceIndex) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -310,8 +276,4 @@ static const Registration registration;
 
 extern "C" int64_t pretend_device_count() {
   return pretend::kDevices;
-}
-
-extern "C" void pretend_listen(pretend::Report told) {
-  pretend::listener.store(told);
 }

@@ -5,25 +5,13 @@
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <unordered_map>
 #include <vector>
 
 namespace pretend {
 
-// What an operator reads and writes: pairs of address and bytes.
-using Launched = void (*)(
-    const char* op,
-    int64_t device,
-    int64_t stream,
-    const int64_t* reads,
-    int64_t read_count,
-    const int64_t* writes,
-    int64_t write_count);
-
 namespace {
 
-std::atomic<Launched> listener{nullptr};
 const c10::DispatchKeySet kCpuKeys(c10::DispatchKey::CPU);
 const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
@@ -94,17 +82,6 @@ class Alias {
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
   std::unordered_map<c10::StorageImpl*, at::Tensor> sources_; // any tensor of the pretended storage
 };
-
-std::vector<int64_t> ranges(const std::vector<at::Tensor>& tensors) {
-  std::vector<int64_t> found;
-  for (const at::Tensor& tensor : tensors) {
-    if (const size_t bytes = here(tensor) ? span(tensor) : 0) {
-      found.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
-      found.push_back(static_cast<int64_t>(bytes));
-    }
-  }
-  return found;
-}
 
 std::vector<int64_t> integers(const c10::IValue& value) {
   std::vector<int64_t> found;
@@ -210,35 +187,17 @@ void set_tensor(const c10::OperatorHandle&, Stack* stack) {
 void copy(const c10::OperatorHandle&, Stack* stack) {
   const auto arguments = torch::jit::pop(*stack, 3); // source, target, non_blocking
   const at::Tensor source = arguments[0].toTensor(), target = arguments[1].toTensor();
-  const c10::Device device = here(target) ? target.device() : source.device();
   Alias alias;
   (here(target) ? alias.cpu(target) : target).copy_(here(source) ? alias.cpu(source) : source);
-  launched("aten::_copy_from", device, {source}, {target});
-  if (!here(source) || !here(target)) {
-    const at::Tensor& host = here(source) ? target : source;
-    if (!arguments[2].toBool() || !host.is_pinned()) {
-      report(kSynchronizeStream, device, current_stream(device).id());
-    }
-  }
   torch::jit::push(*stack, target);
 }
 
 void record_stream(const c10::OperatorHandle&, Stack* stack) {
-  const auto arguments = torch::jit::pop(*stack, 2); // self, stream
-  const at::Tensor self = arguments[0].toTensor();
-  const c10::Stream stream = arguments[1].toStream();
-  report(
-      kRecordStream,
-      stream.device(),
-      stream.id(),
-      reinterpret_cast<int64_t>(self.storage().data()),
-      self.storage().nbytes());
+  torch::jit::pop(*stack, 2); // self, stream
 }
 
 void number(const c10::OperatorHandle&, Stack* stack) {
   const at::Tensor self = torch::jit::pop(*stack).toTensor();
-  launched("aten::_local_scalar_dense", self.device(), {self}, {});
-  report(kSynchronizeStream, self.device(), current_stream(self.device()).id());
   Alias alias;
   torch::jit::push(*stack, alias.cpu(self).item());
 }
@@ -259,7 +218,6 @@ void by_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const std::vector<c10::IValue> given(stack->end() - count, stack->end());
   Alias alias;
   std::optional<c10::Device> device;
-  std::vector<at::Tensor> reads, writes;
   std::vector<std::pair<at::Tensor, at::Tensor>> written; // of the device, and as the CPU sees it
 
   const auto taken = [&](const at::Tensor& tensor, bool write) {
@@ -270,8 +228,6 @@ void by_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
     at::Tensor seen = alias.cpu(tensor);
     if (write) {
       written.emplace_back(tensor, seen);
-    } else {
-      reads.push_back(tensor);
     }
     return seen;
   };
@@ -311,14 +267,11 @@ void by_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
         std::memcpy(tensor.mutable_data_ptr(), seen.const_data_ptr(), span(seen));
       }
     }
-    writes.push_back(tensor);
   }
-  bool view = !schema.returns().empty();
   const size_t results = schema.returns().size();
   for (size_t i = 0; i < results; ++i) {
     c10::IValue& place = (*stack)[stack->size() - results + i];
     const c10::AliasInfo* info = schema.returns()[i].alias_info();
-    view = view && info != nullptr && !info->isWrite();
     if (place.isTensor()) {
       at::Tensor result;
       for (size_t j = 0; j < count && !result.defined(); ++j) {
@@ -327,26 +280,16 @@ void by_the_cpu(const c10::OperatorHandle& op, Stack* stack) {
         }
       }
       if (!result.defined()) {
-        const at::Tensor seen = place.toTensor();
-        result = alias.back(seen, on);
-        if (info == nullptr) {
-          writes.push_back(result);
-        }
+        result = alias.back(place.toTensor(), on);
       }
       place = result;
     } else if (place.isTensorList()) {
       c10::List<at::Tensor> list;
       for (const at::Tensor& seen : place.toTensorVector()) {
         list.push_back(alias.back(seen, on));
-        if (info == nullptr) {
-          writes.push_back(list.get(list.size() - 1));
-        }
       }
       place = std::move(list);
     }
-  }
-  if (!view) {
-    launched(schema.name(), on, reads, writes);
   }
 }
 
@@ -360,18 +303,6 @@ torch::CppFunction boxed() {
 at::Tensor as_cpu(const at::Tensor& tensor) {
   Alias alias;
   return here(tensor) ? alias.cpu(tensor) : tensor;
-}
-
-void launched(
-    const std::string& op,
-    c10::Device device,
-    const std::vector<at::Tensor>& reads,
-    const std::vector<at::Tensor>& writes) {
-  if (Launched told = listener.load()) {
-    const std::vector<int64_t> read = ranges(reads), written = ranges(writes);
-    const int64_t stream = current_stream(device).id();
-    told(op.c_str(), device.index(), stream, read.data(), read.size() / 2, written.data(), written.size() / 2);
-  }
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
@@ -414,7 +345,3 @@ TORCH_LIBRARY_IMPL(pretend, CPU, m) {
 }
 
 } // namespace pretend
-
-extern "C" void pretend_listen_to_operators(pretend::Launched told) {
-  pretend::listener.store(told);
-}

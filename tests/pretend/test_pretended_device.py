@@ -29,7 +29,6 @@ from dmuon.kernels import variant
 from dmuon.platform.streams import HostCopy, PhaseTimer
 from dmuon.platform.torch_private import current_backward, local_tensor
 from dmuon.step import update
-from pretend.listener import Listener, Stream, listening
 
 Ranks = Callable[..., list[Any]]
 DEVICES = ("cpu", "pretend")
@@ -231,19 +230,19 @@ def time_a_phase() -> None:
     timer = PhaseTimer(torch.device("pretend:0"))
     with timer.phase("any"):
         pass
-    timer.seconds()
 
 
 def devices_of_events(_rank: int, _world: int, program: Callable[[], None]) -> set[int]:
     """On whose streams ``program`` records events while another device than the first is current."""
-    found: set[int] = set()
+    module, found = torch.pretend, set()  # type: ignore[attr-defined]
 
-    class Recorded(Listener):
-        def record_event(self, event: int, stream: Stream) -> None:
-            found.add(stream.device)
+    class Recorded(module.Event):  # type: ignore[name-defined,misc]
+        def record(self, stream: Any = None) -> None:
+            found.add((stream or module.current_stream()).device_index)
+            super().record(stream)
 
-    torch.pretend.set_device(1)  # type: ignore[attr-defined]
-    with listening(Recorded()):
+    module.set_device(1)
+    with mock.patch.object(module, "Event", Recorded):
         program()
     return found
 

@@ -148,8 +148,8 @@ class Memory:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._pools: dict[Stream, list[Block]] = {}
+        self.clock = clock
+        self.pools: dict[Stream, list[Block]] = {}
         self.races: Counter[Race] = Counter()
 
     def allocate(self, stream: Stream, nbytes: int, site: Site) -> Block:
@@ -157,8 +157,8 @@ class Memory:
 
         As if ``stream`` wrote it: what it has queued on the memory before may still run.
         """
-        first = Access(stream, self._clock.tick(stream), 0, nbytes, True, site)
-        for freed in self._pools.pop(stream, ()):
+        first = Access(stream, self.clock.tick(stream), 0, nbytes, True, site)
+        for freed in self.pools.pop(stream, ()):
             for access in freed.accesses:
                 if access.stream not in freed.recorded and not self.ordered(stream, access):
                     self.races[Race("reuse", access.site, freed.site)] += 1
@@ -168,7 +168,7 @@ class Memory:
         """Queue an operation that uses the bytes ``[start, end)``."""
         if start >= end:
             return
-        access = Access(stream, self._clock.tick(stream), start, end, writes, site)
+        access = Access(stream, self.clock.tick(stream), start, end, writes, site)
         for earlier in block.accesses:
             conflict = (writes or earlier.writes) and earlier.overlaps(start, end)
             if conflict and not self.ordered(stream, earlier):
@@ -179,7 +179,7 @@ class Memory:
     def read_on_host(self, block: Block, site: Site) -> None:
         """The host reads now what it has not waited for."""
         for access in block.accesses:
-            if access.writes and not self._clock.host_knows(access.stream, access.tick):
+            if access.writes and not self.clock.host_knows(access.stream, access.tick):
                 self.races[Race("host", access.site, site)] += 1
 
     def record(self, block: Block, stream: Stream) -> None:
@@ -188,10 +188,10 @@ class Memory:
 
     def free(self, block: Block) -> None:
         if block.stream is not None:
-            self._pools.setdefault(block.stream, []).append(block)
+            self.pools.setdefault(block.stream, []).append(block)
 
     def ordered(self, stream: Stream, earlier: Access) -> bool:
-        return earlier.stream is stream or self._clock.knows(stream, earlier.stream, earlier.tick)
+        return earlier.stream is stream or self.clock.knows(stream, earlier.stream, earlier.tick)
 
 
 def total(races: Iterable[Counter[Race]]) -> Counter[Race]:

@@ -93,7 +93,7 @@ class Collectives:
     observer: Observer
     nccl: bool = False
     journal: list[Launched] = field(default_factory=list)
-    _kernels: dict[str, clock.Stream] = field(default_factory=dict)  # by name of the group
+    kernels: dict[str, clock.Stream] = field(default_factory=dict)  # by name of the group
 
     @contextmanager
     def entered(self) -> Iterator[Collectives]:
@@ -122,11 +122,11 @@ class Collectives:
         def call(*args: Any, **kwargs: Any) -> Work | None:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            return self._start(name, original, bound.arguments)
+            return self.start(name, original, bound.arguments)
 
         return call
 
-    def _start(self, name: str, original: Callable[..., Any], arguments: dict[str, Any]) -> Work | None:
+    def start(self, name: str, original: Callable[..., Any], arguments: dict[str, Any]) -> Work | None:
         site = site_of(name)
         group = arguments["group"] or dist.group.WORLD
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -135,7 +135,7 @@ class Collectives:
         observer, asynchronous = self.observer, arguments["async_op"]
         queue = observer.queue
         if asynchronous:
-            queue = self._kernels.setdefault(group.group_name, clock.Stream(f"kernels of {group.group_desc}"))
+            queue = self.kernels.setdefault(group.group_name, clock.Stream(f"kernels of {group.group_desc}"))
             observer.module.clock.wait(queue, observer.module.current.moment)
         copies = dict(arguments)
         moves: list[tuple[Tensor, Tensor]] = []

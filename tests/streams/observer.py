@@ -46,19 +46,14 @@ class Event:
     """As ``torch.Event``."""
 
     def __init__(self, module: Module) -> None:
-        self._module = module
-        self._moment: Knowledge = {}
+        self.module = module
+        self.moment: Knowledge = {}  # what has ended once this has come
 
     def record(self, stream: Stream | None = None) -> None:
-        self._moment = (stream or self._module.current).moment
-
-    @property
-    def moment(self) -> Knowledge:
-        """What has ended once this has come."""
-        return self._moment
+        self.moment = (stream or self.module.current).moment
 
     def synchronize(self) -> None:
-        self._module.wait_on_host(self._moment, "Event.synchronize")
+        self.module.wait_on_host(self.moment, "Event.synchronize")
 
     def elapsed_time(self, _end: Event) -> float:
         return 0.0
@@ -68,27 +63,27 @@ class Stream:
     """As ``torch.Stream``."""
 
     def __init__(self, module: Module, name: str) -> None:
-        self._module = module
+        self.module = module
         self.queue = clock.Stream(name)
 
     @property
     def moment(self) -> Knowledge:
         """What has ended once everything queued so far has."""
-        return self._module.clock.moment(self.queue)
+        return self.module.clock.moment(self.queue)
 
     def wait_stream(self, other: Stream) -> None:
-        self._module.clock.wait(self.queue, other.moment)
+        self.module.clock.wait(self.queue, other.moment)
 
     def wait_event(self, event: Event) -> None:
-        self._module.clock.wait(self.queue, event.moment)
+        self.module.clock.wait(self.queue, event.moment)
 
     def record_event(self) -> Event:
-        event = Event(self._module)
+        event = Event(self.module)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        self._module.wait_on_host(self.moment, "Stream.synchronize")
+        self.module.wait_on_host(self.moment, "Stream.synchronize")
 
 
 class Module:
@@ -147,10 +142,10 @@ class Observer(TorchDispatchMode):
         self.module = Module(deaf)
         self.memory = Memory(self.module.clock)
         self.operations = 0
-        self._blocks: dict[int, tuple[StorageWeakRef, Block]] = {}  # a weak reference keeps the address from others
+        self.blocks: dict[int, tuple[StorageWeakRef, Block]] = {}  # a weak reference keeps the address from others
         self.on_host: set[int] = set()
-        self._hidden = False
-        self._entered = ExitStack()
+        self.is_hidden = False
+        self.entered = ExitStack()
 
     @property
     def queue(self) -> clock.Stream:
@@ -158,7 +153,7 @@ class Observer(TorchDispatchMode):
         return self.module.current.queue
 
     def __enter__(self) -> Observer:
-        stack = self._entered
+        stack = self.entered
         stack.enter_context(replaced({streams_of: lambda _device: self.module, pinned_like: self.pinned_like}))
         stack.enter_context(_method(torch.UntypedStorage, "resize_", self.resize))
         stack.enter_context(_method(Tensor, "record_stream", self.record_stream))
@@ -168,16 +163,16 @@ class Observer(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._entered.close()
+        self.entered.close()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """What is done inside is no operation of the device."""
-        before, self._hidden = self._hidden, True
+        before, self.is_hidden = self.is_hidden, True
         try:
             yield
         finally:
-            self._hidden = before
+            self.is_hidden = before
 
     # -- operations ------------------------------------------------------------------------------------------------
 
@@ -185,7 +180,7 @@ class Observer(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._hidden or any(issubclass(kind, FakeTensor) for kind in types):
+        if self.is_hidden or any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # a wrapper: what it does with its parts comes here again
@@ -206,7 +201,7 @@ class Observer(TorchDispatchMode):
                     increment_version(tensor)  # which torch does not under a mode, of lists alone
         for tensor in _tensors(out):
             if tensor.untyped_storage()._cdata not in given:
-                self._block(tensor.untyped_storage(), site)
+                self.block(tensor.untyped_storage(), site)
                 if name not in _ALLOCATES:
                     self.access(tensor, True, site)
         if name in _HOST_WAITS:
@@ -216,45 +211,45 @@ class Observer(TorchDispatchMode):
     def access(self, tensor: Tensor, writes: bool, site: Site, queue: clock.Stream | None = None) -> None:
         """An operation on ``queue``, by default the current stream, uses ``tensor``."""
         if tensor.device.type != "meta" and tensor.numel():
-            block = self._block(tensor.untyped_storage(), None)
+            block = self.block(tensor.untyped_storage(), None)
             self.memory.access(block, queue or self.queue, *_span(tensor), writes, site)
 
-    def _block(self, storage: torch.UntypedStorage, site: Site | None) -> Block:
+    def block(self, storage: torch.UntypedStorage, site: Site | None) -> Block:
         """That of ``storage``; allocated now at ``site`` if it is not known, or for ever if there is none."""
         key = storage._cdata
-        if key not in self._blocks:
+        if key not in self.blocks:
             block = Block(None, Site(PROGRAM, "what was there before"))
             if site is not None:
                 self.free_expired()
                 block = self.memory.allocate(self.queue, storage.nbytes(), site)
-            self._blocks[key] = StorageWeakRef(storage), block
-        return self._blocks[key][1]
+            self.blocks[key] = StorageWeakRef(storage), block
+        return self.blocks[key][1]
 
     def free_expired(self) -> None:
-        for key in [key for key, (reference, _) in self._blocks.items() if reference.expired()]:
-            self.memory.free(self._blocks.pop(key)[1])
+        for key in [key for key, (reference, _) in self.blocks.items() if reference.expired()]:
+            self.memory.free(self.blocks.pop(key)[1])
             self.on_host.discard(key)
 
     # -- what torch does without dispatching it --------------------------------------------------------------------
 
     def resize(self, original: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
-        known = self._blocks.pop(storage._cdata, None)
+        known = self.blocks.pop(storage._cdata, None)
         if known is not None:
             self.memory.free(known[1])
         result = original(storage, size)
         if size:
-            self._block(storage, site_of("resize_"))
+            self.block(storage, site_of("resize_"))
         return result
 
     def record_stream(self, _original: Callable[..., Any], tensor: Tensor, stream: Stream) -> None:
-        self.memory.record(self._block(tensor.untyped_storage(), None), stream.queue)
+        self.memory.record(self.block(tensor.untyped_storage(), None), stream.queue)
 
     def tolist(self, original: Callable[..., Any], tensor: Tensor) -> Any:
-        if type(tensor) is Tensor and tensor.device.type != "meta" and not self._hidden:
+        if type(tensor) is Tensor and tensor.device.type != "meta" and not self.is_hidden:
             site = site_of("tolist")
             storage = tensor.untyped_storage()
             if storage._cdata in self.on_host:
-                self.memory.read_on_host(self._block(storage, None), site)
+                self.memory.read_on_host(self.block(storage, None), site)
             else:
                 self.access(tensor, False, site)
                 self.module.wait_on_host(self.module.current.moment, "tolist")
@@ -264,7 +259,7 @@ class Observer(TorchDispatchMode):
         with self.hidden():
             pinned = torch.empty_like(values)
         storage = pinned.untyped_storage()
-        self._blocks[storage._cdata] = StorageWeakRef(storage), Block(None, site_of("pinned memory"))
+        self.blocks[storage._cdata] = StorageWeakRef(storage), Block(None, site_of("pinned memory"))
         self.on_host.add(storage._cdata)
         return pinned
 

@@ -138,11 +138,11 @@ class _Skipper(ast.NodeTransformer):
     """Puts :func:`without` around one method."""
 
     def __init__(self, place: ast.Attribute) -> None:
-        self._place = place
+        self.place = place
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
-        if node is not self._place:
+        if node is not self.place:
             return node
         skipper = ast.parse(f"__import__({__name__!r}, fromlist=['without']).without", mode="eval").body
         return ast.copy_location(ast.Call(skipper, [node], []), node)

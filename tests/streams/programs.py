@@ -12,13 +12,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness.network import Network, Size, full_state, loss_of
+from harness.network import Block, Network, Size, full_state, loss_of
 from harness.topologies import LAYOUTS, Laid, lay
 from harness.toy import SIZE, VOCAB, batch, build
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
+from dmuon import kernels
 from dmuon.dedicated import replicated
 from streams.clock import Race, Site
 from streams.collectives import Collectives, Launched
@@ -51,7 +52,7 @@ class Program:
     ns_dtype: torch.dtype | None = None
     nccl: bool = False
     graphs: int = 0
-    model: Literal["toy", "single", "auxiliary", "experts"] = "toy"
+    model: Literal["toy", "single", "auxiliary", "experts", "branches", "towers"] = "toy"
     optimizers: int = 1
     bucket: int | None = None
     comm: dict[str, Any] = field(default_factory=dict)
@@ -112,11 +113,92 @@ class Auxiliary(Network):
         return self.last(logits) if dist.get_rank() == 0 else logits
 
 
+class Branches(Block):
+    """Its first layer runs on a stream of its own. No gradient of its input would make others wait for that.
+
+    On an accelerator autograd runs each node, and the hooks of the parameters behind it, on the stream of its forward.
+    Here all nodes run in one thread, in the reverse order of forward, and hooks of tensors change the stream there.
+    """
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        self.module: Any = kernels.streams_of(torch.device("cpu"))
+        self.side = self.module.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = self.module.current
+        self.side.wait_stream(main)
+        with self.module.stream(self.side):
+            x.record_stream(self.side)
+            start = x.detach().clone().requires_grad_()
+            start.register_hook(lambda _: _go_on(self.module, main))
+            wide = self.up(self.norm(start))
+            wide.register_hook(lambda grad: _go_on(self.module, self.side, grad, self.module.current.record_event()))
+        main.wait_stream(self.side)
+        return x + self.mix(x) + self.down(torch.tanh(wide))
+
+
+class Towers(Network):
+    """Its blocks run beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE, Branches)
+        self.module: Any = kernels.streams_of(torch.device("cpu"))
+        self.towers = [self.module.Stream() for _ in self.blocks]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        outputs = []
+        for block, tower in zip(self.blocks, self.towers, strict=True):
+            outputs.append(self._beside(block, tower, x))
+        together = torch.stack(outputs)
+        together.register_hook(self._mark)
+        logits: Tensor = self.head(self.norm(together.sum(0)))
+        return logits
+
+    def _mark(self, _: Tensor) -> None:
+        self.event = self.module.current.record_event()
+
+    def _beside(self, block: nn.Module, tower: Stream, x: Tensor) -> Tensor:
+        main = self.module.current
+        tower.wait_stream(main)
+        x.record_stream(tower)
+        own = x.view_as(x)
+        own.register_hook(lambda grad: _go_on(self.module, main, grad, tower.record_event()))
+        with self.module.stream(tower):
+            output: Tensor = block(own)
+        output.register_hook(lambda grad: _go_on(self.module, tower, grad, self.event))
+        main.wait_stream(tower)
+        output.record_stream(main)
+        return output
+
+
+def _go_on(module: Any, stream: Stream, grad: Tensor | None = None, made: Any = None) -> None:
+    """Let ``stream`` be the current one, behind what has made a gradient that it reads."""
+    if grad is not None:
+        stream.wait_event(made)
+        grad.record_stream(stream)
+    module.current = stream
+
+
+def _wait_in_the_end(streams: list[Stream]) -> Callable[[Tensor], None]:
+    """As autograd lets the stream that called backward wait for those on which gradients were accumulated."""
+
+    def begin(_: Tensor) -> None:
+        current = streams[0].module.current
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(lambda: [current.wait_stream(stream) for stream in streams])
+
+    return begin
+
+
 MODELS: dict[str, Callable[[], Network]] = {
     "toy": build,
     "single": lambda: build(block=Single),
     "auxiliary": Auxiliary,
     "experts": lambda: build(block=Experts),
+    "branches": lambda: build(block=Branches),
+    "towers": Towers,
 }
 
 
@@ -161,8 +243,15 @@ class Trained:
 
 
 def _backward(trained: Trained) -> None:
-    trained.loss().backward()
+    sides = [block.side for block in trained.laid.network.blocks if isinstance(block, Branches)]
+    loss = trained.loss()
+    if sides:
+        loss.register_hook(_wait_in_the_end(sides))
+    loss.backward()
     trained.laid.reduce()
+    for side in sides:
+        with side.module.stream(side):
+            torch.zeros(4)  # takes what was freed on this stream, and has nothing to wait for
 
 
 def _accumulate(trained: Trained) -> None:
@@ -404,6 +493,10 @@ PROGRAMS: dict[str, Program] = {
     "auxiliary": Program("1d-two-lines", f"{T} {T} {T} {T}", model="auxiliary", bucket=1000),
     "experts": Program("1d-two-lines", f"{T} {T} {T}", model="experts", overlap=True),
     "experts exchanged": Program("fsdp2-2", f"{T} {T}", model="experts"),
+    "branches": Program("1d-two-lines", f"{T} {T}", model="branches"),
+    "branches of replicas": Program("hsdp-two-lines", f"{T} {T}", model="branches"),
+    "branches of copies": Program("ddp-2", f"{T} {T}", model="branches", bucket=1000),
+    "towers": Program("1d-two-lines", f"{T} {T}", keep=True, model="towers", comm={"merge_bytes": 10**6}),
     "saved alone": Program(
         "1d-two-lines", f"backward save-alone step zero {T} {T} {T}", model="auxiliary", bucket=1000
     ),

@@ -21,16 +21,16 @@ class Buffers:
     """As ``dmuon.kernels.replay.CudaGraphs``."""
 
     def __init__(self) -> None:
-        self._pools: list[Tensor] = []  # nobody else gets what a graph has allocated
-        self._workspace = torch.zeros(1)  # that products have on the stream that captures: all graphs write it
+        self.pools: list[Tensor] = []  # nobody else gets what a graph has allocated
+        self.workspace = torch.zeros(1)  # that products have on the stream that captures: all graphs write it
 
     def record(self, run_eager: Callable[[Tensor], Tensor], x: Tensor) -> Any:
         source = torch.empty_like(x)
         result = torch.empty_like(run_eager(x.clone()))
-        self._pools.append(result)
+        self.pools.append(result)
 
         def again() -> None:
-            self._workspace.zero_()
+            self.workspace.zero_()
             result.copy_(run_eager(source.clone()))
 
         return replay.Recording(again, source, result)

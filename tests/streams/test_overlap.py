@@ -49,7 +49,7 @@ def awaited_reductions(_rank: int, _world: int, outstanding: int) -> list[tuple[
 
     def row_of(buffer: OwnedBuffer) -> clock.Stream:
         assert buffer.comm.row is not None
-        return collectives._kernels[buffer.comm.row.gradients.group.group_name]
+        return collectives.kernels[buffer.comm.row.gradients.group.group_name]
 
     def starting(original: Wrapped) -> Wrapped:
         def start(self: GradReduction, buffer: OwnedBuffer, **options: Any) -> None:

@@ -76,8 +76,7 @@ from training.model import GPT, MLP, GPTConfig
 from training.trainer import sharded
 
 import dmuon
-from dmuon.comm.copying import Copying
-from dmuon.comm.domain import AllToAll, Redistribution, make_domain
+from dmuon.comm.domain import AllToAll, Copying, Redistribution, make_domain
 from dmuon.exchanged import assignment
 from dmuon.planning.cost_lookup import link_ns_per_byte
 from dmuon.report.accounting import expected_exchange

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import Verdict, Vote, agree, require_same_in_turn
-from dmuon.comm.copying import connect_copies
-from dmuon.comm.domain import Domain, make_domain
+from dmuon.comm.agreement import Vote, VoteResult, agree, require_same_in_turn
+from dmuon.comm.domain import Domain, connect_copies, make_domain
 from dmuon.comm.monitor import CollectiveError
 from dmuon.comm.process_groups import ranks_of, this_rank
 from dmuon.exchanged.assignment import owner_fault, plan, planned_owners, tasks
@@ -34,6 +33,8 @@ from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
 from dmuon.step.residency import Options, Residency, Sharing, lies, memberships, with_gradients
 from dmuon.step.rounds import Round, exchanged_rounds, longest_first
+
+_VOTE = "vote before step()"
 
 
 def exchange_for(
@@ -292,31 +293,32 @@ class Exchange(Residency):
                 fault = fault or error
             flags = [*map(present.__contains__, ids), *said]
             try:
-                verdict = domain.vote(
-                    Vote(flags, domain.monitor.digest, changed, None if fault is None else self._rank)
-                )
-                if not verdict.same_change or verdict.fault not in (None, self._rank):
-                    raise self._refusal(domain, changed, verdict)
-                if said and not changed and verdict.fault is None:
-                    self._check_copies(domain, copies, verdict.flags[len(ids) :])
+                faulty = None if fault is None else self._rank
+                with domain.vote_stream.alone():
+                    vote = Vote(flags, domain.group, domain.monitor, _VOTE, changed=changed, faulty=faulty)
+                    result = vote.result()
+                if not result.same_change or result.faulty not in (None, self._rank):
+                    raise self._refusal(domain, changed, result)
+                if said and not changed and result.faulty is None:
+                    self._check_copies(domain, copies, result.flags[len(ids) :])
             except Exception as error:
                 fault = fault or error
                 continue
-            voted.update(compress(ids, verdict.flags))
+            voted.update(compress(ids, result.flags))
         if fault is not None:
             raise fault
         return None if changed else voted
 
-    def _refusal(self, domain: Domain, changed: bool, verdict: Verdict) -> RuntimeError:
+    def _refusal(self, domain: Domain, changed: bool, result: VoteResult) -> RuntimeError:
         ranks = listed(domain.ranks, " ")
-        if not verdict.same_change:
+        if not result.same_change:
             where = "this rank" if changed else "another rank, and not on this one"
             return RuntimeError(
                 f"rank {self._rank}: parameters of the optimizer or their layouts have changed on {where}, of ranks "
                 f"{ranks}; change them on all of them before the same step"
             )
         return RuntimeError(
-            f"rank {self._rank}: rank {verdict.fault}, one of ranks {ranks}, cannot take this step, and so none of "
+            f"rank {self._rank}: rank {result.faulty}, one of ranks {ranks}, cannot take this step, and so none of "
             "them takes it; its message says why"
         )
 
@@ -341,7 +343,7 @@ class Exchange(Residency):
     def end_update(self) -> None:
         """All weights have their new values on this rank."""
         for domain, _ in self.domains:
-            domain.monitor.end_step()
+            domain.monitor.step += 1
 
     def vote_sizes(self) -> list[int]:
         """By domain, how many numbers a rank says in a vote."""

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.copying import Copies, Copying, connect_copies
-from dmuon.comm.domain import redistribute_all
+from dmuon.comm.domain import Copies, Copying, connect_copies, redistribute_all
 from dmuon.comm.process_groups import grid_of_groups, ranks_of, this_rank
 from dmuon.exchanged.assignment import plan, planned_owners, whole_parcel
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.comm.copying import Copies, Copying
-from dmuon.comm.domain import AllToAll, Redistribution
+from dmuon.comm.domain import AllToAll, Copies, Copying, Redistribution
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
 from dmuon.step.record import StepRecord

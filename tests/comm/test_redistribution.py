@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from dmuon import create_dtensor_config
-from dmuon.comm import copying, process_groups
-from dmuon.comm.copying import Copies, Copying, connect_copies
-from dmuon.comm.domain import AllToAll, Domain, Redistribution, make_domain
+from dmuon.comm import domain as exchange
+from dmuon.comm import process_groups
+from dmuon.comm.domain import AllToAll, Copies, Copying, Domain, Redistribution, connect_copies, make_domain
 from dmuon.layout.parameters import place_dtensor
 from dmuon.layout.parcels import Parcel, spread_over_all
 from dmuon.layout.shards import Piece, ShardLayout, layout_of
@@ -176,7 +176,7 @@ def test_batches_of_parts_travel_to_their_owners_and_back(rank: int, world: int,
         back = Redistribution(AllToAll([p.from_owner for p in parcels], domain), twice, like, "a test").wait()
         connect_copies(domain, [parcel.spread for parcel in parcels])
         transport = source.choice(["broadcast", "single"])
-        with patch.object(copying, "choose_transport", lambda *_: transport):  # noqa: B023
+        with patch.object(exchange, "choose_transport", lambda *_: transport):  # noqa: B023
             copies = Copies(parcels, domain)
         assert copies.needed == any(max(parcel.layout.replicas) for parcel in parcels)
         copied = any(p.spread.copies > 1 and rank in p.spread.parts for p in parcels)
@@ -271,7 +271,7 @@ def test_copies_are_not_gathered(rank: int, world: int) -> None:
     parcel = Parcel(1, spread_over_all(layout), 1)
     whole = numbered((1, 4, 3))
     gathering = Redistribution(AllToAll([parcel.to_owner], domain), {0: whole}, whole.new_empty(0), "copies")
-    assert not domain.monitor.count("exchange"), "a collective was started"
+    assert not domain.monitor.counts["exchange"], "a collective was started"
     found = gathering.wait()
     assert found.keys() == ({0} if rank == 1 else set())
     assert all(one.data_ptr() == whole.data_ptr() for one in found.values()), "copied"
@@ -314,7 +314,7 @@ def test_copies_travel_where_all_ranks_have_to_make_all_groups(rank: int, world:
     layouts = [layout_of(shape, (2, 2), [Replicate(), Shard(0)]) for shape in ((1, 3), (4, 3))]
     parcels = [Parcel(1, spread_over_all(layout), owner) for owner, layout in zip((2, 3), layouts, strict=True)]
     with (
-        patch.object(copying, "default_group_is_bound", lambda: True),
+        patch.object(exchange, "default_group_is_bound", lambda: True),
         patch.object(process_groups, "default_group_is_bound", lambda: True),
     ):
         connect_copies(domain, [parcel.spread for parcel in parcels])

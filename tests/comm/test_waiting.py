@@ -19,8 +19,8 @@ from harness.toy import build
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
+from dmuon.comm.agreement import run_awaited
 from dmuon.comm.monitor import CollectiveError
-from dmuon.comm.waiting import run_awaited
 from dmuon.planning import agreed_plan
 
 CPU = torch.device("cpu")

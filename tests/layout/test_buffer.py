@@ -13,7 +13,7 @@ from harness.on_ranks import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmuon.comm.lines import Line, gather, reduce, scratch
+from dmuon.comm.monitor import Line, gather, reduce, scratch
 from dmuon.layout.buffer import BufferLayout, Transport, choose_transport, make_layout
 
 TRANSPORTS: list[Transport] = ["auto", "broadcast", "single"]

@@ -21,7 +21,7 @@ from dmuon.optimizer.stats import StepStats
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.report.explain import explain
 from dmuon.report.stragglers import rebalanced_plan
-from dmuon.step.record import MatrixStats
+from dmuon.step.update import MatrixStats
 
 __version__ = "0.1.0"
 

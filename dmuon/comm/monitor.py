@@ -75,11 +75,14 @@ class FirstError:
 
 def run_all(actions: Iterable[Callable[[], object]]) -> None:
     """Call every one of them, whatever the others raise; then raise the first exception."""
-    first = FirstError()
+    first: Exception | None = None
     for action in actions:
-        with first:
+        try:
             action()
-    first.throw()
+        except Exception as error:  # of whatever kind a back end raises
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def first_line(error: Exception) -> str:

@@ -31,7 +31,7 @@ from dmuon.layout.topology import GlobalRank, Ranks, listed
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
-from dmuon.step.residency import Options, Residency, Sharing, lies, memberships, with_gradients
+from dmuon.step.residency import Options, Residency, Sharing, layouts_and_gradients, memberships
 from dmuon.step.rounds import Round, exchanged_rounds, longest_first
 
 _VOTE = "vote before step()"
@@ -209,7 +209,7 @@ class Exchange(Residency):
     copies: Mapping[int, dist.ProcessGroup]
 
     def __post_init__(self) -> None:
-        self._laid = [(param, lies(param)) for param in self.params]
+        self._laid_out, _ = layouts_and_gradients(self.params)
         self._rank = this_rank()
         self._options: weakref.WeakMethod[Options] | None = None
         self._loading: list[tuple[dist.ProcessGroup, set[int]]] = []
@@ -226,6 +226,10 @@ class Exchange(Residency):
     @abstractmethod
     def table(self) -> list[Exchanged]:
         """What is exchanged, in the order of the parameters."""
+
+    def report(self) -> list[str]:
+        """The plans behind the owners, for people."""
+        return []
 
     def compare(self, options: Options, groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
         """In each domain, of the groups that hold its matrices, or other parameters over just the same ranks."""
@@ -277,8 +281,9 @@ class Exchange(Residency):
             RuntimeError: layouts changed on some ranks only, another rank takes no step, or copies of the same part
                 differ in whether they have a gradient.
         """
-        found = with_gradients(self._laid)
-        changed, present = changed or found is None, found or set()
+        layouts, present = layouts_and_gradients(self.params)
+        if layouts != self._laid_out:
+            changed, present = True, set()
         options = None if self._options is None else self._options()
         # All domains, whatever happens: their ranks wait for this one.
         voted = set(present)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dmuon.comm.agreement import agree
 from dmuon.comm.domain import Domain
 from dmuon.exchanged.user_functions import Result, UserFunctions, check_gathered, check_part
-from dmuon.kernels import update_scale
+from dmuon.kernels import momentum_update, normalized, update_scale
 from dmuon.layout.matrices import local_regions
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.matrix_spec import spec_of
@@ -23,7 +23,7 @@ from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.residency import like_param
 from dmuon.step.rounds import Round, Step
-from dmuon.step.update import Done, apply, folded, orthogonalize_whole
+from dmuon.step.update import Done, apply, fold, numerics_of, orthogonalize
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class UserRound(Round):
         results: dict[int, Result] = {}
         for number, batch in batches.items():
             with timer.phase("momentum"):
-                update = folded(group, batch, [(0, 1)])
+                [update] = fold(group, batch, batch.whole, momentum_update)
                 update = like_param(batch.params[0], update.view(local_tensor(batch.params[0]).shape))
             with timer.phase("exchange"), self._named("gather_fn", number):
                 results[number] = self.functions.gather(number, update, self.owners[number])
@@ -91,7 +91,7 @@ class UserRound(Round):
         for number, batch in batches.items():
             assert batch.region is not None
             update = batch.region.take(parts.pop(number).to(batch.dtype))
-            apply(group, batch, (0, 1), update, timer, scale=1.0)
+            apply(group, batch, batch.whole[0], update, timer, scale=1.0)
 
     def _wholes(
         self, batches: Mapping[int, Batch], gathered: dict[int, Result], timer: PhaseTimer
@@ -158,18 +158,21 @@ def _orthogonalized(
     param = batch.params[0]
     spec = spec_of(param)
     whole = whole.to(batch.dtype)
+    numerics = numerics_of(group, batch.dtype, whole.device)
     update, done = torch.empty_like(whole, memory_format=torch.contiguous_format), []
     regions = local_regions(whole.shape, spec)
     several = len(regions) * regions[0].stack[0] > 1 or whole.ndim > 2
     for part, region in enumerate(regions):
         of_part = replace(batch, shape=region.shape, transposed=spec.transposed)
-        ready = orthogonalize_whole(group, of_part, region.take(whole), timer)
-        scaled = ready.update.to(batch.dtype) * update_scale(group["adjust_lr_fn"], of_part.scaled_shape)
+        with timer.phase("momentum"):
+            x, norms = normalized(region.take(whole), storage=numerics.storage, eps=group["eps"])
+        orthogonal, of_part_done = orthogonalize(numerics, of_part, (0, 1), x, norms, timer)
+        scaled = orthogonal.to(batch.dtype) * update_scale(group["adjust_lr_fn"], of_part.scaled_shape)
         target = region.take(update)
         target.copy_(scaled)
         region.put(update, list(target.unbind(0)))
         numbers = range(part, len(regions) * region.count, len(regions))
-        done.append(replace(ready.done, matrices=[(param, i if several else None) for i in numbers]))
+        done.append(replace(of_part_done, matrices=[(param, i if several else None) for i in numbers]))
     return update, done
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from dmuon.comm.norm import all_reduce
-from dmuon.step.record import MatrixStats, StepRecord, Terms, stats_of, totals
 from dmuon.step.residency import Residency
+from dmuon.step.update import MatrixStats, StepRecord, Terms, stats_of, totals
 
 
 class MatrixRecord:

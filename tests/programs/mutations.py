@@ -109,7 +109,7 @@ FAULTS = {
         "another_owner_than_planned": "«position_in(placed.ranks, owner)→Position(0)»)",
     },
     f"{EXCHANGED} -k another_placement_is_planned_anew": {
-        "a_stale_layout_is_kept": "if lies(param) != «as_before→lies(param)»:",
+        "a_stale_layout_is_kept": "if layouts != «self._laid_out→layouts»:",
     },
     f"{CHECKPOINT} -k resume": {
         "loaded_momentum_is_not_stored": "row.local.«copy_(part)→zero_()»",

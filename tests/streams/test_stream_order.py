@@ -274,7 +274,7 @@ PLANTS = {
     "self._arrived.synchronize in HostCopy.tolist": "lines",
     # -- the others are slow
     "self._pending.wait in Copying.wait": "hsdp exchanged",
-    "work.wait in join": "fsdp exchanged half",
+    "work.wait in join_norms": "fsdp exchanged half",
     "pending.wait in OwnedBuffer._settle": "lines",
     "tensor.record_stream in Stream.beside": "overlap",
     "work.wait in Pending.wait": "lines",

@@ -19,7 +19,7 @@ from torch import Tensor
 from dmuon.comm.monitor import Line, Monitor, Parts, Pending, Works, gather, scratch
 from dmuon.comm.process_groups import connect, make_group, named, this_rank
 from dmuon.layout.buffer import choose_transport, lay_spans
-from dmuon.layout.parcels import Parcel, Route, Spread, travels
+from dmuon.layout.matrices import Parcel, Route, Spread, travels
 from dmuon.layout.shards import Piece
 from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in
 from dmuon.platform.streams import Stream

@@ -17,8 +17,7 @@ from dmuon.dedicated.matrix import OwnedMatrix, Part
 from dmuon.dedicated.owned_state import lies_as, own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime, runtime_of
-from dmuon.layout.matrices import Region
-from dmuon.layout.parcels import Parcel
+from dmuon.layout.matrices import Parcel, Region
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Shared, SharedBatch, Task
 from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing, memberships

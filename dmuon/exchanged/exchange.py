@@ -17,16 +17,13 @@ from dmuon.comm.agreement import Vote, VoteResult, agree, require_same_in_turn
 from dmuon.comm.domain import Domain, connect_copies, make_domain
 from dmuon.comm.monitor import CollectiveError
 from dmuon.comm.process_groups import ranks_of, this_rank
-from dmuon.exchanged.assignment import owner_fault, plan, planned_owners, tasks
-from dmuon.exchanged.config import LAYOUTS, DistributedConfig, owners_from
+from dmuon.exchanged.config import LAYOUTS, DistributedConfig, LayoutRecipe, owners_from
 from dmuon.exchanged.copies_vote import Copies, CopiesVote, lines_of
 from dmuon.exchanged.generators import AssignByLayout, GatherByLayout, RedistributeByLayout, default_config
-from dmuon.exchanged.layouts import LayoutRecipe, Layouts, lay_out
-from dmuon.exchanged.user_functions import UserFunctions
-from dmuon.exchanged.user_round import UserRound, by_owner
-from dmuon.layout.matrices import Region, numbered, stack_shape
+from dmuon.exchanged.layouts import Layouts, lay_out, owner_fault, plan, planned_owners, tasks
+from dmuon.exchanged.user_round import UserFunctions, UserRound, by_owner
+from dmuon.layout.matrices import Region, Spread, numbered, stack_shape
 from dmuon.layout.parameters import ParameterLayout, place_dtensor, place_replicated, ranks_of_mesh
-from dmuon.layout.parcels import Spread
 from dmuon.layout.topology import GlobalRank, Ranks, listed
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.platform.torch_private import local_tensor

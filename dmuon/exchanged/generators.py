@@ -19,9 +19,15 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.domain import Copies, Copying, connect_copies, redistribute_all
 from dmuon.comm.process_groups import grid_of_groups, ranks_of, this_rank
-from dmuon.exchanged.assignment import plan, planned_owners, whole_parcel
-from dmuon.exchanged.config import LAYOUTS, DistributedConfig
-from dmuon.exchanged.layouts import CHUNK_BYTES, SMALL_PARAM_NUMEL, LayoutOptions, LayoutRecipe, Layouts, lay_out
+from dmuon.exchanged.config import (
+    CHUNK_BYTES,
+    LAYOUTS,
+    SMALL_PARAM_NUMEL,
+    DistributedConfig,
+    LayoutOptions,
+    LayoutRecipe,
+)
+from dmuon.exchanged.layouts import Layouts, lay_out, plan, planned_owners, whole_parcel
 from dmuon.layout.topology import GlobalRank, ShardDims, grid_of_mesh
 from dmuon.planning.agreed_plan import Costs, Speeds
 from dmuon.platform.options import check_integer

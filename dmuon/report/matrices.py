@@ -18,8 +18,7 @@ from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import OwnedMatrix, Part, resting
 from dmuon.exchanged.user_round import UserRound
-from dmuon.layout.matrices import numbered
-from dmuon.layout.parcels import Parcel
+from dmuon.layout.matrices import Parcel, numbered
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import is_one_matrix, spec_of

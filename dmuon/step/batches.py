@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.domain import Domain
-from dmuon.layout.matrices import Region
-from dmuon.layout.parcels import Parcel
+from dmuon.layout.matrices import Parcel, Region
 from dmuon.platform.torch_private import local_tensor
 
 _SMALL_PART = 2**16  # elements: what is elementwise takes less time than to start it

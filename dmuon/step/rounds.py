@@ -32,7 +32,7 @@ from dmuon.kernels import (
     normalized_momentum,
     normalized_update,
 )
-from dmuon.layout.parcels import Parcel
+from dmuon.layout.matrices import Parcel
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
 from dmuon.step.update import Done, StepRecord, apply, fold, numerics_of, orthogonalize, with_zeros

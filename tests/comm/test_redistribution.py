@@ -25,8 +25,8 @@ from dmuon import create_dtensor_config
 from dmuon.comm import domain as exchange
 from dmuon.comm import process_groups
 from dmuon.comm.domain import AllToAll, Copies, Copying, Domain, Redistribution, connect_copies, make_domain
+from dmuon.layout.matrices import Parcel, spread_over_all
 from dmuon.layout.parameters import place_dtensor
-from dmuon.layout.parcels import Parcel, spread_over_all
 from dmuon.layout.shards import Piece, ShardLayout, layout_of
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}

@@ -106,7 +106,7 @@ FAULTS = {
         "cost_of_a_byte_ignored": "        if «→not »ns_per_byte:\n",
     },
     f"{EXCHANGED} -k a_step_is_one_vote": {
-        "another_owner_than_planned": "«position_in(placed.ranks, owner)→Position(0)»)",
+        "another_owner_than_planned": "result.append((start, start + count, «position→Position(0)»))",
     },
     f"{EXCHANGED} -k another_placement_is_planned_anew": {
         "a_stale_layout_is_kept": "if layouts != «self._laid_out→layouts»:",

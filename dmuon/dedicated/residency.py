@@ -104,6 +104,9 @@ class Dedicated(Residency):
         """Owned matrices that are in no ``Muon``, and other tensors of two or more dimensions that are not in this one.
 
         Only what has a gradient is meant.
+
+        Args:
+            held: ids of all parameters of this optimizer.
         """
         claimed = held.union(*({id(p) for p in member.params} for member in self._runtime.members))
         return self._runtime.unclaimed(claimed)

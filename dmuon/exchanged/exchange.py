@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import Vote, VoteResult, agree, require_same_in_turn
 from dmuon.comm.domain import Domain, connect_copies, make_domain
-from dmuon.comm.monitor import CollectiveError
+from dmuon.comm.monitor import CollectiveError, FirstError
 from dmuon.comm.process_groups import ranks_of, this_rank
-from dmuon.exchanged.config import LAYOUTS, DistributedConfig, LayoutRecipe, owners_from
+from dmuon.exchanged.config import LAYOUTS, DistributedConfig, owners_from
 from dmuon.exchanged.copies_vote import Copies, CopiesVote, lines_of
-from dmuon.exchanged.generators import AssignByLayout, GatherByLayout, RedistributeByLayout, default_config
+from dmuon.exchanged.generators import ByLayout, default_config
 from dmuon.exchanged.layouts import Layouts, lay_out, owner_fault, plan, planned_owners, tasks
 from dmuon.exchanged.user_round import UserFunctions, UserRound, by_owner
 from dmuon.layout.matrices import Region, Spread, numbered, stack_shape
@@ -56,31 +56,33 @@ def exchange_for(
         return None
     state, old = config.state, None if last is None else last.known
     state |= {"rank": this_rank(), "param_names": list(names), LAYOUTS: old}
-    kind, recipe = _kind(config)
+    functions: tuple[object, ...] = (config.assign_fn, config.gather_fn, config.redistribute_fn)
+    assigned, gathered, redistributed = (fn.recipe if isinstance(fn, ByLayout) else None for fn in functions)
+    by_layout = gathered is not None and gathered is redistributed
+    recipe = gathered if by_layout else assigned  # None leaves to the user's functions where parameters lie
     layouts: Layouts | None = None
     if recipe is not None:
-        among_holders = kind is LayoutExchange
-        layouts = state[LAYOUTS] = lay_out(recipe, params, names, device=device, last=old, among_holders=among_holders)
-    fault: Exception | None = None
-    match config.assign_fn:
-        case AssignByLayout(own) if layouts is not None and own is recipe:
-            try:
-                layouts = state[LAYOUTS] = plan(layouts, old)
-                state["assignments"] = planned_owners(layouts, this_rank())
-                owners = tuple(state["assignments"].values())
-            except CollectiveError:
-                raise
-            except Exception as error:  # ranks that share other matrices with this one must hear of it
-                owners, fault = (GlobalRank(0),) * len(params), error
-        case _:
-            owners, fault = _asked(config, params)
-            planned: Layouts | None = state[LAYOUTS]  # by a generated function, if the user's one has called that
-            if layouts is not None and planned is not None and planned.alike(layouts):
-                layouts = replace(layouts, plans=planned.plans)
+        layouts = lay_out(recipe, params, names, device=device, last=old, among_holders=by_layout)
+        state[LAYOUTS] = layouts
+    owners = (GlobalRank(0),) * len(params)
+    first = FirstError(through=(CollectiveError,))
+    with first:  # ranks that share other matrices with this one must hear of whatever is raised
+        if layouts is not None and assigned is recipe:
+            layouts = state[LAYOUTS] = plan(layouts, old)
+            state["assignments"] = planned_owners(layouts, this_rank())
+            owners = tuple(state["assignments"].values())
+        elif params:
+            state["assignments"] = config.assign_fn(list(params), state)
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            owners = owners_from(state["assignments"], len(params), world)
+    planned: Layouts | None = state[LAYOUTS]  # by a generated function, if the user's one has called that
+    if layouts is not None and planned is not None and planned.alike(layouts):
+        layouts = replace(layouts, plans=planned.plans)
+    fault = first.error
     domains: list[tuple[Domain, list[Tensor]]] = []
     exchanged: list[tuple[Domain, list[Tensor]]] = []
     if layouts is not None:
-        if kind is LayoutExchange:
+        if by_layout:
             fault = fault or owner_fault(layouts, owners)
         domains = [(domain, layouts.members(domain)) for domain in layouts.domains.values()]
         exchanged = [(domain, layouts.exchanged(domain)) for domain in layouts.domains.values()]
@@ -94,34 +96,10 @@ def exchange_for(
             )
     _require_same_owners(exchanged, params, names if layouts is None else layouts.labels, owners, fault)
     domains = domains if params else []  # no other rank has any either
-    return kind(config, list(params), list(names), owners, layouts, domains, layouts or state[LAYOUTS], copies)
-
-
-def _kind(config: DistributedConfig) -> tuple[type[Exchange], LayoutRecipe | None]:
-    """How ``config`` exchanges, and the recipe by which it lays parameters out; None leaves that to its functions."""
-    match config:
-        case DistributedConfig(gather_fn=GatherByLayout(recipe), redistribute_fn=RedistributeByLayout(other)) if (
-            recipe is other
-        ):
-            return LayoutExchange, recipe
-        case DistributedConfig(assign_fn=AssignByLayout(recipe)):
-            return UserExchange, recipe
-        case _:
-            return UserExchange, None
-
-
-def _asked(config: DistributedConfig, params: Sequence[Tensor]) -> tuple[tuple[GlobalRank, ...], Exception | None]:
-    """What a user's ``assign_fn`` says, or what is wrong with it, of which the other ranks must hear."""
-    if not params:
-        return (), None
-    try:
-        config.state["assignments"] = config.assign_fn(list(params), config.state)
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        return owners_from(config.state["assignments"], len(params), world), None
-    except CollectiveError:
-        raise
-    except Exception as fault:  # whatever the function raises
-        return (GlobalRank(0),) * len(params), fault
+    known = layouts or state[LAYOUTS]
+    if by_layout and layouts is not None:
+        return LayoutExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
+    return UserExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
 
 
 def _domain_of_users(

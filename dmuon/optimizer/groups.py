@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from dmuon.dedicated.dedication import dedication_of, dedications, undedicated
 from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.residency import Dedicated
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.exclusion import Exclude
 from dmuon.model.fused_hints import refusal
@@ -25,7 +26,6 @@ from dmuon.optimizer.options import check_names, check_options
 from dmuon.optimizer.wrapping import replicated_by_ddp
 from dmuon.platform.log import logger
 from dmuon.platform.torch_private import flattened_by_fsdp1, local_tensor, unwrapped_for_ddp
-from dmuon.step.residency import Residency
 
 _FLATTENED = (
     "was flattened by FullyShardedDataParallel (FSDP1), whose shards are no parts of a matrix; use torch's fully_shard "
@@ -319,7 +319,7 @@ def inside_ddp(model: nn.Module) -> nn.Module:
     return model
 
 
-def warn_of_left_out(groups: Iterable[Mapping[str, Any]], residencies: Iterable[Residency]) -> None:
+def warn_of_left_out(groups: Iterable[Mapping[str, Any]], residencies: Iterable[Dedicated]) -> None:
     """Say that parameters have a gradient and are in none of an optimizer's groups."""
     held = {id(p) for group in groups for p in group["params"]}
     names = [name for residency in residencies for name in residency.left_out(held)]

@@ -393,7 +393,7 @@ class Muon(torch.optim.Optimizer):
         present = self._present(fault)
         # From here on nothing is refused.
         if not self._steps:
-            warn_of_left_out(self.param_groups, self._residencies)
+            warn_of_left_out(self.param_groups, self._dedicated)
             tell_first_step(self.param_groups, self._residencies, self._rounds)
         self._steps += 1
         self._timer.reset()

@@ -85,14 +85,6 @@ class Residency(ABC):
         """Names of matrices that other ranks may have copies of, and orthogonalize too, though nothing says so."""
         return []
 
-    def left_out(self, held: set[int]) -> list[str]:
-        """Names of trainable parameters that live beside the matrices and that no optimizer seems to have.
-
-        Args:
-            held: ids of all parameters of this optimizer.
-        """
-        return []
-
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:

@@ -232,10 +232,9 @@ class ExchangedRound(Round):
                         rows = of_bundle[start * batch.each : end * batch.each]
                         found += fold(group, batch, [(start, end)], partial(kernel, norms=rows))
                 if runs is not batch.whole:
+                    shape = batch.momentum(0, len(batch.params)).shape
                     dtype = batch.dtype if norms is None else numerics.begins
-                    momentum = batch.momentum(0, len(batch.params))
-                    zeros = torch.zeros_like(momentum, dtype=dtype, memory_format=torch.contiguous_format)
-                    found = [with_zeros(found, batch, runs, zeros)]
+                    found = [with_zeros(found, batch, runs, torch.zeros(shape, dtype=dtype, device=batch.device))]
                 [update] = found
                 del found
                 if bundle.owned:
@@ -283,14 +282,15 @@ class ExchangedRound(Round):
             for i in bundle.numbers:
                 if i in updates:
                     arrived.append(updates.pop(i))
-            joint = bundle.joint
-            if joint.ids <= step.present:
-                apply(group, joint, joint.whole[0], arrived, timer, record=step.record)
-                continue
-            update = arrived[0] if len(arrived) == 1 else torch.cat(arrived)
-            for start, end in joint.runs(step.present):
-                rows = update[start * joint.each : end * joint.each]
-                apply(group, joint, (start, end), rows, timer, record=step.record)
+            batch = bundle.joint
+            runs = batch.whole if batch.ids <= step.present else batch.runs(step.present)
+            if runs is batch.whole:
+                apply(group, batch, runs[0], arrived, timer, record=step.record)
+            elif runs:
+                update = arrived[0] if len(arrived) == 1 else torch.cat(arrived)
+                for start, end in runs:
+                    rows = update[start * batch.each : end * batch.each]
+                    apply(group, batch, (start, end), rows, timer, record=step.record)
 
     @cached_property
     def copies(self) -> Copies:

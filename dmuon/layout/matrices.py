@@ -334,7 +334,8 @@ def shares(layout: ShardLayout, spec: MatrixSpec) -> tuple[Share, ...]:
     return tuple(result)
 
 
-def numbered(layout: ShardLayout, spec: MatrixSpec, first: int = 0) -> list[tuple[Share, range]]:
+@lru_cache(maxsize=1024)
+def numbered(layout: ShardLayout, spec: MatrixSpec, first: int = 0) -> tuple[tuple[Share, range], ...]:
     """:func:`shares`, and the numbers of the matrices of each among all matrices of the tensor.
 
     Args:
@@ -343,7 +344,7 @@ def numbered(layout: ShardLayout, spec: MatrixSpec, first: int = 0) -> list[tupl
     of_tensor = shares(layout, spec)
     parts = 1 + max((share.part for share in of_tensor), default=0)
     spans = [((first + one.start) * parts + one.part, (first + one.stop) * parts + one.part) for one in of_tensor]
-    return [(one, range(start, stop, parts)) for one, (start, stop) in zip(of_tensor, spans, strict=True)]
+    return tuple((one, range(start, stop, parts)) for one, (start, stop) in zip(of_tensor, spans, strict=True))
 
 
 @lru_cache(maxsize=256)

@@ -97,9 +97,9 @@ class EarlyUpdates:
         present = [grad for grad in grads if grad is not None]
         group = self._group_at(self._index[id(batch)])
         momentum = self._momentum_versions(batch)
-        locals_ = [local_tensor(grad) for grad in present]
-        with self._side.beside(locals_), torch.autocast(batch.device.type, enabled=False):
-            numerics, matrices = numerics_of(group, batch.dtype, batch.device), batch.split(locals_)
+        parts = [local_tensor(grad) for grad in present]
+        with self._side.beside(parts), torch.autocast(batch.device.type, enabled=False):
+            numerics, matrices = numerics_of(group, batch.dtype, batch.device), batch.split(parts)
             copy = batch.momentum(0, len(batch.params)).clone(memory_format=torch.contiguous_format)
             with self._timer.phase("momentum"):
                 x, norms = normalized_momentum(

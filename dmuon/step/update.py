@@ -104,7 +104,8 @@ def fold(
     for start, end in runs:
         grads = []
         for param in batch.params[start:end]:
-            grads.append(local_tensor(torch.zeros_like(param) if param.grad is None else param.grad))
+            grad = param.grad
+            grads.append(local_tensor(torch.zeros_like(param) if grad is None else grad))
         if batch.region is not None:
             grads = batch.split(grads)
         momentum = batch.momentum(start, end)

@@ -223,6 +223,11 @@ class Redistribution:
 
     Each rank sends what it has to those who want it. Collective over the domain, in one order on all ranks.
 
+    The stream that computes packs what is sent, and goes on. The back end's stream waits for that packing, and then
+    reads what is sent and writes what is received, whenever the other ranks have come. Both tensors live until
+    :meth:`wait` has let the computing stream wait for the collective: only what is queued behind that may get their
+    memory. What this rank keeps of its own travels nowhere, and is used as it is.
+
     Args:
         tensors: by number, ``(count, …)`` of what this rank has, in the dtype of ``like``.
         like: has the dtype and device of what travels, also where this rank has no part of anything.

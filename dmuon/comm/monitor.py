@@ -215,6 +215,12 @@ _journals: weakref.WeakKeyDictionary[dist.ProcessGroup, _Journal] = weakref.Weak
 class Monitor:
     """Names one model's collectives on this rank, and sums them up for votes.
 
+    Collectives of one *lane* come in one order on all ranks. Lanes have no order between them: they go over process
+    groups of their own, and a rank may start a fill before a reduction where another one starts it after. So a digest
+    sums up each lane by itself, and a vote compares all digests at once. A rank that has skipped a collective, or taken
+    another one for it, is found before the next step mixes what belongs to different parameters; the collective itself
+    may have hung by then, which the time limit of its group ends.
+
     Attributes:
         device: of the collectives.
         name: the same on all ranks, and of no other monitor.

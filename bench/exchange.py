@@ -76,9 +76,8 @@ from training.model import GPT, MLP, GPTConfig
 from training.trainer import sharded
 
 import dmuon
-from dmuon.comm.copying import Copying
-from dmuon.comm.domain import AllToAll, Redistribution, make_domain
-from dmuon.exchanged import assignment
+from dmuon.comm.domain import AllToAll, Copying, Redistribution, make_domain
+from dmuon.exchanged import layouts
 from dmuon.planning.cost_lookup import link_ns_per_byte
 from dmuon.report.accounting import expected_exchange
 from dmuon.step.rounds import ExchangedRound
@@ -166,7 +165,7 @@ def exchanged_rounds(program: Program) -> list[ExchangedRound]:
 def plan_with_one_link(world: int) -> float:
     """Measure the link once, so that all programs have the same owners; ns per byte."""
     measured = link_ns_per_byte(make_domain(range(world), torch.device("cpu")))
-    assignment.link_ns_per_byte = lambda _domain: measured
+    layouts.link_ns_per_byte = lambda _domain: measured
     return measured
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # tests/test_import.py holds these against _HOMES
     from dmuon.planning.owner_plan import OwnerPlan
     from dmuon.report.explain import explain
     from dmuon.report.stragglers import rebalanced_plan
-    from dmuon.step.record import MatrixStats
+    from dmuon.step.update import MatrixStats
 
 __version__ = "0.1.0"
 
@@ -84,7 +84,7 @@ _MODULES = {  # where names are defined that are no modules themselves
     "planning.owner_plan": "OwnerPlan",
     "report.explain": "explain",
     "report.stragglers": "rebalanced_plan",
-    "step.record": "MatrixStats",
+    "step.update": "MatrixStats",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

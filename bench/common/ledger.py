@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dmuon.comm.copying import Copying
-from dmuon.comm.domain import Redistribution
+from dmuon.comm.domain import Copying, Redistribution
 
 # All methods of the exchange, whatever they are called.
 _EXCHANGE = [

@@ -3,90 +3,55 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from dmuon.comm.monitor import LANE, OPTION, CollectiveError, Monitor
-from dmuon.comm.process_groups import broadcast_object, gather_objects, named, ranks_of
+from dmuon.comm.monitor import DIGEST_BITS, LANE, OPTION, CollectiveError, FirstError, Monitor, forget_groups
+from dmuon.comm.process_groups import broadcast_object, gather_objects, named, ranks_of, this_rank
 from dmuon.kernels import streams_of
 from dmuon.layout.topology import GlobalRank
 from dmuon.platform.streams import HostCopy, Stream, pinned_like
 
 
 @dataclass(frozen=True, slots=True)
-class Vote:
-    """What one rank says before a step goes on. An elementwise maximum of all votes tells each rank what all said.
-
-    A vote is small and needs no tensor that a device has yet to compute, so that ranks which are out of step find out
-    before gradients or weights of different parameters are mixed.
-
-    Attributes:
-        flags: by parameter, whether it has a gradient on this rank; or other small numbers.
-        digest: 31 bits of the collectives that this rank has issued so far (:attr:`dmuon.comm.monitor.Monitor.digest`).
-        changed: this rank's parameters, or how they lie, have changed.
-        fault: this rank, if it found a fault among other ranks and takes no step.
-    """
-
-    flags: Sequence[int]
-    digest: int
-    changed: bool = False
-    fault: GlobalRank | None = None
-
-    def encode(self) -> Tensor:
-        """What travels, on the host: int32 ``(5 + flags,)``. Of a number and its negative the maxima show the range."""
-        fault = -1 if self.fault is None else self.fault
-        return torch.tensor(
-            [fault, self.changed, -self.changed, self.digest, -self.digest, *self.flags], dtype=torch.int32
-        )
-
-    @staticmethod
-    def decode(maxima: Sequence[int]) -> Verdict:
-        """What all ranks said, from the elementwise maximum of their encoded votes."""
-        fault, any_changed, none_changed, greatest, least, *flags = maxima
-        return Verdict(
-            flags=tuple(flags),
-            same_collectives=greatest == -least,
-            same_change=any_changed == -none_changed,
-            fault=None if fault < 0 else GlobalRank(fault),
-        )
-
-    @staticmethod
-    def nbytes(flags: int) -> int:
-        """Bytes of an encoded vote on so many parameters."""
-        return 4 * (5 + flags)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class VoteResult:
     """What all ranks said in one vote.
 
     Attributes:
-        flags: by parameter, whether any rank has a gradient of it; of other numbers, the largest of all ranks.
-        same_collectives: all have issued the same collectives so far.
-        same_change: parameters have changed on all of them or on none.
-        fault: the last rank that found a fault elsewhere; None if none did.
+        flags: of each place, the largest number of all ranks; of flags, whether any rank has set it.
+        same_change: parameters have changed on all ranks or on none.
+        faulty: the last rank that found an error and takes no step; None if none did.
     """
 
     flags: tuple[int, ...]
-    same_collectives: bool
     same_change: bool
-    fault: GlobalRank | None
+    faulty: GlobalRank | None
 
 
-class Election:
-    """The votes of all ranks of a group, on their way. Collective; the host waits for them when it asks.
+class Vote:
+    """The consistency check before a step goes on, on its way: one all-reduce of what each rank says.
+
+    What travels is int32 ``(5 + flags,)``. Its elementwise maximum tells each rank what all said: of a number and its
+    negative the maxima show whether all have the same one. It is small and needs no tensor that a device has yet to
+    compute, so that ranks which are out of step find out before gradients or weights of different parameters are mixed.
+    Collective; the host waits for the others when it asks for the :meth:`result`.
 
     Args:
-        vote: of this rank.
-        monitor: knows these ranks' collectives.
-        what: names the election in messages.
-        compared: blocks that ran, if the digest holds more than the monitor's, or something else.
+        flags: of this rank, such as whether it has a gradient of each parameter; or other small numbers.
+        monitor: knows these ranks' collectives, of which the digest is compared.
+        what: names the vote in messages.
+        changed: this rank's parameters, or how they lie, have changed.
+        faulty: this rank, if it found an error among other ranks and takes no step.
+        compared: in words, what else must be the same on all ranks.
+        only_compared: the ranks of the monitor are others: compare ``compared`` alone.
 
     Attributes:
         immediate: asking never waits.
@@ -94,39 +59,47 @@ class Election:
 
     def __init__(
         self,
-        vote: Vote,
+        flags: Sequence[int],
         group: dist.ProcessGroup,
         monitor: Monitor,
-        device: torch.device,
         what: str,
+        *,
+        changed: bool = False,
+        faulty: GlobalRank | None = None,
         compared: str = "",
+        only_compared: bool = False,
     ) -> None:
-        self._group, self._monitor, self._device, self._compared = group, monitor, device, compared
-        self.immediate = streams_of(device) is None
-        votes = vote.encode()
+        self._group, self._monitor, self._compared = group, monitor, compared
+        digest = 0 if only_compared else monitor.digest
+        if compared:
+            digest = zlib.crc32(compared.encode(), digest) & DIGEST_BITS
+        said = [-1 if faulty is None else faulty, changed, -changed, digest, -digest, *flags]
+        votes = torch.tensor(said, dtype=torch.int32)
+        self.immediate = streams_of(monitor.device) is None
         if not self.immediate:
-            votes = pinned_like(votes).copy_(votes).to(device, non_blocking=True, copy=True)
-        with monitor.watch(what):
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
-            self._copy = HostCopy(votes)
+            votes = pinned_like(votes).copy_(votes).to(monitor.device, non_blocking=True, copy=True)
+        launch = partial(dist.all_reduce, votes, dist.ReduceOp.MAX, group=group, async_op=True)
+        monitor.start(None, what, launch).wait()
+        self._copy = HostCopy(votes)
 
-    def verdict(self) -> Verdict:
+    def result(self) -> VoteResult:
         """What all ranks said.
 
         Raises:
             CollectiveError: on all of them, if they issued different collectives before.
         """
-        verdict = Vote.decode(self._copy.tolist())
-        if not verdict.same_collectives:
+        faulty, any_changed, none_changed, greatest, least, *flags = self._copy.tolist()
+        if greatest != -least:
             self._tell_difference()
-        return verdict
+        return VoteResult(tuple(flags), any_changed == -none_changed, None if faulty < 0 else GlobalRank(faulty))
 
     def _tell_difference(self) -> NoReturn:
-        """All ranks have the same verdict at the same place, and so can tell each other why."""
+        """All ranks have the same result at the same place, and so can tell each other why."""
         noted = self._monitor.noted() | ({_RAN: self._compared} if self._compared else {})
         found: list[Difference] = []
-        with suppress(CollectiveError), Stream(self._device, priority=-1).alone():  # nothing may wait for a stuck fill
-            found = _told_apart(self._group, noted, (f"{LANE}vote", OPTION, _RAN, f"{LANE}step"))
+        # On a stream of its own: nothing may wait for an all-gather that is stuck.
+        with suppress(CollectiveError), Stream(self._monitor.device, priority=-1).alone():
+            found = _differing(self._group, noted, (f"{LANE}vote", OPTION, _RAN, f"{LANE}step"))
         if not found:
             self._monitor.disagree("which ones is not known", of_options=False)
         of_options = found[0].name.startswith(OPTION)
@@ -229,10 +202,10 @@ def differences(
     digest = hashlib.sha256(repr(sorted(items.items())).encode()).hexdigest()
     if len(set(agree(group, error, digest))) == 1:
         return []
-    return _told_apart(group, items, kinds)
+    return _differing(group, items, kinds)
 
 
-def _told_apart(group: dist.ProcessGroup, items: Mapping[str, str], kinds: Sequence[str] = ()) -> list[Difference]:
+def _differing(group: dist.ProcessGroup, items: Mapping[str, str], kinds: Sequence[str] = ()) -> list[Difference]:
     ranks = ranks_of(group)
     theirs = broadcast_object(dict(items), group, f"the comparison with what rank {ranks[0]} was given")
     names = dict.fromkeys(name for name in [*theirs, *items] if items.get(name) != theirs.get(name))
@@ -259,7 +232,7 @@ def require_same(
     answers = agree(group, error, (digest, payload))
     if len({digest for digest, _ in answers}) == 1:
         return [payload for _, payload in answers]
-    for one in _told_apart(group, dict(description)):
+    for one in _differing(group, dict(description)):
         value, first = ("absent" if said is None else said for said in (one.value, one.first))
         raise ValueError(
             f"{one.name} is {value} on rank {one.rank} and {first} on rank {ranks[0]}; build the same model with the "
@@ -275,13 +248,81 @@ def require_same_in_turn(
 
     A fault ends the ranks of all of them: what one group finds the next ones hear, and those before in a second turn.
     """
+    first = FirstError(fault)
     for _ in range(2):
         for group, ranks, description in asked:
-            try:
-                require_same(group, ranks, fault, description, None)
-            except CollectiveError:
-                raise
-            except Exception as error:
-                fault = fault or error
-    if fault is not None:
-        raise fault
+            with first:
+                require_same(group, ranks, first.error, description, None)
+    first.throw()
+
+
+# -- work of one rank that others wait for ---------------------------------------------------------------------------
+
+_TICK_SECONDS = 0.5  # far less than any time limit of a group
+_LEAVING_SECONDS = 5.0  # for the others to hear that this rank leaves
+
+
+def run_awaited(group: dist.ProcessGroup, device: torch.device, what: str, work: Callable[[], _Payload]) -> _Payload:
+    """What ``work`` returns, once it has ended on all ranks. Collective over ``group``, which ``work`` must not use.
+
+    While it runs, a thread takes part in a small collective twice a second. So a rank that waits sees that another one
+    has died, and neither the time limit of the group nor that of its back end limits the work. A rank that is
+    interrupted tells the others, and does not wait for them.
+
+    Args:
+        what: names the work, for messages.
+
+    Raises:
+        CollectiveError: another rank was interrupted or is gone; names it.
+    """
+    if dist.get_world_size(group) == 1:
+        return work()
+    ticks = _Ticks(group, device, what)
+    ticks.start()
+    try:
+        result = work()
+        ticks.end("done")
+        ticks.join()
+    except BaseException:  # an interrupt, in the work or while this waited; what else work raises ends this rank, too
+        ticks.end("left")
+        ticks.join(_LEAVING_SECONDS)
+        forget_groups()
+        raise
+    if ticks.fault is not None:
+        forget_groups()  # as the rank that left
+        raise ticks.fault
+    return result
+
+
+class _Ticks(threading.Thread):
+    """A small collective now and then, until all ranks are done, or one of them has left."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, what: str) -> None:
+        super().__init__(name="dmuon-ticks", daemon=True)
+        self.fault: Exception | None = None
+        self._group, self._device, self._what = group, device, what
+        self._working, self._left = True, False
+        self._flags: torch.Tensor | None = None  # whoever is interrupted keeps it to the end of the process
+        self._ended = threading.Event()
+
+    def end(self, how: str) -> None:
+        self._working, self._left = False, how == "left"
+        self._ended.set()
+
+    def run(self) -> None:
+        try:
+            with named(self._what):
+                working, leaver = True, 0
+                while working and not leaver:
+                    self._ended.wait(_TICK_SECONDS)
+                    said = [int(self._working), this_rank() + 1 if self._left else 0]
+                    self._flags = torch.tensor(said, dtype=torch.int32, device=self._device)
+                    dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group)
+                    working, leaver = self._flags.tolist()
+            if leaver:
+                raise CollectiveError(
+                    f"rank {this_rank()}: {self._what} was given up, because rank {leaver - 1} was interrupted or "
+                    "failed: see its log"
+                )
+        except Exception as error:  # raised where the work has ended
+            self.fault = error

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.comm.domain import Domain
-from dmuon.comm.lines import Line
-from dmuon.comm.monitor import CollectiveError, Monitor
+from dmuon.comm.monitor import CollectiveError, Line, Monitor
 from dmuon.comm.process_groups import connect, make_group, this_rank
 from dmuon.layout.buffer import Transport
 from dmuon.layout.topology import Coordinate, Position, Ranks, Topology, position_in

@@ -1,24 +1,29 @@
-"""Ranks that hold matrices together: pieces travel to the rank that orthogonalizes a matrix, and back."""
+"""Ranks that hold matrices together: pieces travel to the rank that orthogonalizes a matrix, and back, also to copies.
+
+An all-to-all brings each owner the pieces of its matrices. Another one brings the updates back to the ranks of the copy
+that the owner has part in: the owner sends each part once. From there it goes on to the ranks that hold the same part
+in the other copies: they are a *line*.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.agreement import Election, Verdict, Vote
-from dmuon.comm.lines import Line
-from dmuon.comm.monitor import Monitor, Pending
+from dmuon.comm.monitor import Line, Monitor, Parts, Pending, Works, gather, scratch
 from dmuon.comm.process_groups import connect, make_group, named, this_rank
-from dmuon.layout.parcels import Route, Spread, travels
+from dmuon.layout.buffer import choose_transport, lay_spans
+from dmuon.layout.matrices import Parcel, Route, Spread, travels
 from dmuon.layout.shards import Piece
 from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in
 from dmuon.platform.streams import Stream
-from dmuon.platform.torch_private import default_group_is_bound
+from dmuon.platform.torch_private import backend_of, default_group_is_bound
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +37,7 @@ class Domain:
         lane: of the monitor; None where that is of more ranks than these.
         lines: by where matrices lie of which there are copies, the ranks that have the same parts as this one; None
             where it has none.
+        vote_stream: for votes, which nothing on the device has to come before.
     """
 
     ranks: Ranks
@@ -41,22 +47,14 @@ class Domain:
     monitor: Monitor
     lane: str | None = "exchange"
     lines: dict[Spread, Line | None] = field(default_factory=dict)
-    _vote_stream: Stream | None = None
+    vote_stream: Stream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.vote_stream = Stream(self.device, priority=-1)
 
     @property
     def world(self) -> int:
         return len(self.ranks)
-
-    def vote(self, vote: Vote) -> Verdict:
-        """What all ranks say, which no rank's device has to compute first. Collective.
-
-        Raises:
-            CollectiveError: on all ranks, if they issued different collectives before.
-        """
-        if self._vote_stream is None:
-            self._vote_stream = Stream(self.device, priority=-1)
-        with self._vote_stream.alone():
-            return Election(vote, self.group, self.monitor, self.device, "vote before step()").verdict()
 
 
 def make_domain(ranks: Sequence[GlobalRank], device: torch.device, timeout: timedelta | None = None) -> Domain:
@@ -90,7 +88,10 @@ class AllToAll:
 
     Attributes:
         travels: anything goes from one rank to another.
-        outgoing, incoming: elements to and from each rank.
+        outgoing, incoming: elements to and from each rank, by position.
+        sends, lengths: what is packed, in the order in which it lies, and elements of each.
+        sections: elements of what arrives, from one rank after the other.
+        wanted: what this rank wants, by number.
         kept: numbers by which this rank gives what it wants something of itself.
     """
 
@@ -110,23 +111,23 @@ class AllToAll:
 
     def _plan_sends(self, routes: Sequence[Route], here: Position, rows: Mapping[int, tuple[int, int]]) -> None:
         self.outgoing = [0] * self.domain.world
-        self._sends: list[_Send] = []
+        self.sends: list[_Send] = []
         sends = [(to, i) for i, r in enumerate(routes) if here in r.senders for to in r.receivers if to != here]
         for receiver, i in sorted(sends):
             own, piece, count = routes[i].senders[here], routes[i].piece(here, receiver), routes[i].count
             assert i not in rows or piece == own, "a stack travels as it is"
             self.outgoing[receiver] += count * piece.numel
             number, begin = rows.get(i, (i, 0))
-            last = self._sends[-1] if self._sends else None
+            last = self.sends[-1] if self.sends else None
             if i in rows and last is not None and (last.number, last.end) == (number, begin):
                 last.end += count
             else:
-                self._sends.append(_Send(number, begin, begin + count, piece.numel, _cut_between(own, piece)))
-        self._lengths = [(send.end - send.begin) * send.numel for send in self._sends]
+                self.sends.append(_Send(number, begin, begin + count, piece.numel, _cut_between(own, piece)))
+        self.lengths = [(send.end - send.begin) * send.numel for send in self.sends]
 
     def _plan_wants(self, routes: Sequence[Route], here: Position, rows: Mapping[int, tuple[int, int]]) -> None:
         self.incoming = [0] * self.domain.world
-        self._sections: list[int] = []  # lengths of what arrives
+        self.sections: list[int] = []  # lengths of what arrives
         wanted: dict[int, _Wanted] = {}
         gets: list[tuple[Position, int]] = []
         for i, route in enumerate(routes):
@@ -147,63 +148,34 @@ class AllToAll:
             piece, count = routes[i].piece(sender, here), routes[i].count
             self.incoming[sender] += count * piece.numel
             if run is not None and rows.get(i) == follows:
-                self._sections[-1] += count * piece.numel
+                self.sections[-1] += count * piece.numel
                 run.count += count
             else:
                 run = _Part(piece, count) if i in rows else None
                 if run is not None:
                     wanted[i] = _Wanted(piece.shape, {sender: run}, True, None)
-                wanted[i].parts[sender].section = len(self._sections)
-                self._sections.append(count * piece.numel)
+                wanted[i].parts[sender].section = len(self.sections)
+                self.sections.append(count * piece.numel)
             follows = (rows[i][0], rows[i][1] + count) if i in rows else None
-        self._wanted = list(wanted.items())
-
-    def pack(self, tensors: Mapping[int, Tensor], like: Tensor) -> Tensor:
-        """What this rank sends, one after the other, of the tensors that it has by number."""
-        sent = like.new_empty(sum(self.outgoing))
-        slots, parts = [], []
-        for send, slot in zip(self._sends, sent.split(self._lengths), strict=True):
-            tensor = tensors[send.number]
-            if len(tensor) != send.end - send.begin:
-                tensor = tensor[send.begin : send.end]
-            parts.append(_cut(tensor, send.cut))
-            slots.append(slot.view(parts[-1].shape))
-        if parts:
-            torch._foreach_copy_(slots, parts)
-        return sent
-
-    def unpack(self, received: Tensor | None, tensors: Mapping[int, Tensor], like: Tensor) -> dict[int, Tensor]:
-        """What this rank wanted, by number; perhaps views of what it got or had."""
-        sections = () if received is None else received.split(self._sections)
-        found: dict[int, Tensor] = {}
-        for number, wanted in self._wanted:
-            parts: list[Tensor] = []
-            for part in wanted.parts.values():
-                if part.section is None:
-                    parts.append(_cut(tensors[number], part.cut))
-                else:
-                    parts.append(sections[part.section].view(part.count, *part.shape))
-            if wanted.is_one:
-                found[number] = parts[0]
-            elif parts and wanted.split_dim is not None:  # one kernel instead of one a piece
-                found[number] = torch.cat(parts, wanted.split_dim + 1)
-            else:
-                found[number] = whole = like.new_empty(wanted.shape)
-                for part, tensor in zip(wanted.parts.values(), parts, strict=True):
-                    for block, of_whole in part.blocks:
-                        whole[of_whole] = tensor[block]
-        return found
+        self.wanted = list(wanted.items())
 
 
 _Block = tuple[tuple[slice, ...], tuple[slice, ...]]  # in a piece, and in the whole
 
 
-@dataclass(slots=True)
 class _Cut:
-    """Part of each of some matrices: its shape, and its blocks, in itself and in the matrix."""
+    """Part of each of some matrices: where it is one block, the ``index`` of a view of it."""
 
-    shape: tuple[int, ...]
-    blocks: list[_Block]
+    def __init__(self, piece: Piece) -> None:
+        self.shape, self.blocks = piece.shape, _blocks(piece)
+        self.index = self.blocks[0][1] if len(self.blocks) == 1 else None
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """``(count, …)``, of several blocks or none."""
+        part = tensor.new_empty((len(tensor), *self.shape))
+        for block, of_whole in self.blocks:
+            part[block] = tensor[of_whole]
+        return part
 
 
 @dataclass(slots=True)
@@ -238,9 +210,7 @@ class _Wanted:
 
 def _cut_between(source: Piece, piece: Piece) -> _Cut | None:
     """What ``source`` has is the same, for which nothing is to do, or the whole."""
-    if piece == source:
-        return None
-    return _Cut(piece.shape, _blocks(piece))
+    return None if piece == source else _Cut(piece)
 
 
 def _blocks(piece: Piece) -> list[_Block]:
@@ -248,23 +218,15 @@ def _blocks(piece: Piece) -> list[_Block]:
     return [((slice(None), *block), (slice(None), *of_whole)) for block, of_whole in piece.blocks()]
 
 
-def _cut(tensor: Tensor, cut: _Cut | None) -> Tensor:
-    """``(count, …)``. A view where it is one block."""
-    if cut is None:
-        return tensor
-    if len(cut.blocks) == 1:
-        view: Tensor = tensor[cut.blocks[0][1]]
-        return view
-    part = tensor.new_empty((len(tensor), *cut.shape))
-    for block, of_whole in cut.blocks:
-        part[block] = tensor[of_whole]
-    return part
-
-
 class Redistribution:
     """Matrices on their way, in one direction or the other.
 
     Each rank sends what it has to those who want it. Collective over the domain, in one order on all ranks.
+
+    The stream that computes packs what is sent, and goes on. The back end's stream waits for that packing, and then
+    reads what is sent and writes what is received, whenever the other ranks have come. Both tensors live until
+    :meth:`wait` has let the computing stream wait for the collective: only what is queued behind that may get their
+    memory. What this rank keeps of its own travels nowhere, and is used as it is.
 
     Args:
         tensors: by number, ``(count, …)`` of what this rank has, in the dtype of ``like``.
@@ -281,25 +243,54 @@ class Redistribution:
         self._pending: Pending | None = None
         if not plan.travels:
             return
-        self._sent = sent = plan.pack(tensors, like)
-        self._received = received = like.new_empty(sum(plan.incoming))
-        incoming, outgoing, group = plan.incoming, plan.outgoing, plan.domain.group
-
-        def launch() -> list[dist.Work | None]:
-            return [dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)]
-
-        self._pending = plan.domain.monitor.start(plan.domain.lane, what, launch)
+        self._sent = like.new_empty(sum(plan.outgoing))
+        slots, parts = [], []
+        for send, slot in zip(plan.sends, self._sent.split(plan.lengths), strict=True):
+            part, cut = tensors[send.number], send.cut
+            if len(part) != send.end - send.begin:
+                part = part[send.begin : send.end]
+            if cut is not None:
+                part = cut.copied(part) if cut.index is None else part[cut.index]
+            parts.append(part)
+            slots.append(slot.view(part.shape))
+        if parts:
+            torch._foreach_copy_(slots, parts)
+        self._received = like.new_empty(sum(plan.incoming))
+        domain, sizes = plan.domain, (plan.incoming, plan.outgoing)
+        exchange = dist.all_to_all_single
+        launch = partial(exchange, self._received, self._sent, *sizes, group=domain.group, async_op=True)
+        self._pending = domain.monitor.start(domain.lane, what, launch)
 
     def wait(self) -> dict[int, Tensor]:
-        """By number, ``(count, …)`` of what this rank wanted; perhaps views of what it had."""
-        received = None
+        """By number, ``(count, …)`` of what this rank wanted; perhaps views of what it had or got."""
+        plan, kept = self._plan, self._kept
+        sections: Sequence[Tensor] = ()
         if self._pending is not None:
             self._pending.wait()
-            received = self._received
+            sections = self._received.split(plan.sections)
             del self._sent, self._received  # only now: the collective read and wrote them
-        wanted = self._plan.unpack(received, self._kept, self._like)
+        found: dict[int, Tensor] = {}
+        for number, wanted in plan.wanted:
+            parts: list[Tensor] = []
+            for part in wanted.parts.values():
+                if part.section is not None:
+                    parts.append(sections[part.section].view(part.count, *part.shape))
+                elif part.cut is None:
+                    parts.append(kept[number])
+                else:
+                    index = part.cut.index
+                    parts.append(part.cut.copied(kept[number]) if index is None else kept[number][index])
+            if wanted.is_one:
+                found[number] = parts[0]
+            elif parts and wanted.split_dim is not None:  # one kernel instead of one a piece
+                found[number] = torch.cat(parts, wanted.split_dim + 1)
+            else:
+                found[number] = whole = self._like.new_empty(wanted.shape)
+                for part, tensor in zip(wanted.parts.values(), parts, strict=True):
+                    for block, of_whole in part.blocks:
+                        whole[of_whole] = tensor[block]
         self._pending, self._kept = None, {}
-        return wanted
+        return found
 
 
 def redistribute_all(
@@ -307,3 +298,159 @@ def redistribute_all(
 ) -> dict[int, Tensor]:
     """A :class:`Redistribution` from its start to its end. Collective over the domain."""
     return Redistribution(AllToAll(routes, domain), tensors, like.new_empty(0), what).wait()
+
+
+# -- to other copies -------------------------------------------------------------------------------------------------
+
+
+def connect_copies(domain: Domain, spreads: Iterable[Spread]) -> None:
+    """Connect the lines of matrices that lie so. Collective over the domain, all ranks of which name the same ones.
+
+    It need not be called for matrices without copies, or with full ones on all ranks, and does nothing for those that
+    it was called for before.
+    """
+    by_lines: dict[tuple[tuple[Position, ...], ...], list[Spread]] = {}
+    for spread in spreads:
+        if 1 < spread.copies < domain.world and spread not in domain.lines:
+            by_lines.setdefault(spread.lines, []).append(spread)
+    known = {spread.lines: line for spread, line in domain.lines.items()}
+    for lines, alike in sorted(by_lines.items()):
+        line = known[lines] if lines in known else _connected(domain, lines)
+        domain.lines |= dict.fromkeys(alike, line)
+
+
+def _connected(domain: Domain, lines: Sequence[tuple[Position, ...]]) -> Line | None:
+    """The one of ``lines`` that this rank is on, if it is."""
+    partition = [Ranks(domain.ranks[position] for position in line) for line in lines]
+    rank = domain.ranks[domain.position]
+    own = next((ranks for ranks in partition if rank in ranks), None)
+    if default_group_is_bound():  # then all ranks make all groups
+        partition += [Ranks([other]) for other in sorted(set(domain.ranks).difference(*partition))]
+    elif own is None:
+        return None
+    else:
+        known = next((line for line in domain.lines.values() if line is not None and line.ranks == own), None)
+        if known is not None:
+            return known
+    group = make_group(domain.device, partition, "copies", None)
+    with named(f"first use of the process group of ranks {dist.get_process_group_ranks(group)}"):
+        connect(group, domain.device, gathers=True)
+    return None if own is None else Line(own, position_in(own, rank), group)
+
+
+class Copies:
+    """What goes on to other copies of batches that travel together; for any number of times.
+
+    Args:
+        parcels: of the batches, whose spreads :func:`connect_copies` was told of.
+
+    Attributes:
+        needed: some rank of the domain has something to send or to get.
+        loads: of this rank, one for each line.
+    """
+
+    def __init__(self, parcels: Sequence[Parcel], domain: Domain) -> None:
+        self.domain = domain
+        self.needed = any(parcel.spread.copies > 1 for parcel in parcels)
+        whole = Line(domain.ranks, domain.position, domain.group)
+        found: dict[Line, dict[Position, dict[int, torch.Size]]] = {}
+        for number, parcel in enumerate(parcels):
+            spread, position = parcel.spread, domain.position
+            if spread.copies == 1 or position not in spread.parts:
+                continue
+            line = domain.lines[spread] if spread.copies < domain.world else whole
+            assert line is not None, "a rank with a part is on a line"
+            source = position_in(line.ranks, domain.ranks[spread.source(position, parcel.owner)])
+            shape = torch.Size((parcel.count, *spread.parts[position].shape))
+            found.setdefault(line, {}).setdefault(source, {})[number] = shape
+        lines = sorted(found, key=lambda line: line.ranks)
+        self.loads = [_LineLoad(line, found[line], domain.device) for line in lines]
+
+
+class _LineLoad:
+    """What goes over one line, and from which of its ranks.
+
+    Args:
+        shapes: by position on the line of the rank that has them, and by number of the batch.
+
+    Attributes:
+        transport, spans: of the parts of all batches.
+    """
+
+    def __init__(self, line: Line, shapes: Mapping[Position, Mapping[int, torch.Size]], device: torch.device) -> None:
+        self.line = line
+        self.shapes = shapes
+        sizes = {int(source): sum(shape.numel() for shape in some.values()) for source, some in shapes.items()}
+        self.transport = choose_transport("auto", sizes, len(line.ranks), backend_of(line.group, device))
+        self.spans = lay_spans(self.transport, sizes, len(line.ranks))
+
+    @property
+    def calls(self) -> int:
+        """Collectives."""
+        return 1 if self.transport == "single" else len(self.spans.filled)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parts, with padding where it travels."""
+        return self.spans.size
+
+    @property
+    def numel_out(self) -> int:
+        """The same of this rank's own."""
+        start, end = self.spans[self.line.position]
+        return end - start
+
+    def region(self, updates: dict[int, Tensor], like: Tensor) -> tuple[Tensor, Parts]:
+        """Memory for all parts, of which this rank's own have their content; they are taken out of ``updates``."""
+        region, parts = scratch(self.transport, self.spans, like.dtype, like.device)
+        slots = self._slots(parts, self.line.position)
+        if slots:
+            torch._foreach_copy_([*slots.values()], [updates.pop(number) for number in slots])
+        if self.transport == "single":  # checks of what is sent would take its padding for weights
+            parts[self.line.position][sum(map(torch.numel, slots.values())) :].zero_()
+        return region, parts
+
+    def unpacked(self, parts: Parts) -> dict[int, Tensor]:
+        """By number of the batch, what all of them have."""
+        return {number: slot for source in self.shapes for number, slot in self._slots(parts, source).items()}
+
+    def _slots(self, parts: Parts, source: Position) -> dict[int, Tensor]:
+        slots: dict[int, Tensor] = {}
+        begin = 0
+        for number, shape in self.shapes.get(source, {}).items():
+            slots[number] = parts[source][begin : begin + shape.numel()].view(shape)
+            begin += shape.numel()
+        return slots
+
+
+class Copying:
+    """Updates on their way to other copies. Collective over the domain, in one order on all ranks.
+
+    Args:
+        updates: by number of the batch, what this rank has got of its own copy; they are taken out.
+        like: has the dtype and device of what travels.
+        what: names it, the same on all ranks.
+    """
+
+    def __init__(self, copies: Copies, updates: dict[int, Tensor], like: Tensor, what: str) -> None:
+        self._loads = copies.loads
+        self._rest = updates  # of batches without copies
+        self._packed = [load.region(updates, like) for load in self._loads]
+
+        def launch() -> Works:
+            pairs = zip(self._loads, self._packed, strict=True)
+            return [
+                work for load, (region, parts) in pairs for work in gather(load.transport, region, parts, load.line)
+            ]
+
+        domain = copies.domain
+        self._pending = domain.monitor.start(domain.lane, what, launch)
+
+    def wait(self) -> dict[int, Tensor]:
+        """By number of the batch, ``(count, …)`` of this rank's parts of all copies."""
+        self._pending.wait()
+        updates, self._rest = self._rest, {}
+        for load, (_, parts) in zip(self._loads, self._packed, strict=True):
+            updates |= load.unpacked(parts)
+        self._packed = []
+        return dict(sorted(updates.items()))

@@ -1,24 +1,35 @@
-"""What this rank communicates: named when it fails, and compared between ranks before it can do harm."""
+"""What this rank communicates: named when it fails, and compared between ranks before it can do harm.
+
+Also what it communicates along a line of ranks: parts of one region that they gather from each other, or reduce to each
+other.
+"""
 
 from __future__ import annotations
 
+import time
 import weakref
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn, cast
+from functools import partial
+from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from dmuon.comm.lifetime import forget_groups, leave
 from dmuon.kernels import streams_of
-from dmuon.layout.topology import GlobalRank
+from dmuon.layout.buffer import Spans, Transport
+from dmuon.layout.topology import GlobalRank, Position
+from dmuon.platform.host import keep_for_ever
+from dmuon.platform.torch_private import all_gather_single, in_one_launch, reduce_scatter_single
 
 OPTION, LANE = "option ", "lane "  # what begins the names of what a monitor has noted
+DIGEST_BITS = 0x7FFFFFFF  # of a digest, which travels as int32, and so does its negative
 LATE = "A rank was killed, raised elsewhere, or is late: see the logs of the others"
 _EXIT_SECONDS = 2.0
 _LEAVE_SECONDS = 0.5  # for what was published last by a model that nobody uses any more
@@ -33,16 +44,45 @@ class CollectiveError(RuntimeError):
     """A collective of dmuon failed, or the ranks issued different ones; no more can be started on this model."""
 
 
+class FirstError:
+    """Keeps the first exception of several ``with`` blocks that all have to run, since others wait for each of them.
+
+    Args:
+        error: one that was found before.
+        through: kinds that end everything at once.
+    """
+
+    def __init__(self, error: Exception | None = None, *, through: tuple[type[Exception], ...] = ()) -> None:
+        self.error = error
+        self._through = through
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, self._through):
+            return False
+        self.error = self.error or error
+        return True
+
+    def throw(self) -> None:
+        """Raise it, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+
 def run_all(actions: Iterable[Callable[[], object]]) -> None:
     """Call every one of them, whatever the others raise; then raise the first exception."""
-    fault: Exception | None = None
+    first: Exception | None = None
     for action in actions:
         try:
             action()
         except Exception as error:  # of whatever kind a back end raises
-            fault = fault or error
-    if fault is not None:
-        raise fault
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def first_line(error: Exception) -> str:
@@ -50,14 +90,63 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+# -- groups that are made once, and collectives that nobody waits for any more ---------------------------------------
+#
+# A back end keeps threads and connections for each group, an accelerator's also memory, and ranks would have to come
+# together to destroy one. So nothing of dmuon's is destroyed before the default group is: as with the groups of a
+# DeviceMesh, the same ranks get the same group for the same purpose, whichever model or optimizer asks. Several of them
+# may be alive at once: their collectives come in one order on all ranks, which their votes compare. Behind a failure
+# groups are not used again: what some ranks have started there may still wait for the others.
+
+# By the default group, and by what a group is for. Another default group, perhaps on another store, has none yet.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_left: list[dist.Work] = []
+
+
+def groups_made() -> dict[Hashable, dist.ProcessGroup]:
+    """The groups that were made under the present default group, by what they are for."""
+    assert dist.group.WORLD is not None
+    return _made.setdefault(dist.group.WORLD, {})
+
+
+def forget_groups() -> None:
+    """Make all groups anew from now on. Whoever has one keeps it."""
+    if dist.group.WORLD is not None:
+        groups_made().clear()
+
+
+def leave(works: Iterable[dist.Work], *, patience: float) -> None:
+    """Keep collectives that nobody will wait for, until they end.
+
+    Args:
+        patience: seconds in which they should; what lasts longer, and what it uses, is kept until others are left.
+    """
+    works = list(works)
+    deadline = time.monotonic() + patience
+    while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    _left[:] = [work for work in [*_left, *works] if not work.is_completed()]
+
+
+def keep_left() -> None:
+    """At exit: what is under way is never freed.
+
+    [Note: who keeps a tensor alive] does not end here: a thread of a back end that drops the last reference to a tensor
+    needs the interpreter for it, and aborts the process if that has ended.
+    """
+    keep_for_ever(_left)
+
+
+# -- collectives under way -------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
 class Pending:
     """Collectives under way, and what they are."""
 
-    def __init__(self, monitor: Monitor, what: str, works: list[dist.Work | None]) -> None:
-        self._monitor = monitor
-        self._what = what
-        assert None not in works, "an asynchronous collective returns its work"
-        self._works = cast(list[dist.Work], works)
+    _monitor: Monitor
+    _what: str
+    _works: list[dist.Work]
 
     def __del__(self) -> None:
         if self._works:
@@ -126,9 +215,17 @@ _journals: weakref.WeakKeyDictionary[dist.ProcessGroup, _Journal] = weakref.Weak
 class Monitor:
     """Names one model's collectives on this rank, and sums them up for votes.
 
+    Collectives of one *lane* come in one order on all ranks. Lanes have no order between them: they go over process
+    groups of their own, and a rank may start a fill before a reduction where another one starts it after. So a digest
+    sums up each lane by itself, and a vote compares all digests at once. A rank that has skipped a collective, or taken
+    another one for it, is found before the next step mixes what belongs to different parameters; the collective itself
+    may have hung by then, which the time limit of its group ends.
+
     Attributes:
+        device: of the collectives.
         name: the same on all ranks, and of no other monitor.
-        step: finished steps of the optimizer, for messages.
+        step: finished steps of the optimizer, for messages; whoever ends a step counts it.
+        counts: by lane, how many collectives of this model were noted so far.
     """
 
     def __init__(
@@ -136,18 +233,20 @@ class Monitor:
     ) -> None:
         """Collective over ``group``, over which ranks vote. Monitors of one group have one journal."""
         self._rank = rank
-        self._device = device
+        self.device = device
         self._asynchronous = asynchronous
         self._journal = _journals.setdefault(group, _Journal())
         self._number = self._journal.monitors
         self._journal.monitors += 1
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._options: dict[str, str] = {}
         self.name = f"{group.group_name} {self._number}"
         self.step = 0
 
-    def start(self, lane: str | None, what: str, launch: Callable[[], list[dist.Work | None]]) -> Pending:
-        """Launch collectives.
+    def start(
+        self, lane: str | None, what: str, launch: Callable[[], dist.Work | list[dist.Work | None] | None]
+    ) -> Pending:
+        """Launch collectives, one or several.
 
         Args:
             lane: collectives of one lane come in the same order on all ranks; None for those of some ranks only, which
@@ -163,26 +262,30 @@ class Monitor:
         if lane is not None:
             self.note(lane, what)
         try:
-            works = launch()
+            launched = launch()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             self.fail(what, error)
+        works: list[dist.Work] = []
+        for work in launched if isinstance(launched, list) else (launched,):
+            assert work is not None, "an asynchronous collective returns its work"
+            works.append(work)
         pending = Pending(self, what, works)
         if not self._asynchronous:
             pending.wait_on_host()
         return pending
 
-    def leave(self, works: Sequence[dist.Work]) -> None:
+    def leave(self, works: list[dist.Work]) -> None:
         """Nobody will wait for these. An accelerator's back end keeps what they use by itself."""
-        if streams_of(self._device) is None:
+        if streams_of(self.device) is None:
             leave(works, patience=_LEAVE_SECONDS if self._journal.broken is None else 0.0)
 
     def synchronize(self) -> None:
         """The host waits for the current stream of the device, if it has streams."""
-        module = streams_of(self._device)
+        module = streams_of(self.device)
         if module is not None:
-            module.current_stream(self._device).synchronize()
+            module.current_stream(self.device).synchronize()
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
@@ -198,15 +301,11 @@ class Monitor:
 
     def note(self, lane: str, what: str) -> None:
         """Remember what all ranks do in one order, whether or not it communicates."""
-        self._counts[lane] += 1
+        self.counts[lane] += 1
         noted = self._journal.lanes[lane]
         noted.count += 1
         noted.last = f"{what} of model {self._number}" if self._number else what
         noted.digest = zlib.crc32(noted.last.encode() + b"\n", noted.digest)
-
-    def count(self, lane: str) -> int:
-        """How many of this lane were noted so far."""
-        return self._counts[lane]
 
     def note_options(self, options: Iterable[tuple[str, str]]) -> None:
         """What an optimizer will go by, ``(name, value)``: the next vote compares what has changed since the last."""
@@ -214,14 +313,6 @@ class Monitor:
             if self._options.get(name) != value:
                 self._options[name] = value
                 self.note("options", f"{name}={value}")
-
-    def begin_step(self) -> None:
-        """The optimizer takes a step: the other ranks must, too, before the next gradients are used."""
-        self.note("step", f"step {self.step} of the optimizer")
-
-    def end_step(self) -> None:
-        """From here on messages count the step as finished."""
-        self.step += 1
 
     @property
     def digest(self) -> int:
@@ -233,7 +324,7 @@ class Monitor:
         lanes = [str(self._number)]
         for name, lane in sorted(self._journal.lanes.items()):
             lanes.append(f"{name} {lane.digest}")
-        return zlib.crc32(repr(lanes).encode()) & 0x7FFFFFFF
+        return zlib.crc32(repr(lanes).encode()) & DIGEST_BITS
 
     def noted(self) -> dict[str, str]:
         """What :attr:`digest` sums up, in words: options, and the last one of each lane."""
@@ -264,3 +355,75 @@ class Monitor:
         self._journal.broken = message
         forget_groups()
         raise CollectiveError(message) from cause
+
+
+# -- parts of a region, along a line of ranks ------------------------------------------------------------------------
+
+Works = list[dist.Work | None]  # of collectives that were started; None of none
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Ranks that hold parts of regions, and a process group of dmuon's own over them.
+
+    Attributes:
+        ranks: by position on the line.
+        position: of this rank.
+    """
+
+    ranks: tuple[GlobalRank, ...]
+    position: Position
+    group: dist.ProcessGroup
+
+
+Parts = Mapping[int, Tensor]  # of a region, by position on a line; those that are not empty
+
+
+def scratch(transport: Transport, spans: Spans, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Parts]:
+    """Memory for a reduction: the region and its parts, which are views of it where they travel together.
+
+    Separate ones can be freed one by one; the region is nothing then.
+    """
+    together = transport == "single"
+    region = torch.empty(spans.size if together else 0, dtype=dtype, device=device)
+    parts: dict[int, Tensor] = {}
+    for position, (start, end) in spans.filled.items():
+        if together:
+            parts[position] = region[start - spans.start : end - spans.start]
+        else:
+            parts[position] = region.new_empty(end - start)
+    return region, parts
+
+
+def gather(transport: Transport, region: Tensor, parts: Parts, line: Line) -> Works:
+    """Start filling every part from the rank at its position on ``line``; this rank's own part holds its content.
+
+    Args:
+        region: 1-D, all parts in order.
+        parts: views of it.
+    """
+    if transport == "single":
+        own = parts.get(line.position, region[:0])
+        return [all_gather_single(region, own, group=line.group, async_op=True)]
+    launches = []
+    for position, part in parts.items():
+        launches.append(partial(dist.broadcast, part, src=line.ranks[position], group=line.group, async_op=True))
+    return in_one_launch(line.group, region.device, launches)
+
+
+def reduce(transport: Transport, region: Tensor, parts: Parts, line: Line) -> tuple[Tensor, Works]:
+    """Start averaging every part to the rank at its position on ``line``; the other parts are garbage then.
+
+    Returns:
+        Where this rank's own part arrives, and the works.
+    """
+    average = dist.ReduceOp.AVG
+    own = parts.get(line.position, region[:0])
+    if transport == "single":
+        result = torch.empty_like(own)  # which outlives the region
+        work = reduce_scatter_single(result, region, op=average, group=line.group, async_op=True)
+        return result, [work]
+    launches = []
+    for position, part in parts.items():
+        launches.append(partial(dist.reduce, part, line.ranks[position], average, group=line.group, async_op=True))
+    return own, in_one_launch(line.group, region.device, launches)

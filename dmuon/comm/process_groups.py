@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dmuon.comm.lifetime import forget_groups, groups_made, keep_left
-from dmuon.comm.monitor import LATE, CollectiveError, first_line
+from dmuon.comm.monitor import LATE, CollectiveError, first_line, forget_groups, groups_made, keep_left
 from dmuon.layout.topology import ROLES, GlobalRank, RankGrid
 from dmuon.platform.host import keep_what_was_raised, let_threads_rest
 from dmuon.platform.log import logger
@@ -79,9 +78,9 @@ def make_group(
 ) -> dist.ProcessGroup:
     """This rank's process group out of ``partition``, of dmuon's own, for tensors of ``device`` and for objects.
 
-    The same one as before if it was made for the same purpose with the same options (:mod:`dmuon.comm.lifetime`). It
-    has the back end of that device alone: of ``"cpu:gloo,cuda:nccl"``, gloo would connect every rank with every other
-    one for each group, for nothing.
+    The same one as before if it was made for the same purpose with the same options; :mod:`dmuon.comm.monitor` says
+    why. It has the back end of that device alone: of ``"cpu:gloo,cuda:nccl"``, gloo would connect every rank with every
+    other one for each group, for nothing.
 
     Collective over the ranks of the group, and over no others, unless the default group is bound to a device: then
     all ranks have to make all groups, in one order.

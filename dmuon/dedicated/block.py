@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import pairwise
@@ -16,7 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from dmuon.comm.agreement import Election, Vote, require_same
+from dmuon.comm.agreement import Vote, require_same
 from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
@@ -185,7 +184,7 @@ class OrderCheck:
       evaluate more or fewer batches.
     - Tensor-parallel ranks need each other in every pass, and vote among themselves.
 
-    On an accelerator the host does not wait: the next pass looks at the verdict of the last one.
+    On an accelerator the host does not wait: the next pass looks at the result of the last one.
 
     Args:
         is_list: the blocks are those of a list of modules, whose order ranks compare before the first pass.
@@ -201,7 +200,7 @@ class OrderCheck:
         self._ran: dict[Block, None] = {}  # an ordered set
         self._gathered = False  # by FSDP2 in this pass
         self._compared = 0  # how many fills were
-        self._elections: dict[str, Election] = {}  # that are under way
+        self._votes: dict[str, Vote] = {}  # that are under way
 
     def compare_places(self) -> None:
         """Where elements of a list are alike, weights would be taken for each other's. Collective of a list, once.
@@ -248,28 +247,25 @@ class OrderCheck:
         by_fsdp = ran if self._gathered else ""
         self._ran.clear()
         self._gathered = False
-        comm, fills = self._comm, self._comm.monitor.count("fill")
+        comm, fills = self._comm, self._comm.monitor.counts["fill"]
         if comm.row is not None and not trains and (fills != self._compared or by_fsdp):
             self._compared = fills
-            self._elect("row", comm.row.votes, comm.monitor.digest, by_fsdp)
+            self._vote("row", comm.row.votes, by_fsdp)
         if comm.tensor is not None and ran:
-            self._elect("tensor", comm.tensor.group, 0, ran)
+            self._vote("tensor", comm.tensor.group, ran, only_compared=True)
 
-    def _elect(self, line: str, group: dist.ProcessGroup, digest: int, compared: str) -> None:
+    def _vote(self, line: str, group: dist.ProcessGroup, compared: str, *, only_compared: bool = False) -> None:
         self._conclude(line)
-        comm = self._comm
         what = "comparison of blocks that ran"
-        digest = zlib.crc32(compared.encode(), digest) & 0x7FFFFFFF
-        vote = Vote((), digest)
-        election = Election(vote, group, comm.monitor, comm.device, what, compared)
-        self._elections[line] = election
-        if election.immediate:
+        vote = Vote((), group, self._comm.monitor, what, compared=compared, only_compared=only_compared)
+        self._votes[line] = vote
+        if vote.immediate:
             self._conclude(line)
 
     def _conclude(self, line: str) -> None:
-        election = self._elections.pop(line, None)
-        if election is not None:
-            election.verdict()
+        vote = self._votes.pop(line, None)
+        if vote is not None:
+            vote.result()
 
 
 def mark_boundary(value: Any, reached: Callable[[], None]) -> tuple[Any, bool]:

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dmuon.comm.context import Comm
-from dmuon.comm.lines import gather
-from dmuon.comm.monitor import Pending, run_all
+from dmuon.comm.monitor import Pending, gather, run_all
 from dmuon.dedicated.matrix import OwnedMatrix, Part, Weight, own
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import make_layout

@@ -22,11 +22,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import agree, require_same
+from dmuon.comm.agreement import agree, require_same, run_awaited
 from dmuon.comm.context import Comm, CommOptions, make_comm
-from dmuon.comm.lifetime import forget_groups
+from dmuon.comm.monitor import forget_groups
 from dmuon.comm.process_groups import make_group, this_rank
-from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication, dedication_of, dedications, places_in

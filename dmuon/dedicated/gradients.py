@@ -16,10 +16,9 @@ import torch.nn as nn
 from torch import Tensor
 from torch.profiler import record_function
 
-from dmuon.comm.agreement import Election, Verdict, Vote
+from dmuon.comm.agreement import Vote, VoteResult
 from dmuon.comm.context import Comm, Lanes
-from dmuon.comm.lines import Parts, Works, reduce, scratch
-from dmuon.comm.monitor import Pending, run_all
+from dmuon.comm.monitor import Parts, Pending, Works, reduce, run_all, scratch
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
 from dmuon.dedicated.replicated import GradAverager
@@ -240,7 +239,7 @@ class Gradients:
         self._reductions: deque[GradReduction] = deque()
         self._undecided: list[tuple[OwnedMatrix, Tensor]] = []
         self._used: set[OwnedMatrix] = set()  # that got a gradient on this rank in this backward
-        self._election: Election | None = None
+        self._last_vote: Vote | None = None
         self._trains: list[bool] = []  # of each matrix, whether it was trained in the last vote
         self._trained: dict[str, str] = {}  # by name, the same of whatever was there
         self._options: list[tuple[weakref.WeakMethod[Options], Sequence[int]]] = []
@@ -311,10 +310,10 @@ class Gradients:
         if len(self._comm.topology.ranks) > 1:
             if trains != self._trains or changed:  # most often they are as before
                 self._note_trained(trains)
-            election = self._vote(flags, "vote on unused parameters")
+            vote = self._vote(flags, "vote on unused parameters")
             if not undecided and not averages and not changed:
                 return  # this rank needs no other's vote: do not wait for them on the host
-            flags = [bool(flag) for flag in election.verdict().flags]
+            flags = [bool(flag) for flag in vote.result().flags]
         keys = [id(m) for m in self._matrices] + [id(p) for p in replicated]
         used = {key for key, flag in zip(keys, flags, strict=True) if flag}
         for matrix, local in undecided:
@@ -326,10 +325,10 @@ class Gradients:
         if changed:  # as on all other ranks, by that vote
             self._settle(self.averager.adopt())
 
-    def _vote(self, flags: Sequence[int], what: str) -> Election:
+    def _vote(self, flags: Sequence[int], what: str) -> Vote:
         """Vote on ``flags``, on options, and on whether all issued the same collectives so far.
 
-        The verdict is looked at once if the host need not wait for it, otherwise in the next vote: on all ranks alike.
+        The result is looked at once if the host need not wait for it, otherwise in the next vote: on all ranks alike.
         """
         self._conclude()
         comm = self._comm
@@ -340,11 +339,10 @@ class Gradients:
                 if number:
                     described = [(f"{name} of optimizer {number}", value) for name, value in described]
                 comm.monitor.note_options(described)
-        vote = Vote(flags, comm.monitor.digest)
-        self._election = election = Election(vote, comm.control, comm.monitor, comm.device, what)
-        if election.immediate:
+        self._last_vote = vote = Vote(flags, comm.control, comm.monitor, what)
+        if vote.immediate:
             self._conclude()
-        return election
+        return vote
 
     def compare(self, options: Options, groups: Sequence[int]) -> None:
         """With every vote compare what the method ``options`` says of an optimizer's ``groups``, while that lives."""
@@ -364,7 +362,7 @@ class Gradients:
             self._comm.monitor.note("parameters", "other parameters in the model, whose gradients dmuon averages")
         self._trains, self._trained = trains, trained
 
-    def verify(self) -> Verdict | None:
+    def verify(self) -> VoteResult | None:
         """The last vote, if no conclusions were drawn yet; the host waits for it.
 
         Any rank may ask, perhaps alone: nothing follows from it.
@@ -372,15 +370,15 @@ class Gradients:
         Raises:
             CollectiveError: by that vote, ranks had issued different collectives.
         """
-        election, self._election = self._election, None
-        if election is None:
+        vote, self._last_vote = self._last_vote, None
+        if vote is None:
             return None
-        verdict = election.verdict()
-        self._election = election
-        return verdict
+        result = vote.result()
+        self._last_vote = vote
+        return result
 
     def _conclude(self) -> None:
         """Draw the conclusions of the last vote; all ranks do at one place."""
-        election, self._election = self._election, None
-        if election is not None:
-            election.verdict()
+        vote, self._last_vote = self._last_vote, None
+        if vote is not None:
+            vote.result()

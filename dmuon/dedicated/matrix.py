@@ -34,8 +34,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.context import Comm
 from dmuon.dedicated.owned_tensor import OwnedTensor, owned_like, owned_tensor
-from dmuon.layout.matrices import Region, numbered, stack_shape
-from dmuon.layout.parcels import Parcel, spread_over_all
+from dmuon.layout.matrices import Parcel, Region, numbered, spread_over_all, stack_shape
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Position, position_in
 from dmuon.model.matrix_spec import is_one_matrix, remember_spec, spec_of

@@ -17,8 +17,7 @@ from dmuon.dedicated.matrix import OwnedMatrix, Part
 from dmuon.dedicated.owned_state import lies_as, own_part, state_of
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.dedicated.runtime import Runtime, runtime_of
-from dmuon.layout.matrices import Region
-from dmuon.layout.parcels import Parcel
+from dmuon.layout.matrices import Parcel, Region
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, Shared, SharedBatch, Task
 from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing, memberships
@@ -105,6 +104,9 @@ class Dedicated(Residency):
         """Owned matrices that are in no ``Muon``, and other tensors of two or more dimensions that are not in this one.
 
         Only what has a gradient is meant.
+
+        Args:
+            held: ids of all parameters of this optimizer.
         """
         claimed = held.union(*({id(p) for p in member.params} for member in self._runtime.members))
         return self._runtime.unclaimed(claimed)

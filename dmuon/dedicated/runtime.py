@@ -201,7 +201,8 @@ class Runtime:
         of it are up to date, in the order in which the next forward needs them. Buffers that are kept are then filled
         too; of the others, as many as are prefetched.
         """
-        self.comm.monitor.begin_step()
+        monitor = self.comm.monitor  # the other ranks must take the step, too, before the next gradients are used
+        monitor.note("step", f"step {monitor.step} of the optimizer")
         self.before_write()
         self.weights_changed()
         for block in self.blocks:  # graphs of forwards that never ran backward are void now
@@ -212,7 +213,7 @@ class Runtime:
     def end_update(self) -> None:
         """All masters have their new values."""
         self.publications.end()
-        self.comm.monitor.end_step()
+        self.comm.monitor.step += 1
 
     def at_rest(self, doing: str, *, summoned: bool = False) -> None:
         """Raise unless every block is outside forward, backward and ``summon_full_params``.

@@ -1,17 +1,24 @@
-"""Muon with a user's own communication: three functions, what they are given, and what they must return."""
+"""Muon with a user's own communication: three functions, what they are given, and what they must return.
+
+Also what a generated configuration says of the layout of parameters, of which its functions are made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from dmuon.layout.topology import GlobalRank
+from dmuon.layout.topology import GlobalRank, RankGrid, ShardDims
+from dmuon.planning.agreed_plan import Costs, Speeds, check_options
 from dmuon.platform.options import check_flag, check_integer
+from dmuon.solver import SolveOptions
 
+CHUNK_BYTES = 2**28
+SMALL_PARAM_NUMEL = 65536
 LAYOUTS = "dmuon.layouts"  # in ``state``: what generated functions know of an optimizer's parameters
 OWN_ENTRIES = ("rank", "param_names", "assignments", LAYOUTS)  # of ``state``, set once by each optimizer
 
@@ -95,6 +102,42 @@ class DistributedConfig:
             raise TypeError(f"state must be a dict, got {self.state!r}")
         check_flag("async_gpu_parallelism", self.async_gpu_parallelism)
         check_integer("prefetch_count", self.prefetch_count, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutOptions:
+    """What all generators have in common; :func:`dmuon.create_dtensor_config` explains each option.
+
+    Raises:
+        TypeError, ValueError: an option of the wrong type or out of its range.
+    """
+
+    costs: Costs = None
+    solve: SolveOptions | None = None
+    chunk_bytes: int = CHUNK_BYTES
+    small_param_numel_threshold: int = SMALL_PARAM_NUMEL
+    ranks: Speeds = None
+
+    def __post_init__(self) -> None:
+        check_options(self.costs, self.solve, None, self.ranks)
+        check_integer("chunk_bytes", self.chunk_bytes, 1)
+        check_integer("small_param_numel_threshold", self.small_param_numel_threshold, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayoutRecipe:
+    """What a generated configuration says; nothing in it changes, and any number of optimizers may go by it.
+
+    Attributes:
+        grid: the ranks of the user's groups or mesh; None where parameters say themselves where they lie.
+        shard_dims: of plain tensors in a grid, the dimension that each role cuts.
+        copies: without a grid, by ``id``, the parameters that several ranks have whole, and those ranks.
+    """
+
+    grid: RankGrid | None = None
+    shard_dims: ShardDims | Callable[[Tensor], ShardDims] | None = None
+    copies: Mapping[int, Sequence[GlobalRank]] = field(default_factory=dict)
+    options: LayoutOptions = field(default_factory=LayoutOptions)
 
 
 def owners_from(assigned: object, count: int, world: int) -> tuple[GlobalRank, ...]:

@@ -13,27 +13,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.agreement import Verdict, Vote, agree, require_same_in_turn
-from dmuon.comm.copying import connect_copies
-from dmuon.comm.domain import Domain, make_domain
-from dmuon.comm.monitor import CollectiveError
+from dmuon.comm.agreement import Vote, VoteResult, agree, require_same_in_turn
+from dmuon.comm.domain import Domain, connect_copies, make_domain
+from dmuon.comm.monitor import CollectiveError, FirstError
 from dmuon.comm.process_groups import ranks_of, this_rank
-from dmuon.exchanged.assignment import owner_fault, plan, planned_owners, tasks
 from dmuon.exchanged.config import LAYOUTS, DistributedConfig, owners_from
 from dmuon.exchanged.copies_vote import Copies, CopiesVote, lines_of
-from dmuon.exchanged.generators import AssignByLayout, GatherByLayout, RedistributeByLayout, default_config
-from dmuon.exchanged.layouts import LayoutRecipe, Layouts, lay_out
-from dmuon.exchanged.user_functions import UserFunctions
-from dmuon.exchanged.user_round import UserRound, by_owner
-from dmuon.layout.matrices import Region, numbered, stack_shape
+from dmuon.exchanged.generators import ByLayout, default_config
+from dmuon.exchanged.layouts import Layouts, lay_out, owner_fault, plan, planned_owners, tasks
+from dmuon.exchanged.user_round import UserFunctions, UserRound, by_owner
+from dmuon.layout.matrices import Region, Spread, numbered, stack_shape
 from dmuon.layout.parameters import ParameterLayout, place_dtensor, place_replicated, ranks_of_mesh
-from dmuon.layout.parcels import Spread
 from dmuon.layout.topology import GlobalRank, Ranks, listed
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch, SharedBatch, Task
-from dmuon.step.residency import Options, Residency, Sharing, lies, memberships, with_gradients
+from dmuon.step.residency import Options, Residency, Sharing, layouts_and_gradients, memberships
 from dmuon.step.rounds import Round, exchanged_rounds, longest_first
+
+_VOTE = "vote before step()"
 
 
 def exchange_for(
@@ -58,31 +56,33 @@ def exchange_for(
         return None
     state, old = config.state, None if last is None else last.known
     state |= {"rank": this_rank(), "param_names": list(names), LAYOUTS: old}
-    kind, recipe = _kind(config)
+    functions: tuple[object, ...] = (config.assign_fn, config.gather_fn, config.redistribute_fn)
+    assigned, gathered, redistributed = (fn.recipe if isinstance(fn, ByLayout) else None for fn in functions)
+    by_layout = gathered is not None and gathered is redistributed
+    recipe = gathered if by_layout else assigned  # None leaves to the user's functions where parameters lie
     layouts: Layouts | None = None
     if recipe is not None:
-        among_holders = kind is LayoutExchange
-        layouts = state[LAYOUTS] = lay_out(recipe, params, names, device=device, last=old, among_holders=among_holders)
-    fault: Exception | None = None
-    match config.assign_fn:
-        case AssignByLayout(own) if layouts is not None and own is recipe:
-            try:
-                layouts = state[LAYOUTS] = plan(layouts, old)
-                state["assignments"] = planned_owners(layouts, this_rank())
-                owners = tuple(state["assignments"].values())
-            except CollectiveError:
-                raise
-            except Exception as error:  # ranks that share other matrices with this one must hear of it
-                owners, fault = (GlobalRank(0),) * len(params), error
-        case _:
-            owners, fault = _asked(config, params)
-            planned: Layouts | None = state[LAYOUTS]  # by a generated function, if the user's one has called that
-            if layouts is not None and planned is not None and planned.alike(layouts):
-                layouts = replace(layouts, plans=planned.plans)
+        layouts = lay_out(recipe, params, names, device=device, last=old, among_holders=by_layout)
+        state[LAYOUTS] = layouts
+    owners = (GlobalRank(0),) * len(params)
+    first = FirstError(through=(CollectiveError,))
+    with first:  # ranks that share other matrices with this one must hear of whatever is raised
+        if layouts is not None and assigned is recipe:
+            layouts = state[LAYOUTS] = plan(layouts, old)
+            state["assignments"] = planned_owners(layouts, this_rank())
+            owners = tuple(state["assignments"].values())
+        elif params:
+            state["assignments"] = config.assign_fn(list(params), state)
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            owners = owners_from(state["assignments"], len(params), world)
+    planned: Layouts | None = state[LAYOUTS]  # by a generated function, if the user's one has called that
+    if layouts is not None and planned is not None and planned.alike(layouts):
+        layouts = replace(layouts, plans=planned.plans)
+    fault = first.error
     domains: list[tuple[Domain, list[Tensor]]] = []
     exchanged: list[tuple[Domain, list[Tensor]]] = []
     if layouts is not None:
-        if kind is LayoutExchange:
+        if by_layout:
             fault = fault or owner_fault(layouts, owners)
         domains = [(domain, layouts.members(domain)) for domain in layouts.domains.values()]
         exchanged = [(domain, layouts.exchanged(domain)) for domain in layouts.domains.values()]
@@ -96,34 +96,10 @@ def exchange_for(
             )
     _require_same_owners(exchanged, params, names if layouts is None else layouts.labels, owners, fault)
     domains = domains if params else []  # no other rank has any either
-    return kind(config, list(params), list(names), owners, layouts, domains, layouts or state[LAYOUTS], copies)
-
-
-def _kind(config: DistributedConfig) -> tuple[type[Exchange], LayoutRecipe | None]:
-    """How ``config`` exchanges, and the recipe by which it lays parameters out; None leaves that to its functions."""
-    match config:
-        case DistributedConfig(gather_fn=GatherByLayout(recipe), redistribute_fn=RedistributeByLayout(other)) if (
-            recipe is other
-        ):
-            return LayoutExchange, recipe
-        case DistributedConfig(assign_fn=AssignByLayout(recipe)):
-            return UserExchange, recipe
-        case _:
-            return UserExchange, None
-
-
-def _asked(config: DistributedConfig, params: Sequence[Tensor]) -> tuple[tuple[GlobalRank, ...], Exception | None]:
-    """What a user's ``assign_fn`` says, or what is wrong with it, of which the other ranks must hear."""
-    if not params:
-        return (), None
-    try:
-        config.state["assignments"] = config.assign_fn(list(params), config.state)
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        return owners_from(config.state["assignments"], len(params), world), None
-    except CollectiveError:
-        raise
-    except Exception as fault:  # whatever the function raises
-        return (GlobalRank(0),) * len(params), fault
+    known = layouts or state[LAYOUTS]
+    if by_layout and layouts is not None:
+        return LayoutExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
+    return UserExchange(config, list(params), list(names), owners, layouts, domains, known, copies)
 
 
 def _domain_of_users(
@@ -208,7 +184,7 @@ class Exchange(Residency):
     copies: Mapping[int, dist.ProcessGroup]
 
     def __post_init__(self) -> None:
-        self._laid = [(param, lies(param)) for param in self.params]
+        self._laid_out, _ = layouts_and_gradients(self.params)
         self._rank = this_rank()
         self._options: weakref.WeakMethod[Options] | None = None
         self._loading: list[tuple[dist.ProcessGroup, set[int]]] = []
@@ -225,6 +201,10 @@ class Exchange(Residency):
     @abstractmethod
     def table(self) -> list[Exchanged]:
         """What is exchanged, in the order of the parameters."""
+
+    def report(self) -> list[str]:
+        """The plans behind the owners, for people."""
+        return []
 
     def compare(self, options: Options, groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
         """In each domain, of the groups that hold its matrices, or other parameters over just the same ranks."""
@@ -276,8 +256,9 @@ class Exchange(Residency):
             RuntimeError: layouts changed on some ranks only, another rank takes no step, or copies of the same part
                 differ in whether they have a gradient.
         """
-        found = with_gradients(self._laid)
-        changed, present = changed or found is None, found or set()
+        layouts, present = layouts_and_gradients(self.params)
+        if layouts != self._laid_out:
+            changed, present = True, set()
         options = None if self._options is None else self._options()
         # All domains, whatever happens: their ranks wait for this one.
         voted = set(present)
@@ -292,31 +273,32 @@ class Exchange(Residency):
                 fault = fault or error
             flags = [*map(present.__contains__, ids), *said]
             try:
-                verdict = domain.vote(
-                    Vote(flags, domain.monitor.digest, changed, None if fault is None else self._rank)
-                )
-                if not verdict.same_change or verdict.fault not in (None, self._rank):
-                    raise self._refusal(domain, changed, verdict)
-                if said and not changed and verdict.fault is None:
-                    self._check_copies(domain, copies, verdict.flags[len(ids) :])
+                faulty = None if fault is None else self._rank
+                with domain.vote_stream.alone():
+                    vote = Vote(flags, domain.group, domain.monitor, _VOTE, changed=changed, faulty=faulty)
+                    result = vote.result()
+                if not result.same_change or result.faulty not in (None, self._rank):
+                    raise self._refusal(domain, changed, result)
+                if said and not changed and result.faulty is None:
+                    self._check_copies(domain, copies, result.flags[len(ids) :])
             except Exception as error:
                 fault = fault or error
                 continue
-            voted.update(compress(ids, verdict.flags))
+            voted.update(compress(ids, result.flags))
         if fault is not None:
             raise fault
         return None if changed else voted
 
-    def _refusal(self, domain: Domain, changed: bool, verdict: Verdict) -> RuntimeError:
+    def _refusal(self, domain: Domain, changed: bool, result: VoteResult) -> RuntimeError:
         ranks = listed(domain.ranks, " ")
-        if not verdict.same_change:
+        if not result.same_change:
             where = "this rank" if changed else "another rank, and not on this one"
             return RuntimeError(
                 f"rank {self._rank}: parameters of the optimizer or their layouts have changed on {where}, of ranks "
                 f"{ranks}; change them on all of them before the same step"
             )
         return RuntimeError(
-            f"rank {self._rank}: rank {verdict.fault}, one of ranks {ranks}, cannot take this step, and so none of "
+            f"rank {self._rank}: rank {result.faulty}, one of ranks {ranks}, cannot take this step, and so none of "
             "them takes it; its message says why"
         )
 
@@ -341,7 +323,7 @@ class Exchange(Residency):
     def end_update(self) -> None:
         """All weights have their new values on this rank."""
         for domain, _ in self.domains:
-            domain.monitor.end_step()
+            domain.monitor.step += 1
 
     def vote_sizes(self) -> list[int]:
         """By domain, how many numbers a rank says in a vote."""

@@ -17,12 +17,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dmuon.comm.copying import Copies, Copying, connect_copies
-from dmuon.comm.domain import redistribute_all
+from dmuon.comm.domain import Copies, Copying, connect_copies, redistribute_all
 from dmuon.comm.process_groups import grid_of_groups, ranks_of, this_rank
-from dmuon.exchanged.assignment import plan, planned_owners, whole_parcel
-from dmuon.exchanged.config import LAYOUTS, DistributedConfig
-from dmuon.exchanged.layouts import CHUNK_BYTES, SMALL_PARAM_NUMEL, LayoutOptions, LayoutRecipe, Layouts, lay_out
+from dmuon.exchanged.config import (
+    CHUNK_BYTES,
+    LAYOUTS,
+    SMALL_PARAM_NUMEL,
+    DistributedConfig,
+    LayoutOptions,
+    LayoutRecipe,
+)
+from dmuon.exchanged.layouts import Layouts, lay_out, plan, planned_owners, whole_parcel
 from dmuon.layout.topology import GlobalRank, ShardDims, grid_of_mesh
 from dmuon.planning.agreed_plan import Costs, Speeds
 from dmuon.platform.options import check_integer
@@ -240,7 +245,13 @@ def _check_stage(group: dist.ProcessGroup | None, stage: int | None, stages: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AssignByLayout:
+class ByLayout:
+    """One of the three functions: what it does follows from a recipe, by which an optimizer may do the same at once."""
+
+    recipe: LayoutRecipe
+
+
+class AssignByLayout(ByLayout):
     """``assign_fn(params, state)``: find where the parameters lie, and plan who owns them.
 
     Collective over the ranks that share parameters, and over all ranks of the process groups of the configuration.
@@ -248,8 +259,6 @@ class AssignByLayout:
     Returns:
         Index to the owner; of a stack of matrices, to that of its first matrix.
     """
-
-    recipe: LayoutRecipe
 
     def __call__(self, params: Sequence[Tensor], state: dict[str, Any]) -> dict[int, GlobalRank]:
         names = list(state.get("param_names", ()))
@@ -261,8 +270,7 @@ class AssignByLayout:
         return planned_owners(state[LAYOUTS], this_rank())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GatherByLayout:
+class GatherByLayout(ByLayout):
     """``gather_fn(update, dst_rank, state)``: the whole of a parameter's tensor on ``dst_rank``, None elsewhere.
 
     Collective over the ranks that hold the parameter. ``update`` is this rank's part, or a DTensor. Without
@@ -272,8 +280,6 @@ class GatherByLayout:
         ValueError: ``dst_rank`` does not hold the parameter.
         RuntimeError: ``update`` is not shaped as this rank's part.
     """
-
-    recipe: LayoutRecipe
 
     def __call__(self, update: Tensor, dst_rank: GlobalRank, state: dict[str, Any]) -> Tensor | None:
         local = local_tensor(update).detach()
@@ -300,8 +306,7 @@ class GatherByLayout:
         return layouts, 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RedistributeByLayout:
+class RedistributeByLayout(ByLayout):
     """``redistribute_fn(update, src_rank, state)``: this rank's part of what ``src_rank`` has whole.
 
     Collective over the ranks that hold the parameter. ``update`` is the whole tensor on ``src_rank``, None elsewhere.
@@ -309,8 +314,6 @@ class RedistributeByLayout:
     Raises:
         RuntimeError: called before ``gather_fn``, which learns where the tensor lies.
     """
-
-    recipe: LayoutRecipe
 
     def __call__(self, update: Tensor | None, src_rank: GlobalRank, state: dict[str, Any]) -> Tensor:
         layouts, index = _under_way(state) or state.get(_SINGLE, (None, 0))

@@ -1,10 +1,15 @@
-"""Where the parameters of one optimizer lie by a recipe, and the process groups of the ranks that share them."""
+"""Where the parameters of one optimizer lie by a recipe, which rank owns each matrix, and what a step is to do.
+
+Three chapters: ranks find where their parameters lie and agree on it (:func:`lay_out`), plan who owns what
+(:func:`plan`), and cut that into the tasks of a step (:func:`tasks`). A tensor that is one matrix is a stack of one.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -14,7 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree, require_same_in_turn
 from dmuon.comm.domain import Domain, make_domain
+from dmuon.comm.monitor import CollectiveError, FirstError
 from dmuon.comm.process_groups import this_rank
+from dmuon.exchanged.config import LayoutOptions, LayoutRecipe
+from dmuon.layout.matrices import Parcel, Region, Share, numbered, spread_over_all, stack_shape
 from dmuon.layout.parameters import (
     ParameterLayout,
     part_among_holders,
@@ -23,53 +31,22 @@ from dmuon.layout.parameters import (
     place_replicated,
 )
 from dmuon.layout.shards import ShardLayout
-from dmuon.layout.topology import GlobalRank, RankGrid, Ranks, ShardDims, listed
-from dmuon.model.matrix_spec import spec_of
-from dmuon.planning.agreed_plan import Costs, Speeds, check_options
+from dmuon.layout.topology import GlobalRank, Position, RankGrid, Ranks, listed, position_in
+from dmuon.model.matrix_spec import is_one_matrix, spec_of
+from dmuon.planning.agreed_plan import Speeds, make_plan
+from dmuon.planning.cost_lookup import link_ns_per_byte
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.platform.options import check_integer
+from dmuon.platform.host import HostShare, warn_if_oversubscribed
+from dmuon.platform.log import logger
 from dmuon.platform.torch_private import default_group_is_bound, local_tensor
-from dmuon.solver import SolveOptions
+from dmuon.solver import Matrix, unmeasured_batch
+from dmuon.step.batches import Shared, Task
 
-CHUNK_BYTES = 2**28
-SMALL_PARAM_NUMEL = 65536
+_log = logger(__name__)
+
 _SHOWN_PIECES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutOptions:
-    """What all generators have in common; :func:`dmuon.create_dtensor_config` explains each option.
-
-    Raises:
-        TypeError, ValueError: an option of the wrong type or out of its range.
-    """
-
-    costs: Costs = None
-    solve: SolveOptions | None = None
-    chunk_bytes: int = CHUNK_BYTES
-    small_param_numel_threshold: int = SMALL_PARAM_NUMEL
-    ranks: Speeds = None
-
-    def __post_init__(self) -> None:
-        check_options(self.costs, self.solve, None, self.ranks)
-        check_integer("chunk_bytes", self.chunk_bytes, 1)
-        check_integer("small_param_numel_threshold", self.small_param_numel_threshold, 0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayoutRecipe:
-    """What a generated configuration says; nothing in it changes, and any number of optimizers may go by it.
-
-    Attributes:
-        grid: the ranks of the user's groups or mesh; None where parameters say themselves where they lie.
-        shard_dims: of plain tensors in a grid, the dimension that each role cuts.
-        copies: without a grid, by ``id``, the parameters that several ranks have whole, and those ranks.
-    """
-
-    grid: RankGrid | None = None
-    shard_dims: ShardDims | Callable[[Tensor], ShardDims] | None = None
-    copies: Mapping[int, Sequence[GlobalRank]] = field(default_factory=dict)
-    options: LayoutOptions = field(default_factory=LayoutOptions)
+_NOMINAL_NS_PER_BYTE = 1 / 50  # 50 GB/s, beside costs that are estimated from FLOPs
+_WIRE_BYTES = 8  # of an element, to the owner and back in fp32
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -191,7 +168,7 @@ def _placed_alone(
 ) -> tuple[list[ParameterLayout | None], ValueError | None]:
     """Where parameters lie by what they say of themselves, and the first fault, of which others must hear."""
     placed: list[ParameterLayout | None] = []
-    fault: ValueError | None = None
+    first: ValueError | None = None
     for param, name in zip(params, names, strict=True):
         copies = recipe.copies.get(id(param))
         try:
@@ -200,9 +177,9 @@ def _placed_alone(
             else:
                 placed.append(None if copies is None else place_replicated(param, copies))
         except ValueError as error:
-            fault = fault or error
+            first = first or error
             placed.append(_suspected(param))
-    return placed, fault
+    return placed, first
 
 
 def _suspected(param: Tensor) -> ParameterLayout | None:
@@ -282,3 +259,231 @@ def _described_pieces(layout: ShardLayout) -> str:
         return f"in pieces {shapes}"
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
     return f"in {len(shapes)} pieces {str(shapes[:_SHOWN_PIECES])[:-1]}, …] of digest {digest}"
+
+
+# -- who owns what --------------------------------------------------------------------------------------------------
+
+
+def plan(layouts: Layouts, last: Layouts | None = None) -> Layouts:
+    """``layouts`` with plans of who owns what. Collective over the ranks that share parameters.
+
+    Args:
+        last: of the same optimizer before. Ranks that share the same matrices as then keep their plan: they agree on
+            the matrices, and so on this as well.
+    """
+    options = layouts.recipe.options
+    plans: dict[Ranks, OwnerPlan] = {}
+    first = FirstError(through=(CollectiveError,))
+    for ranks, domain in layouts.domains.items():
+        matrices, pools = shared_matrices(layouts, ranks)
+        if not matrices:
+            continue
+        old = last.plans.get(ranks) if last is not None and last.recipe.options == options else None
+        if old is not None and old.matrices == tuple(matrices):
+            _log.debug("ranks %s share the same matrices as before, and keep their plan", ranks)
+            plans[ranks] = old
+            continue
+        with first:  # the ranks of the next domains wait for this one
+            plans[ranks] = _planned(domain, matrices, pools, options)
+            if domain.position == 0:
+                _tell(plans[ranks], ranks)
+    first.throw()
+    return replace(layouts, plans=plans)
+
+
+def _tell(plan: OwnerPlan, ranks: Ranks) -> None:
+    """One of the ranks tells the log."""
+    _log.info("ranks %s exchange %s", " ".join(map(str, ranks)), plan.summary())
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("loads, batches and variants of what is exchanged:\n%s", plan.report())
+
+
+def shared_matrices(layouts: Layouts, ranks: Ranks) -> tuple[list[Matrix], list[frozenset[str]] | None]:
+    """What the ranks share, and what each of them may own; None: all of it."""
+    matrices: list[Matrix] = []
+    pools: list[set[str]] = [{""} for _ in ranks]
+    for param, label, placed in zip(layouts.params, layouts.labels, layouts.placed, strict=True):
+        if placed is None or placed.ranks != ranks:
+            continue
+        for share, numbers in numbered(placed.layout, spec_of(param), placed.first):
+            if len(share.holders) == 1:
+                continue
+            pool = "" if len(share.holders) == len(ranks) else f"ranks {share.holders}"
+            for holder in share.holders if pool else ():
+                pools[holder].add(pool)
+            m, n = share.layout.shape
+            for number in numbers:
+                matrices.append(Matrix(_name_in_plan(param, label, number), m, n, "", m * n * _WIRE_BYTES, pool))
+    alike = all(pool == {""} for pool in pools)
+    return matrices, None if alike else [frozenset(pool) for pool in pools]
+
+
+def _planned(
+    domain: Domain, matrices: list[Matrix], pools: list[frozenset[str]] | None, options: LayoutOptions
+) -> OwnerPlan:
+    said: list[tuple[HostShare, Speeds]] = agree(domain.group, None, (HostShare.here(), options.ranks))
+    shares = [share for share, _ in said]
+    other = next((rank for rank, (_, ranks) in zip(domain.ranks, said, strict=True) if ranks != said[0][1]), None)
+    if other is not None:
+        raise ValueError(
+            f"rank {other} was given ranks={said[position_in(domain.ranks, other)][1]!r}, and rank {domain.ranks[0]} "
+            f"ranks={said[0][1]!r}; give all of them the same"
+        )
+    if domain.device.type == "cpu":
+        warn_if_oversubscribed(shares, domain.position)
+    per_byte = _NOMINAL_NS_PER_BYTE if options.costs == "flops" else link_ns_per_byte(domain)
+    return make_plan(
+        matrices,
+        domain.group,
+        domain.device,
+        costs=options.costs,
+        solve=options.solve,
+        hosts=[share.host for share in shares],
+        pools=pools,
+        ns_per_byte=per_byte,
+        ranks=options.ranks,
+    )
+
+
+def _name_in_plan(param: Tensor, label: str, number: int) -> str:
+    """How plans call matrix ``number`` of a parameter."""
+    return label if is_one_matrix(param) else f"{label}[{number}]"
+
+
+def planned_owners(layouts: Layouts, rank: GlobalRank) -> dict[int, GlobalRank]:
+    """Index to the owner; of a parameter that is several matrices, to that of the first of them.
+
+    Args:
+        rank: this one, which owns what it has alone.
+    """
+    owners: dict[int, GlobalRank] = {}
+    for index, placed in enumerate(layouts.placed):
+        planned = {} if placed is None else _owners_in_plan(layouts, index, placed)
+        owners[index] = next(iter(planned.values()), rank)
+    return owners
+
+
+def _owners_in_plan(layouts: Layouts, index: int, placed: ParameterLayout) -> dict[int, GlobalRank]:
+    """By number, the planned owner of each matrix of a parameter; its first holder where nothing is planned."""
+    param, label = layouts.params[index], layouts.labels[index]
+    planned = layouts.plans[placed.ranks].owners if placed.ranks in layouts.plans else {}
+    return {
+        number: placed.ranks[planned.get(_name_in_plan(param, label, number), share.holders[0])]
+        for share, numbers in numbered(placed.layout, spec_of(param), placed.first)
+        for number in numbers
+    }
+
+
+# -- tasks ----------------------------------------------------------------------------------------------------------
+
+
+def owner_fault(layouts: Layouts, owners: Sequence[GlobalRank]) -> ValueError | None:
+    """What is wrong where an owner does not hold its matrix."""
+    for param, name, placed, owner in zip(layouts.params, layouts.names, layouts.placed, owners, strict=True):
+        if placed is not None and is_one_matrix(param) and owner not in placed.ranks:
+            return _not_held(placed, owner, name)
+    return None
+
+
+def tasks(layouts: Layouts, owners: Sequence[GlobalRank], rank: GlobalRank) -> list[Task]:
+    """Who orthogonalizes each parameter that several ranks hold, and where its pieces lie.
+
+    Args:
+        owners: by index, without :func:`owner_fault`; a stack keeps the owners that were planned for its matrices if
+            the plan says the same of its first one, and goes to its owner as a whole otherwise.
+        rank: this one.
+    """
+    result: list[Task] = []
+    for index, (placed, owner) in enumerate(zip(layouts.placed, owners, strict=True)):
+        if placed is None:
+            continue
+        planned = _owners_in_plan(layouts, index, placed)
+        if placed.ranks not in layouts.plans or owner not in [*planned.values()][:1]:
+            planned = dict.fromkeys(planned, owner)
+        result += _tasks_of(layouts, index, placed, planned, rank)
+    return result
+
+
+def _tasks_of(
+    layouts: Layouts, index: int, placed: ParameterLayout, owners: Mapping[int, GlobalRank], rank: GlobalRank
+) -> list[Task]:
+    """Matrices of one parameter, in ranges that one rank orthogonalizes.
+
+    Args:
+        owners: by number.
+    """
+    result = []
+    param = layouts.params[index]
+    spec = spec_of(param)
+    stack = stack_shape(local_tensor(param).shape, spec)
+    domain, position = layouts.domains[placed.ranks], position_in(placed.ranks, rank)
+    offset = 0  # in the local stack
+    before: Share | None = None
+    for share, numbers in numbered(placed.layout, spec, placed.first):
+        if before is not None and before.start != share.start and position in before.holders:
+            offset += before.stop - before.start
+        before = share
+        local = position in share.holders
+        if not local and len(share.holders) == 1:  # nobody else needs to know of what one rank has alone
+            continue
+        m, n = share.layout.shape
+        size, variants = _batching(layouts, placed.ranks, param, (m, n))
+        for start, stop, owner in _ranges(placed.ranks, share.holders, [owners[number] for number in numbers]):
+            span = (offset + start, offset + stop) if local else (0, 0)
+            region = Region(stack, span, spec.dim, share.runs.get(position, ()))
+            task = Task(
+                param,
+                index,
+                (m, n),
+                size,
+                variants,
+                None if is_one_matrix(param) else region,
+                spec.transposed,
+                tuple(numbers[start:stop]),
+                Shared(domain, Parcel(stop - start, share.spread, owner), (placed.layout, spec)),
+            )
+            result.append(task)
+    return result
+
+
+def _batching(layouts: Layouts, ranks: Ranks, param: Tensor, shape: tuple[int, int]) -> tuple[int, Mapping[int, str]]:
+    """Most matrices of a batch, as planned and within the bytes that the options allow, and how they run."""
+    m, n = shape
+    sides = min(m, n), max(m, n)
+    plan = layouts.plans.get(ranks)
+    planned = None if plan is None else plan.chunks.get(sides)
+    nbytes = m * n * torch.promote_types(param.dtype, torch.float32).itemsize
+    size = min(planned or unmeasured_batch((m, n)), layouts.recipe.options.chunk_bytes // nbytes)
+    return max(1, size), {} if plan is None else plan.variants.get(sides, {})
+
+
+def whole_parcel(placed: ParameterLayout, owner: GlobalRank, name: str) -> Parcel:
+    """One matrix, or a stack as a whole, that ``owner`` gets.
+
+    Raises:
+        ValueError: ``owner`` does not hold the parameter.
+    """
+    if owner not in placed.ranks:
+        raise _not_held(placed, owner, name)
+    return Parcel(1, spread_over_all(placed.layout), position_in(placed.ranks, owner))
+
+
+def _not_held(placed: ParameterLayout, owner: GlobalRank, name: str) -> ValueError:
+    return ValueError(
+        f"Invalid rank {owner} for parameter {name!r}: it lies on ranks {list(placed.ranks)}, one of which must own it"
+    )
+
+
+def _ranges(ranks: Ranks, holders: Sequence[Position], owners: Sequence[GlobalRank]) -> list[tuple[int, int, Position]]:
+    """``(start, stop, position of the owner)``: as many matrices each as in ``owners``, but neighbours."""
+    counts = dict.fromkeys(holders, 0)
+    for owner in owners:
+        position = position_in(ranks, owner) if owner in ranks else holders[0]
+        counts[position if position in counts else holders[0]] += 1
+    result = []
+    start = 0
+    for position, count in counts.items():
+        if count:
+            result.append((start, start + count, position))
+            start += count
+    return result

@@ -1,20 +1,24 @@
-"""Matrices that a user's own functions gather and redistribute, in the rounds of a step."""
+"""Matrices that a user's own functions gather and redistribute: the rounds of a step, and what the functions return."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import agree
 from dmuon.comm.domain import Domain
-from dmuon.exchanged.user_functions import Result, UserFunctions, check_gathered, check_part
-from dmuon.kernels import update_scale
+from dmuon.exchanged.config import OWN_ENTRIES, DistributedConfig, Waitable
+from dmuon.kernels import momentum_update, normalized, update_scale
 from dmuon.layout.matrices import local_regions
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.matrix_spec import spec_of
@@ -23,7 +27,221 @@ from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.residency import like_param
 from dmuon.step.rounds import Round, Step
-from dmuon.step.update import Done, apply, folded, orthogonalize_whole
+from dmuon.step.update import Done, apply, fold, numerics_of, orthogonalize
+
+
+class Result:
+    """What one call of a user's function comes to, once its communication has finished.
+
+    Attributes:
+        asynchronous: whether the function gave something to wait for.
+
+    Raises:
+        TypeError: the function returned something that it must not, by the function's name.
+    """
+
+    __slots__ = ("_function", "_pending", "_tensor", "_wait_gives_tensor", "asynchronous")
+
+    def __init__(self, function: str, returned: object) -> None:
+        self._function = function
+        self._tensor: Tensor | None = None
+        self._pending: Waitable | None = None
+        self._wait_gives_tensor = False
+        if isinstance(returned, tuple):
+            self._tensor, self._pending = _tensor_and_work(function, returned)
+        elif isinstance(returned, dist.Work):
+            raise TypeError(
+                f"{function} returned a dist.Work alone, which has no tensor to give: return (tensor, work), "
+                "or (None, work) on a rank that receives nothing"
+            )
+        elif isinstance(returned, Waitable):  # before Tensor: an asynchronous collective's tensor is both
+            self._pending = returned
+            self._wait_gives_tensor = True
+        elif returned is None or isinstance(returned, Tensor):
+            self._tensor = returned
+        else:
+            raise TypeError(
+                f"{function} must return a tensor, None, (tensor, work) or an object with wait(), got {returned!r}"
+            )
+        self.asynchronous = self._pending is not None
+
+    def wait(self) -> Tensor | None:
+        """The function's tensor, or None where it gave none; later calls return the same at once.
+
+        Raises:
+            TypeError: the ``wait()`` of what the function returned gave neither a tensor nor None.
+        """
+        if self._pending is not None:
+            waited = self._pending.wait()
+            if self._wait_gives_tensor:
+                if waited is not None and not isinstance(waited, Tensor):
+                    raise TypeError(
+                        f"{self._function} returned a {type(self._pending).__name__} whose wait() gave {waited!r}, "
+                        "not a tensor or None: return (tensor, work) instead"
+                    )
+                self._tensor = waited
+            self._pending = None  # it may hold the buffers of the communication
+        return self._tensor
+
+
+def _tensor_and_work(function: str, pair: tuple[object, ...]) -> tuple[Tensor | None, Waitable | None]:
+    if len(pair) == 2:
+        tensor, work = pair
+        if (tensor is None or isinstance(tensor, Tensor)) and (work is None or isinstance(work, Waitable)):
+            return tensor, work
+    types = ", ".join(type(item).__name__ for item in pair)
+    raise TypeError(f"{function} returned a tuple ({types}): a tuple must be (tensor or None, work or None)")
+
+
+class UserFunctions:
+    """Calls the ``gather_fn`` and ``redistribute_fn`` of ``config`` as :class:`DistributedConfig` documents.
+
+    ``config.state["rank"]`` must be set by now. What dmuon has set is put back before every call: another optimizer
+    with this configuration sets the same entries.
+
+    Raises:
+        TypeError: a function that cannot be called with a tensor, a rank and the state.
+    """
+
+    def __init__(self, config: DistributedConfig) -> None:
+        self._state = config.state
+        self._entries = {name: config.state[name] for name in OWN_ENTRIES if name in config.state}
+        self._prefetch_count = config.prefetch_count
+        self._gather = _documented_call("gather_fn", config.gather_fn, "dst_rank")
+        self._redistribute = _documented_call("redistribute_fn", config.redistribute_fn, "src_rank")
+        self._warned = False
+
+    def gather(self, index: int, update: Tensor, owner: GlobalRank) -> Result:
+        """Start assembling parameter ``index`` on rank ``owner`` from every rank's part ``update``.
+
+        Warns once where ``prefetch_count`` cannot hide anything.
+
+        Raises:
+            TypeError: ``gather_fn`` returned something that it must not.
+        """
+        self._state |= {**self._entries, "current_param_idx": index}
+        result = Result("gather_fn", self._gather(update, owner, self._state))
+        ahead = self._prefetch_count > 0 and self._state["rank"] == owner
+        if ahead and not result.asynchronous and not self._warned and result.wait() is not None:
+            self._warned = True
+            warnings.warn(
+                f"gather_fn returned a tensor that is ready, here for parameter {index}: "
+                f"prefetch_count={self._prefetch_count} only holds more memory and hides nothing. Return "
+                "(tensor, work) from a collective with async_op=True, or set prefetch_count=0"
+            )
+        return result
+
+    def redistribute(self, index: int, whole: Tensor | None, owner: GlobalRank) -> Result:
+        """Start giving every rank its part of parameter ``index``; ``whole`` is None except on rank ``owner``.
+
+        Raises:
+            TypeError: ``redistribute_fn`` returned something that it must not.
+        """
+        self._state |= {**self._entries, "current_param_idx": index}
+        return Result("redistribute_fn", self._redistribute(whole, owner, self._state))
+
+
+_Call = Callable[[Tensor | None, int, dict[str, Any]], object]
+
+
+def _documented_call(name: str, function: Callable[..., object], rank_name: str) -> _Call:
+    """``function`` as one of the tensor, the rank and the state, by position.
+
+    Raises:
+        TypeError: the signature of ``function`` takes them neither by position nor by their documented names.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # built-in functions need not have one
+        return function
+    names = [name for name in (rank_name, "rank") if name in signature.parameters]
+    forms: list[tuple[str | None, str | None]] = []
+    if names and "state" in signature.parameters:
+        forms.append((names[0], "state"))  # whatever their order is
+    forms += [(rank, state) for state in (None, "state") for rank in (None, rank_name, "rank")]
+    for form in forms:
+        try:
+            _call(signature.bind, form, None, 0, {})
+        except TypeError:
+            continue
+        return partial(_call, function, form)
+    raise TypeError(f"{name} must be callable as {name}(update, {rank_name}, state), its signature is {signature}")
+
+
+def _call(
+    function: Callable[..., object],
+    form: tuple[str | None, str | None],
+    update: Tensor | None,
+    rank: int,
+    state: dict[str, Any],
+) -> object:
+    """Call ``function`` with the rank and the state named as ``form`` says; None is by position."""
+    arguments: tuple[tuple[str | None, object], ...] = ((form[0], rank), (form[1], state))
+    positional = [value for name, value in arguments if name is None]
+    return function(update, *positional, **{name: value for name, value in arguments if name is not None})
+
+
+def check_gathered(
+    whole: object,
+    *,
+    name: str,
+    owner: GlobalRank,
+    rank: GlobalRank,
+    local_shape: Sequence[int],
+    global_shape: Sequence[int] | None,
+) -> Tensor | None:
+    """The whole matrix of parameter ``name`` on its owner, and None on other ranks, whatever ``gather_fn`` gave there.
+
+    A DTensor's local tensor is what counts. ``global_shape`` None is unknown: then no side may be smaller than that of
+    ``local_shape``, this rank's part.
+
+    Raises:
+        RuntimeError: on the owner, anything but a tensor of the whole matrix's shape.
+    """
+    if rank != owner:
+        return None
+    if not isinstance(whole, Tensor):
+        returned = "None" if whole is None else f"a {type(whole).__name__}"
+        raise RuntimeError(
+            f"gather_fn returned {returned} for parameter {name!r} on rank {rank}, which owns it: return the whole "
+            "matrix on dst_rank"
+        )
+    local = local_tensor(whole)
+    shape, part = tuple(local.shape), tuple(local_shape)
+    if global_shape is not None:
+        fits = shape == tuple(global_shape)
+        expected = f"the whole matrix is {tuple(global_shape)}"
+    else:
+        fits = len(shape) == len(part) and all(side >= least for side, least in zip(shape, part, strict=True))
+        expected = f"this rank's part alone is {part}"
+    if not fits:
+        raise RuntimeError(
+            f"gather_fn returned a tensor of shape {shape} for parameter {name!r} on rank {rank}; {expected}: "
+            "join the parts of all ranks along the dimensions that are sharded"
+        )
+    return local
+
+
+def check_part(part: object, *, name: str, rank: GlobalRank, local_shape: Sequence[int]) -> Tensor:
+    """This rank's part of parameter ``name`` as ``redistribute_fn`` gave it, a DTensor's local tensor.
+
+    Raises:
+        RuntimeError: anything but a tensor of ``local_shape``.
+    """
+    expected = f"this rank's part is {tuple(local_shape)}: return it on every rank"
+    if not isinstance(part, Tensor):
+        returned = "None" if part is None else f"a {type(part).__name__}"
+        raise RuntimeError(f"redistribute_fn returned {returned} for parameter {name!r} on rank {rank}; {expected}")
+    local = local_tensor(part)
+    if tuple(local.shape) != tuple(local_shape):
+        raise RuntimeError(
+            f"redistribute_fn returned a tensor of shape {tuple(local.shape)} for parameter {name!r} on rank {rank}; "
+            f"{expected}"
+        )
+    return local
+
+
+# -- rounds ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -62,7 +280,7 @@ class UserRound(Round):
         results: dict[int, Result] = {}
         for number, batch in batches.items():
             with timer.phase("momentum"):
-                update = folded(group, batch, [(0, 1)])
+                [update] = fold(group, batch, batch.whole, momentum_update)
                 update = like_param(batch.params[0], update.view(local_tensor(batch.params[0]).shape))
             with timer.phase("exchange"), self._named("gather_fn", number):
                 results[number] = self.functions.gather(number, update, self.owners[number])
@@ -91,7 +309,7 @@ class UserRound(Round):
         for number, batch in batches.items():
             assert batch.region is not None
             update = batch.region.take(parts.pop(number).to(batch.dtype))
-            apply(group, batch, (0, 1), update, timer, scale=1.0)
+            apply(group, batch, batch.whole[0], update, timer, scale=1.0)
 
     def _wholes(
         self, batches: Mapping[int, Batch], gathered: dict[int, Result], timer: PhaseTimer
@@ -158,18 +376,21 @@ def _orthogonalized(
     param = batch.params[0]
     spec = spec_of(param)
     whole = whole.to(batch.dtype)
+    numerics = numerics_of(group, batch.dtype, whole.device)
     update, done = torch.empty_like(whole, memory_format=torch.contiguous_format), []
     regions = local_regions(whole.shape, spec)
     several = len(regions) * regions[0].stack[0] > 1 or whole.ndim > 2
     for part, region in enumerate(regions):
         of_part = replace(batch, shape=region.shape, transposed=spec.transposed)
-        ready = orthogonalize_whole(group, of_part, region.take(whole), timer)
-        scaled = ready.update.to(batch.dtype) * update_scale(group["adjust_lr_fn"], of_part.scaled_shape)
+        with timer.phase("momentum"):
+            x, norms = normalized(region.take(whole), storage=numerics.storage, eps=group["eps"])
+        orthogonal, of_part_done = orthogonalize(numerics, of_part, (0, 1), x, norms, timer)
+        scaled = orthogonal.to(batch.dtype) * update_scale(group["adjust_lr_fn"], of_part.scaled_shape)
         target = region.take(update)
         target.copy_(scaled)
         region.put(update, list(target.unbind(0)))
         numbers = range(part, len(regions) * region.count, len(regions))
-        done.append(replace(ready.done, matrices=[(param, i if several else None) for i in numbers]))
+        done.append(replace(of_part_done, matrices=[(param, i if several else None) for i in numbers]))
     return update, done
 
 

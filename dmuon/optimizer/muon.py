@@ -39,10 +39,9 @@ from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor, outside_compile
 from dmuon.step.adamw import AdamWUpdate
 from dmuon.step.overlap import EarlyUpdates
-from dmuon.step.record import StepRecord
 from dmuon.step.residency import Residency, align_gradients, lay_out
 from dmuon.step.rounds import AloneRound, Round, Schedule, Step
-from dmuon.step.update import Done
+from dmuon.step.update import Done, StepRecord
 
 _STEPS_BETWEEN_TRIMS = 64  # free memory goes back to the system; see docs/benchmarks.md for what it costs
 
@@ -483,7 +482,7 @@ class Muon(torch.optim.Optimizer):
 
     def exchange_report(self) -> list[str]:
         """Owners, batches, costs and predicted loads of what is exchanged, for people."""
-        return [line for residency in self._residencies for line in residency.report()]
+        return [] if self._exchange is None else self._exchange.report()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients that wait for a synchronizing backward are dropped too."""

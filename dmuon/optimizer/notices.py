@@ -28,7 +28,7 @@ def tell_first_step(
 
     What none of the groups has is told on every rank.
     """
-    _warn_of_left_out(groups, residencies)
+    _warn_of_left_out(groups, [residency for residency in residencies if isinstance(residency, Dedicated)])
     if not _speaks(residencies):
         return
     for line in taken_whole(residencies):
@@ -52,7 +52,7 @@ def tell_first_step(
         _log.info("%s", line)
 
 
-def _warn_of_left_out(groups: Iterable[Mapping[str, Any]], residencies: Iterable[Residency]) -> None:
+def _warn_of_left_out(groups: Iterable[Mapping[str, Any]], residencies: Iterable[Dedicated]) -> None:
     """Say that parameters have a gradient and are in none of an optimizer's groups."""
     held = {id(p) for group in groups for p in group["params"]}
     names = [name for residency in residencies for name in residency.left_out(held)]

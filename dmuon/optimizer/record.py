@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from dmuon.comm.norm import all_reduce
-from dmuon.step.record import MatrixStats, StepRecord, Terms, stats_of, totals
 from dmuon.step.residency import Residency
-from dmuon.step.update import Done
+from dmuon.step.update import Done, MatrixStats, StepRecord, Terms, stats_of, totals
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dmuon.comm.agreement import agree
+from dmuon.comm.agreement import agree, run_awaited
 from dmuon.comm.process_groups import broadcast_object, gather_objects, ranks_of
-from dmuon.comm.waiting import run_awaited
 from dmuon.planning.cost_lookup import FoundCosts, find_costs
 from dmuon.planning.owner_plan import AGAIN, SOLVED, OwnerPlan, PlanSource, reason_of
 from dmuon.platform.log import logger

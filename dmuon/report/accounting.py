@@ -14,7 +14,7 @@ from dmuon.dedicated.buffer import OwnedBuffer, fills_wait
 from dmuon.dedicated.residency import Dedicated
 from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import Storage
-from dmuon.layout.parcels import travels
+from dmuon.layout.matrices import travels
 from dmuon.optimizer.muon import Muon
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, make_batches

@@ -18,8 +18,7 @@ from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import OwnedMatrix, Part, resting
 from dmuon.exchanged.user_round import UserRound
-from dmuon.layout.matrices import numbered
-from dmuon.layout.parcels import Parcel
+from dmuon.layout.matrices import Parcel, numbered
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
@@ -153,7 +152,8 @@ def _calls(optimizer: Muon) -> Iterator[_Call]:
             else:
                 if isinstance(batch, SharedBatch):
                     owner = batch.domain.ranks[batch.parcel.owner]
-                runs = str(variant_for(group, batch.shape, batch.variants, batch.count, batch.dtype, batch.device))
+                numerics = numerics_of(group, batch.dtype, batch.device)
+                runs = str(variant_for(numerics, batch.shape, batch.variants, batch.count, batch.device))
             numbers[owner] += 1
             yield _Call(numbers[owner], batch, round_, owner, runs)
 
@@ -180,8 +180,9 @@ def _owned(
                 call = own.get((id(matrix.rest), part.number))
                 runs, batch = ("", of_owner.batch) if call is None else (call.runs, call.batch.count)
                 if call is None and group is not None:
-                    dtype, device = matrix.master.dtype, runtime.comm.device
-                    runs = str(variant_for(group, part.shape, plan.variants.get(one.shape, {}), batch, dtype, device))
+                    numerics = numerics_of(group, matrix.master.dtype, runtime.comm.device)
+                    variants = tuple(plan.variants.get(one.shape, {}).items())
+                    runs = str(variant_for(numerics, part.shape, variants, batch, runtime.comm.device))
                 row = MatrixRow(
                     tensor=names.get(id(matrix.rest), matrix.fqn),
                     number=part.number if matrix.is_split else None,
@@ -290,7 +291,8 @@ def _elsewhere(optimizer: Muon, names: Mapping[int, str]) -> Iterator[MatrixRow]
                 continue
             m, n = share.layout.shape
             planned = {} if plan is None else plan.variants.get(_sides((m, n)), {})
-            runs = variant_for(groups[id(param)], (m, n), planned, len(numbers), momentum, local.device)
+            numerics = numerics_of(groups[id(param)], momentum, local.device)
+            runs = variant_for(numerics, (m, n), tuple(planned.items()), len(numbers), local.device)
             row = MatrixRow(
                 tensor=names[id(param)],
                 number=None,

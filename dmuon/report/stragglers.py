@@ -11,9 +11,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn as nn
 
-from dmuon.comm.agreement import agree
+from dmuon.comm.agreement import agree, run_awaited
 from dmuon.comm.process_groups import broadcast_object, this_rank
-from dmuon.comm.waiting import run_awaited
 from dmuon.dedicated.dedication import require_dedicated
 from dmuon.optimizer.muon import Muon
 from dmuon.planning.agreed_plan import planned_ranks

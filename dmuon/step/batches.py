@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.domain import Domain
-from dmuon.layout.matrices import Region
-from dmuon.layout.parcels import Parcel
+from dmuon.layout.matrices import Parcel, Region
 from dmuon.platform.torch_private import local_tensor
 
 _SMALL_PART = 2**16  # elements: what is elementwise takes less time than to start it
@@ -72,11 +71,11 @@ class Batch:
         position: that of the first task.
         shape: ``(m, n)`` of each whole matrix, as it is stored.
         variants: how Newton-Schulz runs, by batch size, as planned.
-        region: where in each local tensor the matrices lie, if that is more than one matrix.
+        region: where in each local tensor the matrices lie; None where that is one matrix.
         transposed: matrices are stored ``(in, out)``.
         numbers: of the matrices in each parameter that is more than one; several only if it is the only one.
-        stacked: the momentum of parameters that are one matrix each, ``(k, …)``; ``momenta`` are its parts.
-        is_split: parameters are more than one matrix each, and what is taken out of them may be copies.
+        stacked: the momentum of all matrices, ``(count, …)``, of which ``momenta`` are parts or which is a part of
+            them; None where no view is that, as of one of several projections in each of some parameters.
         count: matrices, on whichever ranks they lie.
         each: matrices of one parameter.
         whole: what :meth:`runs` gives if nothing is missing.
@@ -90,12 +89,11 @@ class Batch:
     momenta: list[Tensor]
     position: int
     shape: tuple[int, int]
-    variants: Mapping[int, str]
+    variants: tuple[tuple[int, str], ...]
     region: Region | None
     transposed: bool
     numbers: tuple[int, ...]
     stacked: Tensor | None
-    is_split: bool = field(init=False)
     count: int = field(init=False)
     each: int = field(init=False)
     whole: list[tuple[int, int]] = field(init=False)
@@ -106,64 +104,52 @@ class Batch:
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
-        self.is_split = self.region is not None
-        numbers = self.numbers if self.is_split else [None]
         self.each = len(self.numbers)
         self.count = len(self.params) * self.each
         self.whole = [(0, len(self.params))]
         self.ids = frozenset(map(id, self.params))
+        numbers = [None] if self.region is None else self.numbers
         self.labels = [(param, number) for param in self.params for number in numbers]
         self.scaled_shape = self.shape[::-1] if self.transposed else self.shape
         self.dtype, self.device = self.momenta[0].dtype, self.momenta[0].device
 
-    def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's parts of the matrices, 2-D each, in tensors that lie as some of the parameters do.
+    def split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's parts of the matrices, 2-D each, in local ``tensors`` that lie as some of the parameters do.
 
-        Views where that is possible; :meth:`put` writes changes back where :attr:`is_split`.
+        Views where that is possible; :meth:`put` writes changes back to where they came from.
         """
-        local = list(map(local_tensor, tensors))
         if self.region is None:
-            return local
-        return [matrix for tensor in local for matrix in self.region.take(tensor).unbind(0)]
-
-    def gradients(self, start: int, end: int) -> list[Tensor]:
-        """:meth:`matrices` of the gradients of parameters ``start`` to ``end``; zeros where this rank has none."""
-        found = []
-        for param in self.params[start:end]:
-            found.append(torch.zeros_like(param) if param.grad is None else param.grad)
-        return self.matrices(found)
+            return list(tensors)
+        return [matrix for tensor in tensors for matrix in self.region.take(tensor).unbind(0)]
 
     def put(self, tensors: Sequence[Tensor], matrices: Sequence[Tensor]) -> None:
-        """Write ``matrices``, which :meth:`matrices` gave and which were changed, back to where they came from."""
-        assert self.region is not None
-        count = self.region.count
+        """Write ``matrices``, which :meth:`split` gave and which were changed, back if they are copies."""
+        if self.region is None or not self.region.count:
+            return
         for i, tensor in enumerate(tensors):
-            if count:
-                self.region.put(local_tensor(tensor), matrices[i * count : (i + 1) * count])
+            self.region.put(tensor, matrices[i * self.region.count : (i + 1) * self.region.count])
 
     def momentum(self, start: int, end: int) -> Tensor:
-        """Of parameters ``start`` to ``end``, ``(k, …)`` of this rank's parts.
+        """Of parameters ``start`` to ``end``, ``(k, …)`` of this rank's parts: of :attr:`stacked`, or else a copy.
 
-        A view where that is possible; :meth:`put_momentum` writes changes back where :attr:`is_split`.
+        :meth:`put_momentum` writes changes of a copy back.
         """
         if self.stacked is not None:
-            return self.stacked[start:end]
+            return self.stacked[start * self.each : end * self.each]
         assert self.region is not None
         taken = [self.region.take(momentum) for momentum in self.momenta[start:end]]
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     def put_momentum(self, start: int, end: int, momentum: Tensor) -> None:
-        """Write ``momentum``, which :meth:`momentum` gave and which was changed, back to where it came from."""
+        """Write a copy of momentum, which was changed, back to where it came from."""
         matrices = list(momentum.unbind(0))
         if end - start > 1:  # a concatenation is a copy, whatever its parts were
-            copied, matrices = matrices, self.matrices(self.momenta[start:end])
+            copied, matrices = matrices, self.split(self.momenta[start:end])
             torch._foreach_copy_(matrices, copied)
         self.put(self.momenta[start:end], matrices)
 
     def runs(self, present: Set[int]) -> list[tuple[int, int]]:
         """Longest ranges ``(start, end)`` of parameters whose ids are ``present``; one range if nothing is missing."""
-        if self.ids <= present:
-            return self.whole
         ranges: list[tuple[int, int]] = []
         for index, param in enumerate(self.params):
             if id(param) in present and ranges and ranges[-1][1] == index:
@@ -214,7 +200,7 @@ def make_bundles(batches: Mapping[int, Batch], owned: Collection[int]) -> list[B
     alike: dict[object, list[int]] = {}
     for number, batch in batches.items():
         kind: object = number
-        if batch.stacked is not None and len(batch.numbers) == 1 and 0 < batch.stacked[0].numel() <= _SMALL_PART:
+        if batch.region is None and batch.stacked is not None and 0 < batch.stacked[0].numel() <= _SMALL_PART:
             like = batch.stacked[0]
             kind = (like.shape, like.dtype, batch.params[0].dtype, like.device, batch.shape, batch.transposed)
         alike.setdefault((kind, number in owned), []).append(number)
@@ -235,7 +221,7 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     for batch, part in zip(batches, stacked.split(counts), strict=True):
         batch.stacked, batch.momenta = part, list(part)
     params, momenta = [p for batch in batches for p in batch.params], [m for batch in batches for m in batch.momenta]
-    return Batch(params, momenta, first.position, first.shape, {}, None, first.transposed, first.numbers, stacked)
+    return Batch(params, momenta, first.position, first.shape, (), None, first.transposed, first.numbers, stacked)
 
 
 def make_batches(tasks: Iterable[Task], device: torch.device | None = None) -> list[Batch]:
@@ -290,7 +276,10 @@ def _batch(
     stacked: Tensor | None,
 ) -> Batch:
     """Of tasks like ``task``, the first one."""
-    fields = (params, momenta, task.position, task.shape, task.variants, region, task.transposed, numbers, stacked)
+    if region is not None and len(momenta) == 1 and region.is_slice:
+        stacked = region.take(momenta[0])
+    variants = tuple(sorted(task.variants.items()))
+    fields = (params, momenta, task.position, task.shape, variants, region, task.transposed, numbers, stacked)
     if task.shared is None:
         return Batch(*fields)
     parcel = replace(task.shared.parcel, count=len(params) * len(numbers))

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmuon.kernels import normalized_momentum
 from dmuon.platform.streams import PhaseTimer, Stream
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
 from dmuon.step.rounds import AloneRound
-from dmuon.step.update import Orthogonalized, orthogonalize
+from dmuon.step.update import Done, fold, numerics_of, orthogonalize
 
 _OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "ns_dtype")
 
@@ -28,7 +29,7 @@ class _Early:
         momentum: versions of the momentum.
     """
 
-    ready: Orthogonalized
+    ready: tuple[Tensor, Done]
     grads: list[tuple[weakref.ref[Tensor], tuple[int, int]]]
     momentum: list[int]
     options: dict[str, Any]
@@ -96,23 +97,29 @@ class EarlyUpdates:
         present = [grad for grad in grads if grad is not None]
         group = self._group_at(self._index[id(batch)])
         momentum = self._momentum_versions(batch)
-        beside = self._side.beside([local_tensor(g) for g in present])
-        with beside, torch.autocast(batch.device.type, enabled=False):
+        parts = [local_tensor(grad) for grad in present]
+        with self._side.beside(parts), torch.autocast(batch.device.type, enabled=False):
+            numerics, matrices = numerics_of(group, batch.dtype, batch.device), batch.split(parts)
             copy = batch.momentum(0, len(batch.params)).clone(memory_format=torch.contiguous_format)
-            ready = orthogonalize(group, batch, (0, len(batch.params)), copy, self._timer)
+            with self._timer.phase("momentum"):
+                x, norms = normalized_momentum(
+                    matrices,
+                    copy,
+                    beta=group["momentum"],
+                    nesterov=group["nesterov"],
+                    storage=numerics.storage,
+                    eps=group["eps"],
+                )
+            ready = orthogonalize(numerics, batch, batch.whole[0], x, norms, self._timer)
         seen = [(weakref.ref(g), _version(g)) for g in present]
         self._ready[id(batch)] = _Early(ready, seen, momentum, _options(group))
 
-    def take(self, group: Mapping[str, Any], batch: Batch) -> Orthogonalized | None:
+    def take(self, group: Mapping[str, Any], batch: Batch) -> tuple[Tensor, Done] | None:
         """The update of ``batch`` if its inputs are unchanged; then the gradients go into its momentum."""
         early = self._ready.pop(id(batch), None)
         if early is None or not early.holds(group, batch):
             return None
-        grads = [g.to(batch.dtype) for g in batch.matrices([p.grad for p in batch.params if p.grad is not None])]
-        momentum = batch.momentum(0, len(batch.params))
-        torch._foreach_lerp_(list(momentum.unbind(0)), grads, 1 - group["momentum"])
-        if batch.is_split:
-            batch.put_momentum(0, len(batch.params), momentum)
+        fold(group, batch, batch.whole, _average)
         self.taken += 1
         return early.ready
 
@@ -141,6 +148,12 @@ class EarlyUpdates:
         self._timer.reset()
         self._ready.clear()
         self._landed.clear()
+
+
+def _average(grads: Sequence[Tensor], momentum: Tensor, *, beta: float, nesterov: bool) -> None:
+    """What ``momentum_update`` does to the momentum, and nothing else."""
+    converted = [grad.to(momentum.dtype) for grad in grads]
+    torch._foreach_lerp_(list(momentum.unbind(0)), converted, 1 - beta)
 
 
 def _version(grad: Tensor) -> tuple[int, int]:

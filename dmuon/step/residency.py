@@ -77,24 +77,12 @@ class Residency(ABC):
             names: of them, by ``id``.
         """
 
-    def report(self) -> list[str]:
-        """The plans behind the owners, for people."""
-        return []
-
     def loads(self) -> list[Sequence[int]]:
         """What each plan predicts for each of its ranks, in nanoseconds."""
         return []
 
     def repeated(self) -> list[str]:
         """Names of matrices that other ranks may have copies of, and orthogonalize too, though nothing says so."""
-        return []
-
-    def left_out(self, held: set[int]) -> list[str]:
-        """Names of trainable parameters that live beside the matrices and that no optimizer seems to have.
-
-        Args:
-            held: ids of all parameters of this optimizer.
-        """
         return []
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -109,7 +97,11 @@ class Residency(ABC):
         Raises:
             RuntimeError: weights or gradients are in no state for a step.
         """
-        return {id(param) for param in self.params if param.grad is not None}
+        present = set()
+        for param in self.params:
+            if param.grad is not None:
+                present.add(id(param))
+        return present
 
     def shared(self) -> list[Sharing]:
         """Which of the matrices ranks have together; those who do come to it in one order."""
@@ -144,14 +136,16 @@ class Alone(Residency):
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = list(params)
-        self._laid = [(param, lies(param)) for param in self.params if param.requires_grad]
+        self._trained = [param for param in self.params if param.requires_grad]
+        self._layouts, _ = layouts_and_gradients(self._trained)
         self._frozen = [param for param in self.params if not param.requires_grad]
 
     def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
         for param in self._frozen:
             if param.requires_grad:
                 return None
-        return with_gradients(self._laid)
+        layouts, present = layouts_and_gradients(self._trained)
+        return present if layouts == self._layouts else None
 
     def tasks(self) -> list[Task]:
         tasks = []
@@ -174,15 +168,20 @@ class Alone(Residency):
         return [AloneRound(index, batch) for index, of_group in enumerate(batches) for batch in of_group]
 
 
-def with_gradients(laid: Iterable[tuple[Tensor, tuple[Any, ...]]]) -> set[int] | None:
-    """Ids of the parameters that have one; None if any of them lies otherwise than it did."""
+def layouts_and_gradients(params: Iterable[Tensor]) -> tuple[list[tuple[Any, ...]], set[int]]:
+    """How parameters lie, as far as this rank can see without asking, and the ids of those that have a gradient.
+
+    A model may be moved or converted between two steps: what lies otherwise than before is laid out anew.
+    """
+    layouts: list[tuple[Any, ...]] = []
     present: set[int] = set()
-    for param, as_before in laid:
-        if lies(param) != as_before:
-            return None
+    for param in params:
+        local = local_tensor(param)
+        spec = (param.device_mesh, param.placements) if isinstance(param, DTensor) else ()
+        layouts.append((local.device, local.dtype, local.shape, *spec))
         if param.grad is not None:
             present.add(id(param))
-    return present
+    return layouts, present
 
 
 def lay_out(groups: Sequence[Sequence[Tensor]], residencies: Iterable[Residency]) -> list[Round]:
@@ -212,13 +211,6 @@ def memberships(groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) ->
             trained = "trained" if param.requires_grad else "frozen"
             found.append((f"parameter {label}", f"{place} of group {number}, {trained}"))
     return [*found, ("digest of the groups' parameters", f"{zlib.crc32(repr(found).encode()):08x}")]
-
-
-def lies(param: Tensor) -> tuple[Any, ...]:
-    """How a parameter lies, as far as this rank can see without asking: its model may be moved or converted."""
-    local = local_tensor(param)
-    layout = (param.device_mesh, param.placements) if isinstance(param, DTensor) else ()
-    return (local.device, local.dtype, local.shape, *layout)
 
 
 def like_param(param: Tensor, local: Tensor) -> Tensor:

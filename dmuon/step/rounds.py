@@ -15,30 +15,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.copying import Copies, Copying
-from dmuon.comm.domain import AllToAll, Redistribution
+from dmuon.comm.domain import AllToAll, Copies, Copying, Domain, Redistribution
+from dmuon.kernels import (
+    carrier_dtype,
+    momentum_norms,
+    momentum_update,
+    normalized,
+    normalized_momentum,
+    normalized_update,
+)
+from dmuon.layout.matrices import Parcel
 from dmuon.platform.streams import PhaseTimer
 from dmuon.step.batches import Batch, Bundle, SharedBatch, make_bundles
-from dmuon.step.record import StepRecord
-from dmuon.step.update import (
-    Done,
-    Orthogonalized,
-    apply,
-    folded,
-    folded_norms,
-    normalized_parts,
-    numerics_of,
-    orthogonalize,
-    orthogonalize_whole,
-)
-from dmuon.step.whole_norms import WholeNorms, join
+from dmuon.step.update import Done, StepRecord, apply, fold, numerics_of, orthogonalize, with_zeros
 
 
 @dataclass(slots=True, eq=False)
@@ -100,21 +97,70 @@ class AloneRound(Round):
     def __init__(self, index: int, batch: Batch) -> None:
         self.index = index
         self.batches = [batch]
-        self.early: Callable[[Mapping[str, Any], Batch], Orthogonalized | None] | None = None
+        self.early: Callable[[Mapping[str, Any], Batch], tuple[Tensor, Done] | None] | None = None
 
     def run(self, step: Step) -> Iterator[bool]:
         group, batch = step.options[self.index], self.batches[0]
         ready = None if self.early is None else self.early(group, batch)
-        updates = [] if ready is None else [(batch.whole[0], ready)]
-        for run_of in batch.runs(step.present) if ready is None else ():
-            momentum = batch.momentum(*run_of)
-            updates.append((run_of, orthogonalize(group, batch, run_of, momentum, step.timer)))
-            if batch.is_split:
-                batch.put_momentum(*run_of, momentum)
-        for run_of, one in updates:
-            step.done.append(one.done)
-            apply(group, batch, run_of, one.update, step.timer, record=step.record)
+        updates = [] if ready is None else [(batch.whole[0], *ready)]
+        if ready is None:
+            numerics = numerics_of(group, batch.dtype, batch.device)
+            kernel = partial(normalized_momentum, storage=numerics.storage, eps=group["eps"])
+            for run_of in batch.whole if batch.ids <= step.present else batch.runs(step.present):
+                with step.timer.phase("momentum"):
+                    [(x, norms)] = fold(group, batch, [run_of], kernel)
+                updates.append((run_of, *orthogonalize(numerics, batch, run_of, x, norms, step.timer)))
+                del x
+        for run_of, update, done in updates:
+            step.done.append(done)
+            apply(group, batch, run_of, update, step.timer, record=step.record)
         return iter(())
+
+
+class WholeNorms:
+    """Norms of the matrices of one round, of which ranks have parts; right when they were joined.
+
+    Where Newton–Schulz begins in half precision, parts are divided by them and travel as it takes them, which is half
+    the bytes of momentum. Each rank rounds what the owner would round otherwise.
+
+    Args:
+        parcels: of the round's batches.
+        norms: by number of the batch, fp64 ``(count,)``, of this rank's parts. Of copies the owner's one counts.
+        device: of the norms, also where this rank has none.
+    """
+
+    def __init__(
+        self, parcels: Sequence[Parcel], domain: Domain, norms: Mapping[int, Tensor], device: torch.device
+    ) -> None:
+        self.domain = domain
+        self.counts = [parcel.count for parcel in parcels]
+        self.squares = torch.zeros(sum(self.counts), dtype=torch.float64, device=device)
+        slots = self.squares.split(self.counts)
+        counted = [i for i in norms if domain.position in parcels[i].to_owner.senders]
+        if counted:
+            torch._foreach_copy_([slots[i] for i in counted], [norms[i] for i in counted])
+            self.squares.square_()
+
+    def of_batches(self) -> list[Tensor]:
+        """By number of the batch, fp64 ``(count,)``."""
+        return list(self.squares.sqrt().split(self.counts))
+
+
+def join_norms(norms: Sequence[WholeNorms]) -> None:
+    """Sum squares over the ranks of each domain. Collective, one all-reduce a domain, in the order of ``norms``."""
+    by_domain: dict[int, list[WholeNorms]] = {}
+    for one in norms:
+        by_domain.setdefault(id(one.domain), []).append(one)
+    pending = []
+    for members in by_domain.values():
+        domain, sums = members[0].domain, torch.cat([one.squares for one in members])
+        launch = partial(dist.all_reduce, sums, group=domain.group, async_op=True)
+        what = f"norms of {len(sums)} matrices"
+        pending.append((domain.monitor.start(domain.lane, what, launch), members, sums))
+    for work, members, sums in pending:
+        work.wait()
+        for one, squares in zip(members, sums.split([len(one.squares) for one in members]), strict=True):
+            one.squares = squares
 
 
 class ExchangedRound(Round):
@@ -156,8 +202,13 @@ class ExchangedRound(Round):
         norms: dict[int, Tensor] = {}
         with step.timer.phase("momentum"):
             for bundle in self.bundles:
-                found = folded_norms(group, bundle.joint, bundle.joint.runs(step.present))
-                norms |= zip(bundle.numbers, found.split(bundle.counts), strict=True)
+                batch = bundle.joint
+                runs = batch.whole if batch.ids <= step.present else batch.runs(step.present)
+                found = fold(group, batch, runs, momentum_norms)
+                if runs is not batch.whole:
+                    zeros = torch.zeros(batch.count, dtype=torch.float64, device=batch.device)
+                    found = [with_zeros(found, batch, runs, zeros)]
+                norms |= zip(bundle.numbers, found[0].split(bundle.counts), strict=True)
             self._norms = WholeNorms(self.parcels, self.domain, norms, self._like.device)
         return self._norms
 
@@ -170,12 +221,22 @@ class ExchangedRound(Round):
         parts: dict[int, Tensor] = {}
         with timer.phase("momentum"):
             for bundle in self.bundles:
-                runs = bundle.joint.runs(step.present)
+                batch = bundle.joint
+                runs = batch.whole if batch.ids <= step.present else batch.runs(step.present)
                 if norms is None:
-                    update = folded(group, bundle.joint, runs)
+                    found = fold(group, batch, runs, momentum_update)
                 else:
-                    of_bundle = torch.cat([norms[i] for i in bundle.numbers])
-                    update = normalized_parts(group, bundle.joint, runs, of_bundle)
+                    of_bundle, found = torch.cat([norms[i] for i in bundle.numbers]), []
+                    kernel = partial(normalized_update, storage=numerics.storage, eps=group["eps"])
+                    for start, end in runs:
+                        rows = of_bundle[start * batch.each : end * batch.each]
+                        found += fold(group, batch, [(start, end)], partial(kernel, norms=rows))
+                if runs is not batch.whole:
+                    shape = batch.momentum(0, len(batch.params)).shape
+                    dtype = batch.dtype if norms is None else numerics.begins
+                    found = [with_zeros(found, batch, runs, torch.zeros(shape, dtype=dtype, device=batch.device))]
+                [update] = found
+                del found
                 if bundle.owned:
                     parts |= zip(bundle.numbers, update.split(bundle.counts), strict=True)
                 else:
@@ -192,12 +253,15 @@ class ExchangedRound(Round):
         del gathering
         for i in list(whole):
             batch = self.batches[i]
-            of_batch = None if norms is None else norms[i]
-            ready = orthogonalize_whole(group, batch, whole.pop(i), timer, norms=of_batch)
-            whole[i] = ready.update
-            runs = batch.runs(step.present)
-            step.done += [ready.done] if runs == batch.whole else _of_runs(ready.done, batch, runs)
-            del ready
+            x = whole.pop(i)
+            with timer.phase("momentum"):
+                if norms is None:
+                    x, of_batch = normalized(x, storage=numerics.storage, eps=group["eps"])
+                else:
+                    x, of_batch = x.to(carrier_dtype(x.device, numerics.storage)), norms[i]
+            whole[i], done = orthogonalize(numerics, batch, batch.whole[0], x, of_batch, timer)
+            del x
+            step.done += [done] if batch.ids <= step.present else _of_runs(done, batch, batch.runs(step.present))
         with timer.phase("exchange"):
             like = self._like.to(numerics.ends)
             arriving: Redistribution | Copying
@@ -218,14 +282,15 @@ class ExchangedRound(Round):
             for i in bundle.numbers:
                 if i in updates:
                     arrived.append(updates.pop(i))
-            joint, runs = bundle.joint, bundle.joint.runs(step.present)
-            if runs == joint.whole:
-                apply(group, joint, runs[0], arrived, timer, record=step.record)
+            batch = bundle.joint
+            runs = batch.whole if batch.ids <= step.present else batch.runs(step.present)
+            if runs is batch.whole:
+                apply(group, batch, runs[0], arrived, timer, record=step.record)
             elif runs:
                 update = arrived[0] if len(arrived) == 1 else torch.cat(arrived)
                 for start, end in runs:
-                    rows = update[start * joint.each : end * joint.each]
-                    apply(group, joint, (start, end), rows, timer, record=step.record)
+                    rows = update[start * batch.each : end * batch.each]
+                    apply(group, batch, (start, end), rows, timer, record=step.record)
 
     @cached_property
     def copies(self) -> Copies:
@@ -354,7 +419,7 @@ class Schedule:
                 norms.append(of_round)
         if norms:
             with step.timer.phase("exchange"):
-                join(norms)
+                join_norms(norms)
         started: dict[int, Iterator[bool]] = {}  # by turn
         is_last: dict[int, bool] = {}  # whether it sends nothing more
         leaving: list[int] = []  # turns of those that have computed

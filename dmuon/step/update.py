@@ -1,16 +1,18 @@
-"""Muon's update of one batch of matrices: momentum, Newton–Schulz, weights."""
+"""Muon's update of one batch of matrices: momentum, Newton–Schulz, weights, and a record of what it did to them."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from dmuon.comm.norm import local_terms
 from dmuon.kernels import (
     HALF,
     Polynomial,
@@ -18,15 +20,9 @@ from dmuon.kernels import (
     Variant,
     adapted,
     apply_update_,
-    carrier_dtype,
     choose_variant,
     coefficient_sequence,
     first_dtype,
-    momentum_norms,
-    momentum_update,
-    normalized,
-    normalized_momentum,
-    normalized_update,
     run,
     storage_dtype,
     storage_spans,
@@ -36,27 +32,23 @@ from dmuon.kernels import (
 from dmuon.platform.streams import PhaseTimer
 from dmuon.platform.torch_private import local_tensor
 from dmuon.step.batches import Batch
-from dmuon.step.record import StepRecord
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+_T = TypeVar("_T")
+
+Label = tuple[Tensor, int | None]  # a parameter, and the number of a matrix in it if it is more than one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Done:
     """One batched update of matrices of ``shape``; ``norms`` of what was orthogonalized, ``(k,)``."""
 
-    matrices: list[tuple[Tensor, int | None]]
+    matrices: list[Label]
     shape: tuple[int, int]
     variant: Variant
     norms: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Orthogonalized:
-    """The update of some matrices, ``(k, m, n)``, before it reaches the weights."""
-
-    done: Done
-    update: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,111 +87,55 @@ def _numerics(
     return Numerics(coefficient_sequence(coefficients, steps), storage, begins, ends, halved)
 
 
+def fold(
+    group: Mapping[str, Any], batch: Batch, runs: Sequence[tuple[int, int]], kernel: Callable[..., _T]
+) -> list[_T]:
+    """Fold gradients into this rank's momentum, in place. A gradient that this rank lacks counts as zero.
+
+    Args:
+        runs: ranges of parameters of which any rank has a gradient.
+        kernel: of gradients, momentum ``(k, …)``, ``beta`` and ``nesterov``, such as ``momentum_update``; or
+            ``normalized_update``, which reads both after they were folded.
+
+    Returns:
+        What the kernel makes of each run.
+    """
+    found = []
+    for start, end in runs:
+        grads = []
+        for param in batch.params[start:end]:
+            grad = param.grad
+            grads.append(local_tensor(torch.zeros_like(param) if grad is None else grad))
+        if batch.region is not None:
+            grads = batch.split(grads)
+        momentum = batch.momentum(start, end)
+        found.append(kernel(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"]))
+        if batch.stacked is None:
+            batch.put_momentum(start, end, momentum)
+    return found
+
+
+def with_zeros(found: Sequence[Tensor], batch: Batch, runs: Sequence[tuple[int, int]], zeros: Tensor) -> Tensor:
+    """What :func:`fold` has found of ``runs``, in their rows of ``zeros``, which are for all of a batch."""
+    for (start, end), rows in zip(runs, found, strict=True):
+        zeros[start * batch.each : end * batch.each] = rows
+    return zeros
+
+
 def orthogonalize(
-    group: Mapping[str, Any], batch: Batch, run_of: tuple[int, int], momentum: Tensor, timer: PhaseTimer
-) -> Orthogonalized:
-    """Fold gradients into ``momentum``, in place, and orthogonalize it, for matrices that this rank has whole.
+    numerics: Numerics, batch: Batch, run_of: tuple[int, int], x: Tensor, norms: Tensor, timer: PhaseTimer
+) -> tuple[Tensor, Done]:
+    """The update of matrices that this rank has whole, ``(k, m, n)``, before it reaches the weights.
 
     Args:
         run_of: range of the batch's parameters.
-        momentum: theirs, ``(k, m, n)``.
+        x: what Newton–Schulz takes of them: divided by ``norms``, ``(k,)``. Its memory may be reused.
     """
-    start, end = run_of
-    numerics = numerics_of(group, momentum.dtype, momentum.device)
-    variant = variant_for(group, batch.shape, batch.variants, len(momentum), momentum.dtype, momentum.device)
-    with timer.phase("momentum"):
-        x, norms = normalized_momentum(
-            batch.gradients(start, end),
-            momentum,
-            beta=group["momentum"],
-            nesterov=group["nesterov"],
-            storage=numerics.storage,
-            eps=group["eps"],
-        )
+    variant = variant_for(numerics, batch.shape, batch.variants, len(x), x.device)
     with timer.phase("ns"):
         update = run(x, variant, numerics.sequence, numerics.storage)
-    labels = batch.labels[start * batch.each : end * batch.each]
-    return Orthogonalized(Done(labels, batch.shape, variant, norms), update)
-
-
-def orthogonalize_whole(
-    group: Mapping[str, Any], batch: Batch, x: Tensor, timer: PhaseTimer, *, norms: Tensor | None = None
-) -> Orthogonalized:
-    """Orthogonalize whole matrices that were gathered, ``(k, m, n)``; their memory may be reused.
-
-    Args:
-        norms: if they are divided by these already.
-    """
-    numerics = numerics_of(group, batch.dtype, x.device)
-    variant = variant_for(group, batch.shape, batch.variants, len(x), batch.dtype, x.device)
-    with timer.phase("momentum"):
-        if norms is None:
-            normal, norms = normalized(x, storage=numerics.storage, eps=group["eps"])
-        else:
-            normal = x.to(carrier_dtype(x.device, numerics.storage))
-    with timer.phase("ns"):
-        update = run(normal, variant, numerics.sequence, numerics.storage)
-    return Orthogonalized(Done(batch.labels, batch.shape, variant, norms), update)
-
-
-def folded(group: Mapping[str, Any], batch: Batch, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """This rank's parts of what is to be orthogonalized, ``(k, …)``. A gradient that this rank lacks counts as zero.
-
-    Args:
-        runs: of parameters of which any rank has a gradient; the result is zero for the others.
-    """
-    parts = []
-    for start, end in runs:
-        momentum = batch.momentum(start, end)
-        grads = batch.gradients(start, end)
-        parts.append(momentum_update(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"]))
-        if batch.is_split:
-            batch.put_momentum(start, end, momentum)
-    return parts[0] if runs == batch.whole else _with_zeros(parts, batch, runs, batch.dtype)
-
-
-def folded_norms(group: Mapping[str, Any], batch: Batch, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """Fold gradients as :func:`folded` does; return only the norms of this rank's parts, fp64 ``(k,)``."""
-    norms = torch.zeros(batch.count, dtype=torch.float64, device=batch.device)
-    for start, end in runs:
-        momentum = batch.momentum(start, end)
-        grads = batch.gradients(start, end)
-        of_run = momentum_norms(grads, momentum, beta=group["momentum"], nesterov=group["nesterov"])
-        norms[start * batch.each : end * batch.each] = of_run
-        if batch.is_split:
-            batch.put_momentum(start, end, momentum)
-    return norms
-
-
-def normalized_parts(group: Mapping[str, Any], batch: Batch, runs: Sequence[tuple[int, int]], norms: Tensor) -> Tensor:
-    """What :func:`folded` gives over the norms of the whole matrices, ``(k,)``, as Newton–Schulz begins with it.
-
-    The gradients were folded by :func:`folded_norms`.
-    """
-    numerics = numerics_of(group, batch.dtype, batch.device)
-    parts = []
-    for start, end in runs:
-        parts.append(
-            normalized_update(
-                batch.gradients(start, end),
-                batch.momentum(start, end),
-                norms[start * batch.each : end * batch.each],
-                beta=group["momentum"],
-                nesterov=group["nesterov"],
-                storage=numerics.storage,
-                eps=group["eps"],
-            )
-        )
-    return parts[0] if runs == batch.whole else _with_zeros(parts, batch, runs, numerics.begins)
-
-
-def _with_zeros(parts: Sequence[Tensor], batch: Batch, runs: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
-    """All of a batch, of its parts that are not zero."""
-    like = batch.momentum(0, len(batch.params))
-    out = torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    for (start, end), update in zip(runs, parts, strict=True):
-        out[start * batch.each : end * batch.each] = update
-    return out
+    labels = batch.labels[run_of[0] * batch.each : run_of[1] * batch.each]
+    return update, Done(labels, batch.shape, variant, norms)
 
 
 def apply(
@@ -227,7 +163,7 @@ def apply(
         for param in batch.params[start:end]:
             local = local_tensor(param)
             weights.append(local if type(local) in _PLAIN else local.detach())
-        matrices = batch.matrices(weights)
+        matrices = weights if batch.region is None else batch.split(weights)
         if scale is None:
             scale = update_scale(group["adjust_lr_fn"], batch.scaled_shape)
         apply_update_(
@@ -237,7 +173,7 @@ def apply(
             weight_decay=group["weight_decay"],
             scale=scale,
         )
-        if batch.is_split:
+        if batch.region is not None:
             batch.put(weights, matrices)
         if record is not None:
             stacks = [update] if isinstance(update, Tensor) else update
@@ -246,38 +182,120 @@ def apply(
             record.note(labels, batch.shape, group["lr"] * scale, parts, matrices)
 
 
+@lru_cache(maxsize=4096)
 def variant_for(
-    group: Mapping[str, Any],
-    shape: tuple[int, int],
-    planned: Mapping[int, str],
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    numerics: Numerics, shape: tuple[int, int], planned: tuple[tuple[int, str], ...], k: int, device: torch.device
 ) -> Variant:
-    """How Newton–Schulz runs for ``k`` matrices of ``shape`` whose momentum has ``dtype``.
+    """How Newton–Schulz runs for ``k`` matrices of ``shape``, made safe for the coefficients.
 
     Args:
-        planned: by batch size, as the plan says; a batch runs as the largest that is no larger.
+        planned: by batch size, as the plan says; a batch runs as the largest that is no larger. Without one that can
+            run here, by the rule's choice.
     """
-    numerics = numerics_of(group, dtype, device)
-    largest = max(filter(k.__ge__, planned), default=0)
-    return _variant(planned.get(largest, ""), shape, k, numerics.sequence, numerics.storage, device)
-
-
-@lru_cache(maxsize=4096)
-def _variant(
-    planned: str,
-    shape: tuple[int, int],
-    k: int,
-    coefficients: Polynomial,
-    storage: Storage,
-    device: torch.device,
-) -> Variant:
-    """The planned variant, made safe for these coefficients. Without one that can run here, the rule's choice."""
-    if planned:
-        variant = Variant.parse(planned)
-        fault = variant_fault(variant, device, storage)
+    fitting = [text for size, text in sorted(planned) if size <= k]
+    if fitting:
+        variant = Variant.parse(fitting[-1])
+        fault = variant_fault(variant, device, numerics.storage)
         if fault is None:
-            return adapted(variant, shape, coefficients, storage, device)
-        warnings.warn(f"the plan runs {shape[0]}x{shape[1]} as {planned!r}, which this device cannot: {fault}")
-    return choose_variant(shape, k, coefficients, storage, device)
+            return adapted(variant, shape, numerics.sequence, numerics.storage, device)
+        warnings.warn(f"the plan runs {shape[0]}x{shape[1]} as {fitting[-1]!r}, which this device cannot: {fault}")
+    return choose_variant(shape, k, numerics.sequence, numerics.storage, device)
+
+
+# -- what a step does to single matrices, in numbers that stay on the device until somebody asks for them --------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Terms:
+    """Of some matrices, of each of which this rank has a part with ``numel`` elements.
+
+    Attributes:
+        factor: by which the orthogonal factor was multiplied: the learning rate, scaled by shape.
+        update: squared norms of the parts of the update without that factor, ``(k,)``, fp64.
+        weight: squared norms of the parts of the new weights, ``(k,)``, fp64.
+    """
+
+    labels: tuple[Label, ...]
+    shape: tuple[int, int]
+    numel: int
+    factor: float
+    update: Tensor
+    weight: Tensor
+
+
+class StepRecord:
+    """Terms of all matrices that one step updates, as they come. Nothing waits for an accelerator."""
+
+    def __init__(self) -> None:
+        self.terms: list[Terms] = []
+
+    def note(
+        self,
+        labels: Sequence[Label],
+        shape: tuple[int, int],
+        factor: float,
+        updates: Sequence[Tensor],
+        weights: Sequence[Tensor],
+    ) -> None:
+        """Of ``k`` matrices.
+
+        Args:
+            shape: of each whole matrix.
+            updates: what was subtracted ``factor`` times, this rank's part of each.
+            weights: the parts of the new weights.
+        """
+        if not labels or not updates or not updates[0].numel():
+            return
+        numel = updates[0].numel()
+        of_update = local_terms(list(updates), 2.0, None)
+        of_weight = local_terms(list(weights), 2.0, None)
+        self.terms.append(Terms(tuple(labels), shape, numel, factor, of_update, of_weight))
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixStats:
+    """What one step did to one matrix.
+
+    Attributes:
+        update_rms: root mean square of the elements of the update, without weight decay:
+            ``‖W_new - (1 - lr · weight_decay) · W_old‖ / √(mn)``.
+        effective_lr: what the orthogonal factor of the momentum was multiplied by: ``lr``, scaled by shape as
+            ``adjust_lr_fn`` says.
+        weight_norm: ``‖W_new‖``, the Frobenius norm after the step.
+        update_ratio: the norm of the update over that of the weight.
+    """
+
+    update_rms: float
+    effective_lr: float
+    weight_norm: float
+    update_ratio: float
+
+
+def totals(terms: Sequence[Terms]) -> Tensor:
+    """``(4, k)``, fp64: what parts add to squared norms of update and weight, elements, and those times the factor.
+
+    Sums of them over ranks divided by the elements of the whole matrix are of as many copies as there are.
+    """
+    columns = []
+    for one in terms:
+        numel = one.update.new_full((len(one.labels),), float(one.numel))
+        columns.append(torch.stack([one.update * one.factor**2, one.weight, numel, numel * one.factor]))
+    return torch.cat(columns, 1)
+
+
+def stats_of(total: Sequence[float], shape: tuple[int, int]) -> MatrixStats | None:
+    """Of one matrix, whatever the number of copies; None of one that was not updated.
+
+    Args:
+        total: a column of :func:`totals`, over all ranks that hold parts.
+    """
+    update, weight, elements, weighted = total
+    if not elements:
+        return None
+    copies = elements / prod(shape)
+    update_norm, weight_norm = (update / copies) ** 0.5, (weight / copies) ** 0.5
+    if weight_norm:
+        ratio = update_norm / weight_norm
+    else:
+        ratio = float("inf") if update_norm else 0.0
+    return MatrixStats(update_norm / prod(shape) ** 0.5, weighted / elements, weight_norm, ratio)

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+import torch.distributed as dist
+from harness.on_ranks import on_ranks
 
 from dmuon.comm.agreement import Vote
-from dmuon.layout.topology import GlobalRank
+from dmuon.comm.monitor import Monitor
 
-DIGESTS = st.sampled_from([0, 1, 2**31 - 2, 2**31 - 1])  # 31 bits, with both ends: digests and their negatives travel
-
-
-@st.composite
-def elections(draw: st.DrawFn) -> list[Vote]:
-    """One vote per rank, on as many parameters each."""
-    world, count = draw(st.integers(1, 5)), draw(st.integers(0, 4))
-    return [
-        Vote(
-            flags=draw(st.lists(st.booleans(), min_size=count, max_size=count)),
-            digest=draw(DIGESTS),
-            changed=draw(st.booleans()),
-            fault=draw(st.sampled_from([None, GlobalRank(rank)])),
-        )
-        for rank in range(world)
-    ]
+CASES = 40
 
 
-@given(elections())
-def test_the_maximum_of_all_votes_tells_what_all_ranks_said(votes: list[Vote]) -> None:
-    encoded = [vote.encode() for vote in votes]
-    assert {numbers.nbytes for numbers in encoded} == {Vote.nbytes(len(votes[0].flags))}
-    verdict = Vote.decode(torch.stack(encoded).amax(0).tolist())
-    assert verdict.flags == tuple(map(any, zip(*(vote.flags for vote in votes), strict=True)))
-    assert verdict.same_collectives == (len({vote.digest for vote in votes}) == 1)
-    assert verdict.same_change == (len({vote.changed for vote in votes}) == 1)
-    assert verdict.fault == max((vote.fault for vote in votes if vote.fault is not None), default=None)
+@on_ranks(3)
+def test_the_maximum_of_all_votes_tells_what_all_ranks_said(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    monitor = Monitor(rank, group, torch.device("cpu"))
+    for case in range(CASES):
+        draw = random.Random(case)
+        count = draw.randrange(4)
+        flags = [[draw.randrange(2) for _ in range(count)] for _ in range(world)]
+        changed = [draw.random() < 0.5 for _ in range(world)]
+        faulty = [draw.choice([None, one]) for one in range(world)]
+        result = Vote(flags[rank], group, monitor, "vote", changed=changed[rank], faulty=faulty[rank]).result()
+        assert result.flags == tuple(map(max, zip(*flags, strict=True)))
+        assert result.same_change == (len(set(changed)) == 1)
+        assert result.faulty == max((one for one in faulty if one is not None), default=None)

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import product
-from math import prod
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness.dtensors import noise
 from harness.on_ranks import on_ranks
 from harness.pieces import numbered, part_of
 from harness.pool import RankPool
+from harness.toy import OPTIONS
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+import dmuon
 from dmuon import create_dtensor_config
-from dmuon.comm import copying, process_groups
-from dmuon.comm.copying import Copies, Copying, connect_copies
-from dmuon.comm.domain import AllToAll, Domain, Redistribution, make_domain
-from dmuon.layout.parameters import place_dtensor
-from dmuon.layout.parcels import Parcel, spread_over_all
-from dmuon.layout.shards import Piece, ShardLayout, layout_of
+from dmuon.comm import domain as exchange
+from dmuon.comm import process_groups
+from dmuon.layout.shards import layout_of
+from dmuon.solver import CostTable
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 MESHES: dict[int, list[tuple[int, ...]]] = {
@@ -69,10 +70,7 @@ def there_and_back(rank: int, world: int, some: list[Case]) -> int:
         whole = numbered(shape, DTYPES[dtype])
         if any(isinstance(placement, _StridedShard) for placement in placements):
             layout = layout_of(shape, sizes, placements)
-            local = part_of(whole, layout.pieces[mesh.mesh.flatten().tolist().index(rank)])
-            tensor = DTensor.from_local(
-                local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-            )
+            tensor = laid(whole, layout.pieces[mesh.mesh.flatten().tolist().index(rank)], mesh, placements)
         else:
             tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             assert torch.equal(tensor.full_tensor(), whole)
@@ -133,150 +131,6 @@ def test_the_smallest_matrices_travel(rank: int, world: int) -> None:
     assert there_and_back(rank, world, some) == 3 * 2 * (4 + 16)
 
 
-# -- many at once -----------------------------------------------------------------------------------------------------
-
-
-def random_layout(source: random.Random, world: int, shape: tuple[int, int]) -> ShardLayout:
-    sizes = source.choice([sizes for sizes in MESHES[world] if prod(sizes) == world])
-    kinds = ["replicate", "shard", "shard", "strided"]
-    placements = [placement_of(source.choice(kinds), source.randrange(2), source.randint(2, 3)) for _ in sizes]
-    return layout_of(shape, sizes, placements)
-
-
-def part_of_each(whole: Tensor, piece: Piece) -> Tensor:
-    return torch.stack([part_of(matrix, piece) for matrix in whole])
-
-
-@pytest.mark.pitfall("P04", "P14")
-@pytest.mark.parametrize(("world", "count"), [(2, 40), (3, 40), (4, 40), pytest.param(4, 800, marks=pytest.mark.slow)])
-@on_ranks()
-def test_batches_of_parts_travel_to_their_owners_and_back(rank: int, world: int, count: int) -> None:
-    """Random batches of random layouts and owners, to their owners; twice what arrived, back to all holders.
-
-    What goes on to copies travels part by part, or padded as where owners have alike parts on NCCL.
-    """
-    domain: Domain = make_domain(range(world), torch.device("cpu"))
-    for case in range(count):
-        source = random.Random(case)
-        generator = torch.Generator().manual_seed(case)
-        dtype = source.choice([torch.float32, torch.float64, torch.bfloat16])
-        wholes, parcels = [], []
-        for _ in range(source.randint(1, 6)):
-            layout = random_layout(source, world, (source.randint(1, 9), source.randint(1, 9)))
-            parcels.append(Parcel(source.randint(1, 4), spread_over_all(layout), source.randrange(world)))
-            wholes.append(torch.randn(parcels[-1].count, *layout.shape, generator=generator).to(dtype))
-        pieces = [parcel.layout.pieces[rank] for parcel in parcels]
-        like = torch.empty(0, dtype=dtype)
-        sent = {i: part_of_each(wholes[i], piece) for i, piece in enumerate(pieces) if piece.numel}
-        collected = Redistribution(AllToAll([p.to_owner for p in parcels], domain), sent, like, "a test").wait()
-        assert sorted(collected) == [i for i, parcel in enumerate(parcels) if parcel.owner == rank]
-        for i, whole in collected.items():
-            assert torch.equal(whole, wholes[i]), f"case {case}: {parcels[i]}"
-        twice = {i: 2 * whole for i, whole in collected.items()}
-        back = Redistribution(AllToAll([p.from_owner for p in parcels], domain), twice, like, "a test").wait()
-        connect_copies(domain, [parcel.spread for parcel in parcels])
-        transport = source.choice(["broadcast", "single"])
-        with patch.object(copying, "choose_transport", lambda *_: transport):  # noqa: B023
-            copies = Copies(parcels, domain)
-        assert copies.needed == any(max(parcel.layout.replicas) for parcel in parcels)
-        copied = any(p.spread.copies > 1 and rank in p.spread.parts for p in parcels)
-        assert {load.transport for load in copies.loads} == ({transport} if copied else set())
-        back = Copying(copies, back, like, "a test").wait()
-        assert back.keys() == sent.keys(), f"case {case}: {parcels}"
-        for i, arrived in back.items():
-            assert torch.equal(arrived, 2 * sent[i]), f"case {case}: {parcels[i]}"
-
-
-@pytest.mark.pitfall("P04", "P14", "P79")
-@pytest.mark.parametrize(("world", "count"), [(3, 40), pytest.param(4, 800, marks=pytest.mark.slow)])
-@on_ranks()
-def test_parts_of_one_stack_arrive_as_parts_by_themselves_do(rank: int, world: int, count: int) -> None:
-    """Random batches; what this rank does not own of those with alike parts is a stack or two.
-
-    In some layouts ranks have nothing, or one copy of several.
-    """
-    domain: Domain = make_domain(range(world), torch.device("cpu"))
-    joined = 0
-    for case in range(count):
-        source = random.Random(case)
-        generator = torch.Generator().manual_seed(case)
-        layouts = [random_layout(source, world, (source.randint(1, 9), 3)) for _ in range(2)]
-        parcels = []
-        for _ in range(source.randint(2, 9)):
-            spread = spread_over_all(source.choice(layouts))
-            parcels.append(Parcel(source.randint(1, 3), spread, source.randrange(world)))
-        if source.random() < 0.5:
-            parcels.sort(key=lambda parcel: parcel.owner)  # so that neighbours travel together
-        wholes = [torch.randn(parcel.count, *parcel.layout.shape, generator=generator) for parcel in parcels]
-        parts = {
-            i: part_of_each(whole, p.layout.pieces[rank])
-            for i, (whole, p) in enumerate(zip(wholes, parcels, strict=True))
-        }
-        stacks = []
-        for layout in dict.fromkeys(layouts):
-            part = layout.pieces[rank]
-            alike = [i for i, p in enumerate(parcels) if p.layout == layout and p.owner != rank and part.numel]
-            middle = source.choice([0, len(alike) // 2])
-            stacks += [numbers for numbers in (alike[:middle], alike[middle:]) if numbers]
-        apart = {i: part for i, part in parts.items() if parcels[i].owner == rank}
-        held = apart | {numbers[0]: torch.cat([parts[i] for i in numbers]) for numbers in stacks}
-        like = torch.empty(0)
-        there = AllToAll([parcel.to_owner for parcel in parcels], domain, stacks)
-        found = Redistribution(there, held, like, "to owners").wait()
-        assert sorted(found) == sorted(apart)
-        assert all(torch.equal(whole, wholes[i]) for i, whole in found.items())
-        home = AllToAll([parcel.from_owner for parcel in parcels], domain, stacks)
-        back = Redistribution(home, {i: 2 * whole for i, whole in found.items()}, like, "back").wait()
-        for numbers in [*([i] for i in apart), *stacks]:
-            wanted = [i for i in numbers if rank in parcels[i].from_owner.receivers]  # of the owner's copy
-            runs = [back.pop(i) for i in numbers if i in back]
-            joined += len(wanted) - len(runs)
-            assert bool(runs) == bool(wanted)
-            if runs:
-                expected = torch.cat([2 * parts[i] for i in wanted])
-                assert torch.equal(torch.cat(runs), expected), f"case {case}: {parcels}, {stacks}"
-        assert not back
-    assert joined > count / 4
-
-
-@pytest.mark.pitfall("P26")
-@on_ranks(2)
-def test_several_gathers_may_be_under_way(rank: int, world: int) -> None:
-    """Gathers started before earlier ones were waited for, waited for in order and against it."""
-    domain = make_domain(range(world), torch.device("cpu"))
-    layout = layout_of((5, 3), (world,), [Shard(0)])
-    wholes = [torch.full((2, 5, 3), float(i)) + torch.arange(15.0).view(5, 3) / 100 for i in range(4)]
-    parcels = [Parcel(2, spread_over_all(layout), i % world) for i in range(4)]
-    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
-        gatherings = [
-            Redistribution(
-                AllToAll([parcel.to_owner], domain),
-                {0: part_of_each(whole, layout.pieces[rank])},
-                whole.new_empty(0),
-                f"{i}",
-            )
-            for i, (whole, parcel) in enumerate(zip(wholes, parcels, strict=True))
-        ]
-        for i in order:
-            found = gatherings[i].wait()
-            assert (0 in found) == (i % world == rank)
-            assert all(torch.equal(whole, wholes[i]) for whole in found.values())
-
-
-@on_ranks(2)
-def test_copies_are_not_gathered(rank: int, world: int) -> None:
-    """Copies need no gather: what the owner has is what it gets, and no collective is started."""
-    domain = make_domain(range(world), torch.device("cpu"))
-    layout = layout_of((4, 3), (world,), [Replicate()])
-    parcel = Parcel(1, spread_over_all(layout), 1)
-    whole = numbered((1, 4, 3))
-    gathering = Redistribution(AllToAll([parcel.to_owner], domain), {0: whole}, whole.new_empty(0), "copies")
-    assert not domain.monitor.count("exchange"), "a collective was started"
-    found = gathering.wait()
-    assert found.keys() == ({0} if rank == 1 else set())
-    assert all(one.data_ptr() == whole.data_ptr() for one in found.values()), "copied"
-
-
 @pytest.mark.pitfall("P04", "P14")
 @on_ranks(4)
 def test_strided_shards_of_fsdp_over_tensor_parallelism_travel(rank: int, world: int) -> None:
@@ -295,7 +149,6 @@ def test_strided_shards_of_fsdp_over_tensor_parallelism_travel(rank: int, world:
         fully_shard(layer, mesh=mesh["dp"])
         weight = layer.weight
         assert isinstance(weight, DTensor) and isinstance(weight.placements[0], _StridedShard)
-        assert place_dtensor(weight, "w", rank).ranks == tuple(range(world))
         for owner in range(world):
             found = config.gather_fn(weight, owner, config.state)
             assert (found is not None) == (rank == owner)
@@ -306,24 +159,81 @@ def test_strided_shards_of_fsdp_over_tensor_parallelism_travel(rank: int, world:
         dist.barrier()
 
 
+# -- many at once -----------------------------------------------------------------------------------------------------
+
+ONE_BY_ONE = CostTable({(a, b): {1: 1000} for a in range(1, 10) for b in range(a, 10)})
+
+
+def trained_as_one_process(rank: int, world: int, case: int) -> None:
+    """Random matrices with random placements, in few rounds or many, with and without gradients.
+
+    What goes on to copies travels part by part, or padded as where owners have alike parts on NCCL.
+    """
+    source = random.Random(case)
+    mesh = init_device_mesh("cpu", source.choice([sizes for sizes in MESHES[world] if len(sizes) < 3]))
+    kinds = ["replicate", "shard", "shard", "strided"]
+    places = [
+        [placement_of(source.choice(kinds), source.randrange(2), source.randint(2, 3)) for _ in range(mesh.ndim)]
+        for _ in range(2)
+    ]
+    shapes = [(source.randint(1, 9), source.randint(1, 9)) for _ in range(2)]
+    pieces, params, twins = [], [], []
+    for i in range(source.randint(2, 9)):
+        shape, placements = source.choice(shapes), source.choice(places)
+        whole = noise(i, *shape)
+        pieces.append(layout_of(shape, tuple(mesh.mesh.shape), placements).pieces[rank])
+        params.append(torch.nn.Parameter(laid(whole, pieces[-1], mesh, placements)))
+        twins.append(torch.nn.Parameter(whole))
+    config = create_dtensor_config(
+        prefetch_count=source.randrange(3),
+        costs=source.choice(["flops", ONE_BY_ONE]),
+        small_param_numel_threshold=source.choice([0, 65536]),
+    )
+    optimizer = dmuon.Muon([{"params": params, "use_muon": True}], distributed_config=config, **OPTIONS)
+    twin = dmuon.Muon([{"params": twins, "use_muon": True}], **OPTIONS)
+    transport = source.choice(["broadcast", "single"])
+    for step in range(3):
+        for i, (param, of_twin, piece) in enumerate(zip(params, twins, pieces, strict=True)):
+            of_twin.grad = noise(100 * step + i, *of_twin.shape) if source.random() < 0.8 else None
+            param.grad = None
+            if of_twin.grad is not None:
+                param.grad = laid(of_twin.grad, piece, mesh, param.placements)
+        with patch.object(exchange, "choose_transport", lambda *_: transport):
+            optimizer.step()
+        twin.step()
+    for param, of_twin, piece in zip(params, twins, pieces, strict=True):
+        momenta = (opt.state[p]["momentum_buffer"] for opt, p in ((optimizer, param), (twin, of_twin)))
+        for found, expected in ((param, of_twin), momenta):
+            part = part_of(expected.detach(), piece)
+            torch.testing.assert_close(found.detach().to_local(), part, atol=1e-5, rtol=1e-4, msg=f"case {case}")
+
+
+def laid(whole: Tensor, piece: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    local = part_of(whole, piece)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+@pytest.mark.pitfall("P04", "P14", "P26", "P79")
+@pytest.mark.parametrize(("world", "count"), [(2, 8), (3, 8), (4, 8), pytest.param(4, 80, marks=pytest.mark.slow)])
+@on_ranks()
+def test_random_layouts_train_as_one_process(rank: int, world: int, count: int) -> None:
+    for case in range(count):
+        trained_as_one_process(rank, world, 100 * world + case)
+
+
 @pytest.mark.slow
 @on_ranks(4)
 def test_copies_travel_where_all_ranks_have_to_make_all_groups(rank: int, world: int) -> None:
     """As with a default process group that is bound to a device; one of the matrices is too small for all ranks."""
-    domain = make_domain(range(world), torch.device("cpu"))
-    layouts = [layout_of(shape, (2, 2), [Replicate(), Shard(0)]) for shape in ((1, 3), (4, 3))]
-    parcels = [Parcel(1, spread_over_all(layout), owner) for owner, layout in zip((2, 3), layouts, strict=True)]
+    mesh = init_device_mesh("cpu", (2, 2))
     with (
-        patch.object(copying, "default_group_is_bound", lambda: True),
+        patch.object(exchange, "default_group_is_bound", lambda: True),
         patch.object(process_groups, "default_group_is_bound", lambda: True),
     ):
-        connect_copies(domain, [parcel.spread for parcel in parcels])
-    updates = {}
-    for i, parcel in enumerate(parcels):
-        if rank in parcel.spread.parts and rank >= 2:  # the owners' copy
-            updates[i] = part_of_each(numbered((1, *parcel.layout.shape)) + i, parcel.spread.parts[rank])
-    arrived = Copying(Copies(parcels, domain), updates, torch.empty(0), "a test").wait()
-    assert arrived.keys() == {i for i, parcel in enumerate(parcels) if rank in parcel.spread.parts}
-    for i, part in arrived.items():
-        whole = numbered((1, *parcels[i].layout.shape)) + i
-        assert torch.equal(part, part_of_each(whole, parcels[i].spread.parts[rank]))
+        config = create_dtensor_config(costs="flops")
+        for shape, owner in (((1, 3), 2), ((4, 3), 3)):
+            whole = numbered(shape)
+            tensor = distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None)
+            found = config.gather_fn(tensor, owner, config.state)
+            assert found is None if rank != owner else torch.equal(found, whole)
+            assert torch.equal(config.redistribute_fn(found, owner, config.state), tensor.to_local())

@@ -16,7 +16,6 @@ from harness.toy import build
 import dmuon
 from dmuon.comm import process_groups
 from dmuon.comm.domain import make_domain
-from dmuon.comm.monitor import CollectiveError
 from dmuon.dedicated.dedication import dedications
 
 CPU = torch.device("cpu")
@@ -43,13 +42,18 @@ def test_a_group_that_cannot_be_made_is_named_in_time(rank: int, world: int) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_groups, "new_named_group", lambda *_: time.sleep(60))
         patch.setattr(process_groups, "_SLACK_SECONDS", 0.2)
-        with pytest.raises(CollectiveError, match=r"making process group .* failed: it was not made within 0.5 s"):
+        with pytest.raises(
+            dmuon.CollectiveError, match=r"making process group .* failed: it was not made within 0.5 s"
+        ):
             make_domain([0], CPU, timedelta(seconds=0.3))
     assert time.monotonic() - begin < 20
 
 
 @on_ranks(2)
 def test_a_first_use_that_fails_is_named(rank: int, world: int) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(CollectiveError, match=r"first use of .* ranks \[0, 1\]"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(dmuon.CollectiveError, match=r"first use of .* ranks \[0, 1\]"),
+    ):
         patch.setattr(dist, "all_to_all_single", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no link")))
         make_domain(range(world), CPU)

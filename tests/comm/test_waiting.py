@@ -19,8 +19,7 @@ from harness.toy import build
 from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
-from dmuon.comm.monitor import CollectiveError
-from dmuon.comm.waiting import run_awaited
+from dmuon.comm.agreement import run_awaited
 from dmuon.planning import agreed_plan
 
 CPU = torch.device("cpu")
@@ -67,7 +66,7 @@ def one_is_interrupted(rank: int, world: int, worker: int, victim: int) -> None:
         signal.signal(signal.SIGINT, before)
     else:
         says = rf"rank {rank}: a long work was given up, because rank {victim} was interrupted or failed: see its log"
-        with pytest.raises(CollectiveError, match=says):
+        with pytest.raises(dmuon.CollectiveError, match=says):
             run_awaited(group, CPU, "a long work", work)
     assert time.monotonic() - begin < SPARE
 

@@ -30,7 +30,7 @@ from harness.topologies import LAYOUTS, Laid, lay
 from harness.toy import LR, SIZE, batch, build
 
 import dmuon
-from dmuon.comm.agreement import Election, Vote
+from dmuon.comm.agreement import Vote
 from dmuon.comm.monitor import Monitor, run_all
 from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.replicated import GradAverager
@@ -503,9 +503,9 @@ def test_what_ranks_have_noted_otherwise_is_told_to_both(rank: int, world: int) 
         monitor = Monitor(GlobalRank(rank), group, torch.device("cpu"))
         for lane, what in ours if rank == 0 else theirs:
             monitor.note(lane, what)
-        election = Election(Vote((), monitor.digest), group, monitor, torch.device("cpu"), "vote")
+        vote = Vote((), group, monitor, "vote")
         with pytest.raises(dmuon.CollectiveError, match=f"^rank {rank}, step 0: .* collectives{difference}"):
-            election.verdict()
+            vote.result()
         with pytest.raises(dmuon.CollectiveError, match="fill y was not started, because an earlier collective failed"):
             monitor.start("fill", "fill y", list)
 
@@ -536,12 +536,12 @@ def test_digests_tell_models_apart_and_not_how_lanes_interleave(rank: int, world
     for lane, what in [("fill", "a"), ("reduce", "b")][:: 1 if rank else -1]:
         second.note(lane, what)
     assert first.digest != before, "what one model does, the votes of the other compare"
-    assert first.count("fill") == 0 and second.count("fill") == 1
+    assert first.counts["fill"] == 0 and second.counts["fill"] == 1
     for monitor in (first, second):
-        Election(Vote((), monitor.digest), group, monitor, cpu, "vote").verdict()
+        Vote((), group, monitor, "vote").result()
     mine = (first, second)[rank]
     with pytest.raises(dmuon.CollectiveError, match=r"of model 1' on rank 1 where rank 0 has .*of model 0'"):
-        Election(Vote((), mine.digest), group, mine, cpu, "vote").verdict()
+        Vote((), group, mine, "vote").result()
 
 
 def test_every_work_is_waited_for_and_the_first_fault_is_raised() -> None:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import dmuon
 from dmuon import create_dtensor_config
 from dmuon.kernels.newton_schulz import _spans
-from dmuon.layout.parcels import travels
+from dmuon.layout.matrices import travels
 from dmuon.report.accounting import expected_exchange
 
 storage = importlib.import_module("dmuon.kernels.storage")

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import dmuon
 from dmuon import DistributedConfig, create_dtensor_config, create_processgroup_config
-from dmuon.exchanged import assignment
+from dmuon.exchanged import layouts
 
 SHAPES = [(5, 6, 4), (3, 4, 9), (1, 7, 7), (4, 1, 8)]
 MATRICES = [(7, 5), (9, 5)]
@@ -210,14 +210,14 @@ def test_a_fault_in_planning_for_one_group_of_experts_ends_all_ranks(rank: int, 
     mesh, placements = groups_of_experts()
     stack = parameter(noise(0, 4, 6, 4), mesh, placements)
     matrix = parameter(noise(1, 6, 4), mesh, [Shard(0), Replicate()])
-    planned = assignment._planned
+    planned = layouts._planned
 
     def failing(domain: Any, *args: Any) -> Any:
         if domain.ranks == (2, 3):
             raise ValueError("no plan for these")
         return planned(domain, *args)
 
-    with mock.patch.object(assignment, "_planned", failing):
+    with mock.patch.object(layouts, "_planned", failing):
         raised = raised_by(lambda: dmuon.Muon([{"params": [stack, matrix], "use_muon": True}], **OPTIONS))
     assert raised.matches(ValueError, "no plan for these"), raised
 

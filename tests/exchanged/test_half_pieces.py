@@ -41,19 +41,19 @@ def arrivals(_rank: int, _world: int, name: str, dtype: torch.dtype, monkeypatch
     """Whole matrices have norm 1 when they arrive, so each part counted once, also where there are copies."""
     seen: list[Tensor] = []
     sums = [0]
-    orthogonalize, reduce = rounds.orthogonalize_whole, dist.all_reduce
+    orthogonalize, reduce = rounds.orthogonalize, dist.all_reduce
 
-    def observed(group: Any, batch: Any, x: Tensor, timer: Any, *, norms: Tensor | None = None) -> Any:
-        assert norms is not None and x.dtype == dtype
+    def observed(numerics: Any, batch: Any, run_of: Any, x: Tensor, norms: Tensor, timer: Any) -> Any:
+        assert numerics.begins == dtype and torch.equal(x, x.to(dtype).to(x.dtype))
         seen.append(torch.linalg.vector_norm(x.float(), dim=(1, 2)))
-        return orthogonalize(group, batch, x, timer, norms=norms)
+        return orthogonalize(numerics, batch, run_of, x, norms, timer)
 
     def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         sums[0] += tensor.dtype == torch.float64
         return reduce(tensor, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rounds, "orthogonalize_whole", observed)
+        patch.setattr(rounds, "orthogonalize", observed)
         patch.setattr(dist, "all_reduce", counted)
         weights = trained(name, ns_dtype=dtype)
     assert_same_over_ranks(weights)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dmuon
 from dmuon.step import update
-from dmuon.step.record import StepRecord
+from dmuon.step.update import StepRecord
 
 
 class Tagged(nn.Parameter):

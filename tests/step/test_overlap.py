@@ -186,10 +186,10 @@ def test_first_blocks_run_while_late_owners_still_compute(rank: int, world: int)
     optimizer = dmuon.Muon(laid.model, **OPTIONS)
     original = rounds.orthogonalize
 
-    def slow(group: Any, owned: Batch, run_of: Any, momentum: Any, timer: Any) -> Any:
+    def slow(numerics: Any, owned: Batch, *others: Any) -> Any:
         if any(id(p) in late for p in owned.params):
             time.sleep(1.0)
-        return original(group, owned, run_of, momentum, timer)
+        return original(numerics, owned, *others)
 
     passed: list[float] = []
     with mock.patch.object(rounds, "orthogonalize", slow):

@@ -34,7 +34,12 @@ from streams.clock import Block, Clock, Knowledge, Memory, Site
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("dmuon", "kernels")  # folders
 # What these do is named by who called them.
-PLUMBING = ("dmuon/comm/monitor.py", "dmuon/comm/context.py", "dmuon/comm/lines.py", "dmuon/platform/torch_private.py")
+PLUMBING = (
+    "dmuon/comm/monitor.py",
+    "dmuon/comm/context.py",
+    "dmuon/comm/process_groups.py",
+    "dmuon/platform/torch_private.py",
+)
 PROGRAM, BACKWARD = "the program", "the backward of the program"
 _ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # and queues nothing
 _READS_NOTHING = (*_ALLOCATES, "full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like")

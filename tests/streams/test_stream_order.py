@@ -246,7 +246,7 @@ def test_communicators_are_first_used_when_they_are_made(seen: Callable[[str], l
         assert late - averages == set(), "used for the first time in training"
         for average in averages:
             sites = [entry.site for entry in training]
-            vote = sites.index("Election.__init__")
+            vote = sites.index("Vote.__init__")
             first = next(i for i, entry in enumerate(training) if entry.communicator[0] == average)
             assert sites[first] == "connect" and first > vote
             assert "_Bucket.__init__" not in sites[:first]
@@ -256,7 +256,7 @@ def test_averages_leave_behind_all_reductions_of_a_backward(seen: Callable[[str]
     """Also where some rank lacks gradients of the first bucket."""
     for found in seen("auxiliary"):
         sites = [entry.site for entry in found.journal[found.before_training :]]
-        votes = [i for i, site in enumerate(sites) if site == "Election.__init__"]
+        votes = [i for i, site in enumerate(sites) if site == "Vote.__init__"]
         assert len(votes) == PROGRAMS["auxiliary"].actions.split().count("backward") + 1, "the first one votes twice"
         for begin, end in pairwise(votes[1:]):
             of_backward = sites[begin:end]
@@ -274,7 +274,7 @@ PLANTS = {
     "self._arrived.synchronize in HostCopy.tolist": "lines",
     # -- the others are slow
     "self._pending.wait in Copying.wait": "hsdp exchanged",
-    "work.wait in join": "fsdp exchanged half",
+    "work.wait in join_norms": "fsdp exchanged half",
     "pending.wait in OwnedBuffer._settle": "lines",
     "tensor.record_stream in Stream.beside": "overlap",
     "work.wait in Pending.wait": "lines",
@@ -321,12 +321,13 @@ HARMLESS = {
     "ticks.join in run_awaited": "a thread of the host ends",
     "self._ended.wait in _Ticks.run": "a thread of the host is told to end",
     "work.wait in Pending.wait_at_exit": "it keeps a process on the CPU from ending too early",
-    "self._vote_stream.alone in Domain.vote": "reading the verdict waits for the same stream",
-    "Stream(self._device, priority=-1).alone in Election._tell_difference": "reading what differs waits for it too",
-    "self._stream.synchronize in Stream.alone": "reading the verdict waits for the same stream",
+    "domain.vote_stream.alone in Exchange.before_step": "reading the result waits for the same stream",
+    "monitor.start(…).wait in Vote.__init__": "reading the result waits for the same stream",
+    "Stream(self._monitor.device, priority=-1).alone in Vote._tell_difference": "reading what differs waits for it too",
+    "self._stream.synchronize in Stream.alone": "reading the result waits for the same stream",
     "self.wait in Pending.wait_on_host": IN_TURN,
     "self._monitor.synchronize in Pending.wait_on_host": IN_TURN,
-    "module.current_stream(self._device).synchronize in Monitor.synchronize": IN_TURN,
+    "module.current_stream(self.device).synchronize in Monitor.synchronize": IN_TURN,
     "Redistribution(…).wait in redistribute_all": RESULT,
     "gathering.wait in ExchangedRound.run": RESULT,
     "arriving.wait in ExchangedRound.run": RESULT,

@@ -79,7 +79,7 @@ import dmuon
 from dmuon.comm.copying import Copying
 from dmuon.comm.domain import AllToAll, Redistribution, make_domain
 from dmuon.exchanged import assignment
-from dmuon.planning.cost_lookup import link_ns_per_byte
+from dmuon.planning.agreed_plan import link_ns_per_byte
 from dmuon.report.accounting import expected_exchange
 from dmuon.step.rounds import ExchangedRound
 

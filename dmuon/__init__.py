@@ -19,8 +19,7 @@ from dmuon.optimizer.muon import Muon
 from dmuon.optimizer.record import MatrixRecord
 from dmuon.optimizer.stats import StepStats
 from dmuon.planning.owner_plan import OwnerPlan
-from dmuon.report.explain import explain
-from dmuon.report.stragglers import rebalanced_plan
+from dmuon.report import explain, rebalanced_plan
 from dmuon.step.record import MatrixStats
 
 __version__ = "0.1.0"

@@ -18,8 +18,7 @@ from dmuon.layout.parameters import ParameterLayout
 from dmuon.layout.parcels import Parcel, spread_over_all
 from dmuon.layout.topology import GlobalRank, Position, Ranks, position_in
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
-from dmuon.planning.agreed_plan import Speeds, make_plan
-from dmuon.planning.cost_lookup import link_ns_per_byte
+from dmuon.planning.agreed_plan import Speeds, link_ns_per_byte, make_plan
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.host import HostShare, warn_if_oversubscribed
 from dmuon.platform.log import logger

@@ -30,25 +30,8 @@ _STEPS = 20  # to a speed of 1: speeds in between are rounded, so that many rank
 _MOST = 100.0  # speed
 
 
-def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | None = None) -> OwnerPlan:
-    """The plan that suits ranks as fast as they were in the last step: a straggler owns less.
-
-    Compares the time that Newton–Schulz took on each rank with what its matrices cost by the plan; ranks within 10 % of
-    the median count as alike. The log names the others. Nothing moves: save the plan, and give it to the next run,
-    ``dedicate_params(model, mesh, plan=…)``, which loads any checkpoint. Waits for an accelerator. Collective over the
-    ranks of ``model``.
-
-    Args:
-        model: as it was given to ``dedicate_params``.
-        solve: options of the solver.
-
-    Returns:
-        The model's own plan, if no rank differs and it was made so. Memory is not looked at.
-
-    Raises:
-        ValueError: on every rank: the model was not dedicated, the plan does not know its costs, no step was taken yet,
-            or the solver found nothing.
-    """
+def rebalanced_plan(model: nn.Module, optimizer: Muon, solve: SolveOptions | None) -> OwnerPlan:
+    """As :func:`dmuon.rebalanced_plan`."""
     dedications = require_dedicated(model)
     if len(dedications) > 1:
         raise ValueError("several models inside of this one were dedicated; ask for the plan of one of them")

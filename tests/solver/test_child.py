@@ -16,7 +16,7 @@ import pulp
 import pytest
 from instances import GRAHAM, built, linear_costs, make_matrices, search_here
 
-from dmuon.solver import Plan, SolveOptions, child, exact, plan, planner
+from dmuon.solver import Plan, SolveOptions, assignment, child, exact, plan
 
 LIMIT = 1.0
 SPARE = 12.0  # a busy machine; what has no limit takes for ever
@@ -143,7 +143,7 @@ def test_an_interrupt_ends_the_solver_at_once(mark: str, monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("mark")
 def test_the_child_finds_what_the_search_finds_in_this_process() -> None:
     matrices, ranks, costs = GRAHAM
-    for start in (planner.longest_first, planner.batch_greedy):
+    for start in (assignment.longest_first, assignment.batch_greedy):
         problem = built(matrices, ranks, costs)
         question = problem, exact.Solution(start(problem), 8, "start"), SolveOptions(gap_target=0.0)
         there, here = child.run_search(question, 10.0), search_here(question, 10.0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from instances import LimitedCase, exact_makespan, limited_problems, linear_costs, make_matrices, shape_costs
 
 from dmuon.solver import CostTable, Infeasible, Matrix, Plan, Rank, SolveOptions, baseline, plan
-from dmuon.solver.spread import block_bytes
+from dmuon.solver.result import block_bytes
 
 STATE = make_matrices([1])[0].state_bytes  # of a 64 x 64 matrix
 

@@ -35,25 +35,8 @@ _MOST_RANKS = 32  # of which sums are shown
 _ANEW = "the optimizer's groups hold other parameters than they did: the next step decides who owns what"
 
 
-def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, max_rows: int | None = 100) -> str:
-    """Matrix by matrix what becomes of it and why, sums per rank, dtypes, warnings, and what the optimizer did last.
-
-    Of each matrix: of which tensor it is a part, where it lies, its owner, the batched Newton-Schulz call that takes it
-    and with how many others, how that runs, its share of the time that the plan predicts for its owner, the bytes of
-    its weight and momentum on this rank, and the bytes that this rank sends and receives for it in a step of one
-    micro-batch. Communicates nothing, so that one rank may call it alone.
-
-    Args:
-        model: any; of one that did not go through ``dedicate_params`` the optimizer knows the owners.
-        optimizer: a ``dmuon.Muon``, whose groups are then the routes; adds what it exchanges, what costs more than it
-            should, and counters of its last step on this rank.
-        max_rows: a table with more rows tells those as one that differ in the numbers in their names only; their times
-            and bytes are sums. None shows every matrix.
-
-    Raises:
-        ValueError: without an optimizer, Muon would refuse the model; ``max_rows`` is no positive integer.
-        TypeError: ``optimizer`` is not a ``dmuon.Muon``.
-    """
+def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None, max_rows: int | None) -> str:
+    """As :func:`dmuon.explain`."""
     if optimizer is not None and not isinstance(optimizer, Muon):
         raise TypeError(f"optimizer must be a dmuon.Muon, got {type(optimizer).__name__}")
     if max_rows is not None:

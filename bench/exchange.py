@@ -21,7 +21,7 @@ Columns; times are medians over rounds in ms, of the slowest rank unless said ot
     MB in       MB received in step() per rank, counted, the most of any rank, and ``=`` where it, what is sent and the
                 number of calls equal dmuon.report.accounting.expected_exchange on all ranks, else ``!``
     MB all      MB received in the whole step (weights and gradients too), counted
-    in flight   most MB alive at once of what is packed, on its way or put together, counted; ``by formula`` beside it
+    in flight   most MB alive at once of what is packed, on its way or put together, counted
     peak        most MB alive at once of everything that step() allocates, Newton-Schulz' workspace included
     error       largest relative difference of any weight from a single process after the first steps (3 by default)
     differs     the same from the first program after the whole run; ``=`` where all weights are bitwise equal
@@ -78,7 +78,7 @@ from training.trainer import sharded
 import dmuon
 from dmuon.comm.domain import AllToAll, Copying, Redistribution, make_domain
 from dmuon.exchanged import layouts
-from dmuon.planning.cost_lookup import link_ns_per_byte
+from dmuon.planning.agreed_plan import link_ns_per_byte
 from dmuon.report.accounting import expected_exchange
 from dmuon.step.rounds import ExchangedRound
 
@@ -214,7 +214,7 @@ def accounts(program: Program, settings: Settings, rank: int) -> dict[str, int]:
             "calls_in_step": budget.calls,
         }
         unexpected = any(mine[name] != value for name, value in expected.items())
-        mine |= {"rounds": rounds, "in_flight_by_formula": budget.in_flight, "unexpected": unexpected}
+        mine |= {"rounds": rounds, "unexpected": unexpected}
     most = over_ranks(list(mine.values()))
     return {name: int(value) for name, value in zip(mine, most, strict=True)}
 
@@ -334,7 +334,7 @@ def table(rows: dict[str, dict[str, Any]], settings: Settings, link: float) -> s
         "; ".join([*confined, f"an all-to-all brings a rank {link:.0f} MB/s"]),
         "",
         f"{'program':<{wide}}{'step':>8}{'step()':>8}{'exposed':>9}{'of gather':>10}{'NS':>8}{'waits':>7}{'alone':>7}"
-        f"{'hidden':>8}{'rounds':>7}{'MB in':>8} {'MB all':>8}{'in flight':>10}{'by formula':>11}{'peak':>7}"
+        f"{'hidden':>8}{'rounds':>7}{'MB in':>8} {'MB all':>8}{'in flight':>10}{'peak':>7}"
         f"{'error':>9}{'differs':>9}",
     ]
     for name, row in rows.items():
@@ -352,7 +352,7 @@ def table(rows: dict[str, dict[str, Any]], settings: Settings, link: float) -> s
             f"{cell('hidden', 8, '.2f')}{cell('rounds', 7, '.0f')}"
             f"{cell('received_in_step', 8, '.2f', MB)}{equal:<1}{cell('received', 8, '.2f', MB)}"
             f"{cell('in_flight', 10, '.2f', MB) if exchanged else '-':>10}"
-            f"{cell('in_flight_by_formula', 11, '.2f', MB)}{cell('peak', 7, '.1f', MB)}{cell('error', 9, '.0e')}"
+            f"{cell('peak', 7, '.1f', MB)}{cell('error', 9, '.0e')}"
             f"{cell('differs', 9, '.0e')}{same}"
         )
     return "\n".join(lines)

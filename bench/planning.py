@@ -39,7 +39,8 @@ from dmuon.dedicated.buffer import BufferState
 from dmuon.dedicated.dedication import dedications
 from dmuon.dedicated.runtime import Runtime
 from dmuon.model.config import read_model
-from dmuon.planning.cost_lookup import FoundCosts, find_costs
+from dmuon.planning.cost_lookup import find_costs
+from dmuon.planning.owner_plan import FoundCosts
 from dmuon.solver import CostTable, Matrix, Plan, baseline
 
 OURS = "ours"

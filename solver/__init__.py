@@ -1,9 +1,8 @@
 """Owner assignment: which rank runs Newton–Schulz for which matrix. No torch; PuLP only when a MILP is solved."""
 
 from .costs import CostTable, unmeasured_batch
-from .inputs import Matrix, Method, Rank, Shape, SolveOptions
-from .planner import BASELINES, baseline, plan
-from .problem import Infeasible
+from .inputs import BASELINES, Infeasible, Matrix, Method, Rank, Shape, SolveOptions
+from .planner import baseline, plan
 from .result import Plan
 
 __all__ = [

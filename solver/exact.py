@@ -66,7 +66,7 @@ def refine(problem: Problem, start: Solution, options: SolveOptions) -> Solution
     except SolverFailed as failure:
         found, incomplete = replace(start, note=f"failed: {failure}"), True
     if incomplete:
-        warnings.warn(f"dmuon.solver: the MILP {found.note}. The plan is the best so far.", stacklevel=5)
+        warnings.warn(f"dmuon.solver: the MILP {found.note}. The plan is the best so far.", stacklevel=6)
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 Shape = tuple[int, int]  # (small side, large side)
 ClassKey = tuple[int, int, str]  # rows, columns, pool: what matrices in one batch have in common
 Method = Literal["auto", "milp", "greedy"]
+BASELINES = ("round-robin", "lpt", "greedy")
 
 _FP32_BYTES = 4
 _STATE_BYTES = 2 * _FP32_BYTES  # master and momentum
@@ -18,6 +19,10 @@ _MOST_MEMORY = 2**60
 _MOST_NBYTES = 2**44
 _MOST_SIDE = 2**22
 _MOST_CAP = 10**6
+
+
+class Infeasible(ValueError):
+    """No assignment can hold what was asked; the message names the limit and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

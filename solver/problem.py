@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .costs import CostTable
-from .inputs import ClassKey, Matrix, Rank
+from .inputs import ClassKey, Infeasible, Matrix, Rank
 
 Ints = NDArray[np.int64]
 Counts = Ints  # (ranks, classes): matrices of each class per rank
@@ -23,10 +23,6 @@ _LARGEST_BYTES = 2**60
 _UNLIMITED = 2**62
 # Covers the rounding of the averages in the bound; it can only make the bound smaller.
 _SLACK = 1 - 1e-12
-
-
-class Infeasible(ValueError):
-    """No assignment can hold what was asked; the message names the limit and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

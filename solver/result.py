@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .inputs import Matrix, Shape, is_int
-from .spread import block_bytes
 
 _SCHEMA = 2
 _MOST_ROWS = 32  # of the report
@@ -196,6 +195,15 @@ class Plan:
         if result.makespan_ns != makespan:
             raise ValueError(f"plan: loads reach {result.makespan_ns} ns, recorded makespan {makespan} ns; plan again")
         return result
+
+
+def block_bytes(matrices: Sequence[Matrix], owners: Mapping[str, int]) -> dict[str, dict[int, int]]:
+    """Bytes per owner of each block."""
+    table: dict[str, dict[int, int]] = {}
+    for m in matrices:
+        row = table.setdefault(m.block, {})
+        row[owners[m.name]] = row.get(owners[m.name], 0) + m.nbytes
+    return table
 
 
 def least_block_bytes(matrices: Iterable[Matrix], pool_ranks: Mapping[str, int]) -> dict[str, int]:

@@ -57,15 +57,6 @@ def spread_blocks(
     return {m.name: owners[m.name] for m in matrices}
 
 
-def block_bytes(matrices: Sequence[Matrix], owners: Mapping[str, int]) -> dict[str, dict[int, int]]:
-    """Bytes per owner of each block."""
-    table: dict[str, dict[int, int]] = {}
-    for m in matrices:
-        row = table.setdefault(m.block, {})
-        row[owners[m.name]] = row.get(owners[m.name], 0) + m.nbytes
-    return table
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
     """The problem in counts. A kind is a class and a size in bytes; in one block its matrices are interchangeable.

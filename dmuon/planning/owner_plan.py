@@ -13,7 +13,6 @@ from typing import Any
 
 from dmuon.kernels import Variant
 from dmuon.layout.topology import Position
-from dmuon.planning.cost_lookup import FoundCosts
 from dmuon.platform.files import from_json, read_json, write_text
 from dmuon.platform.options import is_integer
 from dmuon.solver import CostTable, Matrix, Plan, Shape
@@ -22,6 +21,21 @@ _SCHEMA = 2
 _CHECKSUM = "sha256"  # of all other fields
 SOLVED = "solved now"
 AGAIN = "plan again: leave plan= out, save the new plan"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCosts:
+    """What planning needs to know of a device.
+
+    Attributes:
+        table: the planner's costs.
+        source: where they came from, for people.
+        variants: shape → batch size → how Newton–Schulz was fastest; without what was not measured.
+    """
+
+    table: CostTable
+    source: str
+    variants: Mapping[Shape, Mapping[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,24 @@
-"""What a rank should hold and send, from the layout alone; docs/communication.md says the same in words."""
+"""What a rank should hold and send: sums over the rows of ``dmuon.layout.messages``, and memory."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dmuon.dedicated.buffer import OwnedBuffer, fills_wait
 from dmuon.dedicated.residency import Dedicated
 from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import Storage
+from dmuon.layout.buffer import Spans
 from dmuon.layout.matrices import travels
+from dmuon.layout.messages import Message, parcel_messages, region_messages
 from dmuon.optimizer.muon import Muon
-from dmuon.platform.streams import PhaseTimer
-from dmuon.step.batches import Batch, make_batches
-from dmuon.step.rounds import ExchangedRound, Round, Schedule, Step
+from dmuon.step.batches import make_batches
+from dmuon.step.rounds import ExchangedRound
 from dmuon.step.update import numerics_of
 
 
@@ -74,11 +74,6 @@ class ExchangeBudget:
         sent_before: bytes of momentum to other ranks.
         sent_after: bytes of updates to other ranks; what goes on to several copies counts once.
         copied: of that what goes on to other copies.
-        in_flight: most bytes alive at once of what is packed, on its way or put together, without Newton-Schulz' own
-            workspace. Of a round there are this rank's parts, what it sends and what it receives; once it has arrived,
-            the whole matrices; then their updates, what is sent of them and what is received; then what goes on to
-            other copies and comes from there. While one round computes, the ``prefetch`` next ones have started (of
-            each domain too), and the one before is on its way, and the one before that on its way to other copies.
     """
 
     calls: int
@@ -87,7 +82,6 @@ class ExchangeBudget:
     sent_before: int
     sent_after: int
     copied: int
-    in_flight: int
 
 
 def expected_memory(runtime: Runtime) -> Memory:
@@ -119,188 +113,101 @@ def expected_traffic(
     comm = runtime.comm
     calls: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
-
-    def count(purpose: str, times: int, transport: str, sizes: Sequence[int], itemsize: int) -> None:
-        calls[purpose] += times * (sum(size > 0 for size in sizes) if transport == "broadcast" else 1)
-        nbytes[purpose] += times * sum(sizes) * itemsize
-
     for buffer in runtime.buffers:
-        segments = [end - start for start, end in buffer.layout.segments]
-        parts = [end - start for start, end in buffer.layout.parts(comm.at.s)]
-        if comm.row is not None:
-            fills = 1 if buffer.keep else 2 * micro_batches
-            count("fill", fills, buffer.layout.row, segments, _itemsize(buffer))
-            count("reduce", reductions, buffer.layout.row, segments, buffer.reduce_dtype.itemsize)
-        if comm.column is not None:
-            count("publish", 1, buffer.layout.column, parts, _itemsize(buffer))
-            count("reduce", reductions, buffer.layout.column, parts, buffer.reduce_dtype.itemsize)
+        segments, parts = _sizes(buffer.layout.segments), _sizes(buffer.layout.parts(comm.at.s))
+        for message in buffer_messages(buffer, segments, parts, micro_batches, reductions):
+            calls[message.purpose] += message.calls
+            nbytes[message.purpose] += message.nbytes
     if comm.tensor is not None:
         group = {"ns_coefficients": "classic", "ns_dtype": ns_dtype, "ns_steps": ns_steps}
-        _count_exchanges(runtime, group, calls, nbytes)
+        residency = Dedicated(runtime, [])
+        for round_ in residency.rounds([make_batches(residency.tasks(), torch.device("meta"))]):
+            if not isinstance(round_, ExchangedRound):
+                continue
+            for message in round_messages(round_, group, comm.device):
+                calls["exchange"] += message.calls
+                if message.source != round_.domain.position or message.purpose == "copy":
+                    nbytes["exchange"] += message.nbytes
     return Traffic(dict(calls), dict(nbytes))
 
 
-def _count_exchanges(runtime: Runtime, group: Mapping[str, Any], calls: Counter[str], nbytes: Counter[str]) -> None:
-    residency = Dedicated(runtime, [])
-    batches = make_batches(residency.tasks(), torch.device("meta"))
-    for round_ in residency.rounds([batches]):
-        if not isinstance(round_, ExchangedRound):
-            continue
-        one = _RoundBytes.of(round_, group, torch.empty(0, dtype=round_.batches[0].dtype, device=runtime.comm.device))
-        calls["exchange"] += one.calls
-        nbytes["exchange"] += one.received + one.returned + one.copied
-
-
 def expected_exchange(optimizer: Muon) -> ExchangeBudget:
-    """Collectives, bytes and memory of the exchanges of one step.
+    """Collectives and bytes of the exchanges of one step.
 
     Raises:
         TypeError: a user's own functions exchange matrices; what they send is not known.
     """
-    found: list[_RoundBytes] = []
-    domains: list[int] = []
+    calls = 0
+    sent: Counter[str] = Counter()
+    received: Counter[str] = Counter()
     for round_ in optimizer._rounds:
         if not round_.exchanged:
             continue
         if not isinstance(round_, ExchangedRound):
             raise TypeError("gather_fn and redistribute_fn of the distributed_config are a user's own: count them")
-        batch = round_.batches[0]
-        like = torch.empty(0, dtype=batch.dtype, device=batch.device)
-        found.append(_RoundBytes.of(round_, optimizer.param_groups[round_.index], like))
-        domains.append(id(round_.domain))
+        for message in round_messages(round_, optimizer.param_groups[round_.index], round_.batches[0].device):
+            calls += message.calls
+            way = sent if message.source == round_.domain.position else received
+            way[message.purpose] += message.nbytes
     return ExchangeBudget(
-        calls=sum(one.calls for one in found),
-        received_before=sum(one.received for one in found),
-        received_after=sum(one.returned + one.copied - one.copied_out for one in found),
-        sent_before=sum(one.sent for one in found),
-        sent_after=sum(one.answered + one.copied_out for one in found),
-        copied=sum(one.copied_out for one in found),
-        in_flight=_most_in_flight(found, domains, optimizer._prefetch),
+        calls=calls,
+        received_before=received["gather"],
+        received_after=received["scatter"] + received["copy"],
+        sent_before=sent["gather"],
+        sent_after=sent["scatter"] + sent["copy"],
+        copied=sent["copy"],
     )
 
 
-class _Alive:
-    """Bytes of the exchange that exist at once, and the most of them so far."""
+def buffer_messages(
+    buffer: OwnedBuffer,
+    segments: Mapping[int, int],
+    parts: Mapping[int, int],
+    micro_batches: int = 1,
+    reductions: int = 1,
+) -> Iterator[Message]:
+    """What this rank takes part in for what a buffer holds, or for some of it.
 
-    def __init__(self) -> None:
-        self.now = self.most = 0
-
-    def change(self, by: int, meanwhile: int = 0) -> None:
-        """``meanwhile`` more exist for a moment."""
-        self.now += by
-        self.most = max(self.most, self.now + meanwhile)
-
-
-class _CountedRound(Round):
-    """Counts the bytes that a round holds, where the round would send."""
-
-    index = 0
-    batches: Sequence[Batch] = ()
-    exchanged = True
-
-    def __init__(self, one: _RoundBytes, domain: int, alive: _Alive) -> None:
-        self.queue = domain
-        self._one = one
-        self._alive = alive
-
-    def run(self, step: Step) -> Iterator[bool]:
-        one, alive = self._one, self._alive
-        alive.change(one.gathering, one.parts - one.own_parts)
-        yield False
-        alive.change(-one.gathering, one.own_parts + one.received + one.whole)
-        alive.change(one.scattering)
-        held = one.scattering
-        if one.goes_on:
-            if not one.at_once:
-                yield False
-            alive.change(0, one.copied - one.answered)
-            held = one.copied + one.uncopied
-            alive.change(held - one.scattering)
-        yield True
-        alive.change(-held)
-
-
-def _most_in_flight(rounds: Sequence[_RoundBytes], domains: Sequence[int], prefetch: int) -> int:
-    alive = _Alive()
-    counted = [_CountedRound(one, domain, alive) for one, domain in zip(rounds, domains, strict=True)]
-    for _ in Schedule(counted, prefetch).drive(Step([{}], frozenset(), PhaseTimer(torch.device("cpu")))):
-        pass
-    return alive.most
-
-
-@dataclass(frozen=True, slots=True)
-class _RoundBytes:
-    """Of one round on this rank.
-
-    Attributes:
-        parts: of momentum, of everything that it holds, until it is packed.
-        own_parts: of what it owns.
-        sent, received: before Newton-Schulz.
-        whole: matrices that are put together here.
-        updates: of what is owned here.
-        answered, returned: sent and received after Newton-Schulz.
-        copied: the region in which parts of all copies are gathered.
-        copied_out: of that what this rank has first.
-        uncopied: updates that stay beside that region.
-        goes_on: some ranks send what has come on to copies.
-        at_once: nothing has to come before.
+    Args:
+        segments: elements by shard.
+        parts: elements by replica, of this rank's shard.
     """
+    comm, layout = buffer.comm, buffer.layout
+    weight, gradient = _itemsize(buffer), buffer.reduce_dtype.itemsize
+    if comm.row is not None:
+        fills = 1 if buffer.keep else 2 * micro_batches
+        yield from region_messages("fill", "shard group", layout.row, segments, weight, fills)
+        yield from region_messages("reduce", "shard group", layout.row, segments, gradient, reductions)
+    if comm.column is not None:
+        yield from region_messages("publish", "replicate group", layout.column, parts, weight, 1)
+        yield from region_messages("reduce", "replicate group", layout.column, parts, gradient, reductions)
 
-    calls: int
-    parts: int = 0
-    own_parts: int = 0
-    sent: int = 0
-    received: int = 0
-    whole: int = 0
-    updates: int = 0
-    answered: int = 0
-    returned: int = 0
-    copied: int = 0
-    copied_out: int = 0
-    uncopied: int = 0
-    goes_on: bool = False
-    at_once: bool = False
 
-    @property
-    def gathering(self) -> int:
-        return self.own_parts + self.sent + self.received
+def round_messages(round_: ExchangedRound, group: Mapping[str, Any], device: torch.device) -> Iterator[Message]:
+    """What this rank sends and gets in a round, and the collectives that it starts.
 
-    @property
-    def scattering(self) -> int:
-        return self.updates + self.answered + self.returned
+    Args:
+        group: of the optimizer, which says in which dtypes momentum and updates travel.
+        device: of the momentum.
+    """
+    position, (before, after) = round_.domain.position, travel_bytes(group, round_.batches[0].dtype, device)
+    for parcel in round_.parcels:
+        yield from (m for m in parcel_messages(parcel, position, before, after) if m.purpose != "copy")
+    for load in round_.copies.loads:  # what goes on to copies is padded where it travels together
+        yield Message("copy", "domain", position, None, load.numel_out * after, load.calls)
+        yield Message("copy", "domain", None, position, (load.numel - load.numel_out) * after)
+    yield Message("gather", "domain", None, None, 0, int(travels(parcel.to_owner for parcel in round_.parcels)))
+    yield Message("scatter", "domain", None, None, 0, int(travels(parcel.from_owner for parcel in round_.parcels)))
 
-    @classmethod
-    def of(cls, round_: ExchangedRound, group: Mapping[str, Any], like: Tensor) -> _RoundBytes:
-        """``like``: of the dtype and on the device of its momentum."""
-        position = round_.domain.position
-        numerics = numerics_of(group, like.dtype, like.device)
-        there = numerics.begins if numerics.sent_normalized else like.dtype
-        itemsize, back = there.itemsize, numerics.ends.itemsize
-        nbytes: Counter[str] = Counter()
-        for parcel in round_.parcels:
-            gather, scatter = parcel.to_owner, parcel.from_owner
-            piece = parcel.pieces.get(position)
-            part = 0 if piece is None else parcel.count * piece.numel * itemsize
-            nbytes["parts"] += part
-            nbytes["sent"] += sum(gather.numel_out(position).values()) * itemsize
-            nbytes["received"] += sum(gather.numel_in(position).values()) * itemsize
-            nbytes["answered"] += sum(scatter.numel_out(position).values()) * back
-            nbytes["returned"] += sum(scatter.numel_in(position).values()) * back
-            if parcel.owner == position:
-                nbytes["own_parts"] += part
-                nbytes["updates"] += parcel.numel * back
-                if position not in gather.senders or not gather.senders[position].covers(parcel.layout.shape):
-                    nbytes["whole"] += parcel.numel * itemsize
-                if parcel.spread.copies == 1:
-                    nbytes["uncopied"] += parcel.numel * back
-        loads = round_.copies.loads
-        nbytes["copied"] = sum(load.numel for load in loads) * back
-        nbytes["copied_out"] = sum(load.numel_out for load in loads) * back
-        if any(parcel.spread.copies == 1 for parcel in round_.parcels):
-            nbytes["uncopied"] += nbytes["returned"]
-        ways = [parcel.to_owner for parcel in round_.parcels], [parcel.from_owner for parcel in round_.parcels]
-        calls = sum(map(travels, ways)) + sum(load.calls for load in loads)
-        return cls(calls, **nbytes, goes_on=round_.copies.needed, at_once=not travels(ways[1]))
+
+def travel_bytes(group: Mapping[str, Any], momentum: torch.dtype, device: torch.device) -> tuple[int, int]:
+    """Bytes of an element of momentum on its way to its owner, and of an update on its way back."""
+    numerics = numerics_of(group, momentum, device)
+    return (numerics.begins if numerics.sent_normalized else momentum).itemsize, numerics.ends.itemsize
+
+
+def _sizes(spans: Spans) -> dict[int, int]:
+    return {position: end - start for position, (start, end) in spans.filled.items()}
 
 
 def _itemsize(buffer: OwnedBuffer) -> int:

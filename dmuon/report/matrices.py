@@ -19,6 +19,7 @@ from dmuon.dedicated.dedication import Dedication
 from dmuon.dedicated.matrix import OwnedMatrix, Part, resting
 from dmuon.exchanged.user_round import UserRound
 from dmuon.layout.matrices import Parcel, numbered
+from dmuon.layout.messages import parcel_messages
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import is_one_matrix, spec_of
@@ -26,6 +27,7 @@ from dmuon.optimizer.groups import inside_ddp
 from dmuon.optimizer.muon import Muon
 from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
+from dmuon.report.accounting import buffer_messages, travel_bytes
 from dmuon.step.batches import Batch, SharedBatch
 from dmuon.step.rounds import Round
 from dmuon.step.update import numerics_of, variant_for
@@ -216,16 +218,12 @@ def _held_of_part(matrix: OwnedMatrix, part: Part, dedication: Dedication, *, wi
 
 
 def _travels_of_part(buffer: OwnedBuffer, matrix: OwnedMatrix, part: Part, group: Mapping[str, Any] | None) -> int:
-    """As ``dmuon.report.accounting`` counts for all of a buffer, without its padding."""
-    comm, weight = buffer.comm, matrix.full.element_size()
-    nbytes = 0
-    if comm.row is not None:
-        nbytes += part.numel * ((1 if buffer.keep else 2) * weight + buffer.reduce_dtype.itemsize)
-    if comm.column is not None and part.at.s == comm.at.s:
-        nbytes += part.numel * (weight + buffer.reduce_dtype.itemsize)
+    """Without the padding of its buffer."""
+    comm = buffer.comm
+    parts = {part.at.r: part.numel} if part.at.s == comm.at.s else {}
+    nbytes = sum(message.nbytes for message in buffer_messages(buffer, {part.at.s: part.numel}, parts))
     if part.parcel is not None and comm.tensor is not None and part.owner == comm.position and group is not None:
-        back = numerics_of(group, matrix.master.dtype, comm.device).ends
-        nbytes += _exchanged_bytes(part.parcel, comm.tensor.position, matrix.master.dtype, back)
+        nbytes += _parcel_bytes(part.parcel, comm.tensor.position, group, matrix.master.dtype, comm.device)
     return nbytes
 
 
@@ -344,17 +342,14 @@ def _travels_of_batch(batch: Batch, group: Mapping[str, Any]) -> int:
     """Of each matrix."""
     if not isinstance(batch, SharedBatch):
         return 0
-    back = numerics_of(group, batch.dtype, batch.device).ends
-    return _exchanged_bytes(batch.parcel, batch.domain.position, batch.dtype, back) // batch.parcel.count
+    return _parcel_bytes(batch.parcel, batch.domain.position, group, batch.dtype, batch.device) // batch.parcel.count
 
 
-def _exchanged_bytes(parcel: Parcel, position: Position, there: torch.dtype, back: torch.dtype) -> int:
-    """To the owner and back, as the rank at ``position`` sends and receives."""
-    before = [*parcel.to_owner.numel_out(position).values(), *parcel.to_owner.numel_in(position).values()]
-    after = [*parcel.from_owner.numel_out(position).values(), *parcel.from_owner.numel_in(position).values()]
-    if parcel.spread.copies > 1 and position in parcel.spread.parts:  # it sends or gets what goes to other copies
-        after.append(parcel.count * parcel.spread.parts[position].numel)
-    return sum(before) * there.itemsize + sum(after) * back.itemsize
+def _parcel_bytes(
+    parcel: Parcel, position: Position, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> int:
+    """What the rank at ``position`` sends and gets."""
+    return sum(m.nbytes for m in parcel_messages(parcel, position, *travel_bytes(group, dtype, device)))
 
 
 # -- predictions ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 from dmuon.comm.agreement import run_awaited
-from dmuon.planning import agreed_plan
+from dmuon.planning import agreed_plan, cost_lookup
 
 CPU = torch.device("cpu")
 TIMEOUT = 4.0  # of groups, in seconds: a busy machine may leave a thread without a CPU for some of them
@@ -104,12 +104,12 @@ def interrupted(rank: int, world: int, where: str, victim: int) -> None:
             case "select":
                 options["select"] = interrupt
             case "costs":
-                patch.setattr(agreed_plan, "find_costs", interrupt)
+                patch.setattr(cost_lookup, "find_costs", interrupt)
             case "planning":
                 patch.setattr(agreed_plan, "solve_plan", interrupt)
             case "waiting":
-                find: Callable[..., Any] = agreed_plan.find_costs
-                patch.setattr(agreed_plan, "find_costs", lambda *a, **k: (soon(), find(*a, **k))[1])
+                find: Callable[..., Any] = cost_lookup.find_costs
+                patch.setattr(cost_lookup, "find_costs", lambda *a, **k: (soon(), find(*a, **k))[1])
             case "verifying":
                 patch.setattr(agreed_plan, "_fit", interrupt)
             case "placing":

@@ -34,7 +34,7 @@ import dmuon
 from dmuon import OwnerPlan
 from dmuon.dedicated.dedication import dedications
 from dmuon.planning import agreed_plan
-from dmuon.planning.cost_lookup import FoundCosts
+from dmuon.planning.owner_plan import FoundCosts
 from dmuon.solver import CostTable, Matrix, SolveOptions
 from dmuon.tools.cli.plan import main as plan_command
 
@@ -227,7 +227,7 @@ def planned_then_reused(rank: int, world: int, path: str) -> dict[str, Any]:
 
     elsewhere = path if rank == 0 else "/nonexistent/plan.json"  # only rank 0 reads
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreed_plan, "find_costs", not_again)
+        patch.setattr("dmuon.planning.cost_lookup.find_costs", not_again)
         patch.setattr(agreed_plan, "solve_plan", not_again)
         for name, source in (("file", elsewhere), ("object", first)):
             model = build(seed=rank)

@@ -14,8 +14,8 @@ from typing import get_args
 
 from dmuon.model.config import read_model
 from dmuon.planning.cost_cache import CostCache
-from dmuon.planning.cost_lookup import FoundCosts, fastest_variants
-from dmuon.planning.owner_plan import OwnerPlan
+from dmuon.planning.cost_lookup import fastest_variants
+from dmuon.planning.owner_plan import FoundCosts, OwnerPlan
 from dmuon.platform.files import save_png
 from dmuon.solver import (
     BASELINES,

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.context import Comm
-from dmuon.dedicated.owned_tensor import OwnedTensor, owned_like, owned_tensor
+from dmuon.dedicated.owned_tensor import REDUCED_GRAD, OwnedTensor, owned_like, owned_tensor
 from dmuon.layout.matrices import Region, numbered, stack_shape
 from dmuon.layout.parcels import Parcel, spread_over_all
 from dmuon.layout.shards import layout_of
@@ -59,6 +59,14 @@ class TensorSharding:
     def wrap(self, part: Tensor, shape: torch.Size) -> DTensor:
         """Make the DTensor of global ``shape`` whose local part is ``part``, sharing its storage."""
         return as_dtensor(part, self.mesh, [self.placement], shape)
+
+    def local_grad(self, grad: Tensor) -> Tensor:
+        """This rank's part of a gradient that autograd has left, perhaps with other placements. Collective then."""
+        if not isinstance(grad, DTensor):
+            return grad
+        if tuple(grad.placements) != (self.placement,):
+            grad = grad.redistribute(placements=[self.placement])
+        return local_tensor(grad)
 
 
 @dataclass(slots=True, eq=False)
@@ -232,15 +240,6 @@ class OwnedMatrix:
         """Whether what a module holds is the resting form."""
         return param is self.rest
 
-    def full_grad(self) -> Tensor | None:
-        """The gradient that backward left, ``local_shape``, not reduced."""
-        grad = self.full.grad
-        if isinstance(grad, DTensor) and self.tensor is not None:
-            if tuple(grad.placements) != (self.tensor.placement,):
-                grad = grad.redistribute(placements=[self.tensor.placement])
-            return local_tensor(grad)
-        return grad
-
     @property
     def waiting_grad(self) -> Tensor | None:
         """What is not reduced yet, as the user sees it.
@@ -253,7 +252,7 @@ class OwnedMatrix:
         kept = [part.partial for part in self.parts if part.partial is not None]
         if not kept:
             return None
-        return self.as_grad(joined(kept, kept[0]) if self.is_split else kept[0])
+        return self.like_rest(joined(kept, kept[0]) if self.is_split else kept[0], f"{self.fqn}.grad")
 
     def drop_waiting(self) -> None:
         """Forget that."""
@@ -261,36 +260,30 @@ class OwnedMatrix:
         for part in self.parts:
             part.partial = None
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether the user wants to know of its gradient."""
-        return bool(self.rest._backward_hooks) or bool(accumulation_hooks(self.rest))
-
     def like_rest(self, local: Tensor, name: str) -> OwnedTensor:
         """Wrap ``local``, shaped as the master, in the layout of the resting form."""
         return owned_like(self.rest, local, name)
 
-    def as_grad(self, local: Tensor) -> OwnedTensor:
-        """Wrap ``local``, shaped as the master, as a gradient of the resting form."""
-        return owned_like(self.rest, local, f"{self.fqn}.grad")
-
     def set_grad(self, local: Tensor) -> None:
-        """Add ``local``, shaped as the master, to the gradient of the resting form, and run the user's hooks."""
-        if self.mine:
-            grad = self.as_grad(local)
-        else:
-            if self.empty_grad is None:
-                self.empty_grad = self.as_grad(local)
-            grad = self.empty_grad
-        has_hooks = self.has_hooks
-        for hook in list((self.rest._backward_hooks or {}).values()) if has_hooks else ():
-            grad = self._replaced(grad, hook(grad))
-        before = self.rest.raw_grad
+        """Add ``local``, shaped as the master, to the gradient of the resting form."""
+        before = REDUCED_GRAD.__get__(self.rest)
         if before is not None:
-            local_tensor(before).add_(local_tensor(grad))
-        else:
-            self.rest.raw_grad = grad
-        for hook in list(accumulation_hooks(self.rest).values()) if has_hooks else ():
+            local_tensor(before).add_(local)
+            return
+        grad = self.empty_grad
+        if grad is None or self.mine:
+            grad = owned_like(self.rest, local, f"{self.fqn}.grad")
+        if not self.mine:
+            self.empty_grad = grad
+        REDUCED_GRAD.__set__(self.rest, grad)
+
+    def set_hooked_grad(self, local: Tensor) -> None:
+        """As :meth:`set_grad`, and run the hooks that the user has left on the resting form."""
+        grad = owned_like(self.rest, local, f"{self.fqn}.grad")
+        for hook in list((self.rest._backward_hooks or {}).values()):
+            grad = self._replaced(grad, hook(grad))
+        self.set_grad(local_tensor(grad))
+        for hook in list(accumulation_hooks(self.rest).values()):
             hook(self.rest)
 
     def _replaced(self, grad: OwnedTensor, result: object) -> OwnedTensor:

@@ -6,12 +6,10 @@ Groups of experts are: these have other owners, and other weights, than what all
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 
 import torch.nn as nn
 from torch import Tensor
-
-from dmuon.dedicated.block import Block
 
 ATTRIBUTE = "_dmuon_dedication"  # of a module that ``dedicate_params`` was called with
 
@@ -49,46 +47,6 @@ def shared_with(model: nn.Module) -> nn.Module | None:
 def holder_of(module: nn.Module) -> nn.Module | None:
     """A dedicated model that has ``module`` in it; None without."""
     return next((root for root in _roots if any(module is one for one in root.modules())), None)
-
-
-class Covered:
-    """What is dedicated together: modules, without what was dedicated in them before. Holds none of them.
-
-    Args:
-        roots: by the prefix of the names of what each holds; nothing, for a single one.
-    """
-
-    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        self._roots = {prefix: weakref.ref(root) for prefix, root in roots.items()}
-        self._taken = weakref.WeakSet(module for root in roots.values() for module in taken_modules(root))
-
-    def modules(self, blocks: Sequence[Block]) -> list[nn.Module]:
-        """All of them, in the order of ``nn.Module.modules``, which takes several times as long: each forward asks."""
-        found: dict[nn.Module, None] = {}
-        waiting: list[nn.Module | None] = [self._present(blocks)]
-        while waiting:
-            module = waiting.pop()
-            if module is not None and module not in found:
-                found[module] = None
-                waiting += [*module._modules.values()][::-1]
-        return [module for module in found if module not in self._taken] if self._taken else [*found]
-
-    def named_parameters(self, blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of all of them.
-
-        Args:
-            blocks: what is left where nothing else is.
-        """
-        return own_parameters(self._present(blocks), self._taken)
-
-    def _present(self, blocks: Sequence[Block]) -> nn.Module:
-        if "" in self._roots and (only := self._roots[""]()) is not None:
-            return only
-        roots = {prefix: root() for prefix, root in self._roots.items()}
-        alive = {prefix.rstrip("."): root for prefix, root in roots.items() if root is not None}
-        if alive:
-            return nn.ModuleDict(alive)
-        return nn.ModuleList(block.module for block in blocks if block.module is not None)
 
 
 def own_modules(model: nn.Module, taken: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dmuon.dedicated.block import buffers_along
 from dmuon.dedicated.buffer import GradState
 from dmuon.dedicated.matrix import OwnedMatrix, Part
 from dmuon.dedicated.owned_state import lies_as, own_part, state_of
@@ -112,43 +113,73 @@ class Dedicated(Residency):
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
-        self._runtime.at_rest("step()")
-        self._require_gradients()
-        # The vote of the next backward tells: this step has none.
-        missing = [repr(name) for param, name in self._replicated if param.grad is None]
-        told = ", ".join(missing[:_TOLD]) or "none"
-        self._runtime.comm.monitor.note_options([("parameters without a gradient in a step", told)])
-        return super().before_step(changed, fault)
+        """As :meth:`Residency.before_step`.
 
-    def _require_gradients(self) -> None:
-        """Raise RuntimeError if a gradient is left unreduced, or a backward came through blocks and left none."""
-        has_any = False
-        for buffer in self._runtime.buffers:
-            for matrix in buffer.matrices:
-                has_any = has_any or matrix.rest.raw_grad is not None
-                if buffer.gradients is GradState.WAITING and matrix.waiting_grad is not None:
+        Raises:
+            RuntimeError: a gradient is left unreduced, or a backward came through blocks and left none; or a block is
+                in no state for a step.
+        """
+        runtime = self._runtime
+        runtime.at_rest("step()")
+        for buffer in runtime.buffers:
+            for matrix in buffer.matrices if buffer.gradients is GradState.WAITING else ():
+                if matrix.waiting_grad is not None:
                     raise RuntimeError(
                         f"the gradient of {matrix.fqn!r} is not reduced: the last backward before step() must run "
                         "outside no_sync()"
                     )
-        if self._runtime.was_entered and not has_any:
+        present: set[int] = set()
+        for param in self.params:
+            if param.grad is not None:
+                present.add(id(param))
+        if runtime.was_entered and not present and all(matrix.rest.grad is None for matrix in runtime.matrices()):
             raise RuntimeError(
-                f"backward came through the block of {next(self._runtime.matrices()).fqn!r}, and no parameter that "
+                f"backward came through the block of {next(runtime.matrices()).fqn!r}, and no parameter that "
                 "dmuon owns has a gradient: backward(inputs=…) cannot name them, since graphs know the whole weights "
                 "instead; call backward() without inputs, and freeze what is not to be trained"
             )
+        # The vote of the next backward tells: this step has none.
+        missing: list[str] = []
+        for param, name in self._replicated:
+            if param.grad is None:
+                missing.append(repr(name))
+        told = ", ".join(missing[:_TOLD]) or "none"
+        runtime.comm.monitor.note_options([("parameters without a gradient in a step", told)])
+        return present
 
     def begin_update(self, params: Iterable[Tensor]) -> None:
-        self._runtime.begin_update(params)
+        """Before the masters of ``params`` change: raise the generation, and publish what none of them delays.
+
+        :meth:`updated` and :meth:`end_update` publish the rest, each buffer as soon as this rank's masters of it are up
+        to date, in the order in which the next forward needs them. Buffers that are kept are then filled too; of the
+        others, as many as are prefetched.
+        """
+        runtime = self._runtime
+        runtime.comm.monitor.begin_step()
+        runtime.before_write()
+        runtime.generation += 1
+        runtime.was_entered = False
+        for block in runtime.blocks:  # graphs of forwards that never ran backward are void now
+            block.forget_graph()
+        outdated = runtime.by_rest.keys() & map(id, params)
+        buffers = buffers_along(runtime.order.following, runtime.order.first)
+        runtime.publications.begin(buffers, outdated, runtime.generation)
 
     def updated(self, params: Iterable[Tensor]) -> None:
         self._runtime.publications.updated(params)
 
     def end_update(self) -> None:
-        self._runtime.end_update()
+        self._runtime.publications.updated(self.params)
+        self._runtime.comm.monitor.end_step()
 
     def drop_gradients(self) -> None:
-        self._runtime.drop_gradients()
+        """Forget gradients that were not reduced yet."""
+        if self._runtime.backwards:
+            self._runtime.recover()
+        self._runtime.was_entered = False
+        for buffer in self._runtime.buffers:
+            if buffer.gradients is not GradState.NONE:
+                buffer.forget_gradients()
 
     def loads(self) -> list[Sequence[int]]:
         return [self._runtime.plan.solution.loads_ns]

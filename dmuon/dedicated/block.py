@@ -399,7 +399,8 @@ class SavedTensors:
             storage = self._storages.get(storage_id(local.untyped_storage()))
             if storage is not None:
                 offset, size, stride = int(local.storage_offset()), local.size(), local.stride()
-                return _Weight(storage, local.dtype, offset, size, stride, spec_of_dtensor(tensor))
+                spec = None if local is tensor else spec_of_dtensor(tensor)
+                return _Weight(storage, local.dtype, offset, size, stride, spec)
         if self._outside is not None:
             return _PackedOutside(self._outside[0](tensor))
         # With hooks torch does not look whether what was saved has changed, so this does. A result that is kept with

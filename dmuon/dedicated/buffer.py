@@ -149,8 +149,9 @@ class OwnedBuffer:
             for r, (a, b) in ({} if self.keep else column.filled).items()
             if r != comm.at.r
         }
-        split = sum(local_tensor(weight.param).numel() for weight in weights if weight.is_split)
-        self._assembled = torch.empty(split, dtype=comm_dtype, device=comm.device)  # tensors made of several slots
+        # Modules compute with a slot itself, if a tensor is one matrix; others are put together of several slots.
+        made = sum(local_tensor(weight.param).numel() for weight in weights if not weight.parts[0].is_whole)
+        self._assembled = torch.empty(made, dtype=comm_dtype, device=comm.device)
         self.matrices: list[OwnedMatrix] = []
         self.spans: list[tuple[OwnedMatrix, Part, tuple[int, int]]] = []
         self._assembly: list[tuple[Tensor, Tensor]] = []  # parts of tensors that are made of several, and their slots
@@ -159,17 +160,17 @@ class OwnedBuffer:
         for weight, master in owned:
             shape, spans = local_tensor(weight.param).shape, list(islice(slots, len(weight.parts)))
             placed = list(zip(weight.parts, spans, strict=True))
-            if weight.is_split:
+            if weight.parts[0].is_whole:
+                whole = self._buffer[slice(*spans[0])].view(shape)
+            else:
                 whole = self._assembled[begin : begin + shape.numel()].view(shape)
                 begin += shape.numel()
                 for part, (a, b) in placed:
                     slot = self._buffer[a:b].view(part.local_shape)
-                    if part.is_slice:
+                    if part.region.is_slice:
                         self._assembly.append((part.take(whole), slot))
                     else:
                         self._scattered.append((whole, part, slot))
-            else:
-                whole = self._buffer[slice(*spans[0])].view(shape)
             matrix = own(weight, whole, master, comm)
             self.matrices.append(matrix)
             self.spans += [(matrix, part, span) for part, span in placed]

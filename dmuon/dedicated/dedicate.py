@@ -39,18 +39,20 @@ from dmuon.dedicated.initial_values import (
     replacement,
     values_of_meta,
 )
-from dmuon.dedicated.inspection import Inspected, Seat, describe
-from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, initial_master, parts_of, resting
-from dmuon.dedicated.nesting import own_buffers, own_parameters, taken_modules
-from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.refusals import (
+from dmuon.dedicated.inspection import (
+    Inspected,
+    Seat,
     check_mesh,
     check_parameters,
     checked_policy,
     checked_roots,
+    describe,
     tensor_group_of,
     tensor_mesh_of,
 )
+from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, initial_master, parts_of, resting
+from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.replicated import own_buffers, own_parameters, taken_modules
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.shards import layout_of
@@ -379,7 +381,8 @@ def _own(
         inner.note_around(comm.topology.ranks)
     runtime = Runtime(inspected.roots, blocks, comm, plan)
     hook_state_dicts([*inspected.roots.values()], runtime)
-    Dedication(inspected, plan, runtime)  # which stays on the model
+    pools = inspected.pools(comm.topology)
+    Dedication(inspected.roots, inspected.routes, pools, runtime)  # which stays on the model
 
 
 def _share_initial_values(

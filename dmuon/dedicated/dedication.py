@@ -16,14 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import BufferState
-from dmuon.dedicated.inspection import Inspected
 from dmuon.dedicated.matrix import OwnedMatrix, Part, resting, whole_parameter
-from dmuon.dedicated.nesting import ATTRIBUTE, living, mark
+from dmuon.dedicated.replicated import ATTRIBUTE, living, mark
 from dmuon.dedicated.runtime import Runtime
 from dmuon.layout.topology import GlobalRank, Position
 from dmuon.model.blocks import canonical_fqn, unwrapped
 from dmuon.model.routing import Route
-from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
 
 _GONE = nn.Parameter(torch.empty(0))
@@ -38,18 +36,22 @@ class Dedication:
         is_list: it is of several modules, or of a list of one.
     """
 
-    def __init__(self, inspected: Inspected, plan: OwnerPlan, runtime: Runtime) -> None:
-        self.plan = plan
-        self.pools = inspected.pools(runtime.comm.topology)
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        routes: Sequence[Route],
+        pools: list[frozenset[str]] | None,
+        runtime: Runtime,
+    ) -> None:
+        self.plan = runtime.plan
+        self.pools = pools
         self.runtime = runtime
         # Without the parameters, which routes would keep alive.
-        self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in inspected.routes}
-        self._originals = [weakref.ref(r.param) for r in inspected.routes if r.block is not None]
-        self.is_list = "" not in inspected.roots
-        self._prefixes = weakref.WeakKeyDictionary(
-            {unwrapped(root): prefix for prefix, root in inspected.roots.items()}
-        )
-        for root in inspected.roots.values():
+        self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in routes}
+        self._originals = [weakref.ref(r.param) for r in routes if r.block is not None]
+        self.is_list = "" not in roots
+        self._prefixes = weakref.WeakKeyDictionary({unwrapped(root): prefix for prefix, root in roots.items()})
+        for root in roots.values():
             mark(root, self)
 
     def place(self, root: nn.Module) -> str:

@@ -67,7 +67,7 @@ class GradReduction:
         self.landed: list[Tensor] = []
         self._stages = deque(filter(None, (comm.row, comm.column if along_column else None)))
         self._pending: Pending | None = None
-        self._queued: torch.Event | None = None  # behind what the last stage does before its collective
+        self._queued: torch.Event | None = None  # behind what passes from the first stage to the second
         self._origin = Origin(comm.device)
         self._in_flight: list[Tensor] = []  # until the collectives have ended: [Note: who keeps a tensor alive]
         layout = buffer.layout
@@ -116,7 +116,7 @@ class GradReduction:
                 slot.zero_()
             else:
                 slots.append(slot)
-                grads.append(part.take(grad))
+                grads.append(grad if part.is_whole else part.take(grad))
         if slots:
             torch._foreach_copy_(slots, grads)
         for origin in made:
@@ -141,7 +141,8 @@ class GradReduction:
 
             what = f"reduce of block {self.buffer.name!r} {direction}"
             self._pending = comm.monitor.start("reduce", what, launch)
-            self._queued = comm.reduce_stream.mark()
+            if lanes is comm.column:
+                self._queued = comm.reduce_stream.mark()
 
     def _turn_into_column(self) -> None:
         """Wait for the first stage, and make what it brought, with what earlier ones left, parts of the column."""
@@ -168,7 +169,8 @@ class GradReduction:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
-        self._comm.reduce_stream.join_up_to(self._queued)
+        if self._queued is not None:
+            self._comm.reduce_stream.join_up_to(self._queued)
         self._origin.await_users()
         self._in_flight, self._parts, self._region = [], {}, self._result
 
@@ -313,13 +315,30 @@ class Gradients:
         for param in replicated:
             flags.append(param.grad is not None and id(param) not in missing)
         self._used.clear()
-        if len(self._comm.topology.ranks) > 1:
+        comm = self._comm
+        if len(comm.topology.ranks) > 1:
             if trains != self._trains or changed:  # most often they are as before
                 self._note_trained(trains)
-            verdict = self._vote(flags, needed=bool(undecided or averages or changed))
-            if verdict is None:
+            if self._election is not None:
+                self._election.verdict()
+            for number, (told, groups) in enumerate(self._options):
+                options = told()
+                if options is not None:
+                    described = options(groups)
+                    if number:
+                        described = [(f"{name} of optimizer {number}", value) for name, value in described]
+                    comm.monitor.note_options(described)
+            vote = Vote(flags, comm.monitor.digest)
+            election = Election(vote, comm.control, comm.monitor, comm.device, "vote on unused parameters")
+            # All ranks look at the verdict at one place: here, if the host need not wait for it, otherwise in the next
+            # vote. Before that, only those do that need it.
+            is_needed = bool(undecided or averages or changed)
+            is_seen = is_needed or election.immediate
+            if is_seen:
+                flags = list(map(bool, election.verdict().flags))
+            self._election = None if is_seen else election
+            if not is_needed:
                 return
-            flags = list(map(bool, verdict.flags))
         keys = [id(m) for m in self._matrices] + [id(p) for p in replicated]
         used = {key for key, flag in zip(keys, flags, strict=True) if flag}
         for matrix, local in undecided:
@@ -330,36 +349,6 @@ class Gradients:
                 param.grad = like_param(param, average)
         if changed:  # as on all other ranks, by that vote
             self._settle(self.averager.adopt())
-
-    def _vote(self, flags: Sequence[int], *, needed: bool) -> Verdict | None:
-        """Vote on ``flags``, on options, and on whether all issued the same collectives so far.
-
-        The verdict is looked at once if the host need not wait for it, otherwise in the next vote: on all ranks alike.
-
-        Args:
-            needed: this rank must know what the others said, and waits for it.
-
-        Returns:
-            What all said; None if nobody needs it here.
-        """
-        comm = self._comm
-        previous, self._election = self._election, None
-        if previous is not None:
-            previous.verdict()
-        for number, (told, groups) in enumerate(self._options):
-            options = told()
-            if options is not None:
-                described = options(groups)
-                if number:
-                    described = [(f"{name} of optimizer {number}", value) for name, value in described]
-                comm.monitor.note_options(described)
-        vote = Vote(flags, comm.monitor.digest)
-        election = Election(vote, comm.control, comm.monitor, comm.device, "vote on unused parameters")
-        if needed or election.immediate:
-            verdict = election.verdict()
-            return verdict if needed else None
-        self._election = election
-        return None
 
     def compare(self, options: Options, groups: Sequence[int]) -> None:
         """With every vote compare what the method ``options`` says of an optimizer's ``groups``, while that lives."""

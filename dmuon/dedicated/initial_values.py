@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.context import Comm
 from dmuon.comm.waiting import run_awaited
-from dmuon.dedicated.nesting import own_modules, taken_modules
+from dmuon.dedicated.replicated import own_modules, taken_modules
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.torch_private import TorchDispatchMode, local_tensor, move_hooks, share_random_state
 

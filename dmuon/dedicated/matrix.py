@@ -78,7 +78,8 @@ class Part:
         owner: position among the data-parallel ranks.
         at: the owner's place among them.
         shape: ``(m, n)`` of the whole matrix, as it is stored.
-        region: where it lies in what one data-parallel rank computes with; None: it is all of that.
+        region: where it lies in what one data-parallel rank computes with.
+        is_whole: it is all of that, and stored as a matrix.
         local_shape: of what one data-parallel rank computes with of it.
         transposed: it is stored ``(in, out)``.
         parcel: where tensor parallelism has it; None without.
@@ -90,7 +91,8 @@ class Part:
     owner: Position
     at: Coordinate
     shape: tuple[int, int]
-    region: Region | None
+    region: Region
+    is_whole: bool
     local_shape: tuple[int, int]
     transposed: bool
     parcel: Parcel | None
@@ -101,28 +103,19 @@ class Part:
         """Elements of what one data-parallel rank computes with."""
         return prod(self.local_shape)
 
-    @property
-    def is_slice(self) -> bool:
-        """Whether :meth:`take` gives a view of a contiguous tensor."""
-        return self.region is None or self.region.is_slice
-
     def take(self, tensor: Tensor) -> Tensor:
         """This matrix, ``local_shape``, of a tensor that is shaped as what one data-parallel rank computes with."""
-        if self.region is None:
+        if self.is_whole:
             return tensor
         taken = self.region.take(tensor)
         return taken[0] if len(taken) else tensor.new_empty(self.local_shape)
-
-    def put(self, tensor: Tensor, value: Tensor) -> None:
-        """Write ``value``, which :meth:`take` gave and which was changed, back to ``tensor`` if it is a copy."""
-        if self.region is not None and self.numel:
-            self.region.put(tensor, [value])
 
     def write(self, tensor: Tensor, value: Tensor) -> None:
         """Make ``value`` this matrix of such a tensor."""
         taken = self.take(tensor)
         taken.copy_(value)
-        self.put(tensor, taken)
+        if self.numel:
+            self.region.put(tensor, [taken])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,14 +142,17 @@ class Weight:
         """Of each part, its position among the data-parallel ranks."""
         return tuple(part.owner for part in self.parts)
 
-    @property
-    def is_split(self) -> bool:
-        """Whether it is made of several matrices, or of one that is stored otherwise."""
-        return self.parts[0].region is not None
-
     def owned_at(self, position: Position) -> tuple[Part, ...]:
         """The parts that the data-parallel rank at ``position`` owns."""
         return tuple(part for part in self.parts if part.owner == position)
+
+    def master_shape(self, position: Position) -> tuple[int, ...]:
+        """The shape of the master on that rank: of a matrix, or flat, of several or of one that is stored otherwise."""
+        mine = self.owned_at(position)
+        if self.parts[0].is_whole:
+            rows, columns = self.parts[0].local_shape
+            return (rows if mine else 0, columns)
+        return (sum(part.numel for part in mine),)
 
 
 @dataclass(slots=True, eq=False)
@@ -206,7 +202,7 @@ class OwnedMatrix:
     @property
     def is_split(self) -> bool:
         """Whether it is made of several matrices, or of one that is stored otherwise."""
-        return self.parts[0].region is not None
+        return not self.parts[0].is_whole
 
     @property
     def owners(self) -> tuple[Position, ...]:
@@ -218,23 +214,14 @@ class OwnedMatrix:
         """Of the first part."""
         return self.parts[0].owner
 
-    def pieces(self, local: Tensor, parts: Sequence[Part] | None = None) -> list[tuple[Part, Tensor]]:
-        """The parts in ``local``, as views ``local_shape``.
-
-        Args:
-            parts: which those are; None: ``local`` is shaped as the master.
-        """
-        parts = self.mine if parts is None else parts
-        if not self.is_split:
-            return [(part, local) for part in parts]
-        flat = local.split([part.numel for part in parts]) if parts else ()
-        return [(part, piece.view(part.local_shape)) for part, piece in zip(parts, flat, strict=True)]
+    def pieces(self, local: Tensor) -> list[tuple[Part, Tensor]]:
+        """The matrices that this rank owns, in ``local``, which is shaped as the master: views, ``local_shape``."""
+        flat = local.view(-1).split([part.numel for part in self.mine]) if self.mine else ()
+        return [(part, piece.view(part.local_shape)) for part, piece in zip(self.mine, flat, strict=True)]
 
     def own_part(self, whole: Tensor) -> Tensor:
-        """What this rank owns of ``whole``, ``local_shape``, shaped as the master; perhaps a view."""
-        if not self.is_split:
-            return whole if self.mine else whole[:0]
-        return joined([part.take(whole) for part in self.mine], whole)
+        """A copy of what this rank owns of ``whole``, ``local_shape``, shaped as the master."""
+        return joined([part.take(whole) for part in self.mine], whole).view(self.master.shape)
 
     def is_rest(self, param: Tensor | None) -> bool:
         """Whether what a module holds is the resting form."""
@@ -252,7 +239,8 @@ class OwnedMatrix:
         kept = [part.partial for part in self.parts if part.partial is not None]
         if not kept:
             return None
-        return self.like_rest(joined(kept, kept[0]) if self.is_split else kept[0], f"{self.fqn}.grad")
+        flat = joined(kept, kept[0])
+        return self.like_rest(flat if self.is_split else flat.view(kept[0].shape), f"{self.fqn}.grad")
 
     def drop_waiting(self) -> None:
         """Forget that."""
@@ -360,14 +348,10 @@ def resting(param: nn.Parameter) -> nn.Parameter:
 
 def initial_master(value: Tensor, weight: Weight, comm: Comm) -> Tensor:
     """A copy of what this rank owns of ``value``, in fp32 or wider."""
-    mine = weight.owned_at(comm.position)
     dtype = torch.promote_types(value.dtype, torch.float32)
     with torch.no_grad():
-        if weight.is_split:
-            return joined([part.take(value) for part in mine], value).to(dtype)
-        if mine:
-            return value.to(dtype, copy=True).contiguous()
-        return torch.empty((0, value.shape[1]), dtype=dtype, device=value.device)
+        copied = joined([part.take(value) for part in weight.owned_at(comm.position)], value)
+        return copied.to(dtype).view(weight.master_shape(comm.position))
 
 
 def parameter_of(name: str, known: Container[str]) -> str:
@@ -393,8 +377,9 @@ def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Pa
     if is_one_matrix(param):
         owner, at, t = _owner(planned[0], comm)
         parcel = Parcel(1, spread_over_all(layout), t) if isinstance(param, DTensor) else None
-        m, n = param.shape
-        return (Part(0, owner, at, (m, n), None, (local.shape[0], local.shape[1]), spec.transposed, parcel),)
+        (m, n), (rows, columns) = param.shape, local.shape
+        region = Region((1, rows, columns), (0, 1), 1, ((0, rows),) if rows else ())
+        return (Part(0, owner, at, (m, n), region, True, (rows, columns), spec.transposed, parcel),)
     stack = stack_shape(local.shape, spec)
     of_param = numbered(layout, spec)
     held = {i: None for share, _ in of_param if here in share.holders for i in range(share.start, share.stop)}
@@ -411,7 +396,7 @@ def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Pa
                 assert t in share.holders, "whoever holds nothing of a matrix of a stack is not planned to own it"
                 parcel = Parcel(1, share.spread, t)
             local_shape = region.shape if region.count else (0, n)
-            parts[number] = Part(number, owner, at, (m, n), region, local_shape, spec.transposed, parcel)
+            parts[number] = Part(number, owner, at, (m, n), region, False, local_shape, spec.transposed, parcel)
     kinds = 1 + max(share.part for share, _ in of_param)
     return tuple(parts[number] for number in sorted(parts, key=lambda number: (number % kinds, number)))
 

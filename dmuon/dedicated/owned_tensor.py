@@ -23,8 +23,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dmuon.dedicated.mixed_lists import number_of, run_on_parts
-from dmuon.dedicated.owned_norm import NUMBERS, answer_norm, answer_number, check_and_unscale
+from dmuon.dedicated.owned_operations import (
+    NUMBERS,
+    answer_norm,
+    answer_number,
+    check_and_unscale,
+    number_of,
+    run_on_parts,
+)
 from dmuon.layout.topology import Position
 from dmuon.platform.torch_private import (
     Box,

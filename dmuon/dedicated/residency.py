@@ -160,7 +160,8 @@ class Dedicated(Residency):
         runtime.generation += 1
         runtime.was_entered = False
         for block in runtime.blocks:  # graphs of forwards that never ran backward are void now
-            block.forget_graph()
+            if block.backward is not None or block.calls or block.buffer.awaited:
+                block.forget_graph()
         outdated = runtime.by_rest.keys() & map(id, params)
         buffers = buffers_along(runtime.order.following, runtime.order.first)
         runtime.publications.begin(buffers, outdated, runtime.generation)

@@ -405,17 +405,14 @@ class Runtime:
         backward = block.backward = current_backward()
         assert backward is not None, "gradient hooks run inside a backward pass"
         if backward not in self.backwards:
-            self._end_with(backward)
-
-    def _end_with(self, backward: int) -> None:
-        """A backward pass was seen for the first time."""
-        self.backwards.add(backward)
-        on_backward_end(partial(self._root_post_backward, backward))
+            self.backwards.add(backward)
+            on_backward_end(partial(self._root_post_backward, backward))
 
     def _replicated_gradient_arrived(self) -> bool:
         backward = current_backward()
         if backward is not None and backward not in self.backwards:
-            self._end_with(backward)
+            self.backwards.add(backward)
+            on_backward_end(partial(self._root_post_backward, backward))
         return self.sync and (self.all_reduce or self.comm.column is None)
 
     def _post_backward(self, block: Block) -> None:
@@ -433,7 +430,8 @@ class Runtime:
             if self.gradients.origins:  # what made them has read the weights, whose memory may be freed now
                 self.gradients.join(block.matrices)
             self._reshard(block, before if before is not None and before.name in before.buffer.awaited else None)
-        block.forget_graph()
+        block.backward, block.calls = None, 0
+        buffer.awaited.discard(block.name)
         # Without shards there is nothing to reduce but across replicas.
         if not self.sync or not (self.all_reduce or self.comm.row is not None or self.comm.column is None):
             if buffer.gradients is GradState.NONE:

@@ -14,8 +14,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dmuon.dedicated.dedication import Dedicated, dedicated_residencies
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.residency import Dedicated, dedicated_residencies
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged, exchange_for
 from dmuon.kernels import Storage

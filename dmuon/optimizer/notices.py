@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
+from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.residency import Dedicated
 from dmuon.model.fused_hints import looks_fused
 from dmuon.model.makeup import makeup_of
 from dmuon.model.matrix_spec import spec_of

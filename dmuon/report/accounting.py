@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dmuon.dedicated.buffer import OwnedBuffer, fills_wait
-from dmuon.dedicated.residency import Dedicated
+from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import Storage
 from dmuon.layout.parcels import travels

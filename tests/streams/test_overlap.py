@@ -14,8 +14,8 @@ from harness.toy import build
 
 import dmuon
 from dmuon.dedicated.buffer import OwnedBuffer, Publications
+from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.gradients import GradReduction
-from dmuon.dedicated.residency import Dedicated
 from dmuon.dedicated.runtime import Runtime
 from streams import clock
 from streams.collectives import Collectives

@@ -286,7 +286,7 @@ def mark_boundary(value: Any, reached: Callable[[], None]) -> tuple[Any, bool]:
     Raises:
         RuntimeError: inside a transformation of ``torch.func``, whose backward is none of autograd's.
     """
-    leaves, structure = tree_flatten(value, is_leaf=_is_no_tuple)
+    leaves, structure = tree_flatten(value, is_leaf=_is_no_container)
     places: list[int] = []
     tensors: list[Tensor] = []
     for place, leaf in enumerate(leaves):
@@ -307,8 +307,8 @@ def mark_boundary(value: Any, reached: Callable[[], None]) -> tuple[Any, bool]:
     return tree_unflatten(leaves, structure), True
 
 
-def _is_no_tuple(value: Any) -> bool:
-    return not isinstance(value, tuple)
+def _is_no_container(value: Any) -> bool:
+    return not isinstance(value, tuple) or type(value) is torch.Size
 
 
 class _Boundary(torch.autograd.Function):

@@ -211,11 +211,6 @@ class OwnedBuffer:
         """Bytes that the buffer holds when it is filled."""
         return self._nbytes + self._assembled.nbytes
 
-    @property
-    def standin_nbytes(self) -> int:
-        """Bytes of what this rank keeps for its row of matrices that other replicas own."""
-        return sum(t.untyped_storage().nbytes() for t in self._standins.values())
-
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def start_publication(self, generation: int) -> None:

@@ -20,7 +20,7 @@ them the modules hold (``Block``) and whether the slot has memory (``OwnedBuffer
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -223,10 +223,6 @@ class OwnedMatrix:
         """A copy of what this rank owns of ``whole``, ``local_shape``, shaped as the master."""
         return joined([part.take(whole) for part in self.mine], whole).view(self.master.shape)
 
-    def is_rest(self, param: Tensor | None) -> bool:
-        """Whether what a module holds is the resting form."""
-        return param is self.rest
-
     @property
     def waiting_grad(self) -> Tensor | None:
         """What is not reduced yet, as the user sees it.
@@ -294,8 +290,10 @@ def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatri
         master: what this rank owns of it, as :func:`initial_master` makes it.
     """
     param, sharding = weight.param, weight.tensor
-    mesh = comm.mesh if sharding is None else comm.tensor_mesh
-    placements = [*[Shard(0)] * comm.mesh.ndim, *tensor_placements(sharding)]
+    mesh = comm.mesh
+    placements: list[Placement] = [Shard(0)] * mesh.ndim
+    if sharding is not None:  # which adds a dimension behind those of data parallelism
+        mesh, placements = comm.tensor_mesh, [*placements, sharding.placement]
     wrapper = owned_tensor(master, mesh, param.shape, fqn=weight.fqn, owners=weight.owners, placements=placements)
     rest = nn.Parameter(wrapper, requires_grad=param.requires_grad)
     assert isinstance(rest, OwnedTensor)
@@ -323,11 +321,6 @@ def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
 
 
-def tensor_placements(sharding: TensorSharding | None) -> list[Placement]:
-    """What tensor parallelism adds behind the placements of data parallelism: one, or nothing."""
-    return [] if sharding is None else [sharding.placement]
-
-
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
     """Make the contiguous DTensor of global ``shape`` whose local part is ``local``, sharing its storage."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=contiguous_strides(shape))
@@ -352,11 +345,6 @@ def initial_master(value: Tensor, weight: Weight, comm: Comm) -> Tensor:
     with torch.no_grad():
         copied = joined([part.take(value) for part in weight.owned_at(comm.position)], value)
         return copied.to(dtype).view(weight.master_shape(comm.position))
-
-
-def parameter_of(name: str, known: Container[str]) -> str:
-    """The name of the parameter to which the matrix belongs that a plan calls ``name``."""
-    return name if name in known else name[: name.rindex("[")]
 
 
 def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Part, ...]:

@@ -73,7 +73,7 @@ def describe(value: Any, param: Tensor, meshes: MutableMapping[int, bool]) -> st
 
 def _resting(module: nn.Module, matrices: _Matrices) -> _Matrices:
     """The matrices that ``module`` holds in their resting form; torch saves whole ones (``summon_full_params``)."""
-    return {name: matrix for name, matrix in matrices.items() if matrix.is_rest(module._parameters[name])}
+    return {name: matrix for name, matrix in matrices.items() if id(module._parameters[name]) == id(matrix.rest)}
 
 
 class _Saving:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.context import Comm
 from dmuon.comm.waiting import run_awaited
-from dmuon.dedicated.replicated import own_modules, taken_modules
+from dmuon.dedicated.replicated import excluded_modules, own_modules
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.torch_private import TorchDispatchMode, local_tensor, move_hooks, share_random_state
 
@@ -131,7 +131,7 @@ def values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None) 
     of_model = isinstance(getattr(initialize, "__self__", None), nn.Module)
     waiting = [
         (name, module)
-        for name, module in own_modules(model, taken_modules(model))
+        for name, module in own_modules(model, excluded_modules(model))
         if _waiting(module) or (of_model and not [*_held(module)] and is_on_meta(module))
     ]
     mesh = next((t.device_mesh for _, m in waiting for _, _, t in _waiting(m) if isinstance(t, DTensor)), None)

@@ -47,7 +47,7 @@ def living() -> list[nn.Module]:
     return list(_roots)
 
 
-def taken_modules(model: nn.Module) -> set[nn.Module]:
+def excluded_modules(model: nn.Module) -> set[nn.Module]:
     """The modules in ``model``, which was not dedicated, that belong to what was."""
     return {module for root in model.modules() if ATTRIBUTE in root.__dict__ for module in root.modules()}
 
@@ -61,7 +61,7 @@ def shared_with(model: nn.Module) -> nn.Module | None:
         if module not in outside:
             outside.add(module)
             waiting += [child for child in module.children() if ATTRIBUTE not in child.__dict__]
-    return next((module for module in taken_modules(model) if module in outside), None)
+    return next((module for module in excluded_modules(model) if module in outside), None)
 
 
 def holder_of(module: nn.Module) -> nn.Module | None:
@@ -69,20 +69,20 @@ def holder_of(module: nn.Module) -> nn.Module | None:
     return next((root for root in _roots if any(module is one for one in root.modules())), None)
 
 
-def own_modules(model: nn.Module, taken: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """As ``named_modules``, without ``taken``."""
-    return ((name, module) for name, module in model.named_modules() if module not in taken)
+def own_modules(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """As ``named_modules``, without ``excluded``."""
+    return ((name, module) for name, module in model.named_modules() if module not in excluded)
 
 
-def own_parameters(model: nn.Module, taken: Collection[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """As ``named_parameters``, without those that ``taken`` modules hold."""
-    theirs = {id(param) for module in taken for param in module.parameters(recurse=False)}
+def own_parameters(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """As ``named_parameters``, without those that ``excluded`` modules hold."""
+    theirs = {id(param) for module in excluded for param in module.parameters(recurse=False)}
     return ((name, param) for name, param in model.named_parameters() if id(param) not in theirs)
 
 
-def own_buffers(model: nn.Module, taken: Collection[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """As ``named_buffers``, without those that ``taken`` modules hold."""
-    theirs = {id(buffer) for module in taken for buffer in module.buffers(recurse=False)}
+def own_buffers(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """As ``named_buffers``, without those that ``excluded`` modules hold."""
+    theirs = {id(buffer) for module in excluded for buffer in module.buffers(recurse=False)}
     return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in theirs)
 
 
@@ -96,7 +96,7 @@ class ManagedModules:
 
     def __init__(self, roots: Mapping[str, nn.Module], blocks: Sequence[Block]) -> None:
         self._roots = {prefix: weakref.ref(root) for prefix, root in roots.items()}
-        self._excluded = weakref.WeakSet(module for root in roots.values() for module in taken_modules(root))
+        self._excluded = weakref.WeakSet(module for root in roots.values() for module in excluded_modules(root))
         self._blocks = blocks
 
     def modules(self) -> Iterable[nn.Module]:

@@ -1,10 +1,23 @@
-"""The blocks of a model: when their modules hold whole weights, in which order they run, where a backward ends."""
+"""The blocks of a model: when their modules hold whole weights, in which order they run, where a backward enters them.
+
+[Note: how backward enters a block]
+After its forward a block gives the memory of its whole weights back, while the graph still needs them. Hooks on what
+the block returned unshard the weights again before backward comes in that way. Backward may also come by a tensor that
+no output shows: keys and values in a cache that later blocks read, an auxiliary loss on a module, a list of the
+program's. So a pair of saved-tensor hooks is around the forward. Of a weight, or a view of one, the graph gets its
+place in the buffer instead of the tensor. Whatever the graph asks back of this forward, weight or not, backward has
+come: the block is entered first, which unshards the weights and waits for them.
+
+Torch calls the innermost pair only. What is no weight goes on to the pair that was outside, or checkpointing around
+the block would recompute nothing. Hooks of others inside the block are asked in place of these, and a graph then holds
+the weights themselves: ``OwnedBuffer.free`` sees that somebody does, and leaves the memory as it is.
+"""
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from typing import Any
@@ -14,13 +27,25 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dmuon.comm.agreement import Vote, require_same
 from dmuon.comm.context import Comm
 from dmuon.dedicated.buffer import OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.saved_tensors import SavedTensors
-from dmuon.platform.torch_private import inside_transformation, is_sharded_by_fsdp
+from dmuon.platform.torch_private import (
+    DTensorSpec,
+    SavedTensorHooks,
+    current_transformation,
+    is_sharded_by_fsdp,
+    local_tensor,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks,
+    spec_of_dtensor,
+    storage_id,
+    with_spec,
+)
 
 
 class Phase(Enum):
@@ -56,7 +81,7 @@ class Block:
         self.calls = 0
         self.saving: list[SavedTensors] = []
         self.generation = -1
-        self._versions: list[int] = []  # of whole weights when they were put into the modules
+        self._versions = [-1] * len(self.matrices)  # of whole weights when they were put into the modules
 
     @property
     def module(self) -> nn.Module | None:
@@ -72,10 +97,9 @@ class Block:
                         f"parameter {matrix.fqn!r} was replaced in its module after dedicate_params; edit it under "
                         "dmuon.summon_full_params(model) instead"
                     )
-        self._versions.clear()
-        for matrix in self.matrices:
+        for number, matrix in enumerate(self.matrices):
             full = matrix.full
-            self._versions.append(full._version)
+            self._versions[number] = full._version
             if full.requires_grad != matrix.rest.requires_grad:
                 full.requires_grad_(matrix.rest.requires_grad)
             for held, name in matrix.places:
@@ -83,27 +107,21 @@ class Block:
         self.buffer.users[self.name] = phase.value
         self.phase = phase
 
-    def leave(self) -> None:
-        """Put the resting form back into the modules, behind a forward or backward.
+    def rest(self) -> OwnedMatrix | None:
+        """Put the resting form back into the modules, whatever they hold; nobody uses the buffer for this block then.
 
-        Raises:
-            RuntimeError: a whole weight was edited, which would be lost.
+        Returns:
+            A matrix whose whole weight was edited since :meth:`enter`, which is lost now; None if there is none.
         """
-        self.rest()
+        edited = None
         for matrix, version in zip(self.matrices, self._versions, strict=True):
             if matrix.full._version != version:
-                raise RuntimeError(
-                    f"parameter {matrix.fqn!r} was changed in place inside the forward or backward of block "
-                    f"{self.name!r}, where it is a copy of its owner's; edit it under dmuon.summon_full_params(model)"
-                )
-
-    def rest(self) -> None:
-        """Whatever the modules hold, they hold the resting form now, and nobody uses the buffer for this block."""
-        for matrix in self.matrices:
+                edited = matrix
             for held, name in matrix.places:
                 held[name] = matrix.rest
         self.buffer.users.pop(self.name, None)
         self.phase = Phase.REST
+        return edited
 
     def summon(self, wholes: Sequence[nn.Parameter]) -> None:
         """Put ``wholes``, one per matrix, into the modules for the user, until :meth:`rest`."""
@@ -141,35 +159,16 @@ class ExecutionOrder:
         self.preceding: dict[Block, Block] = {}
         self.last: Block | None = None
 
-    def record(self, block: Block, *, first: bool) -> None:
-        """``block`` runs forward now.
 
-        Args:
-            first: without a block before it, it is the first of the model.
-        """
-        if self.last is None:
-            if first:
-                self.first = block
-        elif self.last is not block:
-            self.following[self.last] = block
-            self.preceding[block] = self.last
-        self.last = block
-
-    def buffers(self, block: Block | None = None, *, backward: bool = False) -> Iterator[OwnedBuffer]:
-        """The buffers of ``block`` (by default the first one) and of what comes after it, each once.
-
-        Args:
-            backward: after it in backward, which is what ran before it in forward.
-        """
-        links = self.preceding if backward else self.following
-        block = self.first if block is None else block
-        visited: set[Block | OwnedBuffer] = set()
-        while block is not None and block not in visited:
-            visited.add(block)
-            if block.buffer not in visited:
-                visited.add(block.buffer)
-                yield block.buffer
-            block = links.get(block)
+def buffers_along(links: Mapping[Block, Block], block: Block | None) -> Iterator[OwnedBuffer]:
+    """The buffers of ``block`` and of what ``links`` lead to from it, each once."""
+    visited: set[Block | OwnedBuffer] = set()
+    while block is not None and block not in visited:
+        visited.add(block)
+        if block.buffer not in visited:
+            visited.add(block.buffer)
+            yield block.buffer
+        block = links.get(block)
 
 
 class OrderCheck:
@@ -184,7 +183,8 @@ class OrderCheck:
       evaluate more or fewer batches.
     - Tensor-parallel ranks need each other in every pass, and vote among themselves.
 
-    On an accelerator the host does not wait: the next pass looks at the result of the last one.
+    On an accelerator the host does not wait: the next pass looks at the result of the last one. Nobody calls this in a
+    pass with gradients and without tensor parallelism: the vote of its backward will tell.
 
     Args:
         is_list: the blocks are those of a list of modules, whose order ranks compare before the first pass.
@@ -220,8 +220,6 @@ class OrderCheck:
 
     def run(self, block: Block, *, trains: bool) -> None:
         """``block`` is about to run, with gradients (``trains``) or without."""
-        if trains and self._comm.tensor is None:
-            return  # the vote of backward will tell
         if block in self._ran:
             self.end(trains=trains)
         if not self._ran:
@@ -284,36 +282,29 @@ def mark_boundary(value: Any, reached: Callable[[], None]) -> tuple[Any, bool]:
     Raises:
         RuntimeError: inside a transformation of ``torch.func``, whose backward is none of autograd's.
     """
+    leaves, structure = tree_flatten(value, is_leaf=_is_no_container)
+    places: list[int] = []
     tensors: list[Tensor] = []
-    _collect(value, tensors)
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            places.append(place)
+            tensors.append(leaf)
     if not tensors:
         return value, False
-    if inside_transformation():
+    if current_transformation() is not None:
         raise RuntimeError(
             "a block of a dedicated model was called inside torch.func (grad, vjp, jacrev, …), which runs no backward "
             "in which its weights could be fetched again; use torch.autograd.grad or backward(), or transform the "
             "model before dedicate_params"
         )
-    return _replaced(value, iter(_Boundary.apply(reached, *tensors))), True  # type: ignore[no-untyped-call]
+    passed: Sequence[Tensor] = _Boundary.apply(reached, *tensors)  # type: ignore[no-untyped-call]
+    for place, tensor in zip(places, passed, strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, structure), True
 
 
-def _collect(value: Any, tensors: list[Tensor]) -> None:
-    """Add what needs a gradient in ``value``, and in tuples in it, to ``tensors``."""
-    if isinstance(value, tuple):
-        for item in value:
-            _collect(item, tensors)
-    elif isinstance(value, Tensor) and value.requires_grad:
-        tensors.append(value)
-
-
-def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """``value`` with ``tensors`` in place of those; a tuple without any, perhaps a ``torch.Size``, as it is."""
-    if isinstance(value, tuple):
-        items = [_replaced(item, tensors) for item in value]
-        if all(map(operator.is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return next(tensors) if isinstance(value, Tensor) and value.requires_grad else value
+def _is_no_container(value: Any) -> bool:
+    return not isinstance(value, tuple) or type(value) is torch.Size
 
 
 class _Boundary(torch.autograd.Function):
@@ -329,3 +320,115 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.reached()
         return (None, *grads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """Where a weight, or a view of one, lies. It holds the storage, which has no memory once the block is freed."""
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    spec: DTensorSpec | None  # of tensor parallelism
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedOutside:
+    """What the pair of hooks outside has made of a tensor."""
+
+    packed: Any
+
+
+Storages = dict[int, torch.UntypedStorage]
+
+
+def storages_of(buffers: Iterable[OwnedBuffer]) -> Storages:
+    """The memory of whole weights, as :class:`SavedTensors` knows it again."""
+    return {storage_id(storage): storage for buffer in buffers for storage in buffer.storages}
+
+
+class SavedTensors:
+    """The pair of hooks of one forward of a block, around what this thread computes until :meth:`end`.
+
+    Args:
+        blocks: of the module, one for each dtype.
+        generation: of their weights.
+        storages: the memory of these.
+        enter: called of a block with its generation, before anything is handed back, if it is not at work with these
+            weights: unshards them and waits for them.
+
+    Attributes:
+        any: whether the graph has saved something.
+    """
+
+    __slots__ = ("_blocks", "_enter", "_generation", "_outside", "_storages", "any")
+
+    def __init__(
+        self, blocks: Sequence[Block], generation: int, storages: Storages, enter: Callable[[Block, int], None]
+    ) -> None:
+        self._blocks = blocks
+        self._generation = generation
+        self._storages = storages
+        self._enter = enter
+        self._outside: SavedTensorHooks | None = saved_tensor_hooks()
+        self.any = False
+        push_saved_tensor_hooks(self._pack, self._unpack)  # not kept: a cycle would outlive the model
+
+    def end(self) -> None:
+        """Take the pair off.
+
+        After a Ctrl-C, of which torch tells no forward hook, this comes late. Contexts that the program has left since
+        have taken off one pair each, the innermost: if the pair that was outside is left in their place, that goes.
+        """
+        top = saved_tensor_hooks()
+        if top is not None and top[0] in (self._pack, None if self._outside is None else self._outside[0]):
+            pop_saved_tensor_hooks()
+        else:  # below others for good: from now on it only passes on
+            self._storages, self._blocks = {}, ()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        self.any = True
+        local = local_tensor(tensor)
+        if local.layout is torch.strided and not (local.is_conj() or local.is_neg()):  # a place does not say that
+            storage = self._storages.get(storage_id(local.untyped_storage()))
+            if storage is not None:
+                offset, size, stride = int(local.storage_offset()), local.size(), local.stride()
+                spec = None if local is tensor else spec_of_dtensor(tensor)
+                return _Weight(storage, local.dtype, offset, size, stride, spec)
+        if self._outside is not None:
+            return _PackedOutside(self._outside[0](tensor))
+        # With hooks torch does not look whether what was saved has changed, so this does. A result that is kept with
+        # its graph would hold the node that holds it; what is detached has the same version counter.
+        return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+
+    def _unpack(self, packed: Any) -> Tensor:
+        for block in self._blocks:
+            if block.phase not in AT_WORK or block.buffer.generation != self._generation:
+                self._enter(block, self._generation)
+        if isinstance(packed, _Weight):
+            local = torch.empty(0, dtype=packed.dtype, device=packed.storage.device)
+            local.set_(packed.storage, packed.offset, packed.size, packed.stride)
+            return local if packed.spec is None else with_spec(local, packed.spec)
+        if isinstance(packed, _PackedOutside):
+            assert self._outside is not None, "it has packed this"
+            unpacked: Tensor = self._outside[1](packed.packed)
+            return unpacked
+        tensor: Tensor
+        tensor, version = packed
+        if tensor._version != version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place: it is at version "
+                f"{tensor._version}, and was saved at version {version}; change a copy of it in forward"
+            )
+        return tensor
+
+
+def tell_of_hooks(error: BaseException, block: str) -> None:
+    """Add the remedy to what ``torch.func`` says, which does not run inside saved-tensor hooks."""
+    if error.args and "saved tensor hooks" in str(error.args[0]):
+        error.args = (
+            f"{error.args[0]} The hooks are those of block {block!r}, whose weights are freed after its forward: pass "
+            "reshard_after_forward=False to dedicate_params, which needs none",
+        )

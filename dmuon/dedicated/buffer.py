@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dmuon.comm.context import Comm
-from dmuon.comm.monitor import Pending, gather, run_all
+from dmuon.comm.monitor import Pending, gather
 from dmuon.dedicated.matrix import OwnedMatrix, Part, Weight, own
 from dmuon.kernels import streams_of
 from dmuon.layout.buffer import make_layout
@@ -148,8 +148,9 @@ class OwnedBuffer:
             for r, (a, b) in ({} if self.keep else column.filled).items()
             if r != comm.at.r
         }
-        split = sum(local_tensor(weight.param).numel() for weight in weights if weight.is_split)
-        self._assembled = torch.empty(split, dtype=comm_dtype, device=comm.device)  # tensors made of several slots
+        # Modules compute with a slot itself, if a tensor is one matrix; others are put together of several slots.
+        made = sum(local_tensor(weight.param).numel() for weight in weights if not weight.parts[0].is_whole)
+        self._assembled = torch.empty(made, dtype=comm_dtype, device=comm.device)
         self.matrices: list[OwnedMatrix] = []
         self.spans: list[tuple[OwnedMatrix, Part, tuple[int, int]]] = []
         self._assembly: list[tuple[Tensor, Tensor]] = []  # parts of tensors that are made of several, and their slots
@@ -158,17 +159,17 @@ class OwnedBuffer:
         for weight, master in owned:
             shape, spans = local_tensor(weight.param).shape, list(islice(slots, len(weight.parts)))
             placed = list(zip(weight.parts, spans, strict=True))
-            if weight.is_split:
+            if weight.parts[0].is_whole:
+                whole = self._buffer[slice(*spans[0])].view(shape)
+            else:
                 whole = self._assembled[begin : begin + shape.numel()].view(shape)
                 begin += shape.numel()
                 for part, (a, b) in placed:
                     slot = self._buffer[a:b].view(part.local_shape)
-                    if part.is_slice:
+                    if part.region.is_slice:
                         self._assembly.append((part.take(whole), slot))
                     else:
                         self._scattered.append((whole, part, slot))
-            else:
-                whole = self._buffer[slice(*spans[0])].view(shape)
             matrix = own(weight, whole, master, comm)
             self.matrices.append(matrix)
             self.spans += [(matrix, part, span) for part, span in placed]
@@ -208,11 +209,6 @@ class OwnedBuffer:
     def whole_nbytes(self) -> int:
         """Bytes that the buffer holds when it is filled."""
         return self._nbytes + self._assembled.nbytes
-
-    @property
-    def standin_nbytes(self) -> int:
-        """Bytes of what this rank keeps for its row of matrices that other replicas own."""
-        return sum(t.untyped_storage().nbytes() for t in self._standins.values())
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -316,7 +312,12 @@ class OwnedBuffer:
             self._settle()
         finally:  # what failed has ended, too
             self._origin.await_users()
-            if not self._is_held_by_others():
+            may_be_held = self.was_read and not self.keep  # weights that are kept go only where graphs are void
+            if not (
+                may_be_held
+                and count_holders(self.storages, self._wholes) > (self._holders or 0)
+                and self._is_held_by_others()
+            ):
                 self.was_read = False
                 for storage in self.storages:
                     storage.resize_(0)
@@ -325,9 +326,7 @@ class OwnedBuffer:
                 self.published = -1
 
     def _is_held_by_others(self) -> bool:
-        """Whether a graph, or anybody else, refers to the weights; says so once."""
-        if self.keep or not self.was_read or count_holders(self.storages, self._wholes) <= (self._holders or 0):
-            return False  # weights that are kept go only where graphs are void
+        """Whether a graph, or anybody else, refers to the weights, and not only garbage does; says so once."""
         if self._told or sys.exc_info()[1] is not None:  # an error refers to what it was raised among
             return True
         gc.collect()  # once: what is garbage would hold them for a while
@@ -352,14 +351,26 @@ class OwnedBuffer:
                 pending.wait_at_exit()
 
     def _settle(self) -> None:
-        """Wait for everything under way."""
-        started = self._publication, self._fill
-        if started != (None, None):
-            self._publication, self._fill = None, None
-            run_all(pending.wait for pending in started if pending is not None)
+        """Wait for everything under way, whatever of it fails."""
+        publication, fill = self._publication, self._fill
+        self._publication = self._fill = None
+        try:
+            if publication is not None:
+                publication.wait()
+        finally:
+            if fill is not None:
+                fill.wait()
         if self._outgoing is not None:
             self._outgoing_origin.await_users()
         self._outgoing = None  # not before the stream that allocated it has waited: [Note: who keeps a tensor alive]
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def forget_gradients(self) -> None:
+        """Nothing waits for a reduction any more."""
+        for matrix in self.matrices:
+            matrix.drop_waiting()
+        self.gradients = GradState.NONE
 
 
 def fills_wait(comm: Comm) -> bool:
@@ -394,23 +405,11 @@ class Publications:
         self._coming = deque(buffers)
         self._fills.clear()
         self._fill_budget = self._comm.options.prefetch
-        self._proceed()
+        self.updated(())
 
     def updated(self, params: Iterable[Tensor]) -> None:
-        """The masters of ``params``, of whichever model, have their new values."""
+        """The masters of ``params``, of whichever model, have their new values: publish what has waited for them."""
         self._outdated.difference_update(map(id, params))
-        self._proceed()
-
-    def end(self) -> None:
-        """All masters have their new values."""
-        self._outdated.clear()
-        self._proceed()
-
-    def forget_fills(self) -> None:
-        """Start no fill that was put off."""
-        self._fills.clear()
-
-    def _proceed(self) -> None:
         while self._coming and self._coming[0].params.isdisjoint(self._outdated):
             buffer = self._coming.popleft()
             buffer.start_publication(self._generation)
@@ -421,3 +420,7 @@ class Publications:
         if self._fills and (not self._outdated or streams_of(self._comm.device) is None):
             while self._fills:
                 self._fills.popleft().start_fill(self._generation)
+
+    def forget_fills(self) -> None:
+        """Start no fill that was put off."""
+        self._fills.clear()

@@ -38,18 +38,20 @@ from dmuon.dedicated.initial_values import (
     replacement,
     values_of_meta,
 )
-from dmuon.dedicated.inspection import Inspected, Seat, describe
-from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, initial_master, parts_of, resting
-from dmuon.dedicated.nesting import own_buffers, own_parameters, taken_modules
-from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.refusals import (
+from dmuon.dedicated.inspection import (
+    Inspected,
+    Seat,
     check_mesh,
     check_parameters,
     checked_policy,
     checked_roots,
+    describe,
     tensor_group_of,
     tensor_mesh_of,
 )
+from dmuon.dedicated.matrix import OwnedMatrix, TensorSharding, Weight, initial_master, parts_of, resting
+from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.replicated import excluded_modules, own_buffers, own_parameters
 from dmuon.dedicated.runtime import Runtime
 from dmuon.dedicated.state_dict import hook_state_dicts
 from dmuon.layout.shards import layout_of
@@ -166,8 +168,8 @@ def dedicate_params(
         roots = checked_roots(model)
         whole = roots[""] if "" in roots else nn.ModuleList(roots.values())
         check_initialize(whole, initialize)
-        taken = taken_modules(whole)
-        theirs = {id(param) for module in taken for param in module.parameters(recurse=False)}
+        excluded = excluded_modules(whole)
+        theirs = {id(param) for module in excluded for param in module.parameters(recurse=False)}
         routes = route_to_blocks(whole, select, blocks, exclude, theirs)
         for route in routes:
             if route.muon:
@@ -177,7 +179,13 @@ def dedicate_params(
         split_over = [this_rank()] if tensor_mesh is None else tensor_mesh.mesh.flatten().tolist()
         seat = (HostShare.here(), split_over)
         return Inspected(
-            roots, whole, routes, policy, tensor_mesh, describe(whole, taken, routes, common | places_in(whole)), seat
+            roots,
+            whole,
+            routes,
+            policy,
+            tensor_mesh,
+            describe(whole, excluded, routes, common | places_in(whole)),
+            seat,
         )
 
     try:
@@ -377,7 +385,8 @@ def _own(
         inner.note_around(comm.topology.ranks)
     runtime = Runtime(inspected.roots, blocks, comm, plan)
     hook_state_dicts([*inspected.roots.values()], runtime)
-    Dedication(inspected, plan, runtime)  # which stays on the model
+    pools = inspected.pools(comm.topology)
+    Dedication(inspected.roots, inspected.routes, pools, runtime)  # which stays on the model
 
 
 def _share_initial_values(
@@ -402,8 +411,8 @@ def _share_initial_values(
 
 def _initial_values(model: nn.Module, comm: Comm, initialize: Initialize | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Every parameter and buffer, with the first rank's value of its local part."""
-    taken = taken_modules(model)
-    own = chain(own_parameters(model, taken), own_buffers(model, taken))
+    excluded = excluded_modules(model)
+    own = chain(own_parameters(model, excluded), own_buffers(model, excluded))
     tensors = [tensor for _, tensor in own if not tensor.is_meta]
     if is_on_meta(model):
         yield from values_of_meta(model, comm, initialize)

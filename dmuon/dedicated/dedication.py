@@ -1,33 +1,44 @@
-"""What ``dedicate_params`` leaves on a model, and what users do with that: synchronization, whole weights."""
+"""What ``dedicate_params`` leaves on a model, and what is done with that.
+
+Users switch synchronization and look at whole weights. An optimizer sees the owned matrices as a residency: whole on
+their owner, or split by tensor parallelism.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby
+from math import prod
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dmuon.comm.context import Comm
-from dmuon.dedicated.buffer import BufferState
-from dmuon.dedicated.inspection import Inspected
+from dmuon.dedicated.block import buffers_along
+from dmuon.dedicated.buffer import BufferState, GradState
 from dmuon.dedicated.matrix import OwnedMatrix, Part, resting, whole_parameter
-from dmuon.dedicated.nesting import ATTRIBUTE, living, mark
-from dmuon.dedicated.runtime import Runtime
-from dmuon.layout.topology import GlobalRank, Position
+from dmuon.dedicated.owned_state import lies_as, own_part, state_of
+from dmuon.dedicated.owned_tensor import OwnedTensor
+from dmuon.dedicated.replicated import ATTRIBUTE, living, mark
+from dmuon.dedicated.runtime import Runtime, runtime_of
+from dmuon.layout.matrices import Parcel, Region
+from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn, unwrapped
 from dmuon.model.routing import Route
-from dmuon.planning.owner_plan import OwnerPlan
 from dmuon.platform.torch_private import local_tensor
+from dmuon.step.batches import Batch, Shared, SharedBatch, Task
+from dmuon.step.residency import MOMENTUM, Options, Residency, Sharing, memberships
+from dmuon.step.rounds import AloneRound, Round, exchanged_rounds, in_model_order
 
 _GONE = nn.Parameter(torch.empty(0))
-_ROUND_BYTES = 2**28  # most bytes of whole matrices that travel together, unless one has more
+_TOLD = 8  # names in what ranks compare
 
 
 class Dedication:
@@ -38,18 +49,22 @@ class Dedication:
         is_list: it is of several modules, or of a list of one.
     """
 
-    def __init__(self, inspected: Inspected, plan: OwnerPlan, runtime: Runtime) -> None:
-        self.plan = plan
-        self.pools = inspected.pools(runtime.comm.topology)
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        routes: Sequence[Route],
+        pools: list[frozenset[str]] | None,
+        runtime: Runtime,
+    ) -> None:
+        self.plan = runtime.plan
+        self.pools = pools
         self.runtime = runtime
         # Without the parameters, which routes would keep alive.
-        self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in inspected.routes}
-        self._originals = [weakref.ref(r.param) for r in inspected.routes if r.block is not None]
-        self.is_list = "" not in inspected.roots
-        self._prefixes = weakref.WeakKeyDictionary(
-            {unwrapped(root): prefix for prefix, root in inspected.roots.items()}
-        )
-        for root in inspected.roots.values():
+        self._routes = {r.fqn: replace(r, param=_GONE, sites=(), block_module=None) for r in routes}
+        self._originals = [weakref.ref(r.param) for r in routes if r.block is not None]
+        self.is_list = "" not in roots
+        self._prefixes = weakref.WeakKeyDictionary({unwrapped(root): prefix for prefix, root in roots.items()})
+        for root in roots.values():
             mark(root, self)
 
     def place(self, root: nn.Module) -> str:
@@ -190,13 +205,11 @@ def summon_full_params(model: nn.Module, *, writeback: bool = True) -> Iterator[
     for runtime in runtimes:
         runtime.at_rest("summon_full_params()")
     blocks = [block for runtime in runtimes for block in runtime.blocks]
-    of_blocks = [(runtime.comm, [m for block in runtime.blocks for m in block.matrices]) for runtime in runtimes]
-    wholes = iter([whole for comm, matrices in of_blocks for whole in _wholes(comm, matrices)])
-    of_block = [[*islice(wholes, len(block.matrices))] for block in blocks]
-    for block, whole in zip(blocks, of_block, strict=True):
+    wholes = [[_whole(block.buffer.comm, matrix) for matrix in block.matrices] for block in blocks]
+    for block, of_block in zip(blocks, wholes, strict=True):
         if block.buffer.state is not BufferState.FREED:
             block.buffer.free()
-        block.summon(whole)
+        block.summon(of_block)
     try:
         yield
         present = [(block.buffer.comm, matrix) for block in blocks for matrix in block.matrices if any(matrix.sites)]
@@ -227,49 +240,223 @@ def _edited(matrix: OwnedMatrix) -> nn.Parameter:
     return param
 
 
-def _wholes(comm: Comm, matrices: Sequence[OwnedMatrix]) -> Iterator[nn.Parameter]:
-    """Each matrix, whole. Collective over the data-parallel ranks: a broadcast of each owner a round."""
-    for some in _in_rounds(matrices):
-        with torch.no_grad():
-            wholes = _round_of_wholes(comm, some)
-        for whole, matrix in zip(wholes, some, strict=True):
-            yield whole_parameter(
-                whole if matrix.tensor is None else matrix.tensor.wrap(whole, matrix.shape), matrix.rest
-            )
-
-
-def _in_rounds(matrices: Sequence[OwnedMatrix]) -> Iterator[list[OwnedMatrix]]:
-    """In order; those that travel together come together."""
-    some: list[OwnedMatrix] = []
-    nbytes = 0
-    for matrix in matrices:
-        size = matrix.local_shape.numel() * matrix.master.element_size()
-        if some and (nbytes + size > _ROUND_BYTES or matrix.master.dtype != some[0].master.dtype):
-            yield some
-            some, nbytes = [], 0
-        some.append(matrix)
-        nbytes += size
-    if some:
-        yield some
-
-
-def _round_of_wholes(comm: Comm, matrices: Sequence[OwnedMatrix]) -> list[Tensor]:
-    wholes = [torch.empty(m.local_shape, dtype=m.master.dtype, device=comm.device) for m in matrices]
-    pieces = {id(part): piece for matrix in matrices for part, piece in matrix.pieces(matrix.master)}
-    by_owner: dict[Position, list[tuple[Tensor, Part]]] = {}
-    for whole, matrix in zip(wholes, matrices, strict=True):
+def _whole(comm: Comm, matrix: OwnedMatrix) -> nn.Parameter:
+    """The whole weight, with the dtype of its master. Collective over the data-parallel ranks."""
+    whole = torch.empty(matrix.local_shape, dtype=matrix.master.dtype, device=comm.device)
+    mine = {part.number: piece for part, piece in matrix.pieces(matrix.master)}
+    with torch.no_grad():
         for part in matrix.parts:
-            by_owner.setdefault(part.owner, []).append((whole, part))
-    for owner, targets in sorted(by_owner.items()):
-        flat = wholes[0].new_empty(sum(part.numel for _, part in targets))
-        slots = flat.split([part.numel for _, part in targets])
-        if owner == comm.position:
-            for slot, (_, part) in zip(slots, targets, strict=True):
-                slot.copy_(pieces[id(part)].reshape(-1))
-        if comm.world > 1:
-            what = f"broadcast of {len(targets)} matrices from rank {comm.ranks[owner]} for summon_full_params"
-            with comm.monitor.watch(what):
-                dist.broadcast(flat, src=comm.ranks[owner], group=comm.group)
-        for slot, (whole, part) in zip(slots, targets, strict=True):
-            part.write(whole, slot.view(part.local_shape))
-    return wholes
+            value = whole.new_empty(part.local_shape)
+            if part.number in mine:
+                value.copy_(mine[part.number])
+            if comm.world > 1 and part.numel:
+                with comm.monitor.watch(f"broadcast of {matrix.fqn!r} for summon_full_params"):
+                    dist.broadcast(value, src=comm.ranks[part.owner], group=comm.group)
+            part.write(whole, value)
+    return whole_parameter(whole if matrix.tensor is None else matrix.tensor.wrap(whole, matrix.shape), matrix.rest)
+
+
+# -- as an optimizer sees it ------------------------------------------------------------------------------------------
+
+
+def dedicated_residencies(params: Iterable[Tensor]) -> list[Dedicated]:
+    """One for each dedicated model that owns some of ``params``, in the order in which they come.
+
+    Raises:
+        ValueError: a dedicated model is gone, of which a parameter is left.
+    """
+    members: dict[Runtime, list[Tensor]] = {}
+    for param in params:
+        runtime = runtime_of(param)
+        if runtime is not None:
+            members.setdefault(runtime, []).append(param)
+        elif isinstance(param, OwnedTensor):
+            raise ValueError(
+                f"the model of {param.fqn!r}, which dmuon owned, was deleted, and no one can move its weights now; "
+                "keep a reference to the model until its optimizer is built"
+            )
+    return [Dedicated(runtime, of_model) for runtime, of_model in members.items()]
+
+
+class Dedicated(Residency):
+    """The matrices of one dedicated model that are in one optimizer. Its runtime moves the weights."""
+
+    def __init__(self, runtime: Runtime, params: Sequence[Tensor]) -> None:
+        self.params = list(params)
+        self._replicated: list[tuple[Tensor, str]] = []  # in groups of the optimizer, with their names
+        self._runtime = runtime
+        runtime.members.add(self)
+
+    def tasks(self) -> list[Task]:
+        """What this rank orthogonalizes of the model, or has tensor-parallel parts of, in forward order."""
+        comm, tasks = self._runtime.comm, []
+        for position, matrix in enumerate(self._runtime.matrices()):
+            offset = 0  # in the master, if that is flat
+            before: list[Parcel] = []
+            for parts in _alike(matrix):
+                m, n = parts[0].shape
+                sides = min(m, n), max(m, n)
+                parcel = parts[0].parcel
+                shared = None
+                if parcel is not None and comm.tensor is not None:
+                    before.append(replace(parcel, count=len(parts)))
+                    shared = Shared(comm.tensor, before[-1], tuple(before))
+                region = None
+                if matrix.is_split:
+                    stack = (len(parts), *parts[0].local_shape)
+                    region = Region(stack, (0, len(parts)), 1, ((0, stack[1]),) if stack[1] else (), offset)
+                    offset += prod(stack)
+                size, variants = self._runtime.plan.chunks[sides], self._runtime.plan.variants.get(sides, {})
+                numbers = tuple(part.number for part in parts)
+                transposed = parts[0].transposed
+                tasks.append(Task(matrix.rest, position, (m, n), size, variants, region, transposed, numbers, shared))
+        return tasks
+
+    def rounds(self, batches: Sequence[Sequence[Batch]]) -> list[Round]:
+        """In the order of the model: what a round completes is published for the next forward at once."""
+        rounds: list[Round] = []
+        for index, of_group in enumerate(batches):
+            rounds += [AloneRound(index, batch) for batch in of_group if not isinstance(batch, SharedBatch)]
+            split = [batch for batch in of_group if isinstance(batch, SharedBatch)]
+            rounds += exchanged_rounds(index, split, small_numel=0, nbytes=0, together=True, order=in_model_order)
+        return sorted(rounds, key=lambda round_: min(batch.position for batch in round_.batches))
+
+    def listen(self, landed: Callable[[Sequence[Tensor]], None]) -> None:
+        self._runtime.gradients.listeners.append(weakref.WeakMethod(landed))
+
+    def compare(self, options: Options, groups: Sequence[Sequence[Tensor]], names: Mapping[int, str]) -> None:
+        """Of all groups that hold parameters of the model."""
+        of_model = self._runtime.param_ids()
+        shared = [[param for param in group if id(param) in of_model] for group in groups]
+        self._runtime.gradients.compare(options, [i for i, params in enumerate(shared) if params])
+        self._runtime.comm.monitor.note_options(memberships(shared, names))
+        plain = [param for params in shared for param in params if not isinstance(param, DTensor)]
+        self._replicated = [(param, names[id(param)]) for param in plain]
+
+    def left_out(self, held: set[int]) -> list[str]:
+        """Owned matrices that are in no ``Muon``, and other tensors of two or more dimensions that are not in this one.
+
+        Only what has a gradient is meant.
+
+        Args:
+            held: ids of all parameters of this optimizer.
+        """
+        claimed = held.union(*({id(p) for p in member.params} for member in self._runtime.members))
+        return self._runtime.unclaimed(claimed)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def before_step(self, changed: bool, fault: Exception | None = None) -> set[int] | None:
+        """As :meth:`Residency.before_step`.
+
+        Raises:
+            RuntimeError: a gradient is left unreduced, or a backward came through blocks and left none; or a block is
+                in no state for a step.
+        """
+        runtime = self._runtime
+        runtime.at_rest("step()")
+        for buffer in runtime.buffers:
+            for matrix in buffer.matrices if buffer.gradients is GradState.WAITING else ():
+                if matrix.waiting_grad is not None:
+                    raise RuntimeError(
+                        f"the gradient of {matrix.fqn!r} is not reduced: the last backward before step() must run "
+                        "outside no_sync()"
+                    )
+        present: set[int] = set()
+        for param in self.params:
+            if param.grad is not None:
+                present.add(id(param))
+        if runtime.was_entered and not present and all(matrix.rest.grad is None for matrix in runtime.matrices()):
+            raise RuntimeError(
+                f"backward came through the block of {next(runtime.matrices()).fqn!r}, and no parameter that "
+                "dmuon owns has a gradient: backward(inputs=…) cannot name them, since graphs know the whole weights "
+                "instead; call backward() without inputs, and freeze what is not to be trained"
+            )
+        # The vote of the next backward tells: this step has none.
+        missing: list[str] = []
+        for param, name in self._replicated:
+            if param.grad is None:
+                missing.append(repr(name))
+        told = ", ".join(missing[:_TOLD]) or "none"
+        runtime.comm.monitor.note_options([("parameters without a gradient in a step", told)])
+        return present
+
+    def begin_update(self, params: Iterable[Tensor]) -> None:
+        """Before the masters of ``params`` change: raise the generation, and publish what none of them delays.
+
+        :meth:`updated` and :meth:`end_update` publish the rest, each buffer as soon as this rank's masters of it are up
+        to date, in the order in which the next forward needs them. Buffers that are kept are then filled too; of the
+        others, as many as are prefetched.
+        """
+        runtime = self._runtime
+        monitor = runtime.comm.monitor  # the other ranks must take the step, too, before the next gradients are used
+        monitor.note("step", f"step {monitor.step} of the optimizer")
+        runtime.before_write()
+        runtime.generation += 1
+        runtime.was_entered = False
+        for block in runtime.blocks:  # graphs of forwards that never ran backward are void now
+            if block.backward is not None or block.calls or block.buffer.awaited:
+                block.forget_graph()
+        outdated = runtime.by_rest.keys() & map(id, params)
+        buffers = buffers_along(runtime.order.following, runtime.order.first)
+        runtime.publications.begin(buffers, outdated, runtime.generation)
+
+    def updated(self, params: Iterable[Tensor]) -> None:
+        self._runtime.publications.updated(params)
+
+    def end_update(self) -> None:
+        self._runtime.publications.updated(self.params)
+        self._runtime.comm.monitor.step += 1
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were not reduced yet."""
+        if self._runtime.backwards:
+            self._runtime.recover()
+        self._runtime.was_entered = False
+        for buffer in self._runtime.buffers:
+            if buffer.gradients is not GradState.NONE:
+                buffer.forget_gradients()
+
+    def loads(self) -> list[Sequence[int]]:
+        return [self._runtime.plan.solution.loads_ns]
+
+    def repeated(self) -> list[str]:
+        if self._runtime.comm.topology.tensor == 1:
+            return []
+        return [m.fqn for m in self._runtime.matrices() if any(part.parcel is None for part in m.mine)]
+
+    def shared(self) -> list[Sharing]:
+        comm, matrices = self._runtime.comm, list(self._runtime.matrices())
+        labels = [(m.rest, part.number if m.is_split else None, part.shape) for m in matrices for part in m.parts]
+        return [Sharing(comm.control, comm.device, labels)]
+
+    # -- momentum --------------------------------------------------------------------------------------------------
+
+    def shown(self, param: Tensor, local: Tensor) -> Tensor:
+        matrix = self._runtime.matrix_of(param)
+        return matrix.like_rest(local, f"{matrix.fqn}.{MOMENTUM}")
+
+    def saved(self, param: Tensor, momentum: Tensor) -> Tensor:
+        matrix = self._runtime.matrix_of(param)
+        with self._runtime.comm.monitor.watch("state_dict() of the optimizer"):  # which saves nothing after a fault
+            return state_of(local_tensor(momentum), matrix, f"{matrix.fqn}.{MOMENTUM}")
+
+    def part_of(self, param: Tensor, momentum: Tensor, name: str) -> Tensor:
+        matrix = self._runtime.matrix_of(param)
+        if type(momentum) is Tensor and momentum.shape != param.shape:
+            return momentum  # what the master holds
+        if type(momentum) is OwnedTensor and not lies_as(momentum, matrix.rest):  # shown of another matrix
+            for source in self._runtime.matrices():
+                if momentum.fqn == f"{source.fqn}.{MOMENTUM}" and momentum.owners == source.owners:
+                    momentum = state_of(local_tensor(momentum), source, momentum.fqn)
+                    break
+        return own_part(momentum, matrix)
+
+    def loading_groups(self) -> list[tuple[dist.ProcessGroup, set[int]]]:
+        return [(self._runtime.comm.control, self._runtime.param_ids())]
+
+
+def _alike(matrix: OwnedMatrix) -> list[list[Part]]:
+    """The parts that this rank owns, in order; neighbours that lie alike together."""
+    neighbours = groupby(matrix.mine, lambda part: (part.shape, part.local_shape, part.parcel))
+    return [list(parts) for _, parts in neighbours]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import torch
 import torch.nn as nn
@@ -17,14 +18,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dmuon.comm.agreement import Vote, VoteResult
-from dmuon.comm.context import Comm, Lanes
+from dmuon.comm.context import Comm
 from dmuon.comm.monitor import Parts, Pending, Works, reduce, run_all, scratch
-from dmuon.dedicated.buffer import OwnedBuffer
+from dmuon.dedicated.buffer import GradState, OwnedBuffer
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.replicated import GradAverager
+from dmuon.dedicated.replicated import GradAverager, ManagedModules
 from dmuon.kernels import streams_of
-from dmuon.layout.buffer import Transport
 from dmuon.platform.streams import Origin
+from dmuon.platform.torch_private import accumulation_hooks
 from dmuon.step.residency import Options, like_param
 
 Landed = Callable[[Sequence[Tensor]], None]
@@ -36,10 +37,13 @@ class GradReduction:
     What an owner receives becomes the gradient, without a copy where the dtypes agree.
 
     The stream that computes backward packs the gradients into memory of the reduction's own, so that they can be freed
-    at once. The collectives are queued on ``reduce_stream``, behind that packing, and backward goes on. The second
-    stage adds what earlier reductions left on the way and reads what the first one brought, so it is queued behind
-    that, on the same stream. :meth:`finish` lets the computing stream wait for both stages and for nothing that was
-    queued later: otherwise each buffer would wait for the reductions of those behind it.
+    at once. The collectives are queued on ``reduce_stream``, behind that packing, and backward goes on. There are up to
+    two stages, along the row and along the column. The second adds what earlier reductions left on the way and reads
+    what the first one brought, so it is queued behind that, on the same stream. :meth:`finish` lets the computing
+    stream wait for both stages and for nothing that was queued later: otherwise each buffer would wait for the
+    reductions of those behind it.
+
+    On the CPU, queuing the second stage waits for the first. So the next buffer, or the end of backward, advances it.
 
     Args:
         along_column: ``False`` stops behind the row; what arrives there is added to ``partial`` of each matrix, and
@@ -50,6 +54,7 @@ class GradReduction:
     Attributes:
         used: the matrices that this rank has a gradient for.
         whole: it ends at the owners.
+        landed: the parameters of this owner whose gradients are there, once it has finished.
     """
 
     def __init__(
@@ -58,22 +63,21 @@ class GradReduction:
         self.buffer = buffer
         self._comm = comm = buffer.comm
         self.whole = along_column or comm.column is None
-        self._stage_two = comm.column if along_column else None
+        self.landed: list[Tensor] = []
+        self._stages = deque(filter(None, (comm.row, comm.column if along_column else None)))
         self._pending: Pending | None = None
-        self._stage_one_ended: torch.Event | None = None  # and what it brought was passed on
+        self._queued: torch.Event | None = None  # behind what passes from the first stage to the second
         self._origin = Origin(comm.device)
         self._in_flight: list[Tensor] = []  # until the collectives have ended: [Note: who keeps a tensor alive]
         layout = buffer.layout
         with record_function(f"dmuon::reduce {buffer.name}"), torch.no_grad():
-            region, parts = scratch(layout.row, layout.segments, buffer.reduce_dtype, comm.device)
-            self.used = self._pack(parts, {} if origins is None else origins)
-            self._in_flight += [region, *parts.values()]
-            self._result = parts.get(comm.at.s, region[:0])  # of the last stage that was started
-            if comm.row is not None:
-                with comm.reduce_stream.beside():
-                    self._result = self._start(comm.row, "along the row", layout.row, region, parts)
-            if comm.row is None or streams_of(comm.device) is not None:
-                self.advance()  # on the CPU this would wait: the next buffer or the end of backward advances it
+            self._region, self._parts = scratch(layout.row, layout.segments, buffer.reduce_dtype, comm.device)
+            self.used = self._pack(self._parts, {} if origins is None else origins)
+            self._in_flight += [self._region, *self._parts.values()]
+            self._result = self._parts.get(comm.at.s, self._region[:0])  # of the last stage that was started
+            self.advance()
+            if streams_of(comm.device) is not None:
+                self.advance()
 
     def _pack(self, parts: Parts, origins: dict[int, Origin]) -> set[OwnedMatrix]:
         """Move the gradients of this rank into ``parts``, one per shard; tells which matrices had one.
@@ -95,8 +99,10 @@ class GradReduction:
         here, last, grad = self._comm.at.s, None, None
         for matrix, part, (start, end) in self.buffer.spans:
             if matrix is not last:
-                last, grad = matrix, matrix.full_grad()
+                last, grad = matrix, matrix.full.grad
                 matrix.full.grad = None
+                if matrix.tensor is not None and grad is not None:
+                    grad = matrix.tensor.local_grad(grad)
             if grad is not None or part.partial is not None:
                 used.add(matrix)
             if part.at.s != here:
@@ -109,69 +115,67 @@ class GradReduction:
                 slot.zero_()
             else:
                 slots.append(slot)
-                grads.append(part.take(grad))
+                grads.append(grad if part.is_whole else part.take(grad))
         if slots:
             torch._foreach_copy_(slots, grads)
         for origin in made:
             origin.await_users()
         return used
 
-    def _start(self, lanes: Lanes, direction: str, transport: Transport, region: Tensor, parts: Parts) -> Tensor:
-        """Start one stage.
-
-        Returns:
-            The tensor in which its result arrives.
-        """
-        results: list[Tensor] = []
-
-        def launch() -> Works:
-            result, works = reduce(transport, region, parts, lanes.gradients)
-            results.append(result)
-            return works
-
-        what = f"reduce of block {self.buffer.name!r} {direction}"
-        self._pending = self._comm.monitor.start("reduce", what, launch)
-        return results[0]
-
     def advance(self) -> None:
-        """Start the second stage, if there is one, behind the first. On the CPU this waits for the first."""
-        lanes, self._stage_two = self._stage_two, None
-        if lanes is None:
+        """Start the next stage, if there is one, behind the one before."""
+        if not self._stages:
             return
-        layout, at = self.buffer.layout, self._comm.at
-        with torch.no_grad(), self._comm.reduce_stream.beside():
-            self._wait()
-            column = layout.parts(at.s)
-            first = column.start
-            for _, part, (start, end) in self.buffer.spans:
-                if part.at.s == at.s and part.partial is not None:
-                    self._result[start - first : end - first].view(part.local_shape).add_(part.partial)
-                    self._in_flight.append(part.partial)
-                    part.partial = None
-            segment = self._result[: column.size]  # without its padding
-            parts = {r: segment[start - first : end - first] for r, (start, end) in column.filled.items()}
-            self._in_flight.append(segment)
-            self._result = self._start(lanes, "along the column", layout.column, segment, parts)
-            self._stage_one_ended = self._comm.reduce_stream.mark()
+        comm, layout = self._comm, self.buffer.layout
+        lanes = self._stages.popleft()
+        with torch.no_grad(), comm.reduce_stream.beside():
+            transport, direction = layout.row, "along the row"
+            if lanes is comm.column:
+                transport, direction = layout.column, "along the column"
+                self._turn_into_column()
 
-    def _wait(self) -> None:
+            def launch() -> Works:
+                self._result, works = reduce(transport, self._region, self._parts, lanes.gradients)
+                return works
+
+            what = f"reduce of block {self.buffer.name!r} {direction}"
+            self._pending = comm.monitor.start("reduce", what, launch)
+            if lanes is comm.column:
+                self._queued = comm.reduce_stream.mark()
+
+    def _turn_into_column(self) -> None:
+        """Wait for the first stage, and make what it brought, with what earlier ones left, parts of the column."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
+        at = self._comm.at
+        column = self.buffer.layout.parts(at.s)
+        first = column.start
+        for _, part, (start, end) in self.buffer.spans:
+            if part.at.s == at.s and part.partial is not None:
+                self._result[start - first : end - first].view(part.local_shape).add_(part.partial)
+                self._in_flight.append(part.partial)
+                part.partial = None
+        self._region = self._result[: column.size]  # without its padding
+        self._parts = {r: self._region[start - first : end - first] for r, (start, end) in column.filled.items()}
+        self._in_flight.append(self._region)
 
     def _wait_for_all(self) -> None:
         """Wait for both stages, and for no later reduction.
 
         A rank that takes no part in the second stage has nothing pending then.
         """
-        self._wait()
-        self._comm.reduce_stream.join_up_to(self._stage_one_ended)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+        if self._queued is not None:
+            self._comm.reduce_stream.join_up_to(self._queued)
         self._origin.await_users()
-        self._in_flight = []
+        self._in_flight, self._parts, self._region = [], {}, self._result
 
     def discard(self) -> None:
         """Wait, and forget the result."""
-        self._stage_two = None
+        self._stages.clear()
         self._wait_for_all()
 
     def finish(self) -> list[tuple[OwnedMatrix, Tensor]]:
@@ -181,18 +185,16 @@ class GradReduction:
             ``(matrix, local gradient)`` of the others: whether another rank has used them is not known yet. Of those
             with hooks too, so that all ranks run them in one order.
         """
-        self.advance()
+        while self._stages:
+            self.advance()
         with record_function(f"dmuon::wait_reduce {self.buffer.name}"):
             self._wait_for_all()
-        undecided = self._hand_over() if self.whole else self._keep_partial()
-        self._origin.await_users()  # which have just read what arrived
-        return undecided
-
-    def _hand_over(self) -> list[tuple[OwnedMatrix, Tensor]]:
-        if self._result.untyped_storage().nbytes() > self._result.nbytes:
+        undecided: list[tuple[OwnedMatrix, Tensor]] = []
+        if not self.whole:
+            self._keep_partial()
+        elif self._result.untyped_storage().nbytes() > self._result.nbytes:
             self._result = self._result.clone()  # a view of what others own would keep that alive with the gradients
-        undecided = []
-        for matrix, spans in self.buffer.own_spans:
+        for matrix, spans in self.buffer.own_spans if self.whole else ():
             master = matrix.master
             if not spans:
                 local = master.new_empty(master.shape)
@@ -200,13 +202,16 @@ class GradReduction:
                 local = self._result[slice(*spans[0])].view(master.shape).to(master.dtype)
             else:
                 local = torch.cat([self._result[slice(*span)] for span in spans]).to(master.dtype)
-            if matrix in self.used and not matrix.has_hooks:
+            if matrix in self.used and not (matrix.rest._backward_hooks or accumulation_hooks(matrix.rest)):
                 matrix.set_grad(local)
+                if matrix.mine:
+                    self.landed.append(matrix.rest)
             elif matrix.full.requires_grad:
                 undecided.append((matrix, local))
+        self._origin.await_users()  # which have just read what arrived
         return undecided
 
-    def _keep_partial(self) -> list[tuple[OwnedMatrix, Tensor]]:
+    def _keep_partial(self) -> None:
         first = self.buffer.layout.segments[self._comm.at.s][0]
         for matrix, part, (start, end) in self.buffer.spans:
             is_here = part.at.s == self._comm.at.s
@@ -216,7 +221,6 @@ class GradReduction:
                 continue
             slot = average.view(part.local_shape if is_here else (0, part.local_shape[1]))
             part.partial = slot if part.partial is None else part.partial.add_(slot)
-        return []
 
 
 class Gradients:
@@ -230,11 +234,15 @@ class Gradients:
     """
 
     def __init__(
-        self, comm: Comm, matrices: Sequence[OwnedMatrix], arrived: weakref.WeakMethod[Callable[[], bool]]
+        self,
+        comm: Comm,
+        matrices: Sequence[OwnedMatrix],
+        managed: ManagedModules,
+        arrived: weakref.WeakMethod[Callable[[], bool]],
     ) -> None:
         self._comm = comm
         self._matrices = list(matrices)
-        self.averager = GradAverager(comm, matrices, arrived)
+        self.averager = GradAverager(comm, matrices, managed, arrived)
         self.listeners: list[weakref.WeakMethod[Landed]] = []
         self._reductions: deque[GradReduction] = deque()
         self._undecided: list[tuple[OwnedMatrix, Tensor]] = []
@@ -261,18 +269,17 @@ class Gradients:
         reduction = GradReduction(buffer, along_column=along_column, origins=self.origins)
         self._used |= reduction.used
         self._reductions.append(reduction)
+        buffer.gradients = GradState.NONE if reduction.whole else GradState.WAITING
 
     def _finish_oldest(self) -> None:
         reduction = self._reductions.popleft()
         self._undecided += reduction.finish()
         if self.listeners and reduction.whole:
-            used = [m for m in reduction.buffer.matrices if m in reduction.used and not m.has_hooks]
-            owned = [matrix.rest for matrix in used if matrix.mine]
             self.listeners = [listener for listener in self.listeners if listener() is not None]
             for listener in self.listeners:
                 landed = listener()
-                if landed is not None and owned:
-                    landed(owned)
+                if landed is not None and reduction.landed:
+                    landed(reduction.landed)
 
     def finish(self, *, settle: bool) -> None:
         """Wait for everything under way.
@@ -283,7 +290,7 @@ class Gradients:
         while self._reductions:
             self._finish_oldest()
         if settle:
-            self._settle(self.averager.finish())
+            self._settle(self.averager.finish() if self.averager.params else [])
         else:
             self._used.clear()  # what waits for the next backward is marked as unreduced
 
@@ -298,51 +305,48 @@ class Gradients:
         """Give a gradient to every parameter that some rank used, and to no other: the same on all ranks."""
         undecided, self._undecided = self._undecided, []
         replicated, changed = self.averager.params, self.averager.changed
-        missing = {id(param) for param, _ in averages}
         flags: list[bool] = []
         trains: list[bool] = []
         for matrix in self._matrices:
             flags.append(matrix in self._used)
             trains.append(matrix.rest.requires_grad)
+        missing = set(map(id, map(itemgetter(0), averages)))
         for param in replicated:
             flags.append(param.grad is not None and id(param) not in missing)
         self._used.clear()
-        if len(self._comm.topology.ranks) > 1:
+        comm = self._comm
+        if len(comm.topology.ranks) > 1:
             if trains != self._trains or changed:  # most often they are as before
                 self._note_trained(trains)
-            vote = self._vote(flags, "vote on unused parameters")
-            if not undecided and not averages and not changed:
-                return  # this rank needs no other's vote: do not wait for them on the host
-            flags = [bool(flag) for flag in vote.result().flags]
+            if self._last_vote is not None:
+                self._last_vote.result()
+            for number, (told, groups) in enumerate(self._options):
+                options = told()
+                if options is not None:
+                    described = options(groups)
+                    if number:
+                        described = [(f"{name} of optimizer {number}", value) for name, value in described]
+                    comm.monitor.note_options(described)
+            vote = Vote(flags, comm.control, comm.monitor, "vote on unused parameters")
+            # All ranks look at the result at one place: here, if the host need not wait for it, otherwise in the next
+            # vote. Before that, only those do that need it.
+            is_needed = bool(undecided or averages or changed)
+            is_seen = is_needed or vote.immediate
+            if is_seen:
+                flags = list(map(bool, vote.result().flags))
+            self._last_vote = None if is_seen else vote
+            if not is_needed:
+                return
         keys = [id(m) for m in self._matrices] + [id(p) for p in replicated]
         used = {key for key, flag in zip(keys, flags, strict=True) if flag}
         for matrix, local in undecided:
             if id(matrix) in used:
-                matrix.set_grad(local)
+                matrix.set_hooked_grad(local)
         for param, average in averages:
             if id(param) in used:
                 param.grad = like_param(param, average)
         if changed:  # as on all other ranks, by that vote
             self._settle(self.averager.adopt())
-
-    def _vote(self, flags: Sequence[int], what: str) -> Vote:
-        """Vote on ``flags``, on options, and on whether all issued the same collectives so far.
-
-        The result is looked at once if the host need not wait for it, otherwise in the next vote: on all ranks alike.
-        """
-        self._conclude()
-        comm = self._comm
-        for number, (told, groups) in enumerate(self._options):
-            options = told()
-            if options is not None:
-                described = options(groups)
-                if number:
-                    described = [(f"{name} of optimizer {number}", value) for name, value in described]
-                comm.monitor.note_options(described)
-        self._last_vote = vote = Vote(flags, comm.control, comm.monitor, what)
-        if vote.immediate:
-            self._conclude()
-        return vote
 
     def compare(self, options: Options, groups: Sequence[int]) -> None:
         """With every vote compare what the method ``options`` says of an optimizer's ``groups``, while that lives."""
@@ -376,9 +380,3 @@ class Gradients:
         result = vote.result()
         self._last_vote = vote
         return result
-
-    def _conclude(self) -> None:
-        """Draw the conclusions of the last vote; all ranks do at one place."""
-        vote, self._last_vote = self._last_vote, None
-        if vote is not None:
-            vote.result()

@@ -6,8 +6,8 @@ Of the latter the first rank initializes some modules at a time, and each rank k
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from dmuon.comm.agreement import run_awaited
 from dmuon.comm.context import Comm
-from dmuon.dedicated.nesting import own_modules, taken_modules
+from dmuon.dedicated.replicated import excluded_modules, own_modules
 from dmuon.model.blocks import canonical_fqn
 from dmuon.platform.torch_private import TorchDispatchMode, local_tensor, move_hooks, share_random_state
 
 Initialize = Callable[[nn.Module], object]
+_T = TypeVar("_T")
 _NAMED = 5  # at most in one message
 BUCKET_BYTES = 2**28  # most that travels at once, unless one tensor has more
 _ALIGN_BYTES = 16  # of each tensor in a bucket; its dtype needs less
@@ -41,12 +42,12 @@ def from_first_rank(tensors: Sequence[Tensor], comm: Comm, what: str) -> Iterato
         for tensor in tensors:
             yield tensor.detach().to(comm.device)
         return
-    for some in _in_buckets(tensors):
-        ends = _ends(some)
-        flat = torch.empty(ends[-1], dtype=torch.uint8, device=comm.device)  # bytes: back ends lack some dtypes
+    for some in _in_buckets(tensors, _padded):
+        sizes = [_padded(tensor) for tensor in some]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=comm.device)  # bytes: back ends lack some dtypes
         parts = [
-            flat[end - _padded(tensor) :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for tensor, end in zip(some, ends, strict=True)
+            room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for room, tensor in zip(flat.split(sizes), some, strict=True)
         ]
         if comm.position == 0:
             for part, tensor in zip(parts, some, strict=True):
@@ -56,28 +57,23 @@ def from_first_rank(tensors: Sequence[Tensor], comm: Comm, what: str) -> Iterato
         yield from parts
 
 
-def _in_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    some: list[Tensor] = []
+def _in_buckets(items: Iterable[_T], nbytes_of: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """``items`` in order; those that come together have at most ``BUCKET_BYTES``, unless one has more."""
+    some: list[_T] = []
     nbytes = 0
-    for tensor in tensors:
-        if some and nbytes + _padded(tensor) > BUCKET_BYTES:
+    for item in items:
+        size = nbytes_of(item)
+        if some and nbytes + size > BUCKET_BYTES:
             yield some
             some, nbytes = [], 0
-        some.append(tensor)
-        nbytes += _padded(tensor)
+        some.append(item)
+        nbytes += size
     if some:
         yield some
 
 
 def _padded(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def _ends(tensors: Sequence[Tensor]) -> list[int]:
-    ends: list[int] = []
-    for tensor in tensors:
-        ends.append((ends[-1] if ends else 0) + _padded(tensor))
-    return ends
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -135,7 +131,7 @@ def values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None) 
     of_model = isinstance(getattr(initialize, "__self__", None), nn.Module)
     waiting = [
         (name, module)
-        for name, module in own_modules(model, taken_modules(model))
+        for name, module in own_modules(model, excluded_modules(model))
         if _waiting(module) or (of_model and not [*_held(module)] and is_on_meta(module))
     ]
     mesh = next((t.device_mesh for _, m in waiting for _, _, t in _waiting(m) if isinstance(t, DTensor)), None)
@@ -144,7 +140,12 @@ def values_of_meta(model: nn.Module, comm: Comm, initialize: Initialize | None) 
     last = {id(tensor): module for _, module in waiting for _, _, tensor in _waiting(module)}
     given: dict[int, Tensor] = {}  # on the first rank, until all modules that hold a tensor are initialized
     untouched: list[str] = []
-    for some in _in_rounds(waiting, last):
+
+    def ending(named: tuple[str, nn.Module]) -> int:
+        """Bytes of the tensors that ``last`` has the module for."""
+        return sum(local_tensor(t).nbytes for _, _, t in _waiting(named[1]) if last[id(t)] is named[1])
+
+    for some in _in_buckets(waiting, ending):
         complete = {id(t): t for _, module in some for _, _, t in _waiting(module) if last[id(t)] is module}
 
         def work(some: Sequence[tuple[str, nn.Module]] = some) -> None:
@@ -196,23 +197,6 @@ def _held(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Te
 
 def _waiting(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
     return [each for each in _held(module) if each[2].is_meta]
-
-
-def _in_rounds(
-    modules: Sequence[tuple[str, nn.Module]], last: dict[int, nn.Module]
-) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Modules in order, those of a round with at most a bucket of tensors that end there, unless one has more."""
-    some: list[tuple[str, nn.Module]] = []
-    nbytes = 0
-    for name, module in modules:
-        own = sum(local_tensor(t).nbytes for _, _, t in _waiting(module) if last[id(t)] is module)
-        if some and nbytes + own > BUCKET_BYTES:
-            yield some
-            some, nbytes = [], 0
-        some.append((name, module))
-        nbytes += own
-    if some:
-        yield some
 
 
 def _initialize(

@@ -1,24 +1,50 @@
-"""What a rank knows of its model before it talks to any other, and what of that all ranks must have in common."""
+"""What a rank knows of its model before it talks to any other, and what of it ``dedicate_params`` cannot take.
+
+Everything here is local: what is wrong is refused by name before anything communicates, and what all ranks must have in
+common is described, for them to compare.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dmuon.dedicated.dedication import dedication_of
 from dmuon.dedicated.matrix import holders_of
-from dmuon.dedicated.nesting import own_buffers
-from dmuon.layout.topology import GlobalRank, Topology
+from dmuon.dedicated.replicated import (
+    excluded_modules,
+    holder_of,
+    living,
+    own_buffers,
+    own_modules,
+    own_parameters,
+    shared_with,
+)
+from dmuon.layout.topology import GlobalRank, Topology, topology_of
 from dmuon.model.blocks import canonical_fqn
 from dmuon.model.matrix_spec import MatrixSpec
 from dmuon.model.routing import Route
 from dmuon.platform.host import HostShare
+from dmuon.platform.torch_private import default_group_is_bound
 from dmuon.solver import Matrix
+
+_WRAPPERS: dict[type, str] = {
+    nn.DataParallel: "one process per device, over a mesh, takes its place",
+    nn.parallel.DistributedDataParallel: "a mesh dimension named 'replicate' is data parallelism with full copies",
+    FullyShardedDataParallel: "use dmuon.fully_shard (FSDP2) after dedicate_params instead of FSDP1",
+}
+
+_REPLICATE = "torch.distributed._composable.replicate"  # the module of DDP's composable form and of its classes
 
 Seat = tuple[HostShare, list[GlobalRank]]  # a process on its host, and the ranks that tensor parallelism splits it over
 
@@ -72,7 +98,7 @@ def _pool(holders: Sequence[int]) -> str:
 
 
 def describe(
-    model: nn.Module, taken: Collection[nn.Module], routes: Sequence[Route], options: dict[str, object]
+    model: nn.Module, excluded: Collection[nn.Module], routes: Sequence[Route], options: dict[str, object]
 ) -> list[tuple[str, str]]:
     """By name, what must be the same on all ranks; parameters come in the order of their collectives."""
     items = [(f"option {name}", str(value)) for name, value in options.items()]
@@ -83,10 +109,238 @@ def describe(
         items.append(
             (f"parameter {r.fqn!r}", f"{tuple(r.param.shape)}, {r.param.dtype}, {route}{frozen}{_where(r.param)}")
         )
-    for name, buffer in own_buffers(model, taken):
+    for name, buffer in own_buffers(model, excluded):
         items.append((f"buffer {canonical_fqn(name)!r}", f"{tuple(buffer.shape)}, {buffer.dtype}{_where(buffer)}"))
     return items
 
 
 def _where(tensor: Tensor) -> str:
     return ", on the meta device" if tensor.is_meta else ""
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def check_mesh(mesh: DeviceMesh) -> Topology:
+    """The topology of a mesh that lives in the current process group.
+
+    Raises:
+        TypeError, ValueError: with the remedy.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}")
+    if not dist.is_initialized():
+        raise ValueError(
+            "mesh: torch.distributed is not initialized (or was torn down after the mesh was made); call "
+            "init_process_group and init_device_mesh first. In one process, dmuon.Muon(model) alone is enough"
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    world = dist.get_world_size()
+    if mesh.get_coordinate() is None or any(not 0 <= r < world for r in ranks):
+        raise ValueError(
+            f"mesh holds ranks {ranks}, which does not match the process group: this is rank {dist.get_rank()} of "
+            f"{world}; build the mesh with init_device_mesh over the current process group"
+        )
+    for dim in range(mesh.ndim):
+        try:
+            members = dist.get_process_group_ranks(mesh.get_group(dim))
+        except RuntimeError as fault:
+            raise ValueError(f"mesh: its process group is gone ({fault}); build it anew over the current one") from None
+        line = _line_through_this_rank(mesh, dim)
+        if members != sorted(line):
+            raise ValueError(
+                f"mesh holds ranks {line}, but its process group now holds {members}; build the mesh anew over the "
+                "current process group"
+            )
+    if len(ranks) < world and default_group_is_bound():
+        raise ValueError(
+            f"mesh holds {len(ranks)} of {world} ranks, and the default process group was bound to a device, which "
+            "makes creating groups collective over all ranks; leave device_id out of init_process_group"
+        )
+    return topology_of(mesh)
+
+
+def _line_through_this_rank(mesh: DeviceMesh, dim: int) -> list[int]:
+    """The ranks along one dimension of the mesh, through this rank."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    index: list[int | slice] = list(coordinate)
+    index[dim] = slice(None)
+    line: list[int] = mesh.mesh[tuple(index)].tolist()
+    return line
+
+
+def checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    """``policy``, or one that changes nothing."""
+    if policy is None:
+        return MixedPrecisionPolicy()
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}")
+    if policy.output_dtype is not None:
+        raise ValueError(
+            "mp_policy.output_dtype governs modules, not weights: pass it to dmuon.fully_shard instead of "
+            "dedicate_params"
+        )
+    for name in ("param_dtype", "reduce_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"mp_policy.{name} must be a floating-point dtype, got {dtype}")
+    return policy
+
+
+def checked_roots(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """What is dedicated together, by the prefix of its names: a module, or several in a list.
+
+    Raises:
+        TypeError, ValueError: something else, no module, or one that lies in another one or is managed already.
+    """
+    if not isinstance(model, (list, tuple)):
+        return {"": _checked(model)}
+    if not model:
+        raise ValueError("model is an empty list; give a module, or several")
+    roots = [_checked(root) for root in model]
+    held = Counter(id(module) for root in roots for module in root.modules())
+    for i, root in enumerate(roots):
+        if held[id(root)] > 1:
+            raise ValueError(f"model[{i}], a {type(root).__name__}, lies in another module of the list; give each once")
+    return {f"{i}.": root for i, root in enumerate(roots)}
+
+
+def _checked(model: object) -> nn.Module:
+    """Raise for a model that something else manages already, apart from modules in it that were dedicated before."""
+    if any(base.__module__.startswith("deepspeed") for base in type(model).__mro__):
+        raise TypeError(
+            f"model is a DeepSpeed {type(model).__name__}, which shards and steps on its own; pass the plain model to "
+            "dedicate_params and train without the engine"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if dedication_of(model) is not None:
+        raise ValueError("dedicate_params was called on 'this model' already; call it once per model")
+    holder = holder_of(model)
+    if holder is not None:
+        raise ValueError(
+            f"model, a {type(model).__name__}, lies in a {type(holder).__name__} that was dedicated before, which has "
+            "made its values alike on all ranks: call dedicate_params on what is inside first, such as experts"
+        )
+    shared = shared_with(model)
+    if shared is not None:
+        raise ValueError(
+            f"a {type(shared).__name__} lies in a module that was dedicated before, and outside of it as well, where "
+            "other ranks share it; give each its own"
+        )
+    excluded = excluded_modules(model)
+    own = dict(own_parameters(model, excluded))
+    for other in filter(None, map(dedication_of, living())):  # inside of the model, or beside it
+        tied = other.tied_outside(own)
+        if tied is not None:
+            raise ValueError(
+                f"parameter {tied!r} is one of a module that was dedicated before, and that is tied to one outside of "
+                "it, which no longer is the same: untie them, or dedicate the whole at once, by a list of modules"
+            )
+    for name, module in own_modules(model, excluded):
+        if isinstance(module, tuple(_WRAPPERS)):
+            raise ValueError(
+                f"module {name or 'model'!r} is wrapped in {type(module).__name__}; dedicate_params takes the plain "
+                f"model: {next(why for kind, why in _WRAPPERS.items() if isinstance(module, kind))}"
+            )
+        if any(base.__module__ == _REPLICATE for base in type(module).__mro__):
+            raise ValueError(
+                f"module {name or 'model'!r} is wrapped in torch's replicate; dedicate_params takes the plain model: "
+                f"{_WRAPPERS[nn.parallel.DistributedDataParallel]}"
+            )
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"module {name or 'model'!r} is sharded by fully_shard already; call dedicate_params before fully_shard"
+            )
+    return model
+
+
+def check_parameters(model: nn.Module, routes: Sequence[Route], data_parallel: Sequence[int]) -> None:
+    """Raise for parameters and buffers that cannot be moved, or that an optimizer holds already.
+
+    Args:
+        data_parallel: global ranks of the mesh that ``dedicate_params`` got.
+    """
+    owned = [r for r in routes if r.block is not None]
+    tensors: list[tuple[str, torch.Tensor]] = [(f"parameter {r.fqn!r}", r.param) for r in routes]
+    buffers = own_buffers(model, excluded_modules(model))
+    tensors += [(f"buffer {canonical_fqn(name)!r}", buffer) for name, buffer in buffers]
+    for name, tensor in tensors:
+        if hasattr(tensor, "ds_id"):
+            raise ValueError(
+                f"{name} is managed by DeepSpeed ZeRO; pass a plain model to dedicate_params and train without it"
+            )
+        if isinstance(tensor, DTensor) and _crosses(tensor.device_mesh, data_parallel):
+            raise ValueError(
+                f"{name} is a DTensor with placements {tensor.placements} over mesh {tensor.device_mesh}, whose ranks "
+                "are those of the data-parallel mesh; dedicate_params takes a model that is whole there: call it "
+                "before anything shards the model"
+            )
+    _check_optimizers({id(r.param): r.fqn for r in owned})
+
+
+def tensor_group_of(model: nn.Module | Sequence[nn.Module], data_parallel: Sequence[int]) -> dist.ProcessGroup | None:
+    """The group over which tensor parallelism has split anything in ``model``, which need not be a module."""
+    roots = model if isinstance(model, (list, tuple)) else [model]
+    modules = [root for root in roots if isinstance(root, nn.Module)]
+    params = [p for root in modules for _, p in own_parameters(root, excluded_modules(root))]
+    meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
+    return next((m.get_group() for m in meshes if m.ndim == 1 and not _crosses(m, data_parallel)), None)
+
+
+def _crosses(mesh: DeviceMesh, data_parallel: Sequence[int]) -> bool:
+    """Whether several data-parallel ranks lie in ``mesh``."""
+    return len(set(mesh.mesh.flatten().tolist()) & set(data_parallel)) > 1
+
+
+def tensor_mesh_of(routes: Sequence[Route]) -> DeviceMesh | None:
+    """The mesh over which tensor parallelism has split the matrices of ``routes``; None if it has not.
+
+    Raises:
+        ValueError: a matrix laid out over several dimensions, otherwise than by rows, columns or copies, or over other
+            ranks than another matrix.
+    """
+    common: DeviceMesh | None = None
+    for route in routes:
+        if route.block is None or not isinstance(route.param, DTensor):
+            continue
+        mesh, placements = route.param.device_mesh, route.param.placements
+        about = f"parameter {route.fqn!r} is a DTensor with placements {placements} over mesh {mesh}"
+        ranks = mesh.mesh.flatten().tolist()
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"{about}; dedicate_params takes matrices that are whole or split over one dimension of tensor "
+                "parallelism: call it before anything else shards them, or exclude this one with select=…"
+            )
+        if type(placements[0]) not in (Shard, Replicate):
+            raise ValueError(
+                f"{about}; only Shard(0), Shard(1) and Replicate can be dedicated: exclude it with select=…"
+            )
+        if common is not None and common.mesh.flatten().tolist() != ranks:
+            raise ValueError(f"{about}, another one than that of earlier parameters; split all of them over one mesh")
+        common = mesh
+    return common
+
+
+def _check_optimizers(owned: dict[int, str]) -> None:
+    """Raise for an optimizer that was built earlier: it would update tensors that the model no longer uses."""
+
+    def holder() -> tuple[str, str] | None:
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), torch.optim.Optimizer):
+                for group in getattr(candidate, "param_groups", ()):
+                    for param in group["params"]:
+                        if id(param) in owned:
+                            return type(candidate).__name__, owned[id(param)]
+        return None
+
+    if holder() is None:
+        return
+    gc.collect()  # it may be one that nobody can reach any more
+    optimizer_and_parameter = holder()
+    if optimizer_and_parameter is not None:
+        optimizer, fqn = optimizer_and_parameter
+        raise ValueError(
+            f"optimizer {optimizer} already holds parameter {fqn!r}; build the optimizer after dedicate_params"
+        )

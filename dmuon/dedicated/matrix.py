@@ -20,7 +20,7 @@ them the modules hold (``Block``) and whether the slot has memory (``OwnedBuffer
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.comm.context import Comm
-from dmuon.dedicated.owned_tensor import OwnedTensor, owned_like, owned_tensor
+from dmuon.dedicated.owned_tensor import REDUCED_GRAD, OwnedTensor, owned_like, owned_tensor
 from dmuon.layout.matrices import Parcel, Region, numbered, spread_over_all, stack_shape
 from dmuon.layout.shards import layout_of
 from dmuon.layout.topology import Coordinate, Position, position_in
@@ -59,6 +59,14 @@ class TensorSharding:
         """Make the DTensor of global ``shape`` whose local part is ``part``, sharing its storage."""
         return as_dtensor(part, self.mesh, [self.placement], shape)
 
+    def local_grad(self, grad: Tensor) -> Tensor:
+        """This rank's part of a gradient that autograd has left, perhaps with other placements. Collective then."""
+        if not isinstance(grad, DTensor):
+            return grad
+        if tuple(grad.placements) != (self.placement,):
+            grad = grad.redistribute(placements=[self.placement])
+        return local_tensor(grad)
+
 
 @dataclass(slots=True, eq=False)
 class Part:
@@ -69,7 +77,8 @@ class Part:
         owner: position among the data-parallel ranks.
         at: the owner's place among them.
         shape: ``(m, n)`` of the whole matrix, as it is stored.
-        region: where it lies in what one data-parallel rank computes with; None: it is all of that.
+        region: where it lies in what one data-parallel rank computes with.
+        is_whole: it is all of that, and stored as a matrix.
         local_shape: of what one data-parallel rank computes with of it.
         transposed: it is stored ``(in, out)``.
         parcel: where tensor parallelism has it; None without.
@@ -81,7 +90,8 @@ class Part:
     owner: Position
     at: Coordinate
     shape: tuple[int, int]
-    region: Region | None
+    region: Region
+    is_whole: bool
     local_shape: tuple[int, int]
     transposed: bool
     parcel: Parcel | None
@@ -92,28 +102,19 @@ class Part:
         """Elements of what one data-parallel rank computes with."""
         return prod(self.local_shape)
 
-    @property
-    def is_slice(self) -> bool:
-        """Whether :meth:`take` gives a view of a contiguous tensor."""
-        return self.region is None or self.region.is_slice
-
     def take(self, tensor: Tensor) -> Tensor:
         """This matrix, ``local_shape``, of a tensor that is shaped as what one data-parallel rank computes with."""
-        if self.region is None:
+        if self.is_whole:
             return tensor
         taken = self.region.take(tensor)
         return taken[0] if len(taken) else tensor.new_empty(self.local_shape)
-
-    def put(self, tensor: Tensor, value: Tensor) -> None:
-        """Write ``value``, which :meth:`take` gave and which was changed, back to ``tensor`` if it is a copy."""
-        if self.region is not None and self.numel:
-            self.region.put(tensor, [value])
 
     def write(self, tensor: Tensor, value: Tensor) -> None:
         """Make ``value`` this matrix of such a tensor."""
         taken = self.take(tensor)
         taken.copy_(value)
-        self.put(tensor, taken)
+        if self.numel:
+            self.region.put(tensor, [taken])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,14 +141,17 @@ class Weight:
         """Of each part, its position among the data-parallel ranks."""
         return tuple(part.owner for part in self.parts)
 
-    @property
-    def is_split(self) -> bool:
-        """Whether it is made of several matrices, or of one that is stored otherwise."""
-        return self.parts[0].region is not None
-
     def owned_at(self, position: Position) -> tuple[Part, ...]:
         """The parts that the data-parallel rank at ``position`` owns."""
         return tuple(part for part in self.parts if part.owner == position)
+
+    def master_shape(self, position: Position) -> tuple[int, ...]:
+        """The shape of the master on that rank: of a matrix, or flat, of several or of one that is stored otherwise."""
+        mine = self.owned_at(position)
+        if self.parts[0].is_whole:
+            rows, columns = self.parts[0].local_shape
+            return (rows if mine else 0, columns)
+        return (sum(part.numel for part in mine),)
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +201,7 @@ class OwnedMatrix:
     @property
     def is_split(self) -> bool:
         """Whether it is made of several matrices, or of one that is stored otherwise."""
-        return self.parts[0].region is not None
+        return not self.parts[0].is_whole
 
     @property
     def owners(self) -> tuple[Position, ...]:
@@ -209,36 +213,14 @@ class OwnedMatrix:
         """Of the first part."""
         return self.parts[0].owner
 
-    def pieces(self, local: Tensor, parts: Sequence[Part] | None = None) -> list[tuple[Part, Tensor]]:
-        """The parts in ``local``, as views ``local_shape``.
-
-        Args:
-            parts: which those are; None: ``local`` is shaped as the master.
-        """
-        parts = self.mine if parts is None else parts
-        if not self.is_split:
-            return [(part, local) for part in parts]
-        flat = local.split([part.numel for part in parts]) if parts else ()
-        return [(part, piece.view(part.local_shape)) for part, piece in zip(parts, flat, strict=True)]
+    def pieces(self, local: Tensor) -> list[tuple[Part, Tensor]]:
+        """The matrices that this rank owns, in ``local``, which is shaped as the master: views, ``local_shape``."""
+        flat = local.view(-1).split([part.numel for part in self.mine]) if self.mine else ()
+        return [(part, piece.view(part.local_shape)) for part, piece in zip(self.mine, flat, strict=True)]
 
     def own_part(self, whole: Tensor) -> Tensor:
-        """What this rank owns of ``whole``, ``local_shape``, shaped as the master; perhaps a view."""
-        if not self.is_split:
-            return whole if self.mine else whole[:0]
-        return joined([part.take(whole) for part in self.mine], whole)
-
-    def is_rest(self, param: Tensor | None) -> bool:
-        """Whether what a module holds is the resting form."""
-        return param is self.rest
-
-    def full_grad(self) -> Tensor | None:
-        """The gradient that backward left, ``local_shape``, not reduced."""
-        grad = self.full.grad
-        if isinstance(grad, DTensor) and self.tensor is not None:
-            if tuple(grad.placements) != (self.tensor.placement,):
-                grad = grad.redistribute(placements=[self.tensor.placement])
-            return local_tensor(grad)
-        return grad
+        """A copy of what this rank owns of ``whole``, ``local_shape``, shaped as the master."""
+        return joined([part.take(whole) for part in self.mine], whole).view(self.master.shape)
 
     @property
     def waiting_grad(self) -> Tensor | None:
@@ -252,7 +234,8 @@ class OwnedMatrix:
         kept = [part.partial for part in self.parts if part.partial is not None]
         if not kept:
             return None
-        return self.as_grad(joined(kept, kept[0]) if self.is_split else kept[0])
+        flat = joined(kept, kept[0])
+        return self.like_rest(flat if self.is_split else flat.view(kept[0].shape), f"{self.fqn}.grad")
 
     def drop_waiting(self) -> None:
         """Forget that."""
@@ -260,36 +243,30 @@ class OwnedMatrix:
         for part in self.parts:
             part.partial = None
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether the user wants to know of its gradient."""
-        return bool(self.rest._backward_hooks) or bool(accumulation_hooks(self.rest))
-
     def like_rest(self, local: Tensor, name: str) -> OwnedTensor:
         """Wrap ``local``, shaped as the master, in the layout of the resting form."""
         return owned_like(self.rest, local, name)
 
-    def as_grad(self, local: Tensor) -> OwnedTensor:
-        """Wrap ``local``, shaped as the master, as a gradient of the resting form."""
-        return owned_like(self.rest, local, f"{self.fqn}.grad")
-
     def set_grad(self, local: Tensor) -> None:
-        """Add ``local``, shaped as the master, to the gradient of the resting form, and run the user's hooks."""
-        if self.mine:
-            grad = self.as_grad(local)
-        else:
-            if self.empty_grad is None:
-                self.empty_grad = self.as_grad(local)
-            grad = self.empty_grad
-        has_hooks = self.has_hooks
-        for hook in list((self.rest._backward_hooks or {}).values()) if has_hooks else ():
-            grad = self._replaced(grad, hook(grad))
-        before = self.rest.raw_grad
+        """Add ``local``, shaped as the master, to the gradient of the resting form."""
+        before = REDUCED_GRAD.__get__(self.rest)
         if before is not None:
-            local_tensor(before).add_(local_tensor(grad))
-        else:
-            self.rest.raw_grad = grad
-        for hook in list(accumulation_hooks(self.rest).values()) if has_hooks else ():
+            local_tensor(before).add_(local)
+            return
+        grad = self.empty_grad
+        if grad is None or self.mine:
+            grad = owned_like(self.rest, local, f"{self.fqn}.grad")
+        if not self.mine:
+            self.empty_grad = grad
+        REDUCED_GRAD.__set__(self.rest, grad)
+
+    def set_hooked_grad(self, local: Tensor) -> None:
+        """As :meth:`set_grad`, and run the hooks that the user has left on the resting form."""
+        grad = owned_like(self.rest, local, f"{self.fqn}.grad")
+        for hook in list((self.rest._backward_hooks or {}).values()):
+            grad = self._replaced(grad, hook(grad))
+        self.set_grad(local_tensor(grad))
+        for hook in list(accumulation_hooks(self.rest).values()):
             hook(self.rest)
 
     def _replaced(self, grad: OwnedTensor, result: object) -> OwnedTensor:
@@ -312,8 +289,10 @@ def own(weight: Weight, whole: Tensor, master: Tensor, comm: Comm) -> OwnedMatri
         master: what this rank owns of it, as :func:`initial_master` makes it.
     """
     param, sharding = weight.param, weight.tensor
-    mesh = comm.mesh if sharding is None else comm.tensor_mesh
-    placements = [*[Shard(0)] * comm.mesh.ndim, *tensor_placements(sharding)]
+    mesh = comm.mesh
+    placements: list[Placement] = [Shard(0)] * mesh.ndim
+    if sharding is not None:  # which adds a dimension behind those of data parallelism
+        mesh, placements = comm.tensor_mesh, [*placements, sharding.placement]
     wrapper = owned_tensor(master, mesh, param.shape, fqn=weight.fqn, owners=weight.owners, placements=placements)
     rest = nn.Parameter(wrapper, requires_grad=param.requires_grad)
     assert isinstance(rest, OwnedTensor)
@@ -341,11 +320,6 @@ def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
 
 
-def tensor_placements(sharding: TensorSharding | None) -> list[Placement]:
-    """What tensor parallelism adds behind the placements of data parallelism: one, or nothing."""
-    return [] if sharding is None else [sharding.placement]
-
-
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
     """Make the contiguous DTensor of global ``shape`` whose local part is ``local``, sharing its storage."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=contiguous_strides(shape))
@@ -366,19 +340,10 @@ def resting(param: nn.Parameter) -> nn.Parameter:
 
 def initial_master(value: Tensor, weight: Weight, comm: Comm) -> Tensor:
     """A copy of what this rank owns of ``value``, in fp32 or wider."""
-    mine = weight.owned_at(comm.position)
     dtype = torch.promote_types(value.dtype, torch.float32)
     with torch.no_grad():
-        if weight.is_split:
-            return joined([part.take(value) for part in mine], value).to(dtype)
-        if mine:
-            return value.to(dtype, copy=True).contiguous()
-        return torch.empty((0, value.shape[1]), dtype=dtype, device=value.device)
-
-
-def parameter_of(name: str, known: Container[str]) -> str:
-    """The name of the parameter to which the matrix belongs that a plan calls ``name``."""
-    return name if name in known else name[: name.rindex("[")]
+        copied = joined([part.take(value) for part in weight.owned_at(comm.position)], value)
+        return copied.to(dtype).view(weight.master_shape(comm.position))
 
 
 def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Part, ...]:
@@ -399,8 +364,9 @@ def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Pa
     if is_one_matrix(param):
         owner, at, t = _owner(planned[0], comm)
         parcel = Parcel(1, spread_over_all(layout), t) if isinstance(param, DTensor) else None
-        m, n = param.shape
-        return (Part(0, owner, at, (m, n), None, (local.shape[0], local.shape[1]), spec.transposed, parcel),)
+        (m, n), (rows, columns) = param.shape, local.shape
+        region = Region((1, rows, columns), (0, 1), 1, ((0, rows),) if rows else ())
+        return (Part(0, owner, at, (m, n), region, True, (rows, columns), spec.transposed, parcel),)
     stack = stack_shape(local.shape, spec)
     of_param = numbered(layout, spec)
     held = {i: None for share, _ in of_param if here in share.holders for i in range(share.start, share.stop)}
@@ -417,7 +383,7 @@ def parts_of(param: Tensor, planned: Sequence[Position], comm: Comm) -> tuple[Pa
                 assert t in share.holders, "whoever holds nothing of a matrix of a stack is not planned to own it"
                 parcel = Parcel(1, share.spread, t)
             local_shape = region.shape if region.count else (0, n)
-            parts[number] = Part(number, owner, at, (m, n), region, local_shape, spec.transposed, parcel)
+            parts[number] = Part(number, owner, at, (m, n), region, False, local_shape, spec.transposed, parcel)
     kinds = 1 + max(share.part for share, _ in of_param)
     return tuple(parts[number] for number in sorted(parts, key=lambda number: (number % kinds, number)))
 

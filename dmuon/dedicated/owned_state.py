@@ -1,16 +1,16 @@
 """What state dicts hold of owned matrices: what this rank owns, told to torch.distributed.checkpoint box by box.
 
 An owner has all of a matrix and the other ranks have nothing, so that a state dict is made, saved and loaded without
-communication. A tensor of several matrices is cut into boxes: a run of the stack whose matrices all have one owner is
-one box; where matrices that lie side by side have several owners, each of them has its rows or columns, run by run.
+communication. A tensor of several matrices is cut into boxes: each matrix is one, or one for each run of rows or
+columns where it is interleaved with others; neighbours in a stack that have one owner are one together.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,28 +22,79 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dmuon.dedicated.matrix import OwnedMatrix, as_dtensor
 from dmuon.dedicated.owned_tensor import LOCAL, EvenShard, Keeper, OwnedTensor
-from dmuon.dedicated.state_shard import REMEDY, in_parts, warn_of_parts
-from dmuon.layout.matrices import Region
 from dmuon.layout.shards import Run, layout_of
 from dmuon.model.matrix_spec import MatrixSpec, spec_of
+from dmuon.platform.log import logger
 from dmuon.platform.torch_private import Box, even_shape, local_tensor, spec_like
 
+_log = logger(__name__)
 _CONVERSIONS = ("_to_copy", "empty_like", "new_empty", "alias", "_pin_memory", "is_pinned")
+REMEDY = (
+    "on every rank call whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+    "cpu_offload=True)) of torch.distributed.checkpoint.state_dict (for an optimizer get_optimizer_state_dict), and "
+    "write that on rank 0: model.save_pretrained(folder, state_dict=whole) or torch.save(whole, file); "
+    "torch.distributed.checkpoint saves shards. With accelerate take "
+    "dmuon.integrations.accelerate.DedicatedAccelerator"
+)
+
+
+def in_parts(fqn: str) -> RuntimeError:
+    """What libraries are told that write one file, such as safetensors, and ask a tensor for its memory.
+
+    They would write what this rank has under the name of the whole, or say nothing of what to do.
+    """
+    return RuntimeError(
+        f"{fqn!r} in a state dict of a dedicated model cannot be written to one file as it is, since each rank has "
+        f"some of it: {REMEDY}"
+    )
+
+
+@cache
+def warn_of_parts() -> None:
+    """What every rank writes for itself is whole, what one writes for all is not."""
+    _log.warning(
+        "a state dict of a dedicated model is pickled, of which each rank has a part: every rank must write and load "
+        "its own file, on as many ranks, by torch.load(file, weights_only=False). For one file of all, %s",
+        REMEDY,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a whole tensor that this rank has, and where it lies in what this rank holds.
+
+    Attributes:
+        offset: in the local tensor, flat, where the matrix begins.
+        shape: of the matrix, or of several that lie one after the other.
+        dim, start: where in these the box begins, which has all of them along the other dimensions.
+    """
+
+    box: Box
+    offset: int
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The box in ``flat``, with its own shape and the same memory."""
+        sizes = self.box[1]
+        matrices = flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
+        length = math.prod(sizes) * self.shape[self.dim] // max(1, matrices.numel())
+        return matrices.narrow(self.dim, self.start, length).view(sizes)
 
 
 class OwnedState(OwnedTensor):
     """A copy of what this rank owns of a matrix or of its momentum, in a state dict.
 
-    The local tensor is the master's, if that is one matrix; of several, the boxes lie one after the other. Elementwise
-    operations, copies and conversions need no other rank and give tensors that can be saved as well. Everything else
-    raises and names the whole state dict.
+    The local tensor lies as the master. Elementwise operations, copies and conversions need no other rank and give
+    tensors that can be saved as well. Everything else raises and names the whole state dict.
 
     Attributes:
-        boxes: that this rank has.
+        chunks: that this rank has.
         spec: of which matrices the tensor is made.
     """
 
-    boxes: tuple[Box, ...]
+    chunks: tuple[Chunk, ...]
     spec: MatrixSpec
     allowed = LOCAL.union(_CONVERSIONS)
 
@@ -61,17 +112,14 @@ class OwnedState(OwnedTensor):
 
     @property
     def layout_key(self) -> Hashable:
-        return (self.owners, self.boxes) if local_tensor(self).ndim == 1 else self.owners
+        return (self.owners, self.chunks) if local_tensor(self).ndim == 1 else self.owners
 
     def like(self, local: Tensor, keeper: Keeper | None = None) -> OwnedState:
-        return _wrapped(self, local, self.fqn, self.boxes, self.spec)
+        return _wrapped(self, local, self.fqn, self.chunks, self.spec)
 
     def boxed(self) -> list[tuple[Box, Tensor]]:
-        local = local_tensor(self)
-        if local.ndim > 1:
-            return [(box, local) for box in self.boxes]
-        parts = local.split([math.prod(sizes) for _, sizes in self.boxes]) if self.boxes else ()
-        return [(box, part.view(box[1])) for box, part in zip(self.boxes, parts, strict=True)]
+        flat = local_tensor(self).view(-1)
+        return [(chunk.box, chunk.view(flat)) for chunk in self.chunks]
 
     def full_tensor(self, **_: Any) -> Tensor:
         """The whole tensor, on every rank. Collective over the mesh.
@@ -144,9 +192,9 @@ class OwnedState(OwnedTensor):
         return f"OwnedState({self.fqn!r}, shape={tuple(self.shape)}, dtype={self.dtype}, owners={self.owners})"
 
 
-def _wrapped(like: OwnedTensor, local: Tensor, fqn: str, boxes: tuple[Box, ...], spec: MatrixSpec) -> OwnedState:
+def _wrapped(like: OwnedTensor, local: Tensor, fqn: str, chunks: tuple[Chunk, ...], spec: MatrixSpec) -> OwnedState:
     state: OwnedState = OwnedState(local, spec_like(like, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
-    state.fqn, state.owners, state.keeper, state.boxes, state.spec = fqn, like.owners, None, boxes, spec
+    state.fqn, state.owners, state.chunks, state.spec = fqn, like.owners, chunks, spec
     return state
 
 
@@ -170,45 +218,10 @@ def even_whole(target: OwnedTensor, shard: Tensor) -> Tensor:
 # -- from masters, and to them ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A box of a tensor of several matrices that this rank has.
-
-    Attributes:
-        stack: the box as a stack of matrices.
-        sources: what of which of this rank's parts lies where in it: the part's number, where, and which of its rows
-            or columns.
-    """
-
-    box: Box
-    stack: tuple[int, int, int]
-    sources: tuple[tuple[int, Region, Run], ...]
-
-    def take(self, block: Tensor, pieces: Sequence[Tensor]) -> None:
-        """Copy ``pieces``, this rank's parts, to ``block``, which has the shape of the stack."""
-        for number, region, (start, stop) in self.sources:
-            target = region.take(block)
-            target[0].copy_(pieces[number].narrow(region.dim - 1, start, stop - start))
-            region.put(block, target.unbind(0))
-
-    def put(self, block: Tensor, pieces: Sequence[Tensor]) -> None:
-        """The reverse."""
-        for number, region, (start, stop) in self.sources:
-            pieces[number].narrow(region.dim - 1, start, stop - start).copy_(region.take(block)[0])
-
-
 def state_of(local: Tensor, matrix: OwnedMatrix, fqn: str) -> OwnedState:
     """A copy of ``local``, which lies as the master of ``matrix``, for a state dict. Nothing travels."""
-    spec = spec_of(matrix.rest)
-    if not matrix.is_split:
-        boxes = ((_origin(matrix), tuple(local.shape)),) if local.numel() else ()
-        return _wrapped(matrix.rest, local.detach().clone(), fqn, boxes, spec)
-    pieces = [piece for _, piece in matrix.pieces(local)]
-    chunks = _chunks(matrix)
-    kept = local.new_empty(sum(math.prod(chunk.stack) for chunk in chunks))
-    for chunk, block in _blocks(chunks, kept):
-        chunk.take(block, pieces)
-    return _wrapped(matrix.rest, kept, fqn, tuple(chunk.box for chunk in chunks), spec)
+    kept = local.detach().clone(memory_format=torch.contiguous_format)
+    return _wrapped(matrix.rest, kept, fqn, _chunks(matrix), spec_of(matrix.rest))
 
 
 def own_part(value: Tensor, matrix: OwnedMatrix) -> Tensor:
@@ -220,11 +233,6 @@ def own_part(value: Tensor, matrix: OwnedMatrix) -> Tensor:
     master = matrix.master
     if isinstance(value, OwnedTensor) and lies_as(value, matrix.rest):
         part = local_tensor(value)
-        if matrix.is_split and isinstance(value, OwnedState):
-            part = part.new_empty(master.shape)
-            pieces = [piece for _, piece in matrix.pieces(part)]
-            for chunk, block in _blocks(_chunks(matrix), local_tensor(value)):
-                chunk.put(block, pieces)
     else:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if matrix.tensor is not None:
@@ -242,11 +250,6 @@ def lies_as(value: OwnedTensor, rest: OwnedTensor) -> bool:
     )
 
 
-def _blocks(chunks: Sequence[_Chunk], flat: Tensor) -> list[tuple[_Chunk, Tensor]]:
-    parts = flat.split([math.prod(chunk.stack) for chunk in chunks]) if chunks else ()
-    return [(chunk, part.view(chunk.stack)) for chunk, part in zip(chunks, parts, strict=True)]
-
-
 def _origin(matrix: OwnedMatrix) -> tuple[int, ...]:
     """Where what this rank computes with begins in the whole tensor."""
     if matrix.tensor is None:
@@ -256,60 +259,32 @@ def _origin(matrix: OwnedMatrix) -> tuple[int, ...]:
     return tuple(runs[0][0] if runs else 0 for runs in pieces[mesh.get_local_rank()].runs)
 
 
-def _chunks(matrix: OwnedMatrix) -> list[_Chunk]:
-    """What this rank owns of a tensor of several matrices: all of some of the stack, then parts of others."""
-    present = [part for part in matrix.parts if part.numel and part.region is not None]
-    counts = Counter(part.region.span[0] for part in present if part.region is not None)
-    mine: dict[int, list[tuple[int, Region]]] = {}  # by place in the stack
-    for number, part in enumerate(matrix.mine):
-        if part.numel and part.region is not None:
-            mine.setdefault(part.region.span[0], []).append((number, part.region))
-    chunks: list[_Chunk] = []
-    whole = [place for place in sorted(mine) if len(mine[place]) == counts[place]]
-    for first, last in _spans(whole):
-        sources = [
-            (number, replace(region, stack=(last - first, *region.stack[1:]), span=(place - first, place - first + 1)))
-            for place in range(first, last)
-            for number, region in mine[place]
-        ]
-        _, rows, cols = sources[0][1].stack
-        box = _box(matrix, (first, last), (0, rows), (0, cols))
-        placed = tuple((number, region, (0, _length(region.runs))) for number, region in sources)
-        chunks.append(_Chunk(box, (last - first, rows, cols), placed))
-    for place in sorted(mine.keys() - set(whole)):
-        for number, region in mine[place]:
-            begin = 0
-            for start, stop in region.runs:
-                _, rows, cols = region.stack
-                bounds = ((start, stop), (0, cols)) if region.dim == 1 else ((0, rows), (start, stop))
-                stack = (1, stop - start, cols) if region.dim == 1 else (1, rows, stop - start)
-                within = Region(stack, (0, 1), region.dim, ((0, stop - start),))
-                source = (number, within, (begin, begin + stop - start))
-                chunks.append(_Chunk(_box(matrix, (place, place + 1), *bounds), stack, (source,)))
-                begin += stop - start
-    return chunks
-
-
-def _box(matrix: OwnedMatrix, span: Run, rows: Run, cols: Run) -> Box:
-    """These matrices of the stack, and rows and columns of each, in the whole tensor."""
-    local = matrix.local_shape
-    bounds: list[Run] = [rows, cols] if len(local) == 2 else [span, rows, cols]
-    if spec_of(matrix.rest).flattened:
-        bounds = [rows, *((0, length) for length in local[1:])]
-    offsets = tuple(begin + start for begin, (start, _) in zip(_origin(matrix), bounds, strict=True))
-    return offsets, tuple(stop - start for start, stop in bounds)
-
-
-def _spans(numbers: Sequence[int]) -> list[Run]:
-    """Ascending ``numbers`` as ranges."""
-    spans: list[Run] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number:
-            spans[-1] = spans[-1][0], number + 1
-        else:
-            spans.append((number, number + 1))
-    return spans
-
-
-def _length(runs: Sequence[Run]) -> int:
-    return sum(stop - start for start, stop in runs)
+def _chunks(matrix: OwnedMatrix) -> tuple[Chunk, ...]:
+    """What this rank owns of a tensor, in the order in which masters lie."""
+    flattened, origin, local_shape = spec_of(matrix.rest).flattened, _origin(matrix), matrix.local_shape
+    chunks: list[Chunk] = []
+    offset = 0
+    whole: Run | None = None  # which matrices of the stack the last chunk is, if it is all of them
+    for part in matrix.mine:
+        (first, last), (_, rows, cols), dim = part.region.span, part.region.stack, part.region.dim
+        begin = 0
+        for start, stop in part.region.runs if part.numel else ():
+            bounds: list[Run] = [(first, last), (0, rows), (0, cols)]
+            bounds[dim] = start, stop
+            if flattened:
+                bounds = [bounds[1], *((0, length) for length in local_shape[1:])]
+            elif len(local_shape) == 2:
+                bounds = bounds[1:]
+            offsets = tuple(at + start for at, (start, _) in zip(origin, bounds, strict=True))
+            sizes = tuple(stop - start for start, stop in bounds)
+            if whole is not None and whole[1] == first and sizes == (1, rows, cols):
+                whole = whole[0], last  # a stack has all dimensions of its own, so that these are one box
+                before = chunks.pop()
+                sizes = (last - whole[0], rows, cols)
+                chunks.append(Chunk((before.box[0], sizes), before.offset, sizes, 0, 0))
+            else:
+                chunks.append(Chunk((offsets, sizes), offset, part.local_shape, dim - 1, begin))
+                whole = (first, last) if sizes == (1, rows, cols) else None
+            begin += stop - start
+        offset += part.numel
+    return tuple(chunks)

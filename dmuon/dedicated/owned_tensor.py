@@ -23,12 +23,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dmuon.dedicated.mixed_lists import number_of, run_on_parts
-from dmuon.dedicated.owned_norm import NUMBERS, answer_norm, answer_number, check_and_unscale
+from dmuon.dedicated.owned_operations import (
+    NUMBERS,
+    answer_norm,
+    answer_number,
+    check_and_unscale,
+    number_of,
+    run_on_parts,
+)
 from dmuon.layout.topology import Position
 from dmuon.platform.torch_private import (
     Box,
-    DTensorSpec,
     SavedInBoxes,
     even_shape,
     local_tensor,
@@ -53,7 +58,7 @@ LOCAL = frozenset(
 
 # What loading and saving does to every parameter: these go straight to what this rank holds.
 _COPY, _DETACH = torch.ops.aten.copy_.default, torch.ops.aten.detach.default
-_GRAD: Any = Tensor.grad  # the attribute itself, which ``OwnedTensor.grad`` hides
+REDUCED_GRAD: Any = Tensor.grad  # the attribute itself, which ``OwnedTensor.grad`` hides: nothing but what was reduced
 
 _REMEDY = (
     "use `with dmuon.summon_full_params(model):` to read or edit whole weights, `model.state_dict()` or "
@@ -111,7 +116,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
 
     fqn: str
     owners: tuple[Position, ...]
-    _keeper: weakref.ref[Keeper] | None  # which holds the parameter itself
+    _keeper: weakref.ref[Keeper] | None = None  # which holds the parameter itself
     allowed: ClassVar[frozenset[str]] = LOCAL  # operations
 
     @property
@@ -128,7 +133,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
 
     @property
     def keeper(self) -> Keeper | None:
-        """Told before and after an operation writes to the parameter, or to an alias that ``detach`` made.
+        """Whoever is told before and after an operation writes to the parameter, or to an alias that ``detach`` made.
 
         None on gradients, optimizer state and copies, and if nothing is left of the model and its optimizers.
         """
@@ -145,7 +150,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
         if func is _DETACH:
             return args[0].like(local_tensor(args[0]).detach(), keeper=args[0].keeper)
         if func is _COPY and len(args) == 2 and not kwargs and _lie_alike(*args):
-            with _told(_keepers(args[0])):
+            with _told(args[0]):
                 local_tensor(args[0]).copy_(local_tensor(args[1]))
             return args[0]
         name = func.overloadpacket.__name__
@@ -173,7 +178,7 @@ class OwnedTensor(SavedInBoxes, DTensor):
             plain.append(leaf)
         _check_same_owner(func, flat, owned)
         plain_args, plain_kwargs = tree_unflatten(plain, spec)
-        with _told(_keepers(args[0]) if name.endswith("_") else []):
+        with _told(args[0] if name.endswith("_") else ()):
             out = func(*plain_args, **plain_kwargs)
         return _rewrap(out, twins, owned)
 
@@ -197,28 +202,22 @@ class OwnedTensor(SavedInBoxes, DTensor):
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient; where none is, this rank's own that waits for a backward with synchronization."""
-        raw: Tensor | None = _GRAD.__get__(self)
-        return self.keeper.waiting_grad(self) if raw is None and self.keeper is not None else raw
+        grad: Tensor | None = REDUCED_GRAD.__get__(self)
+        if grad is None and self._keeper is not None:
+            keeper = self._keeper()
+            return None if keeper is None else keeper.waiting_grad(self)
+        return grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if self.keeper is not None:
-            self.keeper.drop_waiting(self)
-        _GRAD.__set__(self, value)
+        keeper = None if self._keeper is None else self._keeper()
+        if keeper is not None:
+            keeper.drop_waiting(self)
+        REDUCED_GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    @property
-    def raw_grad(self) -> Tensor | None:
-        """The reduced gradient, laid out as the parameter."""
-        grad: Tensor | None = _GRAD.__get__(self)
-        return grad
-
-    @raw_grad.setter
-    def raw_grad(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)
 
     def full_tensor(self, **_: Any) -> Tensor:
         raise self._wrong_data("full_tensor()")
@@ -349,19 +348,17 @@ def owned_tensor(
         placements: one for each dimension of ``mesh``; ``None`` is ``Shard(0)`` on all of them.
     """
     spec = owned_spec(mesh, placements or (Shard(0),) * mesh.ndim, shape, local.dtype)
-    return _wrapped(local, spec, fqn, owners, keeper)
+    tensor: OwnedTensor = OwnedTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    tensor.fqn, tensor.owners, tensor.keeper = fqn, owners, keeper
+    return tensor
 
 
 def owned_like(source: OwnedTensor, local: Tensor, fqn: str, keeper: Keeper | None = None) -> OwnedTensor:
     """Wrap ``local``, which lies as what this rank has of ``source``, and share its storage."""
-    return _wrapped(local, spec_like(source, local.dtype), fqn, source.owners, keeper)
-
-
-def _wrapped(
-    local: Tensor, spec: DTensorSpec, fqn: str, owners: tuple[Position, ...], keeper: Keeper | None
-) -> OwnedTensor:
-    tensor: OwnedTensor = OwnedTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    tensor.fqn, tensor.owners, tensor.keeper = fqn, owners, keeper
+    tensor: OwnedTensor = OwnedTensor(local, spec_like(source, local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
+    tensor.fqn, tensor.owners = fqn, source.owners
+    if keeper is not None:
+        tensor.keeper = keeper
     return tensor
 
 
@@ -377,7 +374,7 @@ def _lie_alike(target: Tensor, source: Tensor) -> bool:
 def _run_foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An elementwise operation on lists, in which other tensors may stand beside owned ones."""
     inplace = func.overloadpacket.__name__.endswith("_")
-    with _told(_keepers(args[0]) if inplace else []):
+    with _told(args[0] if inplace else ()):
         out = run_on_parts(func, args, kwargs, _laid_like)
     if inplace:
         # Early updates go by versions, which torch does not count here under a TorchDispatchMode.
@@ -410,17 +407,13 @@ def _check_same_owner(func: Any, flat: list[Any], owned: list[OwnedTensor]) -> N
         raise RuntimeError(f"{func} mixes {names}, which have different owners or shapes; {_REMEDY}")
 
 
-def _keepers(target: Any) -> list[Keeper]:
-    """Of the owned parameters in ``target``, each once."""
-    owned = [t for t in (target if isinstance(target, (list, tuple)) else (target,)) if isinstance(t, OwnedTensor)]
-    return list({id(t.keeper): t.keeper for t in owned if t.keeper is not None}.values())
-
-
 @contextmanager
-def _told(keepers: list[Keeper]) -> Iterator[None]:
-    """Inside, what they keep is written to."""
+def _told(target: Any) -> Iterator[None]:
+    """Inside, the owned parameters in ``target`` are written to, of which each keeper is told once."""
+    owned = [t for t in (target if isinstance(target, (list, tuple)) else (target,)) if isinstance(t, OwnedTensor)]
+    keepers = {id(t.keeper): t.keeper for t in owned if t.keeper is not None}.values()
     for keeper in keepers:
         keeper.before_write()
     yield
-    for keeper in keepers:
+    for keeper in keepers:  # not where the operation failed, perhaps on this rank alone: generations are alike on all
         keeper.weights_changed()

@@ -1,10 +1,14 @@
-"""Averages the gradients of parameters that nobody shards, in buckets, while backward runs."""
+"""What dmuon does not own in a dedicated model: which it is, and the averages of gradients that nobody else reduces.
+
+Modules that were dedicated on their own, inside a model that is dedicated after them, keep all that they hold. Groups
+of experts are such: these have other owners, and other weights, than what all ranks share.
+"""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +24,6 @@ from dmuon.comm.context import Comm
 from dmuon.comm.monitor import Pending
 from dmuon.dedicated.block import Block
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.nesting import Covered
 from dmuon.dedicated.owned_tensor import OwnedTensor
 from dmuon.layout.parameters import ranks_of_mesh
 from dmuon.model.blocks import canonical_fqn
@@ -28,6 +31,97 @@ from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import local_tensor, managed_by_ddp, managed_by_fsdp, reduced_by_ddp
 
 _BUCKET_BYTES = 25 * 2**20
+ATTRIBUTE = "_dmuon_dedication"  # of a module that ``dedicate_params`` was called with
+
+_roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all of these
+
+
+def mark(root: nn.Module, dedication: object) -> None:
+    """Leave on ``root`` what was made of it."""
+    setattr(root, ATTRIBUTE, dedication)
+    _roots.add(root)
+
+
+def living() -> list[nn.Module]:
+    """All of these that are left."""
+    return list(_roots)
+
+
+def excluded_modules(model: nn.Module) -> set[nn.Module]:
+    """The modules in ``model``, which was not dedicated, that belong to what was."""
+    return {module for root in model.modules() if ATTRIBUTE in root.__dict__ for module in root.modules()}
+
+
+def shared_with(model: nn.Module) -> nn.Module | None:
+    """A module that lies in what was dedicated in ``model`` before, and outside of it too; None without."""
+    outside: set[nn.Module] = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in outside:
+            outside.add(module)
+            waiting += [child for child in module.children() if ATTRIBUTE not in child.__dict__]
+    return next((module for module in excluded_modules(model) if module in outside), None)
+
+
+def holder_of(module: nn.Module) -> nn.Module | None:
+    """A dedicated model that has ``module`` in it; None without."""
+    return next((root for root in _roots if any(module is one for one in root.modules())), None)
+
+
+def own_modules(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """As ``named_modules``, without ``excluded``."""
+    return ((name, module) for name, module in model.named_modules() if module not in excluded)
+
+
+def own_parameters(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """As ``named_parameters``, without those that ``excluded`` modules hold."""
+    theirs = {id(param) for module in excluded for param in module.parameters(recurse=False)}
+    return ((name, param) for name, param in model.named_parameters() if id(param) not in theirs)
+
+
+def own_buffers(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """As ``named_buffers``, without those that ``excluded`` modules hold."""
+    theirs = {id(buffer) for module in excluded for buffer in module.buffers(recurse=False)}
+    return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in theirs)
+
+
+class ManagedModules:
+    """What is dedicated together: modules, without those that were dedicated in them before. Holds none of them.
+
+    Args:
+        roots: by the prefix of the names of what each holds; ``""`` for a single one.
+        blocks: of them; what is left where nothing else is.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module], blocks: Sequence[Block]) -> None:
+        self._roots = {prefix: weakref.ref(root) for prefix, root in roots.items()}
+        self._excluded = weakref.WeakSet(module for root in roots.values() for module in excluded_modules(root))
+        self._blocks = blocks
+
+    def modules(self) -> Iterable[nn.Module]:
+        """All of them, in the order of ``nn.Module.modules``, which takes several times as long: each forward asks."""
+        found: dict[nn.Module, None] = {}
+        waiting: list[nn.Module | None] = []
+        for root in self._roots.values():
+            waiting.append(root())
+        if waiting.count(None) == len(waiting):
+            waiting += [block.module for block in self._blocks]
+        waiting.reverse()
+        while waiting:
+            module = waiting.pop()
+            if module is not None and module not in found:
+                found[module] = None
+                waiting += [*module._modules.values()][::-1]
+        return [module for module in found if module not in self._excluded] if self._excluded else found
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All that they hold."""
+        roots = {prefix.rstrip("."): root() for prefix, root in self._roots.items()}
+        alive = {prefix: root for prefix, root in roots.items() if root is not None}
+        if not alive:
+            alive = {str(i): block.module for i, block in enumerate(self._blocks) if block.module is not None}
+        return own_parameters(alive[""] if "" in alive else nn.ModuleDict(alive), self._excluded)
 
 
 class _Bucket:
@@ -81,6 +175,7 @@ class GradAverager:
 
     Args:
         owned: all that dmuon owns in the model.
+        managed: the modules of the model.
         on_gradient: called when a gradient arrives; tells whether this backward synchronizes. Of who holds this.
 
     Attributes:
@@ -92,7 +187,11 @@ class GradAverager:
     """
 
     def __init__(
-        self, comm: Comm, owned: Sequence[OwnedMatrix], on_gradient: weakref.WeakMethod[Callable[[], bool]]
+        self,
+        comm: Comm,
+        owned: Sequence[OwnedMatrix],
+        managed: ManagedModules,
+        on_gradient: weakref.WeakMethod[Callable[[], bool]],
     ) -> None:
         self.params: list[nn.Parameter] = []
         self.names: dict[int, str] = {}
@@ -101,6 +200,7 @@ class GradAverager:
         # Not ours, by ``id``. FSDP2 puts several tensors into one place by turns, and keeps all of them.
         self._others: dict[int, Tensor] = {id(form): form for matrix in owned for form in (matrix.rest, matrix.full)}
         self._comm = comm
+        self._managed = managed
         self._group = comm.averages
         self._on_gradient = on_gradient
         self.changed = False
@@ -109,10 +209,10 @@ class GradAverager:
 
     # -- what is averaged ------------------------------------------------------------------------------------------
 
-    def look(self, covered: Covered, blocks: Sequence[Block]) -> None:
+    def look(self) -> None:
         """Find what the model trains now and nobody else averages."""
         held: dict[int, nn.Parameter] = {}
-        for module in covered.modules(blocks):
+        for module in self._managed.modules():
             for param in module._parameters.values():
                 if param is None or not param.requires_grad or id(param) in self._others:
                     continue
@@ -121,7 +221,7 @@ class GradAverager:
         if held.keys() == self._found.keys() and self.looked:
             return
         if not self.looked or not held.keys() <= self._found.keys():
-            self._leave_to_others(held.values(), covered, blocks)
+            self._leave_to_others(held.values())
         self.looked = True
         for key in self._found.keys() - held.keys():
             self._found.pop(key)[1].remove()
@@ -132,10 +232,10 @@ class GradAverager:
             key: self._found.get(key) or (param, param.register_post_accumulate_grad_hook(hook))
             for key, param in ours.items()
         }
-        self.names = {id(p): canonical_fqn(n) for n, p in covered.named_parameters(blocks) if id(p) in ours}
+        self.names = {id(p): canonical_fqn(n) for n, p in self._managed.named_parameters() if id(p) in ours}
         self.changed = [*self._found] != [*map(id, self.params)]
 
-    def _leave_to_others(self, new: Iterable[nn.Parameter], covered: Covered, blocks: Sequence[Block]) -> None:
+    def _leave_to_others(self, new: Iterable[nn.Parameter]) -> None:
         """Remember what of ``new`` FSDP2 or DDP averages, or autograd: a DTensor over several of our ranks.
 
         Raises:
@@ -147,7 +247,7 @@ class GradAverager:
                     f"parameter {tensor.fqn!r} is owned by dmuon and managed by DistributedDataParallel too; call the "
                     "dedicated model without it: dmuon averages all gradients over the mesh"
                 )
-        theirs = {id(p) for module in covered.modules(blocks) for p in reduced_by_ddp(module)}
+        theirs = {id(p) for module in self._managed.modules() for p in reduced_by_ddp(module)}
         # Of modules around this model too: their hooks may have put whole weights into it by now.
         sharded = (module for module in gc.get_objects() if issubclass(type(module), FSDPModule))
         theirs.update(id(p) for module in sharded for p in managed_by_fsdp(module))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -27,14 +27,23 @@ from torch.utils._pytree import tree_leaves
 from dmuon.comm.agreement import require_no_fault
 from dmuon.comm.context import Comm
 from dmuon.comm.monitor import run_all
-from dmuon.dedicated.block import AT_WORK, Block, ExecutionOrder, OrderCheck, Phase, mark_boundary
-from dmuon.dedicated.buffer import BufferState, GradState, OwnedBuffer, Publications
+from dmuon.dedicated.block import (
+    Block,
+    ExecutionOrder,
+    OrderCheck,
+    Phase,
+    SavedTensors,
+    buffers_along,
+    mark_boundary,
+    storages_of,
+    tell_of_hooks,
+)
+from dmuon.dedicated.buffer import BufferState, GradState, Publications
 from dmuon.dedicated.gradients import Gradients
 from dmuon.dedicated.matrix import OwnedMatrix
-from dmuon.dedicated.nesting import Covered
 from dmuon.dedicated.owned_state import even_whole, own_part
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.saved_tensors import SavedTensors, storages_of, tell_of_hooks
+from dmuon.dedicated.replicated import ManagedModules
 from dmuon.layout.topology import GlobalRank
 from dmuon.model.blocks import canonical_fqn
 from dmuon.planning.owner_plan import OwnerPlan
@@ -42,9 +51,9 @@ from dmuon.platform.streams import Origin
 from dmuon.platform.torch_private import (
     current_backward,
     even_shape,
-    may_push_saved_tensor_hooks,
     on_backward_end,
     outside_compile,
+    saved_tensor_hooks_refusal,
 )
 from dmuon.step.residency import Residency
 
@@ -65,6 +74,8 @@ class Runtime:
         sync: backward reduces gradients; otherwise they accumulate where they arise.
         all_reduce: backward reduces gradients across replicas too.
         members: of this model, in some optimizer.
+        by_rest: the matrices, by the ``id`` of their resting forms.
+        backwards: that have come to a block and not ended yet.
         strangers: ranks of a model around this one that hold other matrices by these names, and not these.
         was_entered: a backward came through a block that trains, since the last step or clearing of gradients.
     """
@@ -87,21 +98,23 @@ class Runtime:
         self.strangers: tuple[GlobalRank, ...] = ()
         self.was_entered = False
         self.order = ExecutionOrder(self.blocks)
-        self.gradients = Gradients(comm, list(self.matrices()), weakref.WeakMethod(self._gradient_arrived))
+        self.managed = ManagedModules(roots, self.blocks)
+        self.gradients = Gradients(
+            comm, list(self.matrices()), self.managed, weakref.WeakMethod(self._replicated_gradient_arrived)
+        )
         self.order_check = OrderCheck(comm, self.blocks, is_list="" not in roots)
         of_module: dict[int, list[Block]] = {}  # one for each dtype
         for block in self.blocks:
             of_module.setdefault(id(block.module), []).append(block)
         # The first of them hooks what the graph saves, of the whole weights of all.
         self._alike = {alike[0]: (alike, storages_of(one.buffer for one in alike)) for alike in of_module.values()}
-        self._backwards: set[int] = set()
+        self.backwards: set[int] = set()
         self.publications = Publications(comm)
-        self._covered = Covered(roots)  # which it does not hold: modules own their hooks, and so this
         self._has_root = "" in roots
         if self._has_root:
             roots[""].register_forward_pre_hook(self._root_pre_forward)
             roots[""].register_forward_hook(self._root_post_forward)
-        self._by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
+        self.by_rest = {id(matrix.rest): matrix for matrix in self.matrices()}
         self._buffer_of = {key: buffer for buffer in self.buffers for key in buffer.params}
         self._by_name = {matrix.fqn: matrix for matrix in self.matrices()}
         for matrix in self.matrices():
@@ -123,12 +136,12 @@ class Runtime:
 
     def param_ids(self) -> set[int]:
         """Of everything that the model has."""
-        return {id(p) for _, p in self._covered.named_parameters(self.blocks)} | self._by_rest.keys()
+        return {id(p) for _, p in self.managed.named_parameters()} | self.by_rest.keys()
 
     def unclaimed(self, claimed: set[int]) -> list[str]:
         """Names of tensors of two dimensions or more that have a gradient and are not among the ids ``claimed``."""
         named: list[tuple[str, Tensor]] = [(matrix.fqn, matrix.rest) for matrix in self.matrices()]
-        others = self._covered.named_parameters(self.blocks)
+        others = self.managed.named_parameters()
         named += [(canonical_fqn(n), p) for n, p in others if not isinstance(p, OwnedTensor)]
         return [name for name, p in named if p.ndim >= 2 and p.grad is not None and id(p) not in claimed]
 
@@ -139,20 +152,20 @@ class Runtime:
 
     def matrix_of(self, param: Tensor) -> OwnedMatrix:
         """The matrix whose resting form ``param`` is."""
-        return self._by_rest[id(param)]
+        return self.by_rest[id(param)]
 
     def waiting_grad(self, param: OwnedTensor) -> Tensor | None:
         """The gradient of ``param`` that waits for a backward with synchronization; None of an alias."""
         buffer = self._buffer_of.get(id(param))
         waits = buffer is not None and buffer.gradients is GradState.WAITING
-        return self._by_rest[id(param)].waiting_grad if waits else None
+        return self.by_rest[id(param)].waiting_grad if waits else None
 
     def drop_waiting(self, param: OwnedTensor) -> None:
         """Forget that: the user has cleared or replaced the gradient."""
         self.was_entered = False
         buffer = self._buffer_of.get(id(param))
         if buffer is not None and buffer.gradients is GradState.WAITING:
-            self._by_rest[id(param)].drop_waiting()
+            self.by_rest[id(param)].drop_waiting()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Hooks hold the runtime, so copying or pickling a model meets it before its parameters.
@@ -164,14 +177,18 @@ class Runtime:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def before_write(self) -> None:
-        """Masters are about to change: what is queued from now on runs after whoever reads them."""
+        """Masters are about to change: what is queued from now on runs after whoever reads them.
+
+        Fills and publications read masters after the calls that start these have returned: a fill copies them into
+        their slots on ``fill_stream``, and a publication does so on ``publish_stream``.
+        """
         self.comm.fill_stream.join()
         self.comm.publish_stream.join()
 
     def weights_changed(self) -> None:
         """Masters have changed, or will: whatever is in a buffer is out of date."""
-        self.generation += 1
         self.was_entered = False
+        self.generation += 1
 
     def write_even(self, param: OwnedTensor, shard: Tensor) -> None:
         """Make the even shards of all ranks the value of ``param``. Collective.
@@ -194,27 +211,6 @@ class Runtime:
             matrix.master.copy_(own_part(even_whole(param, shard), matrix))
         self.weights_changed()
 
-    def begin_update(self, params: Iterable[Tensor]) -> None:
-        """Before the masters of ``params`` change: raise the generation, and publish what none of them delays.
-
-        :meth:`Publications.updated` and :meth:`end_update` publish the rest, each buffer as soon as this rank's masters
-        of it are up to date, in the order in which the next forward needs them. Buffers that are kept are then filled
-        too; of the others, as many as are prefetched.
-        """
-        monitor = self.comm.monitor  # the other ranks must take the step, too, before the next gradients are used
-        monitor.note("step", f"step {monitor.step} of the optimizer")
-        self.before_write()
-        self.weights_changed()
-        for block in self.blocks:  # graphs of forwards that never ran backward are void now
-            block.forget_graph()
-        outdated = self._by_rest.keys() & map(id, params)
-        self.publications.begin(self.order.buffers(), outdated, self.generation)
-
-    def end_update(self) -> None:
-        """All masters have their new values."""
-        self.publications.end()
-        self.comm.monitor.step += 1
-
     def at_rest(self, doing: str, *, summoned: bool = False) -> None:
         """Raise unless every block is outside forward, backward and ``summon_full_params``.
 
@@ -223,44 +219,60 @@ class Runtime:
         Args:
             summoned: allow ``summon_full_params``.
         """
-        self._recover()
+        if self.backwards:
+            self.recover()
         for block in self.blocks:
             if block.phase is not Phase.REST and not (summoned and block.phase is Phase.SUMMONED):
                 raise RuntimeError(f"{doing} while block {block.name!r} is {block.phase.name}: {block.phase.value}")
 
-    def _ensure_ready(self, block: Block) -> None:
+    def _unshard(self, block: Block, phase: Phase, links: Mapping[Block, Block]) -> None:
+        """Put whole weights into the modules of ``block``, and start filling the buffers that come next.
+
+        The stream that computes waits for this block's fill alone: fills run on a stream of their own, and those of the
+        next blocks, which start now, run beside what this block computes.
+
+        Args:
+            links: which block comes after which one.
+        """
         if block.phase is not Phase.REST:
             raise RuntimeError(f"forward or backward of block {block.name!r} while {block.phase.value}")
         block.buffer.start_fill(self.generation)
         if block.buffer.state is BufferState.FILLING:
             block.buffer.finish_fill()
-
-    def _leave(self, block: Block, successor: Block | None) -> None:
-        """Leave ``block``, and free its buffer unless the next block needs it too."""
-        block.leave()
-        buffer = block.buffer
-        if not (buffer.keep or buffer.users) and (successor is None or successor.buffer is not buffer):
-            buffer.free()
-
-    def _prefetch(self, block: Block, *, backward: bool) -> None:
-        """Start filling the buffers that come next."""
-        buffers = self.order.buffers(block, backward=backward)
+        block.enter(phase)
+        buffers = buffers_along(links, block)
         for buffer in islice(buffers, 1, 1 + self.comm.options.prefetch):  # the first is the block's own
-            if backward and not buffer.awaited:
+            if phase is Phase.BACKWARD and not buffer.awaited:
                 return
             if not buffer.users:
                 buffer.start_fill(self.generation)
+
+    def _reshard(self, block: Block, successor: Block | None) -> None:
+        """Leave ``block``, and free its buffer unless the next block needs it too."""
+        edited = block.rest()
+        if edited is not None:
+            raise RuntimeError(
+                f"parameter {edited.fqn!r} was changed in place inside the forward or backward of block "
+                f"{block.name!r}, where it is a copy of its owner's; edit it under dmuon.summon_full_params(model)"
+            )
+        buffer = block.buffer
+        if not (buffer.keep or buffer.users) and (successor is None or successor.buffer is not buffer):
+            buffer.free()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     @outside_compile
     def _root_pre_forward(self, _module: nn.Module, _args: Any) -> None:
-        self._recover()
-        self._start_pass()
-        self.order_check.restart()
-        self._prepare()
+        if self.backwards:
+            self.recover()
+        self._begin_pass()
+        trains = torch.is_grad_enabled()
+        if self.comm.tensor is not None or not trains:
+            self.order_check.restart()
+        if trains:
+            self.gradients.averager.look()
 
-    def _start_pass(self) -> None:
+    def _begin_pass(self) -> None:
         """No block is at work yet, unless a Ctrl-C has ended the last pass, of which torch tells no forward hook."""
         self.order.last = None  # the next block that runs follows no other
         for block in self.blocks:
@@ -269,48 +281,52 @@ class Runtime:
 
     @outside_compile
     def _root_post_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        self.order_check.end(trains=torch.is_grad_enabled())
+        trains = torch.is_grad_enabled()
+        if self.comm.tensor is not None or not trains:
+            self.order_check.end(trains=trains)
 
     @outside_compile
     def _pre_forward(
         self, block: Block, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if block.phase is Phase.BACKWARD:  # recomputation: backward has filled the block already
-            self._begin_saving(block)
-            return None
-        self._recover()
-        recomputation = current_backward() is not None
-        begins = not (recomputation or self._has_root) and self.order.first is block
-        if begins or not self.gradients.averager.looked:
-            self._prepare()
-        if not recomputation:
+        trains = torch.is_grad_enabled()
+        passed = None
+        if block.phase is not Phase.BACKWARD:  # otherwise it is recomputed, and backward has unsharded it already
+            recomputes = current_backward() is not None
+            if self.backwards and not recomputes:
+                self.recover()
+            begins = not (recomputes or self._has_root) and self.order.first is block
+            if begins or not self.gradients.averager.looked:
+                self._prepare()
             if begins:
-                self._start_pass()
-            self.order_check.run(block, trains=torch.is_grad_enabled())
-        self.order.record(block, first=not recomputation)
-        self._ensure_ready(block)
-        block.enter(Phase.FORWARD)
-        if not recomputation:  # which goes backward from this block
-            self._prefetch(block, backward=False)
-        if not torch.is_grad_enabled():
-            return None
-        # Without a boundary, where no input needs a gradient, the end of the backward pass releases the block.
-        given = (args, *kwargs.values())
-        passed, is_marked = mark_boundary(given, partial(self._post_backward, block))
-        if is_marked and not recomputation:  # the graph of a recomputation may never be differentiated
-            block.calls += 1
-        self._begin_saving(block)
-        return (passed[0], dict(zip(kwargs, passed[1:], strict=True))) if is_marked else None
-
-    def _begin_saving(self, block: Block) -> None:
-        """What the graph saves from now on comes back by way of the block: [Note: how backward enters a block]."""
-        if block in self._alike and torch.is_grad_enabled() and not block.buffer.keep and may_push_saved_tensor_hooks():
+                self._begin_pass()
+            if not recomputes and (self.comm.tensor is not None or not trains):
+                self.order_check.run(block, trains=trains)
+            last, self.order.last = self.order.last, block
+            if last is None and not recomputes:
+                self.order.first = block
+            elif last is not None and last is not block:
+                self.order.following[last] = block
+                self.order.preceding[block] = last
+            # A recomputation goes backward from this block: what comes next in forward is not needed.
+            self._unshard(block, Phase.FORWARD, {} if recomputes else self.order.following)
+            if trains:
+                # Without a boundary, where no input needs a gradient, the end of the backward releases the block.
+                given = (args, *kwargs.values())
+                given, is_marked = mark_boundary(given, partial(self._post_backward, block))
+                if is_marked:
+                    passed = given[0], dict(zip(kwargs, given[1:], strict=True))
+                    block.calls += not recomputes  # the graph of a recomputation may never be differentiated
+        if trains and block in self._alike and not block.buffer.keep and saved_tensor_hooks_refusal() is None:
+            # What the graph saves from now on comes back by way of the block: [Note: how backward enters a block].
             alike, storages = self._alike[block]
-            block.saving.append(SavedTensors(storages, partial(self._enter_by_saved, alike, self.generation)))
+            block.saving.append(SavedTensors(alike, self.generation, storages, self._enter_by_saved))
+        return passed
 
     @outside_compile
     def _post_forward(self, block: Block, _module: nn.Module, _args: Any, output: Any) -> Any:
         error = sys.exc_info()[1] if output is None else None  # the hook runs whatever the forward came to
+        trains = torch.is_grad_enabled()
         if block.saving:
             saved = block.saving.pop()
             saved.end()
@@ -319,19 +335,19 @@ class Runtime:
             if error is not None:
                 tell_of_hooks(error, block.name)
         # Without gradients somebody may keep a view; but operations on DTensors leave garbage that refers to weights.
-        block.buffer.was_read = block.buffer.was_read or torch.is_grad_enabled() or self.comm.tensor is None
+        block.buffer.was_read = block.buffer.was_read or trains or self.comm.tensor is None
         if block.phase is not Phase.FORWARD:
-            return None
-        if error is not None or not torch.is_grad_enabled():
-            self._leave(block, self.order.following.get(block))
             return None
         returned: list[Tensor] = []
         devices: set[torch.device] = set()
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                returned.append(leaf)
-                devices.add(leaf.device)
-        self._leave(block, self.order.following.get(block))
+        if error is None and trains:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    returned.append(leaf)
+                    devices.add(leaf.device)
+        self._reshard(block, self.order.following.get(block))
+        if error is not None or not trains:
+            return None
         if returned:
             block.buffer.awaited.add(block.name)
         block.generation = self.generation
@@ -344,40 +360,38 @@ class Runtime:
         return None
 
     def _prepare(self) -> None:
-        """Where a pass begins: average what nobody shards, as far as the model has it now."""
+        """Where a pass begins without a root: average what nobody shards, as far as the model has it now."""
         if not self._has_root:
             self.order_check.compare_places()
         if torch.is_grad_enabled():
-            self.gradients.averager.look(self._covered, self.blocks)
+            self.gradients.averager.look()
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _pre_backward(self, block: Block, generation: int, _grad: Tensor | None = None) -> None:
         if block.phase is Phase.BACKWARD:
             return
-        self._check_graph(block, generation)
-        block.backward = self._in_backward()
+        self._join_backward(block, generation)
         for matrix in block.matrices:
             self.was_entered = self.was_entered or matrix.rest.requires_grad
         self.order.last = None  # the next block that runs follows no other
-        self._ensure_ready(block)
-        block.enter(Phase.BACKWARD)
-        self._prefetch(block, backward=True)
+        self._unshard(block, Phase.BACKWARD, self.order.preceding)
 
-    def _enter_by_saved(self, blocks: Sequence[Block], generation: int) -> None:
-        """The graph asks back what a forward of ``blocks``, which are one module's, has saved."""
-        for block in blocks:
-            if block.phase in AT_WORK and generation == self.generation:
-                continue
-            if current_backward() is None:
-                raise RuntimeError(
-                    f"what block {block.name!r} has saved for backward was read outside of one, and its weights have "
-                    "been freed; pass reshard_after_forward=False to dedicate_params to look at it"
-                )
-            self._pre_backward(block, generation)
+    def _enter_by_saved(self, block: Block, generation: int) -> None:
+        """The graph asks back what a forward of ``block`` has saved, and the block is not at work."""
+        if current_backward() is None:
+            raise RuntimeError(
+                f"what block {block.name!r} has saved for backward was read outside of one, and its weights have "
+                "been freed; pass reshard_after_forward=False to dedicate_params to look at it"
+            )
+        self._pre_backward(block, generation)
 
-    def _check_graph(self, block: Block, generation: int) -> None:
-        """Raise RuntimeError for a backward that cannot be right, of a forward of ``generation``."""
+    def _join_backward(self, block: Block, generation: int) -> None:
+        """The backward pass that runs now has come to ``block``, to a forward of ``generation``.
+
+        Raises:
+            RuntimeError: it cannot be right.
+        """
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"backward(create_graph=True) through block {block.name!r}: a second derivative would read weights "
@@ -388,6 +402,18 @@ class Runtime:
                 f"the weights of block {block.name!r} changed between its forward and its backward; run backward "
                 "before step(), load_state_dict() or edits"
             )
+        backward = block.backward = current_backward()
+        assert backward is not None, "gradient hooks run inside a backward pass"
+        if backward not in self.backwards:
+            self.backwards.add(backward)
+            on_backward_end(partial(self._root_post_backward, backward))
+
+    def _replicated_gradient_arrived(self) -> bool:
+        backward = current_backward()
+        if backward is not None and backward not in self.backwards:
+            self.backwards.add(backward)
+            on_backward_end(partial(self._root_post_backward, backward))
+        return self.sync and (self.all_reduce or self.comm.column is None)
 
     def _post_backward(self, block: Block) -> None:
         if block.phase is not Phase.BACKWARD:
@@ -403,8 +429,9 @@ class Runtime:
             before = self.order.preceding.get(block)
             if self.gradients.origins:  # what made them has read the weights, whose memory may be freed now
                 self.gradients.join(block.matrices)
-            self._leave(block, before if before is not None and before.name in before.buffer.awaited else None)
-        block.forget_graph()
+            self._reshard(block, before if before is not None and before.name in before.buffer.awaited else None)
+        block.backward, block.calls = None, 0
+        buffer.awaited.discard(block.name)
         # Without shards there is nothing to reduce but across replicas.
         if not self.sync or not (self.all_reduce or self.comm.row is not None or self.comm.column is None):
             if buffer.gradients is GradState.NONE:
@@ -412,79 +439,43 @@ class Runtime:
             return
         buffer.gradients = GradState.READY
         if not buffer.awaited:
-            self._reduce(buffer)
-
-    def _reduce(self, buffer: OwnedBuffer) -> None:
-        """Start the reduction of all that the buffer's matrices have, of earlier backwards too."""
-        self.gradients.reduce(buffer, along_column=self.all_reduce)
-        buffer.gradients = GradState.NONE if self._whole_sync else GradState.WAITING
-
-    def _in_backward(self) -> int:
-        """Identity of the running backward pass, whose end is hooked on first sight."""
-        backward = current_backward()
-        assert backward is not None, "gradient hooks run inside a backward pass"
-        if backward not in self._backwards:
-            self._backwards.add(backward)
-            on_backward_end(partial(self._root_post_backward, backward))
-        return backward
-
-    def _gradient_arrived(self) -> bool:
-        self._in_backward()
-        return self._whole_sync
-
-    @property
-    def _whole_sync(self) -> bool:
-        """Whether gradients are to be whole when backward returns."""
-        return self.sync and (self.all_reduce or self.comm.column is None)
+            self.gradients.reduce(buffer, along_column=self.all_reduce)
 
     def _root_post_backward(self, backward: int) -> None:
         """All gradients are reduced and visible when ``backward()`` returns."""
         for block in self.blocks:
             if block.backward == backward:
                 self._end_block(block)
-        whole = self._whole_sync
+        whole = self.sync and (self.all_reduce or self.comm.column is None)
         for buffer in self.buffers:
             # Either a block of it did not run, or a backward before this one has left something.
             if buffer.gradients is GradState.READY or (whole and buffer.gradients is GradState.WAITING):
-                self._reduce(buffer)
+                self.gradients.reduce(buffer, along_column=self.all_reduce)
             # Or it was prefetched, and nothing came.
             is_idle = buffer.state is not BufferState.FREED and not (buffer.keep or buffer.users)
-            if is_idle and self._backwards == {backward}:
+            if is_idle and self.backwards == {backward}:
                 buffer.free()
         if self.sync:
             self.gradients.finish(settle=whole)
-        self._backwards.discard(backward)  # last: after an exception above there is something to recover from
+        self.backwards.discard(backward)  # last: after an exception above there is something to recover from
 
     # -- recovery --------------------------------------------------------------------------------------------------
 
-    def drop_gradients(self) -> None:
-        """Forget gradients that were not reduced yet."""
-        self._recover()
-        self.was_entered = False
-        for buffer in self.buffers:
-            if buffer.gradients is not GradState.NONE:
-                self._forget_gradients(buffer)
-
-    def _forget_gradients(self, buffer: OwnedBuffer) -> None:
-        for matrix in buffer.matrices:
-            matrix.drop_waiting()
-        buffer.gradients = GradState.NONE
-
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """Clean up after a backward that raised: nothing more of it may reach a gradient.
 
         Blocks that it had reduced before keep what they got, as ordinary parameters do; gradients accumulated without
         synchronization are dropped.
         """
-        if not self._backwards or current_backward() is not None:
+        if current_backward() is not None:
             return
-        self._backwards.clear()
+        self.backwards.clear()
         self.publications.forget_fills()
         for block in self.blocks:
             block.abandon()
             block.forget_graph()
         for buffer in self.buffers:
-            self._forget_gradients(buffer)
+            buffer.forget_gradients()
         self.weights_changed()
         run_all([self.gradients.discard, *(buffer.free for buffer in self.buffers)])
 
@@ -497,8 +488,7 @@ def _notice(of_runtime: weakref.ref[Runtime], of_block: weakref.ref[Block], whol
     if runtime.gradients.origins is not None:
         runtime.gradients.origins[id(whole)] = Origin(runtime.comm.device)
     if block.backward is None:
-        runtime._check_graph(block, block.generation)
-        block.backward = runtime._in_backward()
+        runtime._join_backward(block, block.generation)
 
 
 def runtime_of(param: Tensor) -> Runtime | None:

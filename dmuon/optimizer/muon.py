@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from dmuon.dedicated.residency import Dedicated
+from dmuon.dedicated.dedication import Dedicated
 from dmuon.exchanged.config import DistributedConfig
 from dmuon.exchanged.exchange import Exchange, Exchanged
 from dmuon.kernels import Storage

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
+from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.residency import Dedicated
 from dmuon.model.makeup import ModuleTree, longest_path, looks_fused, makeup_of, sites_of
 from dmuon.model.matrix_spec import spec_of
 from dmuon.platform.log import logger

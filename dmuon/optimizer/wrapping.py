@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dmuon.comm.process_groups import this_rank
-from dmuon.dedicated.dedication import averaged_by_dmuon
+from dmuon.dedicated.dedication import averaged_by_dmuon, dedicated_residencies
 from dmuon.dedicated.owned_tensor import OwnedTensor
-from dmuon.dedicated.residency import dedicated_residencies
 from dmuon.exchanged.exchange import Exchange, exchange_for
 from dmuon.kernels import is_capturing
 from dmuon.model.makeup import sites_of

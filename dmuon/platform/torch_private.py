@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from math import prod
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -364,39 +365,24 @@ def current_backward() -> int | None:
     return None if task == -1 else task
 
 
-def on_backward_end(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward pass that runs now has computed its last gradient."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
+# Runs a function when the backward pass that runs now has computed its last gradient.
+on_backward_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack
 
+# What a pair of ``torch.autograd.graph.saved_tensors_hooks`` does when it is entered, and when it is left; the
+# innermost pair around what this thread computes, or None; why none can be entered, as inside ``torch.func``, or None.
+push_saved_tensor_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensor_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+saved_tensor_hooks: Callable[[], SavedTensorHooks | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
+)
+saved_tensor_hooks_refusal: Callable[[], str | None] = (
+    torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+)
 
-def saved_tensor_hooks() -> SavedTensorHooks | None:
-    """The innermost pair of hooks around what this thread computes; None if there is none."""
-    top: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return top
-
-
-def may_push_saved_tensor_hooks() -> bool:
-    """Whether nothing has switched such hooks off, as ``torch.func`` does."""
-    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
-
-
-def push_saved_tensor_hooks(pair: SavedTensorHooks) -> None:
-    """What a pair of ``torch.autograd.graph.saved_tensors_hooks`` does when it is entered."""
-    torch._C._autograd._push_saved_tensors_default_hooks(*pair)
-
-
-def pop_saved_tensor_hooks() -> None:
-    """Take the innermost pair off."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """The same of all tensors that share the storage, also while it has no memory."""
-    number: int = storage._cdata
-    return number
+# The same number for all tensors that share a storage, also while it has no memory.
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 def spec_of_dtensor(tensor: Tensor) -> DTensorSpec | None:
@@ -432,9 +418,8 @@ def count_holders(storages: Iterable[torch.UntypedStorage], params: Sequence[Ten
     return count
 
 
-def inside_transformation() -> bool:
-    """Whether a transformation of ``torch.func`` (``grad``, ``vmap``, ``jvp``) is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+# The transformation of ``torch.func`` (``grad``, ``vmap``, ``jvp``) that is running, or None.
+current_transformation: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
 
 def outside_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:

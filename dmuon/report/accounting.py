@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dmuon.dedicated.buffer import OwnedBuffer, fills_wait
-from dmuon.dedicated.residency import Dedicated
+from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.runtime import Runtime
 from dmuon.kernels import Storage
 from dmuon.layout.buffer import Spans

@@ -80,8 +80,8 @@ def arm(model: nn.Module, where: str, act: Callable[[], None]) -> None:
         case "backward":
             model.blocks[1].mix.register_full_backward_hook(hook)
         case "step":
-            begin = runtime.begin_update
-            runtime.begin_update = lambda params: (begin(params), hook())
+            begin = runtime.publications.begin
+            runtime.publications.begin = lambda *args: (begin(*args), hook())
         case "state_dict":
             model.blocks[1].up.register_state_dict_pre_hook(hook)
 
@@ -315,7 +315,7 @@ def failing_collective(rank: int, world: int, layout: str, kind: str, when: str)
         with pytest.raises(dmuon.CollectiveError, match=r"was not started, because an earlier .*blocks\.1|Before that"):
             action()
     optimizer.zero_grad()
-    assert not runtime._backwards and not any(block.phase.name != "REST" for block in runtime.blocks)
+    assert not runtime.backwards and not any(block.phase.name != "REST" for block in runtime.blocks)
     assert all(b._fill is None and b._publication is None for b in runtime.buffers if not b.keep)
 
 

@@ -144,22 +144,22 @@ def enter_from_two_threads(_rank: int, world: int) -> int:
     dmuon.dedicate_params(model, init_device_mesh("pretend", (world,)), costs="flops")
     inside: set[int] = set()
     most = 0
-    original = Runtime._ensure_ready
+    original = Runtime._unshard
 
-    def slowly(runtime: Runtime, block: Any) -> None:
+    def slowly(runtime: Runtime, *args: Any) -> None:
         nonlocal most
         if current_backward() is not None:
             inside.add(threading.get_ident())
             time.sleep(0.3)
             most = max(most, len(inside))
             inside.discard(threading.get_ident())
-        original(runtime, block)
+        original(runtime, *args)
 
-    Runtime._ensure_ready = slowly  # type: ignore[method-assign]
+    Runtime._unshard = slowly  # type: ignore[method-assign]
     try:
         model(torch.randn(4, WIDTH, device="pretend")).backward()
     finally:
-        Runtime._ensure_ready = original  # type: ignore[method-assign]
+        Runtime._unshard = original  # type: ignore[method-assign]
     return most
 
 

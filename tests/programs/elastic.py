@@ -84,8 +84,8 @@ def arm(trainer: Trainer, step: int, where: str) -> None:
     match where:
         case "step":
             runtime = dedications(trainer.model)[0].runtime
-            begin = runtime.begin_update
-            runtime.begin_update = lambda params: (begin(params), kill())
+            begin = runtime.publications.begin
+            runtime.publications.begin = lambda *args: (begin(*args), kill())
         case "collect":
             trainer.model.blocks[1].up.register_state_dict_pre_hook(kill)
         case "write":

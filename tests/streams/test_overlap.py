@@ -14,6 +14,7 @@ from harness.toy import build
 
 import dmuon
 from dmuon.dedicated.buffer import OwnedBuffer, Publications
+from dmuon.dedicated.dedication import Dedicated
 from dmuon.dedicated.gradients import GradReduction
 from dmuon.dedicated.runtime import Runtime
 from streams import clock
@@ -107,7 +108,7 @@ def fills_in_steps(_rank: int, _world: int, streams: bool) -> list[bool]:
         return fill
 
     with ExitStack() as stack:
-        for kind, name in ((Runtime, "begin_update"), (Publications, "updated"), (Runtime, "end_update")):
+        for kind, name in ((Dedicated, "begin_update"), (Publications, "updated"), (Dedicated, "end_update")):
             _wrap(stack, kind, name, stepping)
         _wrap(stack, OwnedBuffer, "start_fill", filling)
         if streams:

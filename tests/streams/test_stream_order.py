@@ -275,15 +275,16 @@ PLANTS = {
     # -- the others are slow
     "self._pending.wait in Copying.wait": "hsdp exchanged",
     "work.wait in join_norms": "fsdp exchanged half",
-    "pending.wait in OwnedBuffer._settle": "lines",
+    "fill.wait in OwnedBuffer._settle": "lines",
+    "publication.wait in OwnedBuffer._settle": "ddp",
     "tensor.record_stream in Stream.beside": "overlap",
     "work.wait in Pending.wait": "lines",
     "comm.publish_stream.beside in OwnedBuffer.start_publication": "single",
     "pending.wait in OwnedBuffer.start_fill": "single",
     "self._outgoing in OwnedBuffer._settle": "single",
-    "comm.reduce_stream.beside in GradReduction.__init__": "lines",
-    "self._comm.reduce_stream.beside in GradReduction.advance": "ddp",
-    "pending.wait in GradReduction._wait": "lines",
+    "comm.reduce_stream.beside in GradReduction.advance": "lines",
+    "pending.wait in GradReduction._wait_for_all": "lines",
+    "pending.wait in GradReduction._turn_into_column": "single",
     "self._in_flight in GradReduction.__init__": "single",
     "comm.reduce_stream.beside in _Bucket.__init__": "lines",
     "self._pending.wait in _Bucket.finish": "lines",
@@ -366,7 +367,7 @@ def test_a_planted_bug_is_found(ranks: RankPool, place: str) -> None:
 def test_a_plant_is_gone_afterwards(ranks: RankPool) -> None:
     """Ranks live from test to test."""
     name = "lines"
-    plant = next(plant for plant in plants.plants() if str(plant) == "pending.wait in OwnedBuffer._settle")
+    plant = next(plant for plant in plants.plants() if str(plant) == "fill.wait in OwnedBuffer._settle")
     assert pairs(observed(ranks, name, plant)) and not pairs(observed(ranks, name))
 
 

@@ -35,7 +35,7 @@ from dmuon.optimizer.groups import (
 )
 from dmuon.optimizer.loading import keep_state_of_route
 from dmuon.optimizer.momentum import Momentum
-from dmuon.optimizer.notices import tell_first_step, tell_layout
+from dmuon.optimizer.notices import tell_first_step, tell_layout, tell_products
 from dmuon.optimizer.options import Description, check_edited, describe
 from dmuon.optimizer.record import MatrixRecord
 from dmuon.optimizer.refusals import check_moment, check_scales
@@ -291,6 +291,7 @@ class Muon(torch.optim.Optimizer):
         self._laid_out = [[*map(id, group["params"])] for group in self.param_groups]
         self._averagers.forget()
         tell_layout(why, rounds, self._prefetch)
+        tell_products(self.param_groups, residencies, rounds)
 
     def _restore_specs(self) -> None:
         """Torch moves a module of DTensors by swapping what they hold, and swaps away what was remembered of them."""
